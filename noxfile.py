@@ -1,0 +1,179 @@
+"""Every routine of this repository, one session each; `nox -l` lists them.
+
+Without `-s`, nox runs `tests`, `lint` and `types`. Sessions install with pip and constraints.txt, which pins torch.
+What stands after `--` goes to the program that the session runs.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["tests", "lint", "types"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_external_run = True
+nox.needs_version = ">=2024.4.15"
+
+ROOT = Path(__file__).parent
+SIBLINGS = {  # what a package declares: import-linter holds the same table
+    "zero-nvme": [],
+    "zero-optim-cpu": [],
+    "zero-core": [],
+    "zero-offload": ["zero-core"],
+    "zero-train": ["zero-core", "zero-offload", "zero-nvme", "zero-optim-cpu"],
+}
+TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-benchmark", "pytest-rerunfailures", "hypothesis"]
+# What tests use beside the package's own requirements: real architectures, and files that other libraries wrote.
+TEST_EXTRAS = {
+    "zero-nvme": ["numpy"],
+    "zero-optim-cpu": ["torch", "numpy"],
+    "zero-core": ["torch", "numpy", "transformers", "safetensors"],
+    "zero-offload": ["torch", "numpy", "transformers"],
+    "zero-train": ["torch", "numpy", "transformers", "safetensors"],
+}
+
+
+def install(session: nox.Session, *packages: str, tools: list[str] = TEST_TOOLS, extras: tuple[str, ...] = ()) -> None:
+    """Install these packages from the tree in one pip call, so that siblings satisfy each other."""
+    session.install("--quiet", "--upgrade", "pip")
+    folders = [f"./packages/{name}" + ("[nvme,cpu,hf]" if name == "zero-train" else "") for name in packages]
+    needs = sorted({need for name in packages for need in TEST_EXTRAS[name]} | set(extras))
+    session.install("--quiet", "-c", "constraints.txt", *tools, *needs, *folders)
+
+
+def everything(session: nox.Session, *, tools: list[str] = TEST_TOOLS, extras: tuple[str, ...] = ()) -> None:
+    install(session, *SIBLINGS, tools=tools, extras=extras)
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """Train the default recipe: a 25 M Llama on this machine's Python sources, its state on NVMe."""
+    everything(session, tools=[])
+    session.run("python", "-m", "zero_train", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests of all packages. A test that needs a second try is run again once and listed as RERUN."""
+    everything(session)
+    session.run("pytest", "--reruns", "1", "-rR", *(session.posargs or ["tests"]))
+
+
+@nox.session
+def parity(session: nox.Session) -> None:
+    """Every architecture x stage x ranks x precision against the slow reference (tests run a pairwise cover)."""
+    everything(session)
+    session.run(
+        "pytest", "--all-parity", "-k", "parity", "--timeout", "0", "tests/integration/zero_core", *session.posargs
+    )
+
+
+@nox.session
+def exactness(session: nox.Session) -> None:
+    """The whole matrix of placements, overlap, tile sizes, threads and backends: the same bits."""
+    everything(session)
+    session.run("pytest", "--all-exactness", "-k", "exact", "--timeout", "0", "tests/integration", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("package", list(SIBLINGS))
+def packages(session: nox.Session, package: str) -> None:
+    """Each package's own tests in an environment that has it and its declared siblings only."""
+    install(session, *SIBLINGS[package], package)
+    import_name = package.replace("-", "_")
+    folders = [f"tests/{kind}/{import_name}" for kind in ("unit", "conformance", "integration")]
+    present = [folder for folder in folders if any((ROOT / folder).glob("test_*.py"))]
+    session.run("pytest", "--reruns", "1", "-rR", *present, *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, its formatter as a check, and who may import whom."""
+    session.install("--quiet", "ruff", "import-linter")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", env={"PYTHONPATH": sources()})
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy over the sources of every package, against the real torch."""
+    session.install("--quiet", "--upgrade", "pip")
+    session.install(
+        "--quiet",
+        "-c",
+        "constraints.txt",
+        "mypy",
+        "torch",
+        "hydra-core",
+        "omegaconf",
+        "rich",
+        "aiofiles",
+        "types-aiofiles",
+    )
+    modules = [argument for name in SIBLINGS for argument in ("-p", name.replace("-", "_"))]
+    session.run("mypy", *modules, *session.posargs, env={"MYPYPATH": sources()})
+
+
+@nox.session
+def minimums(session: nox.Session) -> None:
+    """The unit tests on the lowest versions that the packages allow; torch 2.8 comes from the registry."""
+    lowest = ["torch==2.8.0", "hydra-core==1.3.2", "omegaconf==2.3.0", "aiofiles==23.1.0", "pybind11==2.12.0"]
+    folders = [f"./packages/{name}" + ("[nvme,cpu,hf]" if name == "zero-train" else "") for name in SIBLINGS]
+    session.install("--quiet", *TEST_TOOLS, "numpy", "safetensors", *lowest, *folders)
+    session.run("pytest", "tests/unit", *session.posargs)
+
+
+@nox.session
+def native(session: nox.Session) -> None:
+    """The native packages' tests under AddressSanitizer + UBSan and ThreadSanitizer, and NEON under emulation."""
+    session.install("--quiet", "--upgrade", "pip")
+    session.install(
+        "--quiet",
+        "-c",
+        "constraints.txt",
+        *TEST_TOOLS,
+        "torch",
+        "numpy",
+        "aiofiles",
+        "pybind11",
+        "scikit-build-core",
+        "cmake",
+        "ninja",
+    )
+    for package in ("zero-nvme", "zero-optim-cpu"):
+        session.run("python", f"packages/{package}/sanitize.py", *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """An sdist and a wheel of each package, under dist/."""
+    session.install("--quiet", "build")
+    for package in SIBLINGS:
+        session.run("python", "-m", "build", "--outdir", "dist", f"packages/{package}")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The benchmark programs under tests/benchmarks: `nox -s bench -- core|step|nvme|optim [arguments]`."""
+    everything(session)
+    names = ["core", "step", "nvme", "optim"]
+    chosen = [word for word in session.posargs[:1] if word in names]
+    rest = session.posargs[len(chosen) :]
+    (ROOT / "runs").mkdir(exist_ok=True)
+    for name in chosen or names:
+        program = ROOT / "tests" / "benchmarks" / f"test_{name}.py"
+        if program.exists():
+            session.run("python", str(program), "--json", f"runs/bench_{name}.json", *rest)
+
+
+@nox.session(name="bench-gpu", venv_backend="none")
+def bench_gpu(session: nox.Session) -> None:
+    """The GPU's tables, in the environment that stands: torch with CUDA, a compiler and the built packages."""
+    session.run("python", "tests/benchmarks/test_gpu.py", *session.posargs, external=True)
+
+
+def sources() -> str:
+    return os.pathsep.join(str(ROOT / "packages" / name / "src") for name in SIBLINGS)
