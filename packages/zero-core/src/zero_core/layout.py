@@ -1,0 +1,150 @@
+"""Shard arithmetic. Integers only: no tensors, no collectives.
+
+[Note: the flat storage of a unit]
+A unit's parameters lie one after another in one flat buffer of one dtype. Each slot begins at a multiple of 128 bytes,
+and the total is padded so that every shard, too, begins at one:
+
+    | slot 0 ...pad| slot 1 pad| slot 2 ........ pad| tail pad |
+    |<----- shard 0 ---->|<----- shard 1 ----->|<-- shard 2 -->|
+
+Slots do not depend on the number of shards; only the tail does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["ALIGNMENT_BYTES", "Box", "Piece", "Slot", "UnitLayout", "boxes", "round_up"]
+
+ALIGNMENT_BYTES = 128
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in its unit's flat storage. `numel` and `offset` are in elements, padding apart."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part [slot_start, slot_stop) of one slot, which begins at element `shard_start` of a shard."""
+
+    slot: Slot
+    slot_start: int
+    slot_stop: int
+    shard_start: int
+
+    @property
+    def numel(self) -> int:
+        return self.slot_stop - self.slot_start
+
+    @property
+    def shard_stop(self) -> int:
+        return self.shard_start + self.numel
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """The slots of one unit, and how its padded total is cut into equal shards."""
+
+    name: str
+    slots: tuple[Slot, ...]
+    numel: int
+    shard_count: int
+    _pieces: dict[int, tuple[Piece, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def build(
+        cls, name: str, parameters: Iterable[tuple[str, Sequence[int]]], *, itemsize: int, shard_count: int
+    ) -> UnitLayout:
+        """Lay out parameters (name, shape) of one dtype of `itemsize` bytes, in their order."""
+        if shard_count < 1 or ALIGNMENT_BYTES % itemsize:
+            raise ValueError(f"shard_count={shard_count} must be at least 1, itemsize={itemsize} divide 128")
+        quantum = ALIGNMENT_BYTES // itemsize
+        slots, offset = [], 0
+        for parameter, shape in parameters:
+            numel = math.prod(shape)
+            slots.append(Slot(parameter, tuple(shape), numel, offset))
+            offset += round_up(numel, quantum)
+        return cls(name, tuple(slots), round_up(offset, quantum * shard_count), shard_count)
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.shard_count
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """Elements [start, stop) of the flat storage that shard `rank` holds."""
+        if not 0 <= rank < self.shard_count:
+            raise ValueError(f"rank {rank} of {self.shard_count} shards of unit {self.name}")
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """The parts of parameters which shard `rank` holds, in storage order. Empty parts are left out."""
+        if rank not in self._pieces:
+            start, stop = self.shard_range(rank)
+            found = []
+            for slot in self.slots:
+                low, high = max(start, slot.offset), min(stop, slot.stop)
+                if low < high:
+                    found.append(Piece(slot, low - slot.offset, high - slot.offset, low - start))
+            self._pieces[rank] = tuple(found)
+        return self._pieces[rank]
+
+
+@dataclass(frozen=True)
+class Box:
+    """An n-dimensional box of a tensor; its elements, row-major, begin at flat element `start` of the tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """Cut the contiguous range [start, stop) of a row-major tensor into boxes, in order.
+
+    At most 1 box in one dimension, 3 in two, 2n-1 in n. Each box is itself contiguous in the tensor.
+    """
+    total = math.prod(shape)
+    if not 0 <= start <= stop <= total:
+        raise ValueError(f"range [{start}, {stop}) of a tensor of {total} elements, shape {tuple(shape)}")
+    if start == stop:
+        return ()
+    if not shape:
+        return (Box((), (), 0),)
+    row = total // shape[0]
+    first, last = start // row, (stop - 1) // row
+    if start == first * row and stop == (last + 1) * row:
+        sizes = (last + 1 - first, *shape[1:])
+        return (Box((first, *(0 for _ in shape[1:])), sizes, start),)
+    if first == last:
+        inner = boxes(shape[1:], start - first * row, stop - first * row)
+        return tuple(Box((first, *b.offsets), (1, *b.sizes), b.start + first * row) for b in inner)
+    found: list[Box] = []
+    middle_start, middle_stop = -(-start // row), stop // row
+    if start < middle_start * row:
+        found += boxes(shape, start, middle_start * row)
+    if middle_start < middle_stop:
+        found += boxes(shape, middle_start * row, middle_stop * row)
+    if middle_stop * row < stop:
+        found += boxes(shape, middle_stop * row, stop)
+    return tuple(found)

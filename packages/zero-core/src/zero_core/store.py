@@ -1,0 +1,169 @@
+"""The one seam of the core: `ShardStore`, the protocol that keeps a rank's shards, and the records it speaks in.
+
+Owns no tensors and no policy. `device_store.DeviceStore` is the default; other packages bring tiers by filling this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "CHUNK_NUMEL",
+    "GroupStep",
+    "NullObserver",
+    "Observer",
+    "ProfilerObserver",
+    "Segment",
+    "ShardSpec",
+    "ShardStore",
+    "StoreContext",
+]
+
+CHUNK_NUMEL = 1 << 20  # elements whose squares are summed together in double, whoever computes the norm
+
+
+class Observer(Protocol):
+    """Told what runs when. Kinds: gather, compute, reduce, wait, update, swap_in, swap_out, norm."""
+
+    def span(self, kind: str, unit: str) -> AbstractContextManager[None]: ...
+
+
+class NullObserver:
+    """Sees nothing, costs nothing."""
+
+    def span(self, kind: str, unit: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class ProfilerObserver:
+    """Marks every span for torch's profiler."""
+
+    def span(self, kind: str, unit: str) -> AbstractContextManager[None]:
+        return torch.autograd.profiler.record_function(f"zero::{kind}::{unit}")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, stop) of a shard which belong to ONE parameter, `name`.
+
+    `group` is the index of the parameter's optimizer group; None: frozen, and there is no state. Padding is in none.
+    """
+
+    start: int
+    stop: int
+    group: int | None
+    name: str
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """One unit's shard on this rank: `numel` elements of `dtype` (fp32, bf16 or fp16)."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class StoreContext:
+    """Where a store lives. `rank` is this rank's shard index, `shard_count` the number of shards."""
+
+    device: torch.device
+    local_rank: int = 0
+    rank: int = 0
+    shard_count: int = 1
+    reduce_dtype: torch.dtype = torch.float32
+    prefetch_bytes: int = 0
+    observer: Observer = NullObserver()
+
+
+@dataclass(frozen=True)
+class GroupStep:
+    """A frozen copy of one of the optimizer's `param_groups` at a step, without "params"."""
+
+    options: Mapping[str, Any]
+
+
+@runtime_checkable
+class ShardStore(Protocol):
+    """Keeps one rank's shards: parameters out, gradients in, updates in between.
+
+    Never called concurrently (backward hooks may run on autograd's thread). Tensors are ordered on the caller's current
+    stream; the store records its own events. Every method first raises what the background failed with; after that only
+    close() works.
+    """
+
+    def attach(
+        self,
+        shards: Sequence[ShardSpec],
+        optimizer: torch.optim.Optimizer,
+        initial: Callable[[int], Tensor],
+        *,
+        context: StoreContext,
+    ) -> None:
+        """Take over the shards, once. `initial(i)` yields shard i's fp32 master (numel,), called once each, in order.
+
+        `optimizer` is the user's own: its type, defaults and param_groups are read. Raises TypeError naming a type that
+        the store cannot run.
+        """
+
+    def prefetch(self, i: int) -> None:
+        """Shard i will be wanted soon. Optional work."""
+
+    def parameters(self, i: int) -> Tensor:
+        """(numel,) parameter dtype, compute device; valid until release(i). Waits for unit i's own update only.
+
+        The caller may write into it between parameters() and release() only through write_state.
+        """
+
+    def release(self, i: int) -> None:
+        """The tensor that parameters(i) returned is not used after this."""
+
+    def gradient_buffer(self, i: int) -> Tensor | None:
+        """Optional memory (numel,) in the reduce dtype, on the compute device, for a reduced gradient.
+
+        Given to accept_gradient(i, it) without a copy. None: the caller brings its own memory.
+        """
+
+    def accept_gradient(self, i: int, gradient: Tensor) -> None:
+        """Add the reduced gradient (numel,), reduce dtype, to shard i's. Accumulates in fp32.
+
+        `gradient` may be reused by the caller afterwards, in stream order, unless it is gradient_buffer(i).
+        """
+
+    def discard_gradients(self) -> None:
+        """Forget every gradient: overflow, or zero_grad()."""
+
+    def gradient_norm_squared(self) -> Tensor:
+        """() float64 on the compute device: chunks of CHUNK_NUMEL shard elements summed in double, added in order."""
+
+    def update(
+        self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
+    ) -> None:
+        """Run the optimizer on every shard that has a gradient. Consumes the gradients; may return before the end.
+
+        `steps[i][k]`: 1-based step number of segment k of unit i in this update; 0 skips that segment.
+        `scale` multiplies gradients. `order`: units in order of their next use.
+        """
+
+    def wait(self) -> None:
+        """Return when every update is done."""
+
+    def state_names(self) -> tuple[str, ...]:
+        """Logical fp32 values that read_state knows: ("master", "exp_avg", "exp_avg_sq") for Adam."""
+
+    def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
+        """(stop - start,) fp32, CPU or compute device: a copy. Waits first."""
+
+    def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
+        """Overwrite elements [start, start + len(values)). Waits first; invalidates what is resident."""
+
+    def close(self) -> None:
+        """Give all memory back. Idempotent."""

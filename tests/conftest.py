@@ -1,0 +1,21 @@
+"""Fixtures shared by every package's tests."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(n).run(function, *args)`: one in-process rank, or a gloo pool of n kept for the session."""
+    testing = pytest.importorskip("zero_core.testing")
+    pools = {}
+
+    def pool(size: int):
+        if size not in pools:
+            pools[size] = testing.LocalRank() if size == 1 else testing.RankPool(size)
+        return pools[size]
+
+    yield pool
+    for made in pools.values():
+        made.close()

@@ -1,0 +1,45 @@
+"""The pool of ranks: results by rank, an error ends it, the next use makes a new one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_core.testing import RankError
+
+
+def total(value: float) -> tuple[int, float]:
+    tensor = torch.tensor([value + dist.get_rank()])
+    dist.all_reduce(tensor)
+    return dist.get_rank(), float(tensor)
+
+
+def fail_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank one says no")
+    dist.barrier()
+
+
+def die_on_one() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_results_come_by_rank(ranks):
+    assert ranks(2).run(total, 1.0) == [(0, 3.0), (1, 3.0)]
+
+
+def test_an_error_names_the_rank_and_the_pool_recovers(ranks):
+    with pytest.raises(RankError, match=r"rank 1 of 2 raised:[\s\S]*rank one says no"):
+        ranks(2).run(fail_on_one)
+    assert ranks(2).run(total, 0.0) == [(0, 1.0), (1, 1.0)]
+
+
+def test_a_dead_rank_is_noticed(ranks):
+    with pytest.raises(RankError, match=r"rank (1 of 2 died, exit code 3|0 of 2 raised)"):
+        ranks(2).run(die_on_one)
+    assert ranks(2).run(total, 0.0) == [(0, 1.0), (1, 1.0)]
