@@ -33,17 +33,16 @@ class SlotPool:
         with self._changed:
             if self._free:
                 return self._free.pop()
-            for index, (block, transfer) in enumerate(self._draining):
-                if transfer.done():
-                    del self._draining[index]
-                    break
-            else:
+            done = next((pair for pair in self._draining if pair[1].done()), None)
+            if done is None:
                 return None
+            self._draining.remove(done)
+        block, transfer = done
         self._settle(block, transfer)
         return block
 
     def take(self) -> Block:
-        """A block; waits for a write, or for another thread to give one back. Raises the write's error, or the background's."""
+        """A block; waits for a write, or until one is given back. Raises the write's error, or the background's."""
         with self._changed:
             while not self._free and not self._draining:
                 self._monitor.check()  # a failed thread gives nothing back

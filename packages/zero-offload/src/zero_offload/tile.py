@@ -37,7 +37,7 @@ def check_tile_numel(tile_numel: int) -> None:
     """Raises PlacementError unless the norm's chunks nest in tiles."""
     if tile_numel <= 0 or tile_numel % CHUNK_NUMEL:
         raise PlacementError(
-            f"tile_numel={tile_numel} is not a multiple of {CHUNK_NUMEL}, the chunk by which the gradient norm is summed; "
+            f"tile_numel={tile_numel} is not a multiple of {CHUNK_NUMEL}, the gradient norm's chunk; "
             f"use {max(1, round(tile_numel / CHUNK_NUMEL)) * CHUNK_NUMEL}"
         )
 
