@@ -25,13 +25,14 @@ class HeldTicket:
     """The ticket of a request that `FaultyByteStore` keeps back until `release`."""
 
     def __init__(self, begin: Callable[[], Ticket], gate: threading.Event) -> None:
-        self._begin, self._gate, self._ticket = begin, gate, None
+        self._begin, self._gate = begin, gate
+        self._ticket: Ticket | None = None
         self._lock = threading.Lock()
 
     def _inner(self) -> Ticket:
         with self._lock:
             if self._ticket is None:
-                self._ticket: Ticket | None = self._begin()
+                self._ticket = self._begin()
             return self._ticket
 
     def done(self) -> bool:
@@ -58,7 +59,8 @@ class FaultyByteStore:
     """Passes everything to `inner` until told to fail. Errors carry `path` and `offset`, as a file's do.
 
     fail("read" or "write", after=n): the request after the next n fails with EIO, and every one after that.
-    hold(): requests stay pending until release(). `log`: ("read" | "write", extent offset, nbytes) in order of submission.
+    hold(): requests stay pending until release(), and touch their buffer only then.
+    `log`: ("read" | "write", offset, nbytes) in order of submission.
     `overtaken`: reads submitted while a write of the same bytes was pending; stays empty for a correct user.
     """
 
@@ -71,7 +73,7 @@ class FaultyByteStore:
         self._gate = threading.Event()
         self._gate.set()
         self._lock = threading.Lock()
-        self._writing: dict[int, Ticket] = {}
+        self._writing: dict[int, tuple[int, Ticket]] = {}
 
     def fail(self, kind: str, *, after: int = 0) -> None:
         self._countdown[kind] = after
@@ -106,9 +108,10 @@ class FaultyByteStore:
         with self._lock:
             nbytes = buffer.nbytes if isinstance(buffer, Tensor) else memoryview(buffer).nbytes
             self.log.append((kind, at, nbytes))
-            writing = self._writing.get(at)
-            if kind == "read" and writing is not None and not writing.done():
-                self.overtaken.append((at, nbytes))
+            if kind == "read":
+                self._writing = {a: (n, ticket) for a, (n, ticket) in self._writing.items() if not ticket.done()}
+                if any(a < at + nbytes and at < a + n for a, (n, _) in self._writing.items()):
+                    self.overtaken.append((at, nbytes))
             if kind in self._countdown:
                 self._countdown[kind] -= 1
                 if self._countdown[kind] < 0:
@@ -122,7 +125,7 @@ class FaultyByteStore:
             ticket = HeldTicket(lambda: submit(extent, buffer, offset), self._gate)
         if kind == "write":
             with self._lock:
-                self._writing[at] = ticket
+                self._writing[at] = (nbytes, ticket)
         return ticket
 
 
