@@ -19,3 +19,7 @@ def ranks():
     yield pool
     for made in pools.values():
         made.close()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all-parity", action="store_true", help="every combination of the parity suite, not the cover")

@@ -1,3 +1,7 @@
 """ZeRO stages 0-3 for any PyTorch module."""
 
+from .gathered import gathered
+from .shard import Handle, handle, no_sync, shard, units
+
+__all__ = ["Handle", "gathered", "handle", "no_sync", "shard", "units"]
 __version__ = "0.1.0"

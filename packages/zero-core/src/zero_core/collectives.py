@@ -1,0 +1,132 @@
+"""The ranks of a sharded model and the collectives between them. One call each; no unit's state, no schedule.
+
+[Note: crossing collectives]
+Two ranks that call collectives of one size in different orders exchange wrong data without an error. Every collective
+here therefore extends a short digest (which unit, which kind, in which order). The digests ride with the norm's
+all-reduce, and `step()` raises before it updates anything if they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import CollectiveError, StageError
+
+__all__ = ["Ranks"]
+
+_DIGEST_BITS = 20  # squares of digests are summed over ranks in float64: exact below 2^53
+
+
+@dataclass
+class Axis:
+    """One dimension of the mesh: this rank's place in it. `group` None: a single rank, no collective is called."""
+
+    group: Any
+    rank: int
+    size: int
+
+
+class Ranks:
+    """A mesh (replicate, shard): parameters are cut along `shard`, gradients are averaged over both."""
+
+    def __init__(self, shard: Axis, replicate: Axis, rank: int, size: int, device: torch.device) -> None:
+        self.shard, self.replicate = shard, replicate
+        self.rank, self.size = rank, size
+        self.device = device
+        self.digest = 0
+
+    @classmethod
+    def build(cls, mesh: Any, *, sharded: bool, device: torch.device) -> Ranks:
+        """From a DeviceMesh of one or two dimensions, the default process group, or nothing at all."""
+        alone = Axis(None, 0, 1)
+        if mesh is None:
+            if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+                return cls(alone, alone, 0, 1, device)
+            axis = Axis(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+            pair = (axis, alone) if sharded else (alone, axis)
+            return cls(*pair, axis.rank, axis.size, device)
+        axes = [Axis(mesh.get_group(d), mesh.get_local_rank(d), mesh.size(d)) for d in range(mesh.ndim)]
+        axes = [axis if axis.size > 1 else alone for axis in axes]
+        if mesh.ndim == 1:
+            shard, replicate = (axes[0], alone) if sharded else (alone, axes[0])
+        elif mesh.ndim == 2 and sharded:
+            replicate, shard = axes
+        else:
+            raise StageError(
+                f"mesh of {mesh.ndim} dimensions {tuple(mesh.mesh.shape)}: give one dimension, or two "
+                "(replicate, shard) with stage 1, 2 or 3"
+            )
+        size = mesh.mesh.numel()
+        if size not in (1, dist.get_world_size()):
+            raise StageError(f"mesh of {size} ranks in a world of {dist.get_world_size()}: it must hold every rank")
+        return cls(shard, replicate, dist.get_rank() if size > 1 else 0, size, device)
+
+    @contextmanager
+    def _naming(self, collective: str, unit: str, index: int) -> Iterator[None]:
+        self.digest = (self.digest * 31 + index * 8 + len(collective) + 1) % (1 << _DIGEST_BITS)
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.failure(collective, unit, error) from error
+
+    def failure(self, collective: str, unit: str, error: BaseException) -> CollectiveError:
+        return CollectiveError(
+            f"{collective} of unit {unit!r} failed on rank {self.rank} of {self.size}: {error}. A rank stopped, or "
+            "left the common order of units; every rank must run the same units (zero_core.gathered avoids that)"
+        )
+
+    def wait(self, work: Any, collective: str, unit: str) -> None:
+        """Wait for an asynchronous collective; its failure names the unit."""
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.failure(collective, unit, error) from error
+
+    def all_gather(self, whole: Tensor, part: Tensor, unit: str, index: int) -> Any:
+        """whole (shard.size * n,) <- part (n,) of every shard rank; returns the work to wait for."""
+        with self._naming("all_gather", unit, index):
+            return _all_gather(whole, part, group=self.shard.group, async_op=True)
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor, unit: str, index: int) -> Any:
+        """part (n,) <- this rank's slice of the mean of `whole` over the shard ranks; returns the work."""
+        with self._naming("reduce_scatter", unit, index):
+            return _reduce_scatter(part, whole, op=dist.ReduceOp.AVG, group=self.shard.group, async_op=True)
+
+    def average_replicas(self, values: Tensor, unit: str, index: int) -> Any:
+        """values <- their mean over the replicas; returns the work."""
+        with self._naming("all_reduce", unit, index):
+            return dist.all_reduce(values, op=dist.ReduceOp.AVG, group=self.replicate.group, async_op=True)
+
+    def sum_everywhere(self, values: Tensor, what: str) -> Tensor:
+        """values <- their sum over all ranks of the mesh, in place."""
+        if self.size > 1:
+            with self._naming("all_reduce", what, 0):
+                dist.all_reduce(values)
+        return values
+
+    def broadcast(self, values: Tensor, unit: str, source: int = 0) -> Tensor:
+        """values <- rank `source`'s, in place."""
+        if self.size > 1:
+            with self._naming("broadcast", unit, 0):
+                dist.broadcast(values, src=source)
+        return values
+
+
+def _all_gather(whole: Tensor, part: Tensor, **options: Any) -> Any:
+    # torch 2.13 renames the two; older versions have only the former names.
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(whole, part, **options)
+
+
+def _reduce_scatter(part: Tensor, whole: Tensor, **options: Any) -> Any:
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(part, whole, **options)

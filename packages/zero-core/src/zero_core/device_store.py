@@ -1,0 +1,296 @@
+"""`DeviceStore`: every shard, gradient and optimizer state stays on the compute device. The default store.
+
+The user's optimizer class runs, one instance a unit, on one parameter per segment: views of the flat fp32 master.
+Its options (fused, foreach, betas ...) are kept. Where the reduce dtype is 16-bit, fp32 gradients exist for one unit at
+a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import StoreError, UnsupportedOptimizerError
+from .precision import round_to, sum_of_squares
+from .store import GroupStep, ShardSpec, StoreContext
+
+__all__ = ["DeviceStore", "tensor_states"]
+
+# They look at a parameter's shape, or at all parameters together: a slice of one is not enough for them.
+_NOT_ELEMENTWISE = ("LBFGS", "SparseAdam", "Adafactor", "Muon", "Shampoo", "SOAP")
+
+
+class DeviceStore:
+    """A `ShardStore` without tiers. Synchronous: `update` returns when the update is queued on the device's stream."""
+
+    def __init__(self) -> None:
+        self._shards: list[_Shard] = []
+        self._closed = False
+        self._names: tuple[str, ...] = ()
+
+    def attach(
+        self,
+        shards: Sequence[ShardSpec],
+        optimizer: torch.optim.Optimizer,
+        initial: Callable[[int], Tensor],
+        *,
+        context: StoreContext,
+    ) -> None:
+        if self._shards or self._closed:
+            raise StoreError("DeviceStore.attach called twice: make a new DeviceStore for each zero_core.shard")
+        refuse_unless_elementwise(optimizer)
+        self._context = context
+        self._names = ("master", *tensor_states(optimizer, context.device))
+        for i, spec in enumerate(shards):
+            self._shards.append(_Shard(spec, initial(i), optimizer, context))
+        widest = max((s.spec.numel for s in self._shards if s.needs_scratch), default=0)
+        self._scratch = torch.empty(widest, dtype=torch.float32, device=context.device)
+
+    def prefetch(self, i: int) -> None:
+        self._check()
+
+    def parameters(self, i: int) -> Tensor:
+        self._check()
+        return self._shards[i].parameter
+
+    def release(self, i: int) -> None:
+        self._check()
+
+    def gradient_buffer(self, i: int) -> Tensor | None:
+        self._check()
+        return self._shards[i].lend()
+
+    def accept_gradient(self, i: int, gradient: Tensor) -> None:
+        self._check()
+        self._shards[i].accept(gradient)
+
+    def discard_gradients(self) -> None:
+        self._check()
+        for shard in self._shards:
+            shard.gradient = None
+
+    def gradient_norm_squared(self) -> Tensor:
+        self._check()
+        total = torch.zeros((), dtype=torch.float64, device=self._context.device)
+        for shard in self._shards:
+            if shard.gradient is not None:
+                total += sum_of_squares(shard.gradient)
+        return total
+
+    def update(
+        self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
+    ) -> None:
+        self._check()
+        for i in order:
+            if self._shards[i].gradient is None:
+                continue
+            with self._context.observer.span("update", self._shards[i].spec.name):
+                self._shards[i].update(groups, scale, steps[i], self._scratch)
+
+    def wait(self) -> None:
+        self._check()
+
+    def state_names(self) -> tuple[str, ...]:
+        return self._names
+
+    def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
+        self._check()
+        return self._shards[i].read(self._known(name), start, stop)
+
+    def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
+        self._check()
+        self._shards[i].write(self._known(name), start, values)
+
+    def close(self) -> None:
+        self._shards.clear()
+        self._scratch = torch.empty(0)
+        self._closed = True
+
+    def _check(self) -> None:
+        if self._closed:
+            raise StoreError("the DeviceStore is closed: its optimizer's close() was called")
+
+    def _known(self, name: str) -> str:
+        if name not in self._names:
+            raise StoreError(f"no state {name!r}; this optimizer has {', '.join(self._names)}")
+        return name
+
+
+class _Shard:
+    """One unit's shard: master, parameter (the master itself in fp32), gradient, optimizer over its segments."""
+
+    def __init__(
+        self, spec: ShardSpec, master: Tensor, optimizer: torch.optim.Optimizer, context: StoreContext
+    ) -> None:
+        self.spec = spec
+        self.master = master.detach().to(device=context.device, dtype=torch.float32).contiguous()
+        self.parameter = self.master
+        if spec.dtype != torch.float32:
+            self.parameter = torch.empty(spec.numel, dtype=spec.dtype, device=context.device)
+            round_to(self.master, self.parameter)
+        self.reduce_dtype = context.reduce_dtype
+        self.needs_scratch = context.reduce_dtype != torch.float32
+        self.gradient: Tensor | None = None  # (numel,) reduce dtype, or fp32 once accumulated
+        self._own: dict[torch.dtype, Tensor] = {}  # gradient memory, kept between steps
+        self._spare: Tensor | None = None
+        self.views = [nn.Parameter(self.master[s.start : s.stop]) for s in spec.segments]
+        self.optimizer = build_optimizer(optimizer, self.views, [s.group for s in spec.segments])
+
+    def _memory(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._own:
+            self._own[dtype] = torch.empty(self.spec.numel, dtype=dtype, device=self.master.device)
+        return self._own[dtype]
+
+    def lend(self) -> Tensor | None:
+        """The gradient's own memory while it is free; nothing once a gradient is there."""
+        return self._memory(self.reduce_dtype) if self.gradient is None else None
+
+    def accept(self, gradient: Tensor) -> None:
+        if self.gradient is None:
+            self.gradient = self._memory(gradient.dtype)
+            if gradient.data_ptr() != self.gradient.data_ptr():
+                self.gradient.copy_(gradient)
+            return
+        if self.gradient.dtype != torch.float32:
+            wide = self._memory(torch.float32)
+            wide.copy_(self.gradient)
+            self.gradient = wide
+        self.gradient.add_(gradient)
+
+    def update(self, groups: Sequence[GroupStep], scale: float, steps: Sequence[int], scratch: Tensor) -> None:
+        assert self.gradient is not None
+        gradient = self.gradient
+        if gradient.dtype != torch.float32:
+            gradient = scratch[: self.spec.numel].copy_(gradient)
+        if scale != 1.0:
+            gradient.mul_(scale)
+        for group in self.optimizer.param_groups:
+            options = groups[group["zero_group"]].options
+            group.update({k: v for k, v in options.items() if k != "params"})
+        for segment, view, step in zip(self.spec.segments, self.views, steps, strict=True):
+            if step:
+                view.grad = gradient[segment.start : segment.stop]
+                self._align_step(view, step)
+        self.optimizer.step()
+        for view in self.views:
+            view.grad = None
+        self.gradient = None
+        if self.parameter is not self.master:
+            round_to(self.master, self.parameter)
+
+    def _align_step(self, view: nn.Parameter, step: int) -> None:
+        """torch counts steps in the state; after a checkpoint was loaded the caller's count is the right one."""
+        count = self.optimizer.state[view].get("step") if view in self.optimizer.state else None
+        if isinstance(count, Tensor):
+            if int(count) != step - 1:
+                count.fill_(step - 1)
+        elif count is not None:
+            self.optimizer.state[view]["step"] = step - 1
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        if name == "master":
+            return self.master[start:stop].clone()
+        values = torch.zeros(stop - start, dtype=torch.float32, device=self.master.device)
+        for segment, view in zip(self.spec.segments, self.views, strict=True):
+            low, high = max(start, segment.start), min(stop, segment.stop)
+            state = self.optimizer.state[view].get(name) if view in self.optimizer.state else None
+            if low < high and state is not None:
+                values[low - start : high - start] = state[low - segment.start : high - segment.start]
+        return values
+
+    @torch.no_grad()
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        stop = start + values.numel()
+        if name == "master":
+            self.master[start:stop].copy_(values)
+            if self.parameter is not self.master:
+                round_to(self.master[start:stop], self.parameter[start:stop])
+            return
+        for segment, view in zip(self.spec.segments, self.views, strict=True):
+            low, high = max(start, segment.start), min(stop, segment.stop)
+            if low < high and segment.group is not None:
+                state = self._state_of(view, name)
+                state[low - segment.start : high - segment.start].copy_(values[low - start : high - start])
+
+    def _state_of(self, view: nn.Parameter, name: str) -> Tensor:
+        """The state tensor, made by a step that changes nothing where the optimizer has none yet."""
+        state = self.optimizer.state[view] if view in self.optimizer.state else {}
+        if state.get(name) is None:
+            kept, others = view.detach().clone(), [v.grad for v in self.views]
+            for other in self.views:
+                other.grad = None
+            view.grad = torch.zeros_like(view)
+            self.optimizer.step()
+            view.grad = None
+            view.data.copy_(kept)
+            for other, gradient in zip(self.views, others, strict=True):
+                other.grad = gradient
+            state = self.optimizer.state[view]
+            for value in state.values():
+                if isinstance(value, Tensor) and value.shape == view.shape:
+                    value.zero_()
+        return state[name]
+
+
+def build_optimizer(
+    optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter], groups: Sequence[int | None]
+) -> Any:
+    """An optimizer of the user's class over `views`, in its groups; every group keeps its index as "zero_group"."""
+    members: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for view, group in zip(views, groups, strict=True):
+        if group is not None:
+            members[group].append(view)
+    made = [
+        {**{k: v for k, v in optimizer.param_groups[g].items() if k != "params"}, "params": params, "zero_group": g}
+        for g, params in sorted(members.items())
+    ]
+    if not made:
+        return _NoOptimizer()
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    defaults = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+    try:
+        return type(optimizer)(made, **defaults)
+    except TypeError:  # a class of the user's, built from other arguments: the same object, over other parameters
+        clone = copy.copy(optimizer)
+        clone.state = defaultdict(dict)
+        clone.param_groups = made
+        return clone
+
+
+class _NoOptimizer:
+    """What a unit without optimized parameters has."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = []
+        self.state: dict[Any, Any] = {}
+
+    def step(self) -> None:
+        pass
+
+
+def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    if name in _NOT_ELEMENTWISE:
+        raise UnsupportedOptimizerError(
+            f"{name} is not elementwise: it needs whole parameters, a rank has slices. Use AdamW, Adam, SGD, Lion ..."
+        )
+
+
+def tensor_states(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[str, ...]:
+    """Names of the states that have the parameter's shape, found by one step of a throw-away parameter."""
+    names: list[str] = []
+    for group in range(len(optimizer.param_groups)):
+        probe = nn.Parameter(torch.zeros(2, device=device))
+        trial = build_optimizer(optimizer, [probe], [group])
+        probe.grad = torch.zeros_like(probe)
+        trial.step()
+        for name, value in trial.state[probe].items():
+            if isinstance(value, Tensor) and value.shape == probe.shape and name not in names:
+                names.append(name)
+    return tuple(names)

@@ -1,0 +1,420 @@
+"""The run of a step: what happens before and after a unit's module, in forward and in backward.
+
+Owns the engine that the hooks call. What a unit does is `unit`'s, which comes next is `schedule`'s, when the optimizer
+runs is `optimizer`'s. See [Note: the order of collectives] in schedule.py.
+
+[Note: forward inside backward]
+Checkpointing runs a module's forward again during backward, and its hooks with it. Such a call is no new visit: it only
+needs the memory, which stays ("lingers") until the next unit is wanted. Being inside backward is asked of autograd, not
+remembered, because a backward that raised would leave a wrong memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .collectives import Ranks
+from .outputs import hook_outputs, not_traced
+from .schedule import Forecast, Pass, Visit
+from .stages import StageRow
+from .store import ShardStore
+from .unit import Pool, Reduction, Residency, Unit
+
+__all__ = ["Engine", "Node"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A module that opens units."""
+
+    index: int
+    name: str
+    module: nn.Module
+    units: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class _Backward:
+    """The backward under way: the pass it is in, and those it has been through."""
+
+    current: Pass | None = None
+    passes: list[Pass] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class _Recomputation:
+    """A module called inside backward. Its units linger until something else is wanted."""
+
+    node: Node
+    sequence: int
+    entered: list[Unit]
+    done: bool = False
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class Engine:
+    """Answers the hooks of one sharded model."""
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], ranks: Ranks, store: ShardStore, pool: Pool, stage: StageRow
+    ) -> None:
+        self.model, self.units, self.ranks, self.store, self.pool, self.stage = model, units, ranks, store, pool, stage
+        self.prefetch_bytes = 0
+        self.synchronising = True  # False inside no_sync
+        self.output_gradient_scale: Callable[[Tensor], Tensor] | None = None  # loss scaling, see scaling.py
+        self.nodes: list[Node] = []
+        self.forecasts: dict[tuple[int, bool], Forecast] = {}
+        self._forecast = Forecast()
+        self._stack: list[Visit] = []
+        self._pass: Pass | None = None
+        self._live: list[Pass] = []  # passes with a graph, for recomputations that no output hook announced
+        self._backward: _Backward | None = None
+        self._recomputing: list[_Recomputation] = []
+        self._reduction: Reduction | None = None
+        self._loose: list[int] = []  # units with a parameter used outside of any forward
+        self._handles: list[Any] = []
+
+    # -- attaching -------------------------------------------------------------------------------------------------
+
+    def attach(self, nodes: Sequence[Node]) -> None:
+        """Put the hooks on the modules and on the parameters."""
+        self.nodes = list(nodes)
+        for node in self.nodes:
+            before, after = partial(self._before, node), partial(self._after, node)
+            self._handles += [
+                node.module.register_forward_pre_hook(not_traced(before), prepend=True),
+                node.module.register_forward_hook(not_traced(after), always_call=True),
+            ]
+        for unit in self.units:
+            for k, parameter in enumerate(unit.parameters):
+                if unit.groups[k] is None:
+                    continue
+                wanted = parameter.requires_grad
+                parameter.requires_grad_(True)  # the hook can only be put where a gradient can arrive
+                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._collect, unit, k)))
+                parameter.requires_grad_(wanted)
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def _before(self, node: Node, module: nn.Module, args: Any) -> None:
+        if _in_backward():
+            self._begin_recomputation(node)
+            return
+        if self._stack and module is self.model:
+            self._abandon_forward()  # an earlier call was interrupted by something no hook saw
+        if not self._stack:
+            self._begin_pass(node)
+        assert self._pass is not None
+        parent = self._stack[-1] if self._stack else None
+        visit = Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        for u in node.units:
+            self.units[u].enter()
+            self._forecast.used(u)
+            self._pass.started.append(u)
+        self._stack.append(visit)
+        self._prefetch(self._forecast.upcoming())
+
+    def _after(self, node: Node, module: nn.Module, args: Any, output: Any) -> None:
+        if _in_backward():
+            self._end_recomputation(node, output)
+            return
+        if not self._stack or self._stack[-1].node != node.index:
+            return  # the call failed before it was on the stack
+        visit = self._stack.pop()
+        current = self._pass
+        assert current is not None
+        if current.grad:
+            hooked = hook_outputs(output, visit.sequence, partial(self._before_backward, current, visit))
+            if hooked or any(self.units[u].trainable for u in node.units) or not node.units:
+                current.complete(visit)
+        for u in node.units:
+            self.units[u].leave()
+            self._let_go(self.units[u])
+        if not self._stack:
+            self._end_pass()
+
+    def _begin_pass(self, node: Node) -> None:
+        if self._backward is not None:
+            self.abandon_backward()
+        grad = torch.is_grad_enabled()
+        self._forecast = self.forecasts.setdefault((node.index, grad), Forecast())
+        self._forecast.begin()
+        self._pass = Pass(grad)
+        if grad:
+            self._live = [*self._live[-15:], self._pass]
+
+    def _end_pass(self) -> None:
+        assert self._pass is not None
+        self._forecast.learn(self._pass.started)
+        self._pass = None
+        self._let_all_go()
+
+    def _abandon_forward(self) -> None:
+        self._stack.clear()
+        self._pass = None
+        for unit in self.units:
+            unit.seal()
+        self._let_all_go()
+
+    def _let_go(self, unit: Unit) -> None:
+        """Nothing uses the unit now: stage 3 takes its memory away."""
+        if unit.users == 0 and not self.stage.keeps_parameters:
+            unit.reshard()
+
+    def _let_all_go(self) -> None:
+        for unit in self.units:
+            if unit.residency is not Residency.SHARDED:
+                self._let_go(unit)
+
+    def _prefetch(self, upcoming: Iterable[int]) -> None:
+        """Start the units that come next, as many as the bytes allow, one at least."""
+        budget = self.prefetch_bytes
+        for u in upcoming:
+            unit = self.units[u]
+            if unit.residency is Residency.UNSHARDED:
+                continue
+            if budget <= 0 or (budget < unit.nbytes and budget < self.prefetch_bytes):
+                return
+            budget -= unit.nbytes
+            unit.prefetch()
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def _before_backward(self, current: Pass, visit: Visit, gradient: Tensor) -> Tensor | None:
+        """A gradient reached an output of the visit: open it, and what was skipped on the way, in order."""
+        self._open(current, visit)
+        return None
+
+    def _ensure_backward(self) -> _Backward:
+        if self._backward is None:
+            self._backward = _Backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        return self._backward
+
+    def _open(self, current: Pass, visit: Visit) -> None:
+        backward = self._ensure_backward()
+        if current is not backward.current:
+            if backward.current is not None:
+                self._drain(backward.current)
+            if current not in backward.passes:
+                current.begin_backward()
+                backward.passes.append(current)
+            backward.current = current
+        if visit.index >= current.position:
+            if visit not in current.open:  # closed already, and wanted again
+                for u in visit.units:
+                    current.remaining[u] += 1
+                self._open_one(current, visit)
+            return
+        for each in current.path_to(visit):
+            self._open_one(current, each)
+
+    def _open_one(self, current: Pass, visit: Visit) -> None:
+        for u in visit.units:
+            self.units[u].enter()
+        self._stop_lingering()
+        for earlier in current.leave_for(visit):
+            self._close(current, earlier)
+        current.open.append(visit)
+        self._prefetch(u for k in range(visit.index - 1, -1, -1) for u in current.visits[k].units)
+
+    def _close(self, current: Pass, visit: Visit) -> None:
+        for u in visit.units:
+            self.units[u].leave()
+        for u in current.closed(visit):
+            if u not in current.external:
+                self._retire(self.units[u])
+        for u in visit.units:
+            self._let_go(self.units[u])
+
+    def _drain(self, current: Pass) -> None:
+        for visit in current.path_to(None):
+            self._open_one(current, visit)
+        for visit in current.leave_for(None):
+            self._close(current, visit)
+
+    def _retire(self, unit: Unit) -> None:
+        """This backward's gradient of the unit is complete."""
+        if not unit.trainable:
+            return
+        if self.ranks.size > 1 and (self.stage.keeps_gradients or not self.synchronising):
+            unit.keep_gradient()
+        else:
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        if self.ranks.size == 1:
+            if unit.gradient is not None:
+                unit.start_reduce().finish()
+            return
+        reduction = unit.start_reduce()
+        self._finish_reduction()
+        self._reduction = reduction
+
+    def _finish_reduction(self) -> None:
+        if self._reduction is not None:
+            reduction, self._reduction = self._reduction, None
+            reduction.finish()
+
+    def _collect(self, unit: Unit, k: int, parameter: Tensor) -> None:
+        if _in_backward():
+            self._ensure_backward()
+        unit.collect(k)
+
+    def _end_backward(self) -> None:
+        """Autograd is done: close what is open, visit what was skipped, reduce what came late."""
+        backward = self._backward
+        if backward is None:
+            return
+        if backward.current is not None:
+            self._drain(backward.current)
+        external = [u for each in backward.passes for u in each.external] + self._loose
+        for u in dict.fromkeys(reversed(external)):
+            self._retire(self.units[u])
+        for unit in reversed(self.units):
+            if unit.gradient is not None:
+                self._retire(unit)
+        self._finish_reduction()
+        self._stop_lingering(everything=True)
+        self._loose.clear()
+        self._backward = None
+        self._let_all_go()
+
+    def abandon_backward(self) -> None:
+        """A backward raised: forget what it left half done. What it already reduced stays, as torch keeps p.grad."""
+        self._backward = None
+        self._recomputing.clear()
+        if self._reduction is not None:
+            self._finish_reduction()
+        for unit in self.units:
+            unit.drop_gradient()
+            unit.seal()
+        self._let_all_go()
+
+    # -- recomputation, see [Note: forward inside backward] ----------------------------------------------------------
+
+    def _begin_recomputation(self, node: Node) -> None:
+        entered = [self.units[u] for u in node.units if self.units[u].users == 0]
+        for unit in entered:
+            unit.enter()
+        self._stop_lingering()
+        sequence = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._recomputing.append(_Recomputation(node, sequence, entered))
+
+    def _end_recomputation(self, node: Node, output: Any) -> None:
+        for each in reversed(self._recomputing):
+            if each.node is node and not each.done:
+                each.done = True
+                if torch.is_grad_enabled():
+                    hook_outputs(output, each.sequence, partial(self._before_recomputed, node))
+                return
+
+    def _before_recomputed(self, node: Node, gradient: Tensor) -> None:
+        """A gradient reached an output that reentrant checkpointing computed anew: find the visit it stands for."""
+        current = self._backward.current if self._backward is not None else None
+        if current is not None:
+            visit = current.pending(node.index)
+            if visit is not None:
+                self._open(current, visit)
+            return
+        for candidate in reversed(self._live):
+            candidate.begin_backward()
+            visit = candidate.pending(node.index)
+            if visit is not None:
+                self._open(candidate, visit)
+                return
+
+    def _stop_lingering(self, everything: bool = False) -> None:
+        kept = []
+        for each in self._recomputing:
+            if not (each.done or everything):
+                kept.append(each)
+                continue
+            for unit in each.entered:
+                if unit.users:
+                    unit.leave()
+                self._let_go(unit)
+        self._recomputing = kept
+
+    # -- a parameter used outside its unit: see place.py ---------------------------------------------------------------
+
+    def note_external_use(self, unit: Unit) -> None:
+        """The unit's gradient will not be complete when its module's visits are closed."""
+        noted = self._loose if self._pass is None else self._pass.external
+        if unit.index not in noted and unit.trainable:
+            noted.append(unit.index)
+
+    def full_copy(self, unit: Unit, k: int) -> Tensor:
+        """Parameter k of the unit, whole. Collective."""
+        with torch.no_grad():
+            unit.unshard()
+            values = unit.views[k].clone()
+        self._let_go(unit)
+        return values
+
+    def write(self, unit: Unit, k: int, values: Tensor) -> None:
+        """Keep new whole values of parameter k: this rank's part goes to the store."""
+        unit.reshard()
+        flat = values.detach().reshape(-1)
+        for piece in unit.layout.pieces(self.ranks.shard.rank):
+            if piece.slot is unit.layout.slots[k]:
+                part = flat[piece.slot_start : piece.slot_stop].float()
+                self.store.write_state(unit.index, "master", piece.shard_start, part)
+
+    # -- around a step -----------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._stack) or (self._backward is not None and _in_backward())
+
+    def settle(self) -> None:
+        """Give every lease back: the store may be read, written and updated after this."""
+        if self._backward is not None:
+            self.abandon_backward()
+        for unit in self.units:
+            unit.seal()
+            unit.reshard()
+
+    def reduce_kept(self) -> None:
+        """Reduce what stage 1 and no_sync kept, in the order of backward."""
+        if not any(unit.kept is not None for unit in self.units):
+            return
+        for unit in reversed(self.units):
+            if unit.trainable:
+                self._reduce(unit)
+        self._finish_reduction()
+
+    def discard_gradients(self) -> None:
+        for unit in self.units:
+            unit.drop_gradient()
+            unit.drop_kept()
+            unit.used = [False] * len(unit.used)
+        self.store.discard_gradients()
+
+    def drop_gradient(self, unit: Unit, k: int) -> None:
+        """`p.grad = None` on one parameter: it is not updated. When that was the last one, all gradients go."""
+        unit.used[k] = False
+        if not any(flag for each in self.units for flag in each.used):
+            self.discard_gradients()
+
+    def next_use(self) -> list[int]:
+        """Every unit, in the order in which the next forward will want it."""
+        known = max((f.order for f in self.forecasts.values()), key=len, default=())
+        return [*known, *(u.index for u in self.units if u.index not in set(known))]
+
+    def forget_passes(self) -> None:
+        self._live.clear()

@@ -1,0 +1,182 @@
+"""`ShardedOptimizer`: the torch optimizer that `shard` returns. `step()` is norm, coefficient, update.
+
+Owns the parameter groups, the counting of steps and the clipping. Gradients and states are the store's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import CollectiveError, GradientError, UnsupportedOptimizerError, ZeroError
+from .hooks import Engine
+from .store import GroupStep, Observer
+from .unit import Unit
+
+__all__ = ["ShardedOptimizer"]
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Takes the place of the user's optimizer. LR schedulers are built on this one; `param_groups` are live.
+
+    grad_norm: global L2 norm of the last step's gradients, before clipping; float, nan before the first step.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, *, max_grad_norm: float | None, observer: Observer
+    ) -> None:
+        self._sealed = False
+        super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
+        self.param_groups = optimizer.param_groups  # the same objects: a scheduler on the old one still works
+        self._sealed = True
+        self.engine = engine
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm = math.nan
+        self.step_count = 0
+        self._observer = observer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the user's optimizer on every parameter that any rank used since the last step. Consumes gradients.
+
+        Raises GradientError when the norm is not finite and there is no loss scaling: nothing was updated then, and the
+        gradients are gone. Collective: every rank calls it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        engine = self.engine
+        with torch.no_grad():
+            self._refuse_while_busy()
+            engine.settle()
+            engine.reduce_kept()
+            self.grad_norm = self._exchange_norm()
+            scale = self._coefficient(self.grad_norm)
+            self._update(scale)
+        return loss
+
+    def _refuse_while_busy(self) -> None:
+        if self.engine.busy:
+            raise ZeroError("step() inside forward or backward: call it after loss.backward() returned")
+
+    def _exchange_norm(self) -> float:
+        """The global norm; with it travel the used-parameter masks and the digests of the collectives called."""
+        engine, ranks = self.engine, self.engine.ranks
+        with self._observer.span("norm", ""):
+            squared = engine.store.gradient_norm_squared()
+            if ranks.size == 1:
+                return math.sqrt(float(squared))
+            digest = float(ranks.digest)
+            used = [float(flag) for unit in engine.units for flag in unit.used]
+            mine = torch.tensor([0.0, digest, digest * digest, *used], dtype=torch.float64, device=squared.device)
+            if ranks.replicate.rank == 0:  # replicas hold the same gradients
+                mine[0] = squared
+            total = ranks.sum_everywhere(mine, "the gradient norm").tolist()
+        if total[2] * ranks.size != total[1] * total[1]:
+            raise CollectiveError(
+                f"the {ranks.size} ranks did not call the same collectives in the same order since the last step "
+                f"(digest on rank {ranks.rank}: {ranks.digest}): some rank used a parameter outside its unit, or ran "
+                "another number of forwards. Nothing was updated; zero_core.gathered lets ranks differ"
+            )
+        flags = iter(total[3:])
+        for unit in engine.units:
+            unit.used = [next(flags) > 0 for _ in unit.used]
+        return math.sqrt(total[0])
+
+    def _coefficient(self, norm: float) -> float:
+        """What gradients are multiplied by. As torch: max_norm / (norm + 1e-6), at most 1."""
+        if not math.isfinite(norm):
+            self.engine.discard_gradients()
+            raise GradientError(
+                f"the gradient norm is {norm} at step {self.step_count + 1}; nothing was updated and the gradients are "
+                'discarded. Look for the loss that is not finite, or pass loss_scale="dynamic" with fp16'
+            )
+        if self.max_grad_norm is None:
+            return 1.0
+        return min(1.0, self.max_grad_norm / (norm + 1e-6))
+
+    def _update(self, scale: float) -> None:
+        engine = self.engine
+        steps: list[Sequence[int]] = []
+        for unit in engine.units:
+            for k, group in enumerate(unit.groups):
+                if unit.used[k] and group is not None:
+                    unit.steps[k] += 1
+            steps.append([unit.steps[k] if unit.used[k] else 0 for k in segment_slots(unit)])
+            unit.used = [False] * len(unit.used)
+        groups = [GroupStep(_frozen(group)) for group in self.param_groups]
+        engine.store.update(groups, scale, engine.next_use(), steps)
+        engine.forget_passes()
+        self.step_count += 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients that no step() has consumed."""
+        if self.engine.busy:
+            raise ZeroError("zero_grad() inside forward or backward: call it between steps")
+        self.engine.discard_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if getattr(self, "_sealed", False):
+            raise UnsupportedOptimizerError(
+                "add_param_group after zero_core.shard: the shards are cut already. Add the group to your optimizer "
+                "before shard; to unfreeze later, put the parameters in a group now and set requires_grad then"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups and step counts, no tensors of states: zero_core.checkpoint saves those."""
+        numbers = {id(p): n for n, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        state = {}
+        for unit in self.engine.units:
+            for parameter, steps in zip(unit.parameters, unit.steps, strict=True):
+                if id(parameter) in numbers:
+                    state[numbers[id(parameter)]] = {"step": steps}
+        groups, first = [], 0
+        for group in self.param_groups:
+            packed = {k: v for k, v in group.items() if k != "params"}
+            packed["params"] = list(range(first, first + len(group["params"])))
+            first += len(group["params"])
+            groups.append(packed)
+        return {"state": state, "param_groups": groups, "step_count": self.step_count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = state_dict["param_groups"]
+        ours, theirs = ([len(g["params"]) for g in side] for side in (self.param_groups, groups))
+        if ours != theirs:
+            raise ValueError(f"groups of {theirs} parameters loaded into an optimizer with groups of {ours}")
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+        numbers = {id(p): n for n, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        for unit in self.engine.units:
+            for k, parameter in enumerate(unit.parameters):
+                entry = state_dict["state"].get(numbers.get(id(parameter), -1))
+                if entry is not None:
+                    unit.steps[k] = int(entry["step"])
+        self.step_count = int(state_dict.get("step_count", max(max(u.steps, default=0) for u in self.engine.units)))
+
+    def close(self) -> None:
+        """Finish updates under way and give the store's memory back. The model cannot be used after."""
+        self.engine.settle()
+        self.engine.detach()
+        self.engine.store.close()
+        self.engine.pool.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedOptimizerError("pickling a ShardedOptimizer: use zero_core.checkpoint.save, or state_dict()")
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer over {len(self.engine.units)} units, {super().__repr__()}"
+
+
+def segment_slots(unit: Unit) -> list[int]:
+    """For each segment of the unit's shard on this rank, the index of its parameter in the unit."""
+    places = {id(slot): k for k, slot in enumerate(unit.layout.slots)}
+    return [places[id(piece.slot)] for piece in unit.layout.pieces(unit.ranks.shard.rank)]
+
+
+def _frozen(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}

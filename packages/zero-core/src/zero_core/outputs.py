@@ -1,0 +1,47 @@
+"""Finding and hooking the tensors that a module returned, whatever they are wrapped in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["hook_outputs", "not_traced", "tensors_of"]
+
+
+def hook_outputs(output: Any, sequence: int, hook: Callable[[Tensor], Any]) -> bool:
+    """Hook every tensor of `output` that was made since autograd's count was `sequence`; others only pass through."""
+    found = False
+    for tensor in tensors_of(output):
+        made = tensor.grad_fn
+        if made is not None and made._sequence_nr() >= sequence:
+            tensor.register_hook(hook)
+            found = True
+    return found
+
+
+def tensors_of(value: Any, depth: int = 5) -> Iterator[Tensor]:
+    """Every tensor in nested containers, dataclasses and plain objects (a cache of keys and values is one)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth == 0 or isinstance(value, (str, bytes, int, float, nn.Module, type)) or value is None:
+        return
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item, depth - 1)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors_of(item, depth - 1)
+    elif hasattr(value, "__dict__"):
+        yield from tensors_of(vars(value), depth - 1)
+
+
+def not_traced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain function around a hook which torch.compile calls instead of tracing."""
+
+    def called(*args: Any) -> None:
+        hook(*args)
+
+    called._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return called

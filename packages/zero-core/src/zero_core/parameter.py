@@ -1,0 +1,194 @@
+"""The sharded parameter: the user's own Parameter object, whose class is flipped while it has no memory.
+
+Owns the class, the allow-list of what can be asked without memory, and the gather that answers everything else. It does
+not know units: it asks the `Home` that a parameter belongs to.
+
+[Note: the class flip]
+Between uses `p.__class__ is Sharded`; inside its unit it is `nn.Parameter` and costs nothing. Identity, ties, hooks and
+optimizers built earlier survive, because the object never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from .errors import ChangedParameterError, GradientError, ShardedParameterError
+
+__all__ = ["HeldGradient", "Home", "Sharded", "home_of", "settle"]
+
+_HOME = "_zero_home"
+
+
+class Home(Protocol):
+    """What a sharded parameter asks of the one who keeps it."""
+
+    def full_copy(self, parameter: Tensor) -> Tensor:
+        """A plain tensor with the parameter's full values. Collective."""
+
+    def write_back(self, parameter: Tensor, values: Tensor) -> None:
+        """Keep `values` (the parameter's shape) as the parameter's new ones."""
+
+    def note_external_use(self, parameter: Tensor) -> None:
+        """The parameter takes part in a graph outside its unit."""
+
+    def holds_gradient(self, parameter: Tensor) -> bool:
+        """Whether a gradient of this parameter waits for step()."""
+
+    def drop_gradient(self, parameter: Tensor) -> None:
+        """`p.grad = None` was asked."""
+
+
+def home_of(parameter: Tensor) -> Home:
+    return parameter.__dict__[_HOME]
+
+
+def settle(parameter: nn.Parameter, home: Home) -> None:
+    """Tell a parameter where it lives from now on."""
+    parameter.__dict__[_HOME] = home
+
+
+class HeldGradient(Tensor):
+    """Stands for a gradient that has left for the store. Knows its shape; any use raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise GradientError(
+            f"{_name(func)} on the gradient of a sharded parameter: gradients leave during backward. To clip, pass "
+            "max_grad_norm= to zero_core.shard; the norm of the last step is optimizer.grad_norm"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"HeldGradient({tuple(Tensor.shape.__get__(self))})"
+
+
+class _Gather(torch.autograd.Function):
+    """Full values of a sharded parameter for one call; the gradient goes back to the parameter as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        return home_of(parameter).full_copy(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+class Sharded(nn.Parameter):
+    """A parameter between uses: its true shape, dtype and name, no memory."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None and args and isinstance(args[0], Sharded):
+            return special(*args, **kwargs)
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return _call_gathered(func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Sharded parameter of shape {tuple(self.shape)}, {self.dtype}, {self.device}"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ShardedParameterError(f"deepcopy of a {self!r}: copy the model before zero_core.shard, or its state_dict")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardedParameterError(f"pickling a {self!r}: use zero_core.checkpoint.save, or model.state_dict()")
+
+
+def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `func` with the full values of every sharded argument; keep what it wrote in place."""
+    gathered: dict[int, tuple[Sharded, Tensor, int]] = {}
+
+    def full(parameter: Sharded) -> Tensor:
+        if id(parameter) not in gathered:
+            with torch._C.DisableTorchFunctionSubclass():
+                if torch.is_grad_enabled() and parameter.requires_grad:
+                    home_of(parameter).note_external_use(parameter)
+                    values = _Gather.apply(parameter)
+                else:
+                    values = home_of(parameter).full_copy(parameter)
+            gathered[id(parameter)] = (parameter, values, values._version)
+        return gathered[id(parameter)][1]
+
+    args, kwargs = tree_map_only(Sharded, full, (args, kwargs))
+    result = func(*args, **kwargs)
+    for parameter, values, version in gathered.values():
+        if values._version != version:
+            home_of(parameter).write_back(parameter, values.detach())
+        if result is values:
+            result = parameter
+    return result
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
+
+
+def _get_grad(parameter: Sharded) -> Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        if parameter.grad is not None:
+            return parameter.grad
+        if not home_of(parameter).holds_gradient(parameter):
+            return None
+        shell = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return shell.as_subclass(HeldGradient)
+
+
+def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
+    if value is not None:
+        raise GradientError("p.grad = tensor on a sharded parameter: gradients leave during backward")
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = None
+    home_of(parameter).drop_gradient(parameter)
+
+
+def _set_data(parameter: Sharded, value: Tensor) -> None:
+    raise ChangedParameterError(
+        f"new data (shape {tuple(value.shape)}, {value.dtype}, {value.device}) for a {parameter!r}: move or cast the "
+        "model before zero_core.shard; write values with copy_ or inside zero_core.gathered"
+    )
+
+
+def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
+    raise ShardedParameterError(f"the memory of a {parameter!r} was asked for: use zero_core.gathered(module)")
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
+
+
+# By getter, never by the name `__get__`, which all of them share.
+_METADATA: set[Any] = _getters(
+    *("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "names", "is_cuda"),
+    *("is_cpu", "is_sparse", "is_meta", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "is_sparse_csr"),
+    *("_version", "output_nr", "retains_grad", "itemsize", "nbytes", "name", "_backward_hooks", "grad_dtype"),
+    *("is_xla", "is_ipu", "is_hpu", "is_mtia", "is_maia", "is_vulkan", "is_ort", "_post_accumulate_grad_hooks"),
+) | {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.ndimension),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device, Tensor.requires_grad_),
+    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad.__set__, Tensor.__len__),
+    *(Tensor.storage_offset, Tensor.is_signed, Tensor.is_inference, Tensor.type, Tensor._backward_hooks.__set__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, Tensor.is_same_size),
+    *(torch.is_tensor, Tensor.is_shared, Tensor._is_view),
+}
+_METADATA -= {Tensor.type}
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    Tensor.grad.__get__: _get_grad,
+    Tensor.grad.__set__: _set_grad,
+    Tensor.data.__set__: _set_data,
+    Tensor.data_ptr: _refuse_address,
+    Tensor.untyped_storage: _refuse_address,
+    Tensor.share_memory_: _refuse_address,
+}

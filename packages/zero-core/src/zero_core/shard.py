@@ -1,0 +1,241 @@
+"""What a user calls: `shard`, `no_sync`, `units`; and `handle`, for siblings that read shards. Nothing runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .collectives import Ranks
+from .device_store import DeviceStore
+from .errors import AlreadyShardedError, StageError, ZeroError
+from .hooks import Engine, Node
+from .layout import UnitLayout
+from .optimizer import ShardedOptimizer
+from .parameter import settle
+from .place import Place
+from .stages import STAGES
+from .store import NullObserver, Observer, Segment, ShardSpec, ShardStore, StoreContext
+from .unit import Pool, Unit
+from .wrapping import UnitPlan, plan_units, unit_modules
+
+try:
+    from .init import Initialiser, become
+except ModuleNotFoundError:
+    from ._first import Initialiser, become
+
+__all__ = ["Handle", "handle", "no_sync", "shard", "units"]
+
+_HANDLE = "_zero_handle"
+_PREFETCH_BYTES = 128 << 20
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What is behind a sharded model, for checkpoints and tools.
+
+    Call `settle()` before store.read_state or write_state: it gives every lease back, so nothing stale stays resident.
+    Of each unit: `.layout` (slots named as in model.named_parameters()), `.index` (in the store), `.parameters`,
+    `.groups` (None: frozen), `.steps` (step count per parameter, writable), `.dtype`.
+    """
+
+    model: nn.Module
+    units: tuple[Unit, ...]
+    store: ShardStore
+    optimizer: ShardedOptimizer
+    ranks: Ranks  # .shard.rank/.size/.group, .replicate..., .rank, .size, .device
+    stage: int
+    engine: Engine
+
+    def settle(self) -> None:
+        self.engine.settle()
+
+
+def handle(model: nn.Module) -> Handle:
+    """The handle of a model that `shard` was called on."""
+    found = model.__dict__.get(_HANDLE)
+    if found is None:
+        raise ZeroError(f"{type(model).__name__} is not sharded: call zero_core.shard(model, optimizer) first")
+    return found
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    stage: int = 3,
+    mesh: Any = None,
+    units: Sequence[type[nn.Module]] | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    max_grad_norm: float | None = None,
+    prefetch_bytes: int = _PREFETCH_BYTES,
+    store: ShardStore | None = None,
+    observer: Observer | None = None,
+) -> ShardedOptimizer:
+    """Shard `model` in place and return the optimizer that takes the place of `optimizer`. Collective.
+
+    stage: 0 to 3, a row of stages.STAGES. mesh: a DeviceMesh (shard,) or (replicate, shard); None: all ranks, or this
+    process alone without torch.distributed. units: module classes which form units; None: the rule of wrapping.py.
+    param_dtype: parameters and compute, the fp32 masters live with the store; None: as they are. reduce_dtype: of
+    gradients between ranks and to the store; None: the parameters'. max_grad_norm: exact global clipping.
+    prefetch_bytes: how much is gathered ahead; 0: nothing. store: None is a DeviceStore.
+    Raises StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
+    """
+    _check(model, optimizer, stage, param_dtype)
+    observer = observer or NullObserver()
+    device = _device(model)
+    ranks = Ranks.build(mesh, sharded=STAGES[stage].sharded, device=device)
+    initialiser = Initialiser(model)
+    plans = plan_units(model, units)
+    made = _Maker(model, optimizer, ranks, plans, param_dtype, reduce_dtype, store or DeviceStore(), observer)
+    made.build_units()
+    engine = Engine(model, made.units, ranks, made.store, made.pool, STAGES[stage])
+    engine.prefetch_bytes = prefetch_bytes
+    made.attach_store(initialiser, prefetch_bytes)
+    for unit in made.units:
+        for k, parameter in enumerate(unit.parameters):
+            settle(parameter, Place(engine, unit, k))
+    engine.attach(made.nodes(unit_modules(model, units)))
+    sharded = ShardedOptimizer(optimizer, engine, max_grad_norm=max_grad_norm, observer=observer)
+    model.__dict__[_HANDLE] = Handle(model, tuple(made.units), made.store, sharded, ranks, stage, engine)
+    optimizer.__dict__["_zero_sharded"] = True
+    return sharded
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside only accumulate, in fp32 on each rank; the first backward or step() outside reduces the sum."""
+    engine = handle(model).engine
+    before, engine.synchronising = engine.synchronising, False
+    try:
+        yield
+    finally:
+        engine.synchronising = before
+
+
+def units(model: nn.Module) -> tuple[Unit, ...]:
+    """The units of a sharded model, in the order of the store's shards."""
+    return handle(model).units
+
+
+class _Maker:
+    """Builds the parts of one sharded model, in the order in which memory allows it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        plans: list[UnitPlan],
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        store: ShardStore,
+        observer: Observer,
+    ) -> None:
+        self.model, self.optimizer, self.ranks, self.plans = model, optimizer, ranks, plans
+        self.store, self.observer = store, observer
+        self.pool = Pool(ranks.device)
+        self.units: list[Unit] = []
+        self._param_dtype = param_dtype
+        dtypes = {self._dtype(plan) for plan in plans}
+        self.reduce_dtype = reduce_dtype or (dtypes.pop() if len(dtypes) == 1 else torch.float32)
+
+    def _dtype(self, plan: UnitPlan) -> torch.dtype:
+        return self._param_dtype or next(iter(plan.parameters.values())).dtype
+
+    def build_units(self) -> None:
+        groups = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        for index, plan in enumerate(self.plans):
+            dtype = self._dtype(plan)
+            shapes = [(name, tuple(p.shape)) for name, p in plan.parameters.items()]
+            layout = UnitLayout.build(plan.name, shapes, itemsize=dtype.itemsize, shard_count=self.ranks.shard.size)
+            self.units.append(
+                Unit(
+                    index,
+                    layout,
+                    list(plan.parameters.values()),
+                    [groups.get(id(p)) for p in plan.parameters.values()],
+                    dtype=dtype,
+                    reduce_dtype=self.reduce_dtype,
+                    ranks=self.ranks,
+                    store=self.store,
+                    pool=self.pool,
+                    observer=self.observer,
+                )
+            )
+
+    def attach_store(self, initialiser: Initialiser, prefetch_bytes: int) -> None:
+        """Hand the shards over, unit by unit: each unit's own memory goes before the next one's is read."""
+        rank = self.ranks.shard.rank
+        for buffer in self.model.buffers():
+            if not buffer.is_meta and buffer.numel():
+                self.ranks.broadcast(buffer.data, "buffers")
+
+        def initial(i: int) -> torch.Tensor:
+            unit = self.units[i]
+            for parameter in unit.parameters:
+                if not parameter.is_meta and self.ranks.size > 1:
+                    parameter.data = parameter.data.contiguous()
+                    self.ranks.broadcast(parameter.data, unit.name)
+            values = initialiser.shard(unit.layout, unit.parameters, rank)
+            unit.adopt_parameters(become)
+            return values
+
+        context = StoreContext(
+            device=self.ranks.device,
+            local_rank=self.ranks.device.index or 0,
+            rank=rank,
+            shard_count=self.ranks.shard.size,
+            reduce_dtype=self.reduce_dtype,
+            prefetch_bytes=prefetch_bytes,
+            observer=self.observer,
+        )
+        self.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)
+
+    def _spec(self, unit: Unit) -> ShardSpec:
+        groups = {slot.name: group for slot, group in zip(unit.layout.slots, unit.groups, strict=True)}
+        segments = tuple(
+            Segment(piece.shard_start, piece.shard_stop, groups[piece.slot.name], piece.slot.name)
+            for piece in unit.layout.pieces(self.ranks.shard.rank)
+        )
+        return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments)
+
+    def nodes(self, modules: dict[str, nn.Module]) -> list[Node]:
+        """The modules that get hooks: those of a unit, and the root in any case."""
+        opened: dict[str, list[int]] = {"": []}
+        for index, plan in enumerate(self.plans):
+            for path in plan.modules:
+                opened.setdefault(path, []).append(index)
+        return [Node(n, path or "root", modules[path], tuple(opened[path])) for n, path in enumerate(opened)]
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, param_dtype: torch.dtype | None) -> None:
+    if stage not in STAGES:
+        raise StageError(f"stage={stage!r}: the stages of ZeRO are 0, 1, 2 and 3")
+    if param_dtype is not None and param_dtype not in _DTYPES:
+        raise StageError(f"param_dtype={param_dtype}: it can be float32, bfloat16 or float16")
+    if isinstance(optimizer, ShardedOptimizer) or "_zero_sharded" in optimizer.__dict__:
+        raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
+    mine = {id(p) for p in model.parameters()}
+    for name, parameter in model.named_parameters():
+        if "_zero_home" in parameter.__dict__:
+            raise AlreadyShardedError(f"{name} is sharded already: call zero_core.shard once, on the whole model")
+    strangers = [p.shape for g in optimizer.param_groups for p in g["params"] if id(p) not in mine]
+    if strangers:
+        raise ZeroError(
+            f"the optimizer has {len(strangers)} parameters which the model has not (shapes {strangers[:3]}): build it "
+            "from model.parameters() of the model given to shard"
+        )
+
+
+def _device(model: nn.Module) -> torch.device:
+    devices = {p.device for p in model.parameters() if not p.is_meta}
+    if len(devices) > 1:
+        raise ZeroError(f"parameters on {sorted(map(str, devices))}: move the model to one device before shard")
+    return devices.pop() if devices else torch.device("cpu")

@@ -1,0 +1,316 @@
+"""One unit's life: unshard, use, reshard, collect its gradients, reduce them. Knows neither modules nor order.
+
+[Note: memory under existing views]
+`flat` is a storage of zero bytes between uses, and the parameters are views of it. To unshard, memory is put *under*
+the storage (`_swap_data_ptr_` with an alias of a pooled buffer, or of the very tensor that the store lent), so no view
+is re-pointed, nothing is copied and no version counter moves. Tensors that autograd saved share the storage and follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .collectives import Ranks
+from .errors import ChangedParameterError
+from .layout import UnitLayout
+from .parameter import Sharded
+from .store import Observer, ShardStore
+
+__all__ = ["Pool", "Residency", "Unit"]
+
+_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+class Residency(Enum):
+    """Who pays: SHARDED nobody; the others the whole unit's bytes (on one shard, what the store lent)."""
+
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
+
+
+class Pool:
+    """Buffers used again and again: a large block freed on the CPU costs page faults at its next use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self.bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        free = self._free.get((numel, dtype))
+        if free:
+            return free.pop()
+        self.bytes += numel * dtype.itemsize
+        with torch.inference_mode(False):
+            return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def give(self, buffer: Tensor) -> None:
+        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+
+    def clear(self) -> None:
+        for buffers in self._free.values():
+            for buffer in buffers:
+                self.bytes -= buffer.nbytes
+        self._free.clear()
+
+
+def _put_under(flat: Tensor, memory: Tensor) -> None:
+    """Give `flat`, of zero bytes, the memory of a contiguous tensor of its size."""
+    with torch.inference_mode(False):
+        if _CAN_SWAP:
+            alias = torch._C._from_dlpack(torch._C._to_dlpack(memory.detach()))  # type: ignore[attr-defined]
+            flat.untyped_storage()._swap_data_ptr_(alias.untyped_storage())
+        else:  # older torch: the same states, at the price of a copy
+            flat.untyped_storage().resize_(memory.nbytes)
+            flat.data.copy_(memory)
+
+
+def _take_away(flat: Tensor) -> None:
+    if _CAN_SWAP:
+        empty = torch.UntypedStorage(0, device=flat.device)
+        flat.untyped_storage()._swap_data_ptr_(empty)
+    else:
+        flat.untyped_storage().resize_(0)
+
+
+class Unit:
+    """Parameters unsharded, used and resharded together; on flat storage of one dtype."""
+
+    def __init__(
+        self,
+        index: int,
+        layout: UnitLayout,
+        parameters: Sequence[nn.Parameter],
+        groups: Sequence[int | None],
+        *,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        ranks: Ranks,
+        store: ShardStore,
+        pool: Pool,
+        observer: Observer,
+    ) -> None:
+        self.index, self.layout, self.name = index, layout, layout.name
+        self.parameters, self.groups = tuple(parameters), tuple(groups)
+        self.dtype, self.reduce_dtype = dtype, reduce_dtype
+        self.ranks, self.store, self.pool, self.observer = ranks, store, pool, observer
+        self.trainable = any(group is not None for group in groups)
+        self.residency = Residency.SHARDED
+        self.users = 0  # open visits; the class of the parameters is nn.Parameter while there is one
+        self.steps = [0] * len(self.parameters)
+        self.used = [False] * len(self.parameters)  # since the last step, on this rank
+        self.gradient: Tensor | None = None  # (numel,) reduce dtype: this backward's, not reduced
+        self.filled: set[int] = set()
+        self.kept: Tensor | None = None  # (numel,) fp32: earlier backwards', not reduced
+        self._lent = False
+        self._memory: Tensor | None = None
+        self._work: Any = None
+        self.flat = torch.empty(layout.numel, dtype=dtype, device=ranks.device)
+        self.views = [self.flat.data[s.offset : s.stop].view(s.shape) for s in layout.slots]
+        edges = [s.offset for s in layout.slots[1:]] + [layout.numel]
+        _take_away(self.flat)
+        self._pads = [(s.stop, edge) for s, edge in zip(layout.slots, edges, strict=True) if s.stop < edge]
+
+    # -- parameters ------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.numel * self.dtype.itemsize
+
+    def adopt_parameters(self, become: Callable[[nn.Parameter, Tensor], None]) -> None:
+        """Make the user's parameters views of `flat` through `become`, without memory. Once, at the start."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = None
+            become(parameter, view)
+            parameter.__class__ = Sharded
+
+    def prefetch(self) -> None:
+        """Start to unshard. On one shard there is nothing to start but the store."""
+        if self.residency is not Residency.SHARDED:
+            return
+        if self.ranks.shard.size == 1:
+            self.store.prefetch(self.index)
+            return
+        with self.observer.span("wait", self.name):
+            shard = self.store.parameters(self.index)
+        self._memory = self.pool.take(self.layout.numel, self.dtype)
+        with self.observer.span("gather", self.name):
+            self._work = self.ranks.all_gather(self._memory, shard, self.name, self.index)
+        self.residency = Residency.UNSHARDING
+
+    def unshard(self) -> None:
+        """Bring the memory in, whatever the state. The parameters' class is left as it is."""
+        if self.residency is Residency.UNSHARDED:
+            return
+        if self.ranks.shard.size == 1:
+            with self.observer.span("wait", self.name):
+                self._memory = self.store.parameters(self.index)
+        else:
+            self.prefetch()
+            with self.observer.span("gather", self.name):
+                self.ranks.wait(self._work, "all_gather", self.name)
+            self._work = None
+            self.store.release(self.index)
+        assert self._memory is not None
+        _put_under(self.flat, self._memory)
+        self.residency = Residency.UNSHARDED
+
+    def reshard(self) -> None:
+        """Take the memory out; waits for a gather under way."""
+        if self.residency is Residency.SHARDED:
+            return
+        assert self._memory is not None
+        if self.residency is Residency.UNSHARDING:
+            self.ranks.wait(self._work, "all_gather", self.name)
+            self._work = None
+            self.store.release(self.index)
+        else:
+            _take_away(self.flat)
+        if self.ranks.shard.size == 1:
+            self.store.release(self.index)
+        else:
+            self.pool.give(self._memory)
+        self._memory = None
+        self.residency = Residency.SHARDED
+
+    def enter(self) -> None:
+        """One more visit uses the parameters: plain Parameters with memory from here on."""
+        self.unshard()
+        self.users += 1
+        if self.users == 1:
+            for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
+                parameter.__class__ = nn.Parameter
+                if parameter.dtype is not self.dtype or parameter.shape != slot.shape:
+                    raise ChangedParameterError(
+                        f"{slot.name} was {slot.shape}, {self.dtype} when the model was sharded and is now "
+                        f"{tuple(parameter.shape)}, {parameter.dtype}: shard again a model built anew"
+                    )
+
+    def leave(self) -> None:
+        """One visit fewer. The memory stays until reshard()."""
+        self.users -= 1
+        if self.users == 0:
+            self.seal()
+
+    def seal(self) -> None:
+        """No visit uses the parameters: any use from here on is an external one."""
+        self.users = 0
+        for parameter in self.parameters:
+            parameter.__class__ = Sharded
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    def collect(self, k: int) -> None:
+        """Move parameter k's `.grad` into the unit's flat gradient."""
+        parameter = self.parameters[k]
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = parameter.grad
+            parameter.grad = None
+        if gradient is None or self.groups[k] is None:
+            return
+        slot = self.layout.slots[k]
+        if self.gradient is None:
+            self.gradient = self._gradient_memory()
+            self.filled.clear()
+        into = self.gradient[slot.offset : slot.stop].view(slot.shape)
+        if k in self.filled:
+            into.add_(gradient)
+        else:
+            into.copy_(gradient)
+            self.filled.add(k)
+        self.used[k] = True
+
+    def _gradient_memory(self) -> Tensor:
+        """The store's own memory where nothing happens between here and there, else a pooled buffer."""
+        self._lent = False
+        if self.ranks.size == 1:
+            lent = self.store.gradient_buffer(self.index)
+            if lent is not None:
+                self._lent = True
+                return lent
+        return self.pool.take(self.layout.numel, self.reduce_dtype)
+
+    def whole_gradient(self) -> Tensor:
+        """The flat gradient with zeros where nothing arrived: unused parameters, frozen ones, padding."""
+        if self.gradient is None:
+            self.gradient = self._gradient_memory()
+            self.filled.clear()
+        for k, slot in enumerate(self.layout.slots):
+            if k not in self.filled:
+                self.gradient[slot.offset : slot.stop].zero_()
+                self.filled.add(k)
+        for start, stop in self._pads:
+            self.gradient[start:stop].zero_()
+        return self.gradient
+
+    def keep_gradient(self) -> None:
+        """Add this backward's gradient to the local fp32 sum; nothing is reduced."""
+        if self.gradient is None:
+            return
+        whole = self.whole_gradient()
+        if self.kept is None:
+            self.kept = self.pool.take(self.layout.numel, torch.float32)
+            self.kept.copy_(whole)
+        else:
+            self.kept.add_(whole)
+        self.drop_gradient()
+
+    def drop_gradient(self) -> None:
+        """Forget this backward's gradient."""
+        if self.gradient is not None and not self._lent:
+            self.pool.give(self.gradient)
+        self.gradient = None
+        self.filled.clear()
+
+    def drop_kept(self) -> None:
+        if self.kept is not None:
+            self.pool.give(self.kept)
+            self.kept = None
+
+    def start_reduce(self) -> Reduction:
+        """Begin the collective that turns the whole gradient into this rank's shard of the mean."""
+        whole = self.whole_gradient()
+        if self.kept is not None:
+            self.kept.add_(whole)
+            whole.copy_(self.kept)
+            self.drop_kept()
+        self.gradient = None
+        self.filled.clear()
+        return Reduction(self, whole, self._lent)
+
+
+class Reduction:
+    """A unit's gradient on its way to the store."""
+
+    def __init__(self, unit: Unit, whole: Tensor, lent: bool) -> None:
+        self.unit, self.whole, self.lent = unit, whole, lent
+        self.part, self._pooled = whole, False
+        self._work: Any = None
+        ranks = unit.ranks
+        with unit.observer.span("reduce", unit.name):
+            if ranks.shard.size > 1:
+                out = unit.store.gradient_buffer(unit.index)
+                self._pooled = out is None
+                self.part = unit.pool.take(unit.layout.shard_numel, unit.reduce_dtype) if out is None else out
+                self._work = ranks.reduce_scatter(self.part, whole, unit.name, unit.index)
+            elif ranks.replicate.size > 1:
+                self._work = ranks.average_replicas(whole, unit.name, unit.index)
+
+    def finish(self) -> None:
+        """Wait, average over replicas, hand the shard to the store."""
+        unit, ranks = self.unit, self.unit.ranks
+        with unit.observer.span("reduce", unit.name):
+            ranks.wait(self._work, "reduce_scatter" if ranks.shard.size > 1 else "all_reduce", unit.name)
+            if ranks.shard.size > 1 and ranks.replicate.size > 1:
+                ranks.wait(ranks.average_replicas(self.part, unit.name, unit.index), "all_reduce", unit.name)
+        unit.store.accept_gradient(unit.index, self.part)
+        if self._pooled:
+            unit.pool.give(self.part)
+        if not self.lent:
+            unit.pool.give(self.whole)

@@ -1,0 +1,123 @@
+"""Which parameters form a unit, and which modules open it. Reads modules, changes nothing.
+
+Default: every child of every ModuleList, plus large embeddings and heads apart; the rest belongs to the root. Modules
+which run on some ranks only (experts, in a ModuleList inside a block) belong to their block's unit. Tied parameters put
+the modules that hold them into one unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+__all__ = ["UnitPlan", "plan_units", "unit_modules"]
+
+_APART = 0.01  # an embedding or a head with this share of the model's elements is a unit of its own
+
+
+@dataclass
+class UnitPlan:
+    """One unit to be: its modules (by qualified name), and its parameters, all of one dtype, in naming order."""
+
+    name: str
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+def unit_modules(model: nn.Module, classes: Sequence[type[nn.Module]] | None = None) -> dict[str, nn.Module]:
+    """Qualified name -> module, for every module that opens a unit; the root, "", last."""
+    found: dict[str, nn.Module] = {}
+
+    def descend(prefix: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            if any(child is f for f in found.values()):
+                continue
+            if classes is not None:
+                if isinstance(child, tuple(classes)):
+                    found[path] = child
+                    continue
+            elif isinstance(module, nn.ModuleList) and _callable(child) and _has_parameters(child):
+                found[path] = child
+                continue
+            descend(path, child)
+
+    descend("", model)
+    if classes is None:
+        found.update(_large_leaves(model, found))
+    found[""] = model
+    return found
+
+
+def _callable(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _large_leaves(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    total = sum(p.numel() for p in model.parameters())
+    inside = {id(m) for block in blocks.values() for m in block.modules()}
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if path
+        and id(module) not in inside
+        and isinstance(module, (nn.Embedding, nn.EmbeddingBag, nn.Linear))
+        and module.weight.numel() >= _APART * total
+    }
+
+
+def plan_units(
+    model: nn.Module, classes: Sequence[type[nn.Module]] | None = None, *, ignored: Iterable[nn.Parameter] = ()
+) -> list[UnitPlan]:
+    """Units in the order of their first parameter's name. Every floating parameter is in exactly one."""
+    modules = unit_modules(model, classes)
+    owner: dict[int, str] = {}  # id(module) -> nearest enclosing unit module
+    for path, module in modules.items():
+        for inner in module.modules():
+            # found modules do not nest but for the root, which comes last and takes what is left
+            owner.setdefault(id(inner), path)
+    skipped = {id(p) for p in ignored}
+    homes: dict[int, list[str]] = {}  # id(parameter) -> unit modules that hold it
+    for path, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if parameter is not None and owner[id(module)] not in homes.setdefault(id(parameter), []):
+                homes[id(parameter)].append(owner[id(module)])
+        del path
+    merged = _merge(modules, homes.values())
+    plans: dict[tuple[str, torch.dtype], UnitPlan] = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in skipped or not parameter.is_floating_point():
+            continue
+        lead = merged[homes[id(parameter)][0]]
+        key = (lead, parameter.dtype)
+        if key not in plans:
+            twin = any(k[0] == lead for k in plans)
+            label = (lead or "root") + (f":{parameter.dtype}".replace("torch.", "") if twin else "")
+            members = {p: m for p, m in modules.items() if merged[p] == lead}
+            plans[key] = UnitPlan(label, members)
+        plans[key].parameters[name] = parameter
+    return list(plans.values())
+
+
+def _merge(modules: dict[str, nn.Module], sharing: Iterable[list[str]]) -> dict[str, str]:
+    """Unit module -> the first of those it shares a parameter with, directly or through others."""
+    lead = {path: path for path in modules}
+
+    def find(path: str) -> str:
+        while lead[path] != path:
+            path = lead[path]
+        return path
+
+    order = {path: k for k, path in enumerate(modules)}
+    for paths in sharing:
+        for other in paths[1:]:
+            a, b = sorted((find(paths[0]), find(other)), key=order.__getitem__)
+            lead[b] = a
+    return {path: find(path) for path in modules}
