@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
 from zero_offload import TorchStep
 from zero_offload.protocols import UpdateStep
 from zero_offload.testing import UpdateStepSuite

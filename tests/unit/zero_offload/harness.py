@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
 from zero_core.store import GroupStep, Segment, ShardSpec, StoreContext
 from zero_offload import MemoryByteStore, TieredStore
 
@@ -47,9 +48,7 @@ class Driver:
         self.optimizer = self.optimizer_class([{"params": [one]}, {"params": [two], "lr": 2e-2}], **self.options)
         generator = torch.Generator().manual_seed(0)
         self.initial = [torch.randn(numel, generator=generator) for numel in self.numels]
-        context = StoreContext(
-            torch.device("cpu"), reduce_dtype=self.reduce_dtype, prefetch_bytes=self.prefetch_bytes
-        )
+        context = StoreContext(torch.device("cpu"), reduce_dtype=self.reduce_dtype, prefetch_bytes=self.prefetch_bytes)
         self.store.attach(self.specs, self.optimizer, lambda i: self.initial[i].clone(), context=context)
 
     @property
@@ -57,9 +56,7 @@ class Driver:
         return range(len(self.numels))
 
     def groups(self) -> list[GroupStep]:
-        return [
-            GroupStep({k: v for k, v in group.items() if k != "params"}) for group in self.optimizer.param_groups
-        ]
+        return [GroupStep({k: v for k, v in group.items() if k != "params"}) for group in self.optimizer.param_groups]
 
     def forward(self) -> None:
         total = 0.0
@@ -119,7 +116,9 @@ def make(
 ) -> Driver:
     """A driver over a fresh store with `placement` for all three kinds, or a mapping by kind."""
     kinds = ("parameters", "gradients", "optimizer")
-    by_kind = placement if isinstance(placement, dict) and set(placement) & set(kinds) else dict.fromkeys(kinds, placement)
+    by_kind = (
+        placement if isinstance(placement, dict) and set(placement) & set(kinds) else dict.fromkeys(kinds, placement)
+    )
     arguments.setdefault("tile_numel", MI)
     store = TieredStore(nvme=MemoryByteStore() if nvme is None else nvme, **by_kind, **arguments)
     return Driver(store, **(driver or {}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from zero_offload.arena import HUGE_PAGE_BYTES, PAGE_BYTES, Arena
 from zero_offload.errors import BudgetError, ClosedError
 

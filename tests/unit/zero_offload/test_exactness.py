@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from zero_offload import MemoryByteStore, TorchStep
 
 from .harness import MI, make, same

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from zero_core.store import Segment, ShardSpec
 from zero_offload import BudgetError, PlacementError, TorchStep, plan_store
 from zero_offload.footprint import StorePlan

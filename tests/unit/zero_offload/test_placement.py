@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from zero_offload.errors import PlacementError
 from zero_offload.placement import place, shares
 from zero_offload.tier import Tier
@@ -19,7 +20,11 @@ def test_a_tier_takes_everything() -> None:
 def test_fractions_are_the_first_tiles() -> None:
     tiers = place({"nvme": 0.63, "host": 0.37}, [1] * 100, "optimizer")
     assert tiers == (Tier.HOST,) * 37 + (Tier.NVME,) * 63
-    assert place({"device": 0.25, "host": 0.25, "nvme": 0.5}, [1] * 4, "x") == (Tier.DEVICE, Tier.HOST, *[Tier.NVME] * 2)
+    assert place({"device": 0.25, "host": 0.25, "nvme": 0.5}, [1] * 4, "x") == (
+        Tier.DEVICE,
+        Tier.HOST,
+        *[Tier.NVME] * 2,
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from zero_core.precision import round_to
 from zero_offload.torch_step import TorchStep, join_master, split_master
 

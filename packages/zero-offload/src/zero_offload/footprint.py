@@ -22,6 +22,7 @@ from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
 __all__ = ["KINDS", "MINIMUM_SLOTS", "StorePlan", "UnitPlan", "plan_store"]
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
+SMALL_UNIT_BYTES = 1 << 20
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
 GRADIENT_BYTES = 4  # fp32: what an accumulated gradient takes; a single micro-batch touches the reduce dtype's bytes
 
@@ -46,6 +47,11 @@ class UnitPlan:
         return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier is not Tier.NVME)
 
     @property
+    def streamed(self) -> bool:
+        """Whether any of its parameters is on nvme: then it is used in a unit slot."""
+        return self.memory_numel(self.parameter_tiers) < self.spec.numel
+
+    @property
     def parameter_bytes(self) -> int:
         return self.spec.numel * self.spec.dtype.itemsize
 
@@ -63,6 +69,7 @@ class StorePlan:
     gradient_slot_bytes: int
     unit_slots: int
     unit_slot_bytes: int
+    own_slots: tuple[int, ...]  # streamed units so small that each has a slot of its own, of its own size
 
     def bytes_of(self, tier: Tier | str, kind: str) -> int:
         """Bytes of "parameters", "gradients", "optimizer" or "buffers" (slots; host only) in a tier."""
@@ -90,7 +97,8 @@ class StorePlan:
     @property
     def buffer_bytes(self) -> int:
         """Slots of all sorts."""
-        return sum(
+        own = sum(Arena.rounded(round_up(self.units[i].parameter_bytes, self.alignment)) for i in self.own_slots)
+        return own + sum(
             count * Arena.rounded(size)
             for count, size in (
                 (self.state_slots, self.state_slot_bytes),
@@ -160,9 +168,8 @@ def plan_store(
         for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True)
         if tile.trainable and tier is Tier.NVME
     ]
-    streamed = [u.parameter_bytes for u in units if u.memory_numel(u.parameter_tiers) < u.spec.numel]
-    largest = max(streamed, default=0)
-    ahead = max(1, prefetch_bytes // max(1, largest * shard_count))
+    own, shared = _unit_slots(units, prefetch_bytes // max(1, shard_count))
+    largest = max((u.parameter_bytes for u in units if u.streamed), default=0)
     plan = StorePlan(
         units=units,
         tile_numel=tile_numel,
@@ -171,8 +178,9 @@ def plan_store(
         state_slot_bytes=max(states, default=0),
         gradient_slots=_slots(swapped_gradients, slots),
         gradient_slot_bytes=max(swapped_gradients, default=0),
-        unit_slots=min(len(streamed), ahead + 2),
+        unit_slots=shared,
         unit_slot_bytes=round_up(largest, alignment),
+        own_slots=own,
     )
     return plan if host_bytes is None else _fit(plan, host_bytes, fixed=slots is not None)
 
@@ -200,6 +208,27 @@ def _place_units(
         units.append(UnitPlan(spec, unit, tuple(records), tiers[0], tiers[1], tiers[2]))
         at += len(unit)
     return tuple(units)
+
+
+def _unit_slots(units: Sequence[UnitPlan], prefetch_bytes: int) -> tuple[tuple[int, ...], int]:
+    """Streamed units with a slot of their own, and how many slots the others share: those prefetched, and two.
+
+    A final norm open during the whole forward would otherwise take a slot as large as a block's. Small ones together
+    cost no more than one shared slot.
+    """
+    sizes = sorted((unit.parameter_bytes, i) for i, unit in enumerate(units) if unit.streamed)
+    largest = sizes[-1][0] if sizes else 0
+    own, taken = [], 0
+    for size, i in sizes:
+        if size > min(largest // 16, SMALL_UNIT_BYTES) or taken + size > largest:
+            break
+        own.append(i)
+        taken += size
+    ahead, room = 0, prefetch_bytes
+    for size, _ in sizes[len(own) :]:
+        room -= size
+        ahead += room >= 0
+    return tuple(sorted(own)), min(len(sizes) - len(own), max(1, ahead) + 2)
 
 
 def _slots(sizes: Sequence[int], wanted: int | None) -> int:

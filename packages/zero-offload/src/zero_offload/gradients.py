@@ -21,6 +21,7 @@ from zero_core.store import CHUNK_NUMEL
 
 from .arena import Arena, Block
 from .footprint import GRADIENT_BYTES, StorePlan
+from .monitor import Monitor
 from .protocols import Extent, UpdateStep
 from .slots import SlotPool
 from .tier import Nvme, Tier, Transfer
@@ -51,9 +52,16 @@ class GradientStore:
     """
 
     def __init__(
-        self, plan: StorePlan, arena: Arena, nvme: Nvme | None, pool: SlotPool, step: UpdateStep, dtype: torch.dtype
+        self,
+        plan: StorePlan,
+        arena: Arena,
+        nvme: Nvme | None,
+        step: UpdateStep,
+        monitor: Monitor,
+        dtype: torch.dtype,
     ) -> None:
-        self._plan, self._nvme, self._pool, self._step, self.dtype = plan, nvme, pool, step, dtype
+        self._plan, self._nvme, self._step, self._monitor, self.dtype = plan, nvme, step, monitor, dtype
+        self.pool = SlotPool([arena.take(plan.gradient_slot_bytes) for _ in range(plan.gradient_slots)], monitor)
         self._held = [Held.NONE] * len(plan.units)
         self._memory: list[Block | None] = []
         self._memory_numel: list[int] = []
@@ -135,7 +143,7 @@ class GradientStore:
         tiles = [tile for tile in self._plan.units[i].tiles if tile in self._extents]
         if held is Held.NONE:
             for tile in tiles:
-                block = self._pool.take()
+                block = self._slot(tile)
                 kept = block.view(self.dtype, tile.numel)
                 kept.copy_(gradient[tile.start : tile.stop])
                 self._sum_chunks(i, tile.start, kept)
@@ -144,10 +152,13 @@ class GradientStore:
         ahead: tuple[Block, Transfer] | None = None
         dtype = self.dtype if held is Held.REDUCED else torch.float32
         for tile, following in zip(tiles, [*tiles[1:], None], strict=False):
-            block, transfer = ahead or self._begin_read(tile, dtype, self._pool.take())
-            another = self._pool.try_take() if following is not None else None
+            block, transfer = ahead or self._begin_read(tile, dtype, self._slot(tile))
+            another = self.pool.try_take() if following is not None else None
             # The next tile is read while this one is added; only if a slot is there, so that nothing is waited for.
             ahead = self._begin_read(following, dtype, another) if following is not None and another else None
+            if not transfer.done():
+                with self._monitor.exposed(str(tile)):
+                    transfer.wait()
             transfer.wait()
             if held is Held.REDUCED:
                 _widen(block, dtype, tile.numel)
@@ -155,6 +166,13 @@ class GradientStore:
             self._step.accumulate(kept, gradient[tile.start : tile.stop])
             self._sum_chunks(i, tile.start, kept)
             self._swap_out(tile, block, kept)
+
+    def _slot(self, tile: Tile) -> Block:
+        block = self.pool.try_take()
+        if block is None:
+            with self._monitor.exposed(str(tile)):
+                block = self.pool.take()
+        return block
 
     def _sum_chunks(self, i: int, start: int, values: Tensor) -> None:
         """Squares of `values`, which begin at shard element `start`, a multiple of the chunk."""
@@ -195,7 +213,7 @@ class GradientStore:
         source = block.raw(0, round_up(values.nbytes, self._plan.alignment))
         transfer = self._nvme.write(self._extents[tile], source, f"gradient of {tile}")
         self._writes[tile] = transfer
-        self._pool.give(block, after=transfer)
+        self.pool.give(block, after=transfer)
 
 
 def _widen(block: Block, dtype: torch.dtype, numel: int) -> None:

@@ -66,6 +66,9 @@ class ParameterStore:
             behind = round_up((unit.spec.numel - numel) * unit.spec.dtype.itemsize, plan.alignment)
             self._extents.append(nvme.allocate(behind) if behind and nvme is not None else None)
         self._slots = [_UnitSlot(arena.take(plan.unit_slot_bytes)) for _ in range(plan.unit_slots)]
+        self._own = {
+            i: _UnitSlot(arena.take(round_up(plan.units[i].parameter_bytes, plan.alignment))) for i in plan.own_slots
+        }
         self._by_unit: dict[int, _UnitSlot] = {}
         self._clock = 0
 
@@ -122,7 +125,8 @@ class ParameterStore:
             names = ", ".join(units[slot.unit].spec.name for slot in self._slots if slot.unit is not None)
             raise BudgetError(
                 f"unit {units[i].spec.name} wants a unit slot and all {len(self._slots)} are held, by {names}; "
-                "raise prefetch_bytes (there are prefetch + 2 slots) or put parameters on the host"
+                "raise prefetch_bytes (there are prefetch + 2 slots), use stage 3 with resident_bytes=0, "
+                'or put parameters on the "host"'
             )
 
     # -- the update thread --------------------------------------------------------------------------------------
@@ -186,7 +190,7 @@ class ParameterStore:
 
     def drain(self) -> None:
         """Return when nothing is in flight."""
-        for slot in self._slots:
+        for slot in (*self._slots, *self._own.values()):
             slot.settle()
 
     def free(self) -> None:
@@ -204,7 +208,8 @@ class ParameterStore:
 
     def _load(self, i: int, *, steal: bool, read: bool = True) -> _UnitSlot | None:
         """A slot with unit i's read under way, or None. The caller has the condition."""
-        idle = [slot for slot in self._slots if not slot.busy and (steal or not slot.wanted)]
+        slots = [self._own[i]] if i in self._own else self._slots
+        idle = [slot for slot in slots if not slot.busy and (steal or not slot.wanted)]
         if not idle:
             return None
         # Empty first; then what is not wanted, longest unused; then the wanted one whose use is farthest: the newest.

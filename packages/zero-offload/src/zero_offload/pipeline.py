@@ -29,7 +29,6 @@ from .gradients import GradientStore, Taken
 from .monitor import Monitor, Stopped
 from .parameters import ParameterStore
 from .protocols import SegmentStep, UpdateStep
-from .slots import SlotPool
 from .states import StateStore
 from .tier import Transfer
 from .tile import Tile, View
@@ -73,13 +72,12 @@ class Pipeline:
         parameters: ParameterStore,
         gradients: GradientStore,
         states: StateStore,
-        gradient_pool: SlotPool,
         step: UpdateStep,
         monitor: Monitor,
         unit_count: int,
     ) -> None:
         self.parameters, self.gradients, self.states = parameters, gradients, states
-        self._gradient_pool, self._step, self._monitor = gradient_pool, step, monitor
+        self._step, self._monitor = step, monitor
         self._behind = [0] * unit_count
         self._queue: deque[UpdateJob | tuple[Tile, ...]] = deque()
         self._busy = False
@@ -107,7 +105,7 @@ class Pipeline:
     def wait(self) -> None:
         """Return when every update is done and stored."""
         self._monitor.wait_until(self.idle, "all")
-        for pool in (self.states.pool, self._gradient_pool):
+        for pool in (self.states.pool, self.gradients.pool):
             pool.drain()
         self.parameters.drain()
 
@@ -117,7 +115,7 @@ class Pipeline:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self.states.drop_early()
-        for drain in (self.states.pool.drain, self._gradient_pool.drain, self.parameters.drain):
+        for drain in (self.states.pool.drain, self.gradients.pool.drain, self.parameters.drain):
             try:
                 drain()
             except Exception as error:
@@ -162,7 +160,7 @@ class Pipeline:
         waiting, ahead = deque(job.tasks), deque[_Loaded]()
         soonest = [task.tile for task in job.tasks if self.states.swapped(task.tile)][: self.states.pool.count]
         self.states.drop_early(keep=soonest)
-        most = self.states.pool.count + self._gradient_pool.count + 1
+        most = self.states.pool.count + self.gradients.pool.count + 4  # where no slot bounds it: into the next unit
         try:
             while waiting or ahead:
                 self._monitor.check_stop()
@@ -184,14 +182,14 @@ class Pipeline:
             return None
         dtype = task.gradient.dtype
         if self.gradients.swapped(tile):
-            loaded.gradient = self._gradient_pool.take() if wait else self._gradient_pool.try_take()
+            loaded.gradient = self.gradients.pool.take() if wait else self.gradients.pool.try_take()
             if loaded.gradient is None:
                 return None
         if self.states.swapped(tile):
             state = self.states.begin_read(tile, wait=wait)
             if state is None:
                 if loaded.gradient is not None:
-                    self._gradient_pool.give(loaded.gradient)
+                    self.gradients.pool.give(loaded.gradient)
                 return None
             loaded.state = state[0]
             loaded.transfers.append(state[1])
@@ -208,7 +206,7 @@ class Pipeline:
         with self._monitor.span("update", str(tile)):
             self._step.update(view, task.segments, scale)
         if loaded.gradient is not None:
-            self._gradient_pool.give(loaded.gradient)
+            self.gradients.pool.give(loaded.gradient)
         if loaded.state is not None:
             self.states.swap_out(tile, loaded.state)
         self.parameters.changed(tile)

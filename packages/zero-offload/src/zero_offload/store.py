@@ -5,14 +5,15 @@ Owns the wiring and the order of calls. Bytes are the tiers', the background the
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from zero_core.precision import round_to
 
+from zero_core.precision import round_to
 from zero_core.store import GroupStep, ShardSpec, StoreContext
 
 from .arena import Arena, Block
@@ -25,7 +26,6 @@ from .parameters import ParameterStore
 from .pipeline import Pipeline, TileTask, UpdateJob
 from .placement import Placement, shares
 from .protocols import ByteStore, UpdateStep
-from .slots import SlotPool
 from .states import StateStore
 from .tier import Nvme, Tier, Transfer
 from .tile import Tile, View, check_tile_numel, segment_steps
@@ -84,6 +84,7 @@ class TieredStore:
         self._early_asked = True  # until the first update there is nothing to expect
         self._setup = (0, 0)
         self._closed = False
+        self._finalizer: weakref.finalize | None = None
 
     # -- attach -------------------------------------------------------------------------------------------------
 
@@ -112,24 +113,31 @@ class TieredStore:
             self._nvme.store.reserve(plan.nvme_bytes)
         self.plan, self._context = plan, context
         self.timeline.rank, self._monitor.observer = context.rank, context.observer
-        self._arena = arena = Arena(plan.arena_bytes)
-        self._link = Link(context.device, arena.whole() if context.device.type == "cuda" else None)
-        gradient_pool = SlotPool(
-            [arena.take(plan.gradient_slot_bytes) for _ in range(plan.gradient_slots)], self._monitor
-        )
-        self._parameters = ParameterStore(plan, arena, self._nvme, self._monitor)
-        self._states = StateStore(plan, arena, self._nvme, self._monitor)
-        self._gradients = GradientStore(plan, arena, self._nvme, gradient_pool, self.step, context.reduce_dtype)
-        self._pipeline = Pipeline(
-            self._parameters, self._gradients, self._states, gradient_pool, self.step, self._monitor, len(plan.units)
-        )
-        self._finalizer = weakref.finalize(self, self._pipeline.close)  # also at exit, before memory goes
-        with torch.no_grad(), self._guard():
-            for i in range(len(plan.units)):
-                self._initialise(i, initial(i))
-        self._pipeline.wait()
+        try:
+            self._build(plan, context)
+            with torch.no_grad(), self._guard():
+                for i in range(len(plan.units)):
+                    self._initialise(i, initial(i))
+            self._pipeline.wait()
+        except BaseException:
+            self.close()
+            raise
         if self._nvme is not None:
             self._setup = (self._nvme.read_bytes, self._nvme.write_bytes)
+
+    def _build(self, plan: StorePlan, context: StoreContext) -> None:
+        """Reserve every byte, on nvme and in memory."""
+        nvme, monitor = self._nvme, self._monitor
+        self._arena = arena = Arena(plan.arena_bytes)
+        self._link = Link(context.device, arena.whole() if context.device.type == "cuda" else None)
+        self._parameters = ParameterStore(plan, arena, nvme, monitor)
+        self._states = StateStore(plan, arena, nvme, monitor)
+        self._gradients = GradientStore(plan, arena, nvme, self.step, monitor, context.reduce_dtype)
+        self._pipeline = Pipeline(self._parameters, self._gradients, self._states, self.step, monitor, len(plan.units))
+        # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self._pipeline, (self._parameters, self._states, self._gradients), self._link, arena
+        )
 
     def _refuse_device_tier(self, context: StoreContext) -> None:
         if context.device.type == "cpu":
@@ -355,14 +363,8 @@ class TieredStore:
             return
         self._closed = True
         self._monitor.stop()
-        if self.plan is None or not hasattr(self, "_pipeline"):
-            return
-        self._finalizer.detach()
-        self._pipeline.close()
-        for kept in (self._parameters, self._states, self._gradients):
-            kept.free()
-        self._link.close()
-        self._arena.close()
+        if self._finalizer is not None:
+            self._finalizer()
 
     def _guard(self) -> _Guard:
         return _Guard(self._monitor)
@@ -380,6 +382,16 @@ class _Guard:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError) and not isinstance(error, ClosedError):
             self._monitor.fail(error)
+
+
+def _shut_down(pipeline: Pipeline, kept: Sequence[Any], link: Link, arena: Arena) -> None:
+    """End the background, then give extents and memory back."""
+    pipeline.close()
+    for each in kept:
+        with contextlib.suppress(Exception):  # the ByteStore's owner may have closed it already
+            each.free()
+    link.close()
+    arena.close()
 
 
 def _from_plan(plan: Any) -> dict[str, Any]:
