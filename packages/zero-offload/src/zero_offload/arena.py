@@ -1,0 +1,106 @@
+"""One anonymous mapping of exactly the bytes that were planned, and the views into it.
+
+Owns memory and nothing else: who may use which view, and when, is for the slot pools and the tiers.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+from .errors import BudgetError, ClosedError, gib
+
+__all__ = ["PAGE_BYTES", "Arena", "Block"]
+
+HUGE_PAGE_BYTES = 2 << 20
+PAGE_BYTES = 4096
+
+
+class Block:
+    """`nbytes` of an arena from `offset`. Every view has a storage of its own, exactly as long as the view is.
+
+    A storage of its own is what lets a caller swap a view's memory into another tensor of the same length.
+    """
+
+    __slots__ = ("_map", "nbytes", "offset")
+
+    def __init__(self, mapping: mmap.mmap, offset: int, nbytes: int) -> None:
+        self._map, self.offset, self.nbytes = mapping, offset, nbytes
+
+    def view(self, dtype: torch.dtype, numel: int, start_bytes: int = 0) -> Tensor:
+        """(numel,) of `dtype`, `start_bytes` into the block."""
+        if start_bytes + numel * dtype.itemsize > self.nbytes:
+            raise AssertionError(f"view of {numel} {dtype} at {start_bytes} in a block of {self.nbytes} bytes")
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self.offset + start_bytes)
+
+    def raw(self, start_bytes: int, stop_bytes: int) -> Tensor:
+        """Bytes [start, stop) as uint8, for transfers."""
+        return self.view(torch.uint8, stop_bytes - start_bytes, start_bytes)
+
+
+class Arena:
+    """Blocks are taken once, one after another, and live as long as the arena or any view of theirs does.
+
+    The mapping begins at a 2 MiB boundary, asks for huge pages (3 × on direct I/O) and stays with this process on fork.
+    Pages cost memory when they are first touched.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._taken = 0
+        try:
+            # Private, not shared: shared anonymous memory is shmem, which has another huge page policy.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+            mapping = mmap.mmap(-1, self.rounded(nbytes) + HUGE_PAGE_BYTES, flags=flags)
+        except OSError as error:
+            raise BudgetError(
+                f"the host tier's arena of {gib(nbytes)} cannot be mapped ({error}); put more on nvme, take fewer slots"
+            ) from error
+        self._map: mmap.mmap | None = mapping
+        self._start = -torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE_BYTES
+        self.advice = self._advise(mapping)
+
+    @staticmethod
+    def _advise(mapping: mmap.mmap) -> dict[str, str]:
+        """What the kernel answered to each request: "ok" or the error. A refusal costs speed or a fork, not bits."""
+        answers = {}
+        for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            option = getattr(mmap, name, None)
+            try:
+                if option is None:
+                    raise OSError("not known on this system")
+                mapping.madvise(option)
+                answers[name] = "ok"
+            except OSError as error:
+                answers[name] = str(error)
+        return answers
+
+    @staticmethod
+    def rounded(nbytes: int) -> int:
+        """What `take(nbytes)` costs."""
+        return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+    def take(self, nbytes: int) -> Block:
+        """The next `nbytes`, from a page boundary. AssertionError beyond the plan: the plan is ours."""
+        if self._map is None:
+            raise ClosedError("the arena is closed")
+        size = self.rounded(nbytes)
+        if self._taken + size > self.rounded(self.nbytes):
+            raise AssertionError(f"arena of {self.nbytes} bytes: {self._taken} taken, {size} wanted")
+        block = Block(self._map, self._start + self._taken, size)
+        self._taken += size
+        return block
+
+    def whole(self) -> Tensor:
+        """All bytes (uint8), to be registered."""
+        if self._map is None:
+            raise ClosedError("the arena is closed")
+        return Block(self._map, self._start, self.rounded(self.nbytes)).raw(0, self.rounded(self.nbytes))
+
+    def close(self) -> None:
+        """Drop the mapping; the kernel has it back when the last view is gone. Idempotent."""
+        self._map = None

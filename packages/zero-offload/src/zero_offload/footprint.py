@@ -1,0 +1,272 @@
+"""What a placement costs: tiles with their tiers, slots, bytes per tier and kind. Pure; no memory is touched.
+
+`plan_store` is what `TieredStore.attach` builds from, so that a plan and the run cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from zero_core.store import ShardSpec
+
+from .arena import PAGE_BYTES, Arena
+from .errors import BudgetError, PlacementError, gib
+from .placement import Placement, place
+from .protocols import UpdateStep
+from .tier import Tier
+from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
+
+__all__ = ["KINDS", "MINIMUM_SLOTS", "StorePlan", "UnitPlan", "plan_store"]
+
+KINDS = ("parameters", "gradients", "optimizer", "buffers")
+SMALL_UNIT_BYTES = 1 << 20
+MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
+GRADIENT_BYTES = 4  # fp32: what an accumulated gradient takes; a single micro-batch touches the reduce dtype's bytes
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """One shard: its tiles, and per tile the tier of parameter, gradient and state. Tiers never get faster along it."""
+
+    spec: ShardSpec
+    tiles: tuple[Tile, ...]
+    records: tuple[Record | None, ...]  # None: a tile without a trainable element has no state
+    parameter_tiers: tuple[Tier, ...]
+    gradient_tiers: tuple[Tier, ...]
+    state_tiers: tuple[Tier, ...]
+
+    @property
+    def trainable(self) -> bool:
+        return any(tile.trainable for tile in self.tiles)
+
+    def memory_numel(self, tiers: Sequence[Tier]) -> int:
+        """Elements of the leading tiles that are not on nvme."""
+        return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier is not Tier.NVME)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether any of its parameters is on nvme: then it is used in a unit slot."""
+        return self.memory_numel(self.parameter_tiers) < self.spec.numel
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self.spec.numel * self.spec.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """Everything that `TieredStore` reserves, before it does."""
+
+    units: tuple[UnitPlan, ...]
+    tile_numel: int
+    alignment: int
+    state_slots: int
+    state_slot_bytes: int
+    gradient_slots: int
+    gradient_slot_bytes: int
+    unit_slots: int
+    unit_slot_bytes: int
+    own_slots: tuple[int, ...]  # streamed units so small that each has a slot of its own, of its own size
+
+    def bytes_of(self, tier: Tier | str, kind: str) -> int:
+        """Bytes of "parameters", "gradients", "optimizer" or "buffers" (slots; host only) in a tier."""
+        tier = Tier(tier)
+        if kind not in KINDS:
+            raise KeyError(f"kind {kind!r}; known: {', '.join(KINDS)}")
+        if kind == "buffers":
+            return self.buffer_bytes if tier is Tier.HOST else 0
+        return sum(self._unit_bytes(unit, tier, kind) for unit in self.units)
+
+    def _unit_bytes(self, unit: UnitPlan, tier: Tier, kind: str) -> int:
+        tiers = {"parameters": unit.parameter_tiers, "gradients": unit.gradient_tiers, "optimizer": unit.state_tiers}
+        total = 0
+        for tile, record, where in zip(unit.tiles, unit.records, tiers[kind], strict=True):
+            if where is not tier:
+                continue
+            if kind == "parameters":
+                total += tile.numel * unit.spec.dtype.itemsize
+            elif kind == "gradients" and unit.trainable:
+                total += tile.numel * GRADIENT_BYTES if where is not Tier.NVME or tile.trainable else 0
+            elif kind == "optimizer" and record is not None:
+                total += record.nbytes
+        return total
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Slots of all sorts."""
+        own = sum(Arena.rounded(round_up(self.units[i].parameter_bytes, self.alignment)) for i in self.own_slots)
+        return own + sum(
+            count * Arena.rounded(size)
+            for count, size in (
+                (self.state_slots, self.state_slot_bytes),
+                (self.gradient_slots, self.gradient_slot_bytes),
+                (self.unit_slots, self.unit_slot_bytes),
+            )
+        )
+
+    @property
+    def arena_bytes(self) -> int:
+        """The arena, rounding of its blocks included."""
+        total = self.buffer_bytes
+        for unit in self.units:
+            total += Arena.rounded(unit.memory_numel(unit.parameter_tiers) * unit.spec.dtype.itemsize)
+            if unit.trainable:
+                total += Arena.rounded(unit.memory_numel(unit.gradient_tiers) * GRADIENT_BYTES)
+            for record, tier in zip(unit.records, unit.state_tiers, strict=True):
+                if record is not None and tier is not Tier.NVME:
+                    total += Arena.rounded(record.nbytes)
+        return total
+
+    @property
+    def nvme_bytes(self) -> int:
+        """All extents, rounding included."""
+        total = 0
+        for unit in self.units:
+            behind = unit.spec.numel - unit.memory_numel(unit.parameter_tiers)
+            total += round_up(behind * unit.spec.dtype.itemsize, self.alignment)
+            for tile, record, gradient, state in zip(
+                unit.tiles, unit.records, unit.gradient_tiers, unit.state_tiers, strict=True
+            ):
+                if record is not None and state is Tier.NVME:
+                    total += round_up(record.nbytes, self.alignment)
+                if tile.trainable and gradient is Tier.NVME:
+                    total += round_up(tile.numel * GRADIENT_BYTES, self.alignment)
+        return total
+
+
+def plan_store(
+    specs: Sequence[ShardSpec],
+    step: UpdateStep,
+    *,
+    parameters: Placement = "host",
+    gradients: Placement = "host",
+    optimizer: Placement = "host",
+    tile_numel: int = 1 << 22,
+    slots: int | None = None,
+    host_bytes: int | None = None,
+    prefetch_bytes: int = 0,
+    shard_count: int = 1,
+    alignment: int = PAGE_BYTES,
+) -> StorePlan:
+    """Cut, place and count. `step` is bound already.
+
+    `slots`: of states and of gradients each; None: a quarter of what is on nvme, at least 3, fewer where `host_bytes`
+    is short. Raises PlacementError, or BudgetError when `host_bytes` is too small even with 3 slots.
+    """
+    check_tile_numel(tile_numel)
+    if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < MINIMUM_SLOTS):
+        raise PlacementError(f"slots={slots!r}: at least {MINIMUM_SLOTS} (a read, an update and a write at a time)")
+    alignment = max(alignment, PAGE_BYTES)
+    units = _place_units(specs, step, (parameters, gradients, optimizer), tile_numel, alignment)
+    states = [r.nbytes for u in units for r, t in zip(u.records, u.state_tiers, strict=True) if r and t is Tier.NVME]
+    swapped_gradients = [
+        round_up(tile.numel * GRADIENT_BYTES, alignment)
+        for unit in units
+        for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True)
+        if tile.trainable and tier is Tier.NVME
+    ]
+    own, shared = _unit_slots(units, prefetch_bytes // max(1, shard_count))
+    largest = max((u.parameter_bytes for u in units if u.streamed), default=0)
+    plan = StorePlan(
+        units=units,
+        tile_numel=tile_numel,
+        alignment=alignment,
+        state_slots=_slots(states, slots),
+        state_slot_bytes=max(states, default=0),
+        gradient_slots=_slots(swapped_gradients, slots),
+        gradient_slot_bytes=max(swapped_gradients, default=0),
+        unit_slots=shared,
+        unit_slot_bytes=round_up(largest, alignment),
+        own_slots=own,
+    )
+    return plan if host_bytes is None else _fit(plan, host_bytes, fixed=slots is not None)
+
+
+def _place_units(
+    specs: Sequence[ShardSpec],
+    step: UpdateStep,
+    placements: tuple[Placement, Placement, Placement],
+    tile_numel: int,
+    alignment: int,
+) -> tuple[UnitPlan, ...]:
+    tiles = [cut(number, spec, tile_numel) for number, spec in enumerate(specs)]
+    sizes = [tile.numel for unit in tiles for tile in unit]
+    flat = [place(where, sizes, kind) for where, kind in zip(placements, KINDS, strict=False)]
+    cache: dict[tuple[int, torch.dtype], Record] = {}
+    units, at = [], 0
+    for spec, unit in zip(specs, tiles, strict=True):
+        records: list[Record | None] = []
+        for tile in unit:
+            key = (tile.numel, spec.dtype)
+            if tile.trainable and key not in cache:
+                cache[key] = record_of(step, *key, alignment)
+            records.append(cache[key] if tile.trainable and cache[key].nbytes else None)
+        tiers = [kind[at : at + len(unit)] for kind in flat]
+        units.append(UnitPlan(spec, unit, tuple(records), tiers[0], tiers[1], tiers[2]))
+        at += len(unit)
+    return tuple(units)
+
+
+def _unit_slots(units: Sequence[UnitPlan], prefetch_bytes: int) -> tuple[tuple[int, ...], int]:
+    """Streamed units with a slot of their own, and how many slots the others share: those prefetched, and two.
+
+    A final norm open during the whole forward would otherwise take a slot as large as a block's. Small ones together
+    cost no more than one shared slot.
+    """
+    sizes = sorted((unit.parameter_bytes, i) for i, unit in enumerate(units) if unit.streamed)
+    largest = sizes[-1][0] if sizes else 0
+    own, taken = [], 0
+    for size, i in sizes:
+        if size > min(largest // 16, SMALL_UNIT_BYTES) or taken + size > largest:
+            break
+        own.append(i)
+        taken += size
+    ahead, room = 0, prefetch_bytes
+    for size, _ in sizes[len(own) :]:
+        room -= size
+        ahead += room >= 0
+    return tuple(sorted(own)), min(len(sizes) - len(own), max(1, ahead) + 2)
+
+
+def _slots(sizes: Sequence[int], wanted: int | None) -> int:
+    """A quarter of the bytes, at least 3, never more than there are tiles."""
+    if not sizes:
+        return 0
+    quarter = -(-sum(sizes) // (4 * max(sizes)))
+    return min(len(sizes), max(MINIMUM_SLOTS, quarter if wanted is None else wanted))
+
+
+def _fit(plan: StorePlan, host_bytes: int, *, fixed: bool) -> StorePlan:
+    """The plan with as many slots as the budget holds. BudgetError with what is missing and what to change."""
+    smallest = replace(
+        plan,
+        state_slots=min(plan.state_slots, MINIMUM_SLOTS),
+        gradient_slots=min(plan.gradient_slots, MINIMUM_SLOTS),
+    )
+    least = plan if fixed else smallest
+    if least.arena_bytes > host_bytes:
+        parts = ", ".join(
+            f"{kind} {gib(least.bytes_of('host', kind) + least.bytes_of('device', kind))}" for kind in KINDS
+        )
+        movable = [kind for kind in KINDS[:3] if least.bytes_of("host", kind) or least.bytes_of("device", kind)]
+        remedies = [f'{kind}="nvme"' for kind in reversed(movable)]
+        if fixed and smallest.arena_bytes < least.arena_bytes:
+            remedies.append(f"slots={MINIMUM_SLOTS}")
+        if plan.tile_numel > 1 << 20:
+            remedies.append("a smaller tile_numel")
+        raise BudgetError(
+            f"host tier needs {gib(least.arena_bytes)} ({parts}), budget is {gib(host_bytes)}: "
+            f"{gib(least.arena_bytes - host_bytes)} are missing; lower it with {', '.join(remedies) or 'more ranks'}, "
+            "or raise host_bytes"
+        )
+    while plan.arena_bytes > host_bytes:
+        if plan.state_slots >= plan.gradient_slots and plan.state_slots > smallest.state_slots:
+            plan = replace(plan, state_slots=plan.state_slots - 1)
+        elif plan.gradient_slots > smallest.gradient_slots:
+            plan = replace(plan, gradient_slots=plan.gradient_slots - 1)
+        else:
+            plan = replace(plan, state_slots=plan.state_slots - 1)
+    return plan

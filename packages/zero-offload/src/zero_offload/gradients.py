@@ -1,0 +1,227 @@
+"""Gradients by tier: accumulated in fp32, their squares summed as they arrive, consumed by one update.
+
+Owns the memory, the extents and the chunk sums. The arithmetic is the UpdateStep's.
+
+[Note: two forms]
+The first gradient after an update is kept as it came, in the reduce dtype; from the second on the sum is fp32, in the
+same memory of 4 bytes an element. So without accumulation a 16-bit gradient touches (or swaps) 2 bytes an element:
+
+    NONE ──first──> REDUCED |g g g g|. . . .|  ──second──> FP32 |G   G   G   G   |  ──update, discard──> NONE
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from zero_core.store import CHUNK_NUMEL
+
+from .arena import Arena, Block
+from .footprint import GRADIENT_BYTES, StorePlan
+from .monitor import Monitor
+from .protocols import Extent, UpdateStep
+from .slots import SlotPool
+from .tier import Nvme, Tier, Transfer
+from .tile import Tile, round_up
+
+__all__ = ["GradientStore", "Held", "Taken"]
+
+
+class Held(Enum):
+    """What is kept of a unit's gradient."""
+
+    NONE = 0
+    REDUCED = 1
+    FP32 = 2
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A unit's gradient on its way into an update, and the dtype it is kept in."""
+
+    dtype: torch.dtype
+
+
+class GradientStore:
+    """One rank's gradient shards, (shard_numel,) each. The training thread adds, the update thread reads what is taken.
+
+    The two never work on one unit at a time: whoever adds to unit i has waited for unit i's update.
+    """
+
+    def __init__(
+        self,
+        plan: StorePlan,
+        arena: Arena,
+        nvme: Nvme | None,
+        step: UpdateStep,
+        monitor: Monitor,
+        dtype: torch.dtype,
+    ) -> None:
+        self._plan, self._nvme, self._step, self._monitor, self.dtype = plan, nvme, step, monitor, dtype
+        self.pool = SlotPool([arena.take(plan.gradient_slot_bytes) for _ in range(plan.gradient_slots)], monitor)
+        self._held = [Held.NONE] * len(plan.units)
+        self._memory: list[Block | None] = []
+        self._memory_numel: list[int] = []
+        self._extents: dict[Tile, Extent] = {}
+        self._writes: dict[Tile, Transfer] = {}
+        self._sums: list[list[float]] = []
+        for unit in plan.units:
+            numel = unit.memory_numel(unit.gradient_tiers) if unit.trainable else 0
+            self._memory.append(arena.take(numel * GRADIENT_BYTES) if unit.trainable else None)
+            self._memory_numel.append(numel)
+            self._sums.append([0.0] * -(-unit.spec.numel // CHUNK_NUMEL))
+            for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True):
+                if tile.trainable and tier is Tier.NVME and nvme is not None:
+                    self._extents[tile] = nvme.allocate(round_up(tile.numel * GRADIENT_BYTES, plan.alignment))
+
+    # -- the training thread ------------------------------------------------------------------------------------
+
+    def lend(self, i: int) -> Tensor | None:
+        """(shard_numel,) reduce dtype, where unit i's first gradient will be kept; None if it cannot be in place."""
+        numel, memory = self._plan.units[i].spec.numel, self._memory[i]
+        if memory is None or self._held[i] is not Held.NONE or self._memory_numel[i] < numel or not numel:
+            return None
+        return memory.view(self.dtype, numel)
+
+    def accept(self, i: int, gradient: Tensor) -> None:
+        """Add a gradient (shard_numel,) on the CPU in the reduce dtype."""
+        unit, numel = self._plan.units[i], self._memory_numel[i]
+        if gradient.numel() != unit.spec.numel or gradient.dtype != self.dtype:
+            raise ValueError(
+                f"gradient of {unit.spec.name}: {gradient.numel()} elements of {gradient.dtype}, "
+                f"expected {unit.spec.numel} of {self.dtype}"
+            )
+        if not unit.trainable:
+            return
+        held = self._held[i]
+        if numel:
+            self._add_in_memory(i, gradient[:numel], held)
+        self._add_on_nvme(i, gradient, held)
+        first = held is Held.NONE and self.dtype != torch.float32
+        self._held[i] = Held.REDUCED if first else Held.FP32
+
+    def discard(self) -> None:
+        self._held = [Held.NONE] * len(self._held)
+        for sums in self._sums:
+            sums[:] = [0.0] * len(sums)
+
+    def norm_squared(self) -> float:
+        """Chunk sums of all units, in order."""
+        total = 0.0
+        for sums in self._sums:
+            for value in sums:
+                total += value
+        return total
+
+    def take(self, i: int) -> Taken | None:
+        """Hand unit i's gradient to an update; the store's account of it is empty from here on. None: there is none."""
+        held, self._held[i] = self._held[i], Held.NONE
+        self._sums[i][:] = [0.0] * len(self._sums[i])
+        if held is Held.NONE:
+            return None
+        return Taken(self.dtype if held is Held.REDUCED else torch.float32)
+
+    def _add_in_memory(self, i: int, gradient: Tensor, held: Held) -> None:
+        memory = self._memory[i]
+        assert memory is not None
+        numel = gradient.numel()
+        if held is Held.NONE:
+            kept = memory.view(self.dtype, numel)
+            if kept.data_ptr() != gradient.data_ptr():
+                kept.copy_(gradient)
+        else:
+            kept = memory.view(torch.float32, numel)
+            if held is Held.REDUCED:
+                _widen(memory, self.dtype, numel)
+            self._step.accumulate(kept, gradient)
+        self._sum_chunks(i, 0, kept)
+
+    def _add_on_nvme(self, i: int, gradient: Tensor, held: Held) -> None:
+        tiles = [tile for tile in self._plan.units[i].tiles if tile in self._extents]
+        if held is Held.NONE:
+            for tile in tiles:
+                block = self._slot(tile)
+                kept = block.view(self.dtype, tile.numel)
+                kept.copy_(gradient[tile.start : tile.stop])
+                self._sum_chunks(i, tile.start, kept)
+                self._swap_out(tile, block, kept)
+            return
+        ahead: tuple[Block, Transfer] | None = None
+        dtype = self.dtype if held is Held.REDUCED else torch.float32
+        for tile, following in zip(tiles, [*tiles[1:], None], strict=False):
+            block, transfer = ahead or self._begin_read(tile, dtype, self._slot(tile))
+            another = self.pool.try_take() if following is not None else None
+            # The next tile is read while this one is added; only if a slot is there, so that nothing is waited for.
+            ahead = self._begin_read(following, dtype, another) if following is not None and another else None
+            if not transfer.done():
+                with self._monitor.exposed(str(tile)):
+                    transfer.wait()
+            transfer.wait()
+            if held is Held.REDUCED:
+                _widen(block, dtype, tile.numel)
+            kept = block.view(torch.float32, tile.numel)
+            self._step.accumulate(kept, gradient[tile.start : tile.stop])
+            self._sum_chunks(i, tile.start, kept)
+            self._swap_out(tile, block, kept)
+
+    def _slot(self, tile: Tile) -> Block:
+        block = self.pool.try_take()
+        if block is None:
+            with self._monitor.exposed(str(tile)):
+                block = self.pool.take()
+        return block
+
+    def _sum_chunks(self, i: int, start: int, values: Tensor) -> None:
+        """Squares of `values`, which begin at shard element `start`, a multiple of the chunk."""
+        for at in range(0, values.numel(), CHUNK_NUMEL):
+            chunk = values[at : at + CHUNK_NUMEL]
+            self._sums[i][(start + at) // CHUNK_NUMEL] = self._step.norm_squared(chunk)
+
+    # -- both threads: transfers of a tile ----------------------------------------------------------------------
+
+    def swapped(self, tile: Tile) -> bool:
+        return tile in self._extents
+
+    def in_memory(self, tile: Tile, dtype: torch.dtype) -> Tensor:
+        """(tile.numel,) of a tile that is not on nvme."""
+        memory = self._memory[tile.unit]
+        assert memory is not None
+        return memory.view(dtype, tile.numel, tile.start * dtype.itemsize)
+
+    def begin_read(self, tile: Tile, dtype: torch.dtype, block: Block) -> Transfer:
+        """Begin to bring a taken tile of `dtype` into `block`, after the write that is still in flight."""
+        return self._begin_read(tile, dtype, block)[1]
+
+    def free(self) -> None:
+        """Give the extents back; nothing is in flight."""
+        while self._nvme is not None and self._extents:
+            self._nvme.store.free(self._extents.popitem()[1])
+
+    def _begin_read(self, tile: Tile, dtype: torch.dtype, block: Block) -> tuple[Block, Transfer]:
+        assert self._nvme is not None
+        written = self._writes.pop(tile, None)
+        if written is not None:
+            written.wait()
+        source = block.raw(0, round_up(tile.numel * dtype.itemsize, self._plan.alignment))
+        return block, self._nvme.read(self._extents[tile], source, f"gradient of {tile}")
+
+    def _swap_out(self, tile: Tile, block: Block, values: Tensor) -> None:
+        assert self._nvme is not None
+        source = block.raw(0, round_up(values.nbytes, self._plan.alignment))
+        transfer = self._nvme.write(self._extents[tile], source, f"gradient of {tile}")
+        self._writes[tile] = transfer
+        self.pool.give(block, after=transfer)
+
+
+def _widen(block: Block, dtype: torch.dtype, numel: int) -> None:
+    """Turn the first `numel` elements of `dtype` in the block into fp32, in place.
+
+    Chunk by chunk from the end: chunk k of the wide form covers narrow chunks 2k and 2k + 1, which are done by then.
+    """
+    narrow, wide = block.view(dtype, numel), block.view(torch.float32, numel)
+    for start in reversed(range(0, numel, CHUNK_NUMEL)):
+        stop = min(start + CHUNK_NUMEL, numel)
+        wide[start:stop].copy_(narrow[start:stop].to(torch.float32))

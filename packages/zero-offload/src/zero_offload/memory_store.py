@@ -1,0 +1,143 @@
+"""`MemoryByteStore`: the slow reference ByteStore. Bytes in memory, requests served at once or on one thread."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout  # the builtin's alias only from Python 3.11
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import BudgetError, ClosedError, gib
+from .protocols import Ticket
+
+__all__ = ["MemoryByteStore", "MemoryExtent"]
+
+
+@dataclass(frozen=True)
+class MemoryExtent:
+    offset_bytes: int
+    nbytes: int
+
+
+class _Done:
+    """A ticket of a request that is over."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        return None
+
+
+class _Queued:
+    """A ticket of a request on the store's thread."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        try:
+            self._future.result(timeout)
+        except FutureTimeout:
+            if self._future.done():
+                raise
+            raise TimeoutError(f"the request is not done after {timeout} seconds") from None
+
+
+def _bytes_of(buffer: Any) -> Tensor:
+    """(nbytes,) uint8 over the memory of a contiguous CPU tensor or a writable buffer."""
+    if not isinstance(buffer, Tensor):
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+    if buffer.device.type != "cpu" or not buffer.is_contiguous():
+        raise ValueError(f"buffer of shape {tuple(buffer.shape)} on {buffer.device} is not a contiguous CPU tensor")
+    return buffer.detach().reshape(-1).view(torch.uint8)
+
+
+class MemoryByteStore:
+    """Extents are plain tensors. `asynchronous`: one thread serves requests in order, so that tickets can be pending.
+
+    `capacity_bytes`: beyond it `reserve` and `allocate` raise BudgetError; None: no limit.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None, *, asynchronous: bool = True, alignment: int = 4096) -> None:
+        self.alignment = alignment
+        self.capacity_bytes = capacity_bytes
+        self._lock = threading.Lock()
+        self._memory: dict[int, Tensor] = {}
+        self._next = self._used = 0
+        self._closed = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-store") if asynchronous else None
+
+    def reserve(self, total_bytes: int) -> None:
+        self._check_room(total_bytes)
+
+    def allocate(self, nbytes: int) -> MemoryExtent:
+        self._check_open()
+        if nbytes <= 0:
+            raise ValueError(f"an extent of {nbytes} bytes")
+        size = -(-nbytes // self.alignment) * self.alignment
+        with self._lock:
+            self._check_room(self._used + size)
+            extent = MemoryExtent(self._next, size)
+            self._memory[extent.offset_bytes] = torch.zeros(size, dtype=torch.uint8)
+            self._next += size
+            self._used += size
+        return extent
+
+    def free(self, extent: MemoryExtent) -> None:
+        with self._lock:
+            if self._memory.pop(extent.offset_bytes, None) is None:
+                raise ValueError(f"extent at {extent.offset_bytes} is not allocated")
+            self._used -= extent.nbytes
+
+    def read(self, extent: MemoryExtent, buffer: Any, offset: int = 0) -> Ticket:
+        memory, target = self._range(extent, buffer, offset)
+        return self._serve(target, memory)
+
+    def write(self, extent: MemoryExtent, buffer: Any, offset: int = 0) -> Ticket:
+        memory, source = self._range(extent, buffer, offset)
+        return self._serve(memory, source)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        self._closed = True
+        self._memory.clear()
+
+    def _range(self, extent: MemoryExtent, buffer: Any, offset: int) -> tuple[Tensor, Tensor]:
+        self._check_open()
+        data = _bytes_of(buffer)
+        if offset < 0 or offset + data.numel() > extent.nbytes:
+            raise ValueError(f"bytes [{offset}, {offset + data.numel()}) of an extent of {extent.nbytes}")
+        with self._lock:
+            memory = self._memory.get(extent.offset_bytes)
+        if memory is None:
+            raise ValueError(f"extent at {extent.offset_bytes} is not allocated")
+        return memory[offset : offset + data.numel()], data
+
+    def _serve(self, target: Tensor, source: Tensor) -> Ticket:
+        if self._thread is None:
+            target.copy_(source)
+            return _Done()
+
+        def serve() -> None:
+            target.copy_(source)
+
+        return _Queued(self._thread.submit(serve))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the MemoryByteStore is closed")
+
+    def _check_room(self, wanted: int) -> None:
+        if self.capacity_bytes is not None and wanted > self.capacity_bytes:
+            raise BudgetError(
+                f"MemoryByteStore: {gib(wanted)} wanted, {gib(self.capacity_bytes)} there; raise capacity_bytes"
+            )

@@ -1,0 +1,97 @@
+"""What the training thread and the update thread share: one condition, the failure, and the time that was exposed.
+
+Owns no data. Whoever changes something that the other may wait for does it under `condition` and notifies.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from zero_core.store import NullObserver, Observer
+
+from .errors import ClosedError
+from .timeline import Timeline
+
+__all__ = ["Monitor", "Stopped"]
+
+
+class Stopped(BaseException):
+    """The update thread was asked to end; never leaves this package."""
+
+
+class Monitor:
+    """`condition` guards every flag here and the tables of the tiers."""
+
+    def __init__(self, timeline: Timeline, observer: Observer | None = None) -> None:
+        self.condition = threading.Condition(threading.RLock())
+        self.timeline = timeline
+        self.observer = observer or NullObserver()
+        self.failure: BaseException | None = None
+        self.stopping = False
+        self.blocked = False  # the training thread waits for the update thread: it will release nothing
+        self.exposed_ns = 0
+
+    # -- the training thread ------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what the background failed with, each time; ClosedError after close()."""
+        if self.failure is not None:
+            raise self.failure
+        if self.stopping:
+            raise ClosedError("the TieredStore is closed")
+
+    @contextmanager
+    def exposed(self, unit: str) -> Iterator[None]:
+        """Time the training thread spends here was not hidden."""
+        start = time.perf_counter_ns()
+        try:
+            with self.span("wait", unit):
+                yield
+        finally:
+            self.exposed_ns += time.perf_counter_ns() - start
+
+    def wait_until(self, ready: Callable[[], bool], unit: str) -> None:
+        """Block the training thread until `ready()`; raises the failure instead, if there is one."""
+        with self.condition:
+            if not ready() and self.failure is None:
+                with self.exposed(unit):
+                    self.blocked = True
+                    self.condition.notify_all()
+                    try:
+                        self.condition.wait_for(lambda: ready() or self.failure is not None or self.stopping)
+                    finally:
+                        self.blocked = False
+        self.check()
+
+    # -- both ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def span(self, kind: str, unit: str) -> Iterator[None]:
+        """To the timeline and to the observer that the core brought."""
+        if self.observer is self.timeline:
+            with self.timeline.span(kind, unit):
+                yield
+        else:
+            with self.timeline.span(kind, unit), self.observer.span(kind, unit):
+                yield
+
+    def fail(self, error: BaseException) -> None:
+        """The first failure stays."""
+        with self.condition:
+            if self.failure is None:
+                self.failure = error
+            self.condition.notify_all()
+
+    def stop(self) -> None:
+        with self.condition:
+            self.stopping = True
+            self.condition.notify_all()
+
+    # -- the update thread --------------------------------------------------------------------------------------
+
+    def check_stop(self) -> None:
+        if self.stopping:
+            raise Stopped

@@ -1,0 +1,246 @@
+"""Parameters by tier: whole shards in host memory, or streamed through unit slots.
+
+Owns the host copies, the extents and who may use which unit slot. It computes nothing.
+
+[Note: a unit slot's life]
+    EMPTY ──read──> WANTED ──acquire──> HELD ──release──> idle ──claimed──> another unit
+                       ▲                                   │
+                       └──── end_update <── UPDATING <─────┘ begin_update
+A WANTED slot (prefetched, or freshly updated and not yet used) is claimed only when nothing else can move: by the
+training thread for the unit it needs now, or while that thread is blocked. A freshly updated unit is so handed to its
+forward from memory. A slot is claimed only after its writes are done: no read ever overtakes a write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .arena import Arena, Block
+from .errors import BudgetError
+from .footprint import StorePlan, UnitPlan
+from .monitor import Monitor
+from .protocols import Extent
+from .tier import Nvme, Tier, Transfer
+from .tile import Tile, round_up
+
+__all__ = ["ParameterStore"]
+
+
+@dataclass
+class _UnitSlot:
+    block: Block
+    unit: int | None = None
+    held: bool = False
+    wanted: bool = False
+    updating: bool = False
+    used: int = 0
+    reads: list[Transfer] = field(default_factory=list)
+    writes: list[Transfer] = field(default_factory=list)
+
+    @property
+    def busy(self) -> bool:
+        return self.held or self.updating
+
+    def settle(self) -> None:
+        """Return when nothing is in flight. Raises the first transfer's error."""
+        for transfer in (*self.reads, *self.writes):
+            transfer.wait()
+        self.reads.clear()
+        self.writes.clear()
+
+
+class ParameterStore:
+    """Unit i's parameters as host memory: (shard_numel,) parameter dtype."""
+
+    def __init__(self, plan: StorePlan, arena: Arena, nvme: Nvme | None, monitor: Monitor) -> None:
+        self._plan, self._nvme, self._monitor = plan, nvme, monitor
+        self._memory: list[Block] = []  # the leading tiles that are not on nvme
+        self._memory_numel: list[int] = []
+        self._extents: list[Extent | None] = []
+        for unit in plan.units:
+            numel = unit.memory_numel(unit.parameter_tiers)
+            self._memory.append(arena.take(numel * unit.spec.dtype.itemsize))
+            self._memory_numel.append(numel)
+            behind = round_up((unit.spec.numel - numel) * unit.spec.dtype.itemsize, plan.alignment)
+            self._extents.append(nvme.allocate(behind) if behind and nvme is not None else None)
+        self._slots = [_UnitSlot(arena.take(plan.unit_slot_bytes)) for _ in range(plan.unit_slots)]
+        self._own = {
+            i: _UnitSlot(arena.take(round_up(plan.units[i].parameter_bytes, plan.alignment))) for i in plan.own_slots
+        }
+        self._by_unit: dict[int, _UnitSlot] = {}
+        self._clock = 0
+
+    def streamed(self, i: int) -> bool:
+        """Whether unit i goes through unit slots."""
+        return self._extents[i] is not None
+
+    # -- the training thread ------------------------------------------------------------------------------------
+
+    def prefetch(self, i: int) -> None:
+        """Begin to read unit i if a slot is idle."""
+        with self._monitor.condition:
+            if not self.streamed(i):
+                return
+            slot = self._by_unit.get(i) or self._load(i, steal=False)
+            if slot is not None:
+                slot.wanted = True
+                self._touch(slot)
+
+    def acquire(self, i: int) -> Tensor:
+        """(shard_numel,) with a storage of its own, valid until release(i)."""
+        unit = self._plan.units[i]
+        if not self.streamed(i):
+            return self._memory[i].view(unit.spec.dtype, unit.spec.numel)
+        with self._monitor.condition:
+            slot = self._by_unit.get(i) or self._load(i, steal=True)
+            if slot is None:
+                self._monitor.wait_until(lambda: self._load_or_refuse(i), unit.spec.name)
+                slot = self._by_unit[i]
+            slot.held, slot.wanted = True, False
+            self._touch(slot)
+        if not all(transfer.done() for transfer in slot.reads):
+            with self._monitor.exposed(unit.spec.name):
+                self._arrived(slot)
+        self._arrived(slot)
+        return slot.block.view(unit.spec.dtype, unit.spec.numel)
+
+    def release(self, i: int) -> None:
+        with self._monitor.condition:
+            slot = self._by_unit.get(i)
+            if slot is not None:
+                slot.held = False
+                self._monitor.condition.notify_all()
+
+    def _load_or_refuse(self, i: int) -> bool:
+        if self._by_unit.get(i) or self._load(i, steal=True):
+            return True
+        self._refuse_if_all_held(i)
+        return False
+
+    def _refuse_if_all_held(self, i: int) -> None:
+        if all(slot.held for slot in self._slots):
+            units = self._plan.units
+            names = ", ".join(units[slot.unit].spec.name for slot in self._slots if slot.unit is not None)
+            raise BudgetError(
+                f"unit {units[i].spec.name} wants a unit slot and all {len(self._slots)} are held, by {names}; "
+                "raise prefetch_bytes (there are prefetch + 2 slots), use stage 3 with resident_bytes=0, "
+                'or put parameters on the "host"'
+            )
+
+    # -- the update thread --------------------------------------------------------------------------------------
+
+    def begin_update(self, i: int, *, wait: bool, read: bool = True, steal: bool = False) -> bool:
+        """Make unit i's parameters changeable in memory. False: no slot can be had without waiting.
+
+        `read=False`: every element will be written, so that what is stored need not be read. `steal`: also from a slot
+        whose unit is still wanted.
+        """
+        if not self.streamed(i):
+            return True
+        with self._monitor.condition:
+            slot = self._by_unit.get(i)
+            while slot is None:
+                slot = self._load(i, steal=steal or self._monitor.blocked, read=read)
+                if slot is None:
+                    if not wait:
+                        return False
+                    if self._monitor.blocked:
+                        self._refuse_if_all_held(i)
+                    self._monitor.check_stop()
+                    self._monitor.condition.wait()
+                    self._monitor.check_stop()
+            slot.updating = True
+            return True
+
+    def for_update(self, tile: Tile) -> Tensor:
+        """(tile.numel,) to be changed in place; waits for its read."""
+        dtype = self._plan.units[tile.unit].spec.dtype
+        if not self.streamed(tile.unit):
+            return self._memory[tile.unit].view(dtype, tile.numel, tile.start * dtype.itemsize)
+        slot = self._by_unit[tile.unit]
+        self._arrived(slot)
+        return slot.block.view(dtype, tile.numel, tile.start * dtype.itemsize)
+
+    def changed(self, tile: Tile) -> None:
+        """The tile's new values go where they live."""
+        if not self.streamed(tile.unit):
+            return
+        unit = self._plan.units[tile.unit]
+        slot, size = self._by_unit[tile.unit], unit.spec.dtype.itemsize
+        if unit.parameter_tiers[tile.index] is Tier.NVME:
+            start = tile.start * size
+            stop = start + round_up(tile.numel * size, self._plan.alignment)
+            slot.writes.append(self._write(tile.unit, slot.block.raw(start, stop), start, f"parameters of {tile}"))
+        else:
+            home = self._memory[tile.unit].view(unit.spec.dtype, tile.numel, tile.start * size)
+            home.copy_(slot.block.view(unit.spec.dtype, tile.numel, tile.start * size))
+
+    def end_update(self, i: int, *, wanted: bool = True) -> None:
+        """Unit i waits in its slot for its next use, if it is `wanted` soon."""
+        with self._monitor.condition:
+            slot = self._by_unit.get(i)
+            if slot is not None:
+                slot.updating, slot.wanted = False, wanted
+                self._touch(slot)
+            self._monitor.condition.notify_all()
+
+    # -- attach, checkpoints ------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Return when nothing is in flight."""
+        for slot in (*self._slots, *self._own.values()):
+            slot.settle()
+
+    def free(self) -> None:
+        """Give the extents back; nothing is in flight."""
+        for number, extent in enumerate(self._extents):
+            if extent is not None and self._nvme is not None:
+                self._nvme.store.free(extent)
+            self._extents[number] = None
+
+    # -- the slots ----------------------------------------------------------------------------------------------
+
+    def _touch(self, slot: _UnitSlot) -> None:
+        self._clock += 1
+        slot.used = self._clock
+
+    def _load(self, i: int, *, steal: bool, read: bool = True) -> _UnitSlot | None:
+        """A slot with unit i's read under way, or None. The caller has the condition."""
+        slots = [self._own[i]] if i in self._own else self._slots
+        idle = [slot for slot in slots if not slot.busy and (steal or not slot.wanted)]
+        if not idle:
+            return None
+        # Empty first; then what is not wanted, longest unused; then the wanted one whose use is farthest: the newest.
+        slot = min(idle, key=lambda s: (s.unit is not None, s.wanted, -s.used if s.wanted else s.used))
+        slot.settle()
+        if slot.unit is not None:
+            del self._by_unit[slot.unit]
+        slot.unit, slot.wanted = i, False
+        self._by_unit[i] = slot
+        self._touch(slot)
+        if read:
+            self._read(i, self._plan.units[i], slot)
+        return slot
+
+    def _read(self, i: int, unit: UnitPlan, slot: _UnitSlot) -> None:
+        extent, nvme = self._extents[i], self._nvme
+        assert extent is not None and nvme is not None
+        numel, size = self._memory_numel[i], unit.spec.dtype.itemsize
+        if numel:
+            slot.block.view(unit.spec.dtype, numel).copy_(self._memory[i].view(unit.spec.dtype, numel))
+        start = numel * size
+        stop = start + round_up((unit.spec.numel - numel) * size, self._plan.alignment)
+        slot.reads.append(nvme.read(extent, slot.block.raw(start, stop), f"parameters of {unit.spec.name}"))
+
+    def _write(self, i: int, source: Tensor, start: int, what: str) -> Transfer:
+        extent, nvme = self._extents[i], self._nvme
+        assert extent is not None and nvme is not None
+        offset = start - self._memory_numel[i] * self._plan.units[i].spec.dtype.itemsize
+        return nvme.write(extent, source, what, offset)
+
+    @staticmethod
+    def _arrived(slot: _UnitSlot) -> None:
+        for transfer in slot.reads:
+            transfer.wait()

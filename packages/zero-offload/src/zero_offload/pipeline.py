@@ -1,0 +1,233 @@
+"""The update pipeline: one background thread that reads, updates and writes tiles in the order of their next use.
+
+Owns the thread, the queue and the account of which units are behind. The tiers own the bytes, the step the arithmetic.
+
+[Note: a step in time]
+    training   backward n ... | norm | update() returns | forward 0 | forward 1 | forward 2 | ...
+    update       reads of the first tiles  | upd 0 | upd 1 | upd 2 | ...
+    reads      [ t0 t1 t2 ............. ]    t3      t4      t5       as far ahead as there are slots
+    writes                                          t0      t1  ...    a slot is free when its write is done
+forward i waits for unit i's last tile only. The thread takes what a tile needs (state slot, gradient slot, unit slot)
+all at once or not at all while anything it has taken is unfinished; it waits only with empty hands, and what it then
+waits for (a write, a gradient being stored, a unit in use) ends without it. Hence no deadlock, with three slots or any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .arena import Block
+from .errors import ClosedError
+from .gradients import GradientStore, Taken
+from .monitor import Monitor, Stopped
+from .parameters import ParameterStore
+from .protocols import SegmentStep, UpdateStep
+from .states import StateStore
+from .tier import Transfer
+from .tile import Tile, View
+
+__all__ = ["Pipeline", "TileTask", "UpdateJob"]
+
+
+@dataclass(frozen=True)
+class TileTask:
+    """One tile of one update. `last`: its unit is done with it."""
+
+    tile: Tile
+    segments: tuple[SegmentStep, ...]
+    gradient: Taken
+    last: bool
+
+
+@dataclass(frozen=True)
+class UpdateJob:
+    """One call of update(): tasks in order. A unit is behind until its last task is done."""
+
+    tasks: tuple[TileTask, ...]
+    scale: float
+
+
+@dataclass
+class _Loaded:
+    """A task whose transfers are under way."""
+
+    task: TileTask
+    state: Block | None = None
+    gradient: Block | None = None
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+class Pipeline:
+    """Runs jobs one after another. `close` ends it between two tiles; it does so too when the interpreter exits."""
+
+    def __init__(
+        self,
+        parameters: ParameterStore,
+        gradients: GradientStore,
+        states: StateStore,
+        step: UpdateStep,
+        monitor: Monitor,
+        unit_count: int,
+    ) -> None:
+        self.parameters, self.gradients, self.states = parameters, gradients, states
+        self._step, self._monitor = step, monitor
+        self._behind = [0] * unit_count
+        self._queue: deque[UpdateJob | tuple[Tile, ...]] = deque()
+        self._busy = False
+        self._thread: threading.Thread | None = None
+
+    # -- the training thread ------------------------------------------------------------------------------------
+
+    def submit(self, job: UpdateJob) -> None:
+        with self._monitor.condition:
+            for task in job.tasks:
+                self._behind[task.tile.unit] += task.last
+            self._enqueue(job)
+
+    def read_early(self, tiles: Sequence[Tile]) -> None:
+        """Use idle slots for the states of `tiles`, the first ones of the update to come."""
+        with self._monitor.condition:
+            self._enqueue(tuple(tiles))
+
+    def behind(self, i: int) -> bool:
+        return self._behind[i] > 0
+
+    def idle(self) -> bool:
+        return not self._queue and not self._busy
+
+    def wait(self) -> None:
+        """Return when every update is done and stored."""
+        self._monitor.wait_until(self.idle, "all")
+        for pool in (self.states.pool, self.gradients.pool):
+            pool.drain()
+        self.parameters.drain()
+
+    def close(self) -> None:
+        """End after the tile in hand; writes in flight are waited for, jobs not begun are dropped. Idempotent."""
+        self._monitor.stop()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self.states.drop_early()
+        for drain in (self.states.pool.drain, self.gradients.pool.drain, self.parameters.drain):
+            try:
+                drain()
+            except Exception as error:
+                self._monitor.fail(error)
+
+    def _enqueue(self, item: UpdateJob | tuple[Tile, ...]) -> None:
+        self._queue.append(item)
+        if self._thread is None:
+            # Daemon, so that a forgotten close() does not hold the interpreter; the finaliser joins it at exit, before
+            # the memory under its native code goes.
+            self._thread = threading.Thread(target=self._main, name="zero-offload update", daemon=True)
+            self._thread.start()
+        self._monitor.condition.notify_all()
+
+    # -- the update thread --------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while True:
+                with self._monitor.condition:
+                    self._busy = False
+                    self._monitor.condition.notify_all()
+                    self._monitor.condition.wait_for(lambda: self._queue or self._monitor.stopping)
+                    self._monitor.check_stop()
+                    item = self._queue.popleft()
+                    self._busy = True
+                with torch.no_grad():
+                    if isinstance(item, UpdateJob):
+                        self._run(item)
+                    else:
+                        self.states.read_early(item)
+        except (Stopped, ClosedError):
+            pass
+        except BaseException as error:
+            self._monitor.fail(error)
+        finally:
+            with self._monitor.condition:
+                self._busy = False
+                self._monitor.condition.notify_all()
+
+    def _run(self, job: UpdateJob) -> None:
+        waiting, ahead = deque(job.tasks), deque[_Loaded]()
+        soonest = [task.tile for task in job.tasks if self.states.swapped(task.tile)][: self.states.pool.count]
+        self.states.drop_early(keep=soonest)
+        most = self.states.pool.count + self.gradients.pool.count + 4  # where no slot bounds it: into the next unit
+        try:
+            while waiting or ahead:
+                self._monitor.check_stop()
+                while waiting and len(ahead) < most:
+                    loaded = self._begin(waiting[0], wait=not ahead)
+                    if loaded is None:
+                        break
+                    ahead.append(loaded)
+                    waiting.popleft()
+                self._finish(ahead.popleft(), job.scale)
+        except BaseException:
+            _settle([transfer for loaded in ahead for transfer in loaded.transfers])  # their memory must outlive them
+            raise
+
+    def _begin(self, task: TileTask, *, wait: bool) -> _Loaded | None:
+        """Take what the tile needs and start its reads; None, with nothing taken, if that would wait and must not."""
+        tile, loaded = task.tile, _Loaded(task)
+        if not self.parameters.begin_update(tile.unit, wait=wait):
+            return None
+        dtype = task.gradient.dtype
+        if self.gradients.swapped(tile):
+            loaded.gradient = self.gradients.pool.take() if wait else self.gradients.pool.try_take()
+            if loaded.gradient is None:
+                return None
+        if self.states.swapped(tile):
+            state = self.states.begin_read(tile, wait=wait)
+            if state is None:
+                if loaded.gradient is not None:
+                    self.gradients.pool.give(loaded.gradient)
+                return None
+            loaded.state = state[0]
+            loaded.transfers.append(state[1])
+        if loaded.gradient is not None:
+            loaded.transfers.append(self.gradients.begin_read(tile, dtype, loaded.gradient))
+        return loaded
+
+    def _finish(self, loaded: _Loaded, scale: float) -> None:
+        """Wait for the reads, update, start the writes."""
+        task, tile = loaded.task, loaded.task.tile
+        for transfer in loaded.transfers:
+            transfer.wait()
+        view = View(self.states.views(tile, loaded.state), self.parameters.for_update(tile), self._gradient(loaded))
+        with self._monitor.span("update", str(tile)):
+            self._step.update(view, task.segments, scale)
+        if loaded.gradient is not None:
+            self.gradients.pool.give(loaded.gradient)
+        if loaded.state is not None:
+            self.states.swap_out(tile, loaded.state)
+        self.parameters.changed(tile)
+        if task.last:
+            self._done(tile.unit)
+
+    def _gradient(self, loaded: _Loaded) -> Tensor:
+        tile, dtype = loaded.task.tile, loaded.task.gradient.dtype
+        if loaded.gradient is not None:
+            return loaded.gradient.view(dtype, tile.numel)
+        return self.gradients.in_memory(tile, dtype)
+
+    def _done(self, unit: int) -> None:
+        self.parameters.end_update(unit)
+        with self._monitor.condition:
+            self._behind[unit] -= 1
+            self._monitor.condition.notify_all()
+
+
+def _settle(transfers: Sequence[Transfer]) -> None:
+    """Wait for every transfer, whatever becomes of it."""
+    for transfer in transfers:
+        with contextlib.suppress(Exception):
+            transfer.wait()

@@ -1,0 +1,165 @@
+"""What this package asks of others: bytes kept somewhere (`ByteStore`) and optimizer arithmetic (`UpdateStep`).
+
+Owns the records that both speak in, no behaviour. Native packages satisfy these structurally and are never imported
+here; `memory_store.MemoryByteStore` and `torch_step.TorchStep` are the slow references, `testing` ships the suites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "ByteStore",
+    "Extent",
+    "Field",
+    "SegmentStep",
+    "StateTile",
+    "Ticket",
+    "TileView",
+    "UpdateSegment",
+    "UpdateStep",
+]
+
+
+class Ticket(Protocol):
+    """Handle of a submitted request. Any thread may ask, as often as it likes."""
+
+    def done(self) -> bool: ...
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the request is complete. Raises its error; TimeoutError after `timeout` seconds."""
+
+
+class Extent(Protocol):
+    """A range that a ByteStore gave out."""
+
+    @property
+    def offset_bytes(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@runtime_checkable
+class ByteStore(Protocol):
+    """Bytes in a file, on a device, in memory. Every method may be called from several threads.
+
+    A buffer is a contiguous CPU tensor or an object with the buffer protocol; it must live, unchanged, until its ticket
+    is done. Requests in flight are not ordered: whoever reads what it writes waits between.
+    """
+
+    alignment: int  # bytes: extents begin at its multiples; transfers whose parts are multiples of it need no bounce
+
+    def reserve(self, total_bytes: int) -> None:
+        """Make sure of `total_bytes` in all. Raises early (ENOSPC) with path, bytes wanted and bytes free."""
+
+    def allocate(self, nbytes: int) -> Extent:
+        """An extent of at least `nbytes`, aligned."""
+
+    def free(self, extent: Any) -> None:
+        """Give an extent back."""
+
+    def read(self, extent: Any, buffer: Any, offset: int = 0) -> Ticket:
+        """Fill `buffer` from bytes [offset, offset + len(buffer)) of the extent."""
+
+    def write(self, extent: Any, buffer: Any, offset: int = 0) -> Ticket:
+        """Store `buffer` as bytes [offset, offset + len(buffer)) of the extent."""
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a tile's state."""
+
+    name: str
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class StateTile(Protocol):
+    """A tile without its gradient: what is initialised, read and written."""
+
+    @property
+    def states(self) -> Mapping[str, Tensor]:
+        """By field name: (field.numel,) field.dtype."""
+
+    @property
+    def parameter(self) -> Tensor:
+        """(numel,) parameter dtype."""
+
+
+class TileView(StateTile, Protocol):
+    """A tile ready for its update."""
+
+    @property
+    def gradient(self) -> Tensor:
+        """(numel,) fp32, bf16 or fp16."""
+
+
+class UpdateSegment(Protocol):
+    """Elements [start, stop) of a tile which share their options and their step number."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def stop(self) -> int: ...
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+    @property
+    def step(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class SegmentStep:
+    """The `UpdateSegment` that this package hands out: tile-relative, `options` of the group, `step` from 1."""
+
+    start: int
+    stop: int
+    options: Mapping[str, Any]
+    step: int
+
+
+@runtime_checkable
+class UpdateStep(Protocol):
+    """An optimizer's arithmetic on tiles. Called from one thread at a time; native code releases the GIL."""
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read type and options. TypeError names a type it does not know, ValueError an option it cannot do."""
+
+    def layout(self, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
+        """The state fields of a tile of `numel` elements. With fp32 parameters the parameter is the master."""
+
+    def state_names(self) -> tuple[str, ...]:
+        """Logical names besides "master": ("exp_avg", "exp_avg_sq")."""
+
+    def initialise(self, tile: StateTile, master: Tensor) -> None:
+        """Write the tile's parameter (rounded) and states from its fp32 master (numel,)."""
+
+    def update(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> None:
+        """One step with gradient × scale. Elements outside the segments keep their bits."""
+
+    def read(self, tile: StateTile, name: str) -> Tensor:
+        """Logical fp32 values (numel,) of "master" or a state name."""
+
+    def write(self, tile: StateTile, name: str, values: Tensor) -> None:
+        """The inverse of `read`."""
+
+    def accumulate(self, into: Tensor, values: Tensor) -> None:
+        """into (fp32) += values (any float dtype)."""
+
+    def norm_squared(self, values: Tensor) -> float:
+        """Squares summed in double by chunks of 1 << 20, chunks added in order. Not finite in: not finite out."""

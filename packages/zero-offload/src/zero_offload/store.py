@@ -1,0 +1,400 @@
+"""`TieredStore`: zero-core's ShardStore over host memory and NVMe.
+
+Owns the wiring and the order of calls. Bytes are the tiers', the background the pipeline's, arithmetic the step's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_core.precision import round_to
+from zero_core.store import GroupStep, ShardSpec, StoreContext
+
+from .arena import Arena, Block
+from .cuda import Link
+from .errors import BudgetError, ClosedError, OffloadError, PlacementError
+from .footprint import StorePlan, plan_store
+from .gradients import GradientStore
+from .monitor import Monitor
+from .parameters import ParameterStore
+from .pipeline import Pipeline, TileTask, UpdateJob
+from .placement import Placement, shares
+from .protocols import ByteStore, UpdateStep
+from .states import StateStore
+from .tier import Nvme, Tier, Transfer
+from .tile import Tile, View, check_tile_numel, segment_steps
+from .timeline import Timeline
+from .torch_step import TorchStep
+
+__all__ = ["TieredStore"]
+
+
+class TieredStore:
+    """Keeps a rank's shards on the tiers given, per kind: "device", "host", "nvme" or fractions of them.
+
+    nvme: a ByteStore such as zero_nvme.Slab; needed as soon as anything is on nvme. Its owner closes it.
+    step: an UpdateStep such as zero_optim_cpu.CpuStep; None: the slow reference, TorchStep.
+    plan: a zero_offload.Plan; its placement, tile size and slots take the place of those arguments.
+    tile_numel: elements of a tile, a multiple of 1 << 20.
+    slots: of states, and of gradients where they are on nvme; None: a quarter of their bytes, at least 3.
+    host_bytes: budget of the arena; attach raises BudgetError when it is too small.
+    overlap: False makes update() return when it is done; the bits are the same.
+
+    On the CPU the device tier is host memory. On CUDA it is not written; leave `store` out to stay on the device.
+    """
+
+    def __init__(
+        self,
+        parameters: Placement = "host",
+        gradients: Placement = "host",
+        optimizer: Placement = "host",
+        nvme: ByteStore | None = None,
+        step: UpdateStep | None = None,
+        plan: Any = None,
+        tile_numel: int = 1 << 22,
+        slots: int | None = None,
+        host_bytes: int | None = None,
+        overlap: bool = True,
+    ) -> None:
+        self._arguments: dict[str, Any] = dict(
+            parameters=parameters, gradients=gradients, optimizer=optimizer, tile_numel=tile_numel, slots=slots,
+            host_bytes=host_bytes,
+        )  # fmt: skip
+        if plan is not None:
+            self._arguments.update(_from_plan(plan))
+        for kind in ("parameters", "gradients", "optimizer"):
+            if shares(self._arguments[kind], kind)[Tier.NVME] > 0 and nvme is None:
+                raise PlacementError(
+                    f"{kind}={self._arguments[kind]!r} needs nvme=, a ByteStore such as zero_nvme.Slab([path])"
+                )
+        check_tile_numel(self._arguments["tile_numel"])
+        self.overlap = overlap
+        self.step: UpdateStep = TorchStep() if step is None else step
+        self.timeline = Timeline()
+        self.plan: StorePlan | None = None
+        self._monitor = Monitor(self.timeline)
+        self._nvme = None if nvme is None else Nvme(nvme, self.timeline)
+        self._order: list[int] = []
+        self._early_asked = True  # until the first update there is nothing to expect
+        self._setup = (0, 0)
+        self._closed = False
+        self._finalizer: weakref.finalize | None = None
+
+    # -- attach -------------------------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        shards: Sequence[ShardSpec],
+        optimizer: torch.optim.Optimizer,
+        initial: Callable[[int], Tensor],
+        *,
+        context: StoreContext,
+    ) -> None:
+        """Plan, reserve every byte, then take over the shards one at a time. See ShardStore."""
+        if self.plan is not None or self._closed:
+            raise OffloadError("a TieredStore is attached once; make another one")
+        self._refuse_device_tier(context)
+        self.step.bind(optimizer)
+        plan = plan_store(
+            shards,
+            self.step,
+            prefetch_bytes=context.prefetch_bytes,
+            shard_count=context.shard_count,
+            alignment=self._nvme.alignment if self._nvme is not None else 1,
+            **self._arguments,
+        )
+        if self._nvme is not None and plan.nvme_bytes:
+            self._nvme.store.reserve(plan.nvme_bytes)
+        self.plan, self._context = plan, context
+        self.timeline.rank, self._monitor.observer = context.rank, context.observer
+        try:
+            self._build(plan, context)
+            with torch.no_grad(), self._guard():
+                for i in range(len(plan.units)):
+                    self._initialise(i, initial(i))
+            self._pipeline.wait()
+        except BaseException:
+            self.close()
+            raise
+        if self._nvme is not None:
+            self._setup = (self._nvme.read_bytes, self._nvme.write_bytes)
+
+    def _build(self, plan: StorePlan, context: StoreContext) -> None:
+        """Reserve every byte, on nvme and in memory."""
+        nvme, monitor = self._nvme, self._monitor
+        self._arena = arena = Arena(plan.arena_bytes)
+        self._link = Link(context.device, arena.whole() if context.device.type == "cuda" else None)
+        self._parameters = ParameterStore(plan, arena, nvme, monitor)
+        self._states = StateStore(plan, arena, nvme, monitor)
+        self._gradients = GradientStore(plan, arena, nvme, self.step, monitor, context.reduce_dtype)
+        self._pipeline = Pipeline(self._parameters, self._gradients, self._states, self.step, monitor, len(plan.units))
+        # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self._pipeline, (self._parameters, self._states, self._gradients), self._link, arena
+        )
+
+    def _refuse_device_tier(self, context: StoreContext) -> None:
+        if context.device.type == "cpu":
+            return
+        for kind in ("parameters", "gradients", "optimizer"):
+            if shares(self._arguments[kind], kind)[Tier.DEVICE] > 0:
+                raise PlacementError(
+                    f"{kind}={self._arguments[kind]!r}: the device tier of a TieredStore is written for the CPU only; "
+                    f'use "host" or "nvme", or leave `store` out to keep everything on {context.device}'
+                )
+
+    def _initialise(self, i: int, master: Tensor) -> None:
+        unit = self._plan.units[i]
+        if master.numel() != unit.spec.numel:
+            raise ValueError(f"initial({i}) has {master.numel()} elements, {unit.spec.name} has {unit.spec.numel}")
+        master = master.detach().to("cpu", torch.float32)
+        self._parameters.begin_update(i, wait=True, read=False)
+        for tile, record in zip(unit.tiles, unit.records, strict=True):
+            parameter, values = self._parameters.for_update(tile), master[tile.start : tile.stop]
+            if tile.trainable:
+                block = self._states.pool.take() if self._states.swapped(tile) else None
+                states = self._states.views(tile, block) if record is not None else {}
+                self.step.initialise(View(states, parameter, values[:0]), values)
+                if block is not None:
+                    self._states.swap_out(tile, block)
+            else:
+                round_to(values, parameter)
+            self._parameters.changed(tile)
+        self._parameters.end_update(i, wanted=False)
+
+    # -- parameters ---------------------------------------------------------------------------------------------
+
+    def prefetch(self, i: int) -> None:
+        self._monitor.check()
+        if self._pipeline.behind(i) or self._link.resident(i):
+            return  # the update hands it over from memory
+        with self._guard():
+            self._parameters.prefetch(i)
+            if self._link.is_cuda and not self._parameters.streamed(i):
+                self._link.upload(i, self._parameters.acquire(i))
+
+    def parameters(self, i: int) -> Tensor:
+        self._monitor.check()
+        self._wait_for(i)
+        with self._guard():
+            return self._link.get(i, self._parameters.acquire(i))
+
+    def release(self, i: int) -> None:
+        self._monitor.check()
+        self._link.uploaded(i)
+        self._link.drop(i)
+        self._parameters.release(i)
+
+    # -- gradients ----------------------------------------------------------------------------------------------
+
+    def gradient_buffer(self, i: int) -> Tensor | None:
+        self._monitor.check()
+        if self._link.is_cuda:
+            return None
+        self._wait_for(i)
+        return self._gradients.lend(i)
+
+    def accept_gradient(self, i: int, gradient: Tensor) -> None:
+        self._monitor.check()
+        self._wait_for(i)
+        if not self._early_asked:
+            self._early_asked = True
+            self._pipeline.read_early([tile for unit in self._order for tile in self._plan.units[unit].tiles])
+        with torch.no_grad(), self._guard(), self._monitor.span("norm", self._plan.units[i].spec.name):
+            gradient = self._link.download(gradient.detach(), self._gradients.lend(i) if self._link.is_cuda else None)
+            self._gradients.accept(i, gradient)
+
+    def discard_gradients(self) -> None:
+        self._monitor.check()
+        self._gradients.discard()
+
+    def gradient_norm_squared(self) -> Tensor:
+        self._monitor.check()
+        return torch.tensor(self._gradients.norm_squared(), dtype=torch.float64, device=self._context.device)
+
+    # -- updates ------------------------------------------------------------------------------------------------
+
+    def update(
+        self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
+    ) -> None:
+        self._monitor.check()
+        tasks: list[TileTask] = []
+        for i in order:
+            taken = self._gradients.take(i)
+            if taken is None:
+                continue
+            unit = self._plan.units[i]
+            found = [(tile, segment_steps(tile, unit.spec.segments, steps[i], groups)) for tile in unit.tiles]
+            found = [(tile, segments) for tile, segments in found if segments]
+            tasks += [TileTask(tile, segments, taken, tile is found[-1][0]) for tile, segments in found]
+        self._order, self._early_asked = list(order), len(order) <= 1 < len(self._plan.units)
+        if tasks:
+            for i in {task.tile.unit for task in tasks}:
+                self._link.drop(i)
+            self._pipeline.submit(UpdateJob(tuple(tasks), float(scale)))
+        if not self.overlap:
+            self.wait()
+
+    def wait(self) -> None:
+        self._monitor.check()
+        with self._guard():
+            self._pipeline.wait()
+
+    def _wait_for(self, i: int) -> None:
+        if self._pipeline.behind(i):
+            self._monitor.wait_until(lambda: not self._pipeline.behind(i), self._plan.units[i].spec.name)
+
+    # -- state for checkpoints ----------------------------------------------------------------------------------
+
+    def state_names(self) -> tuple[str, ...]:
+        return ("master", *self.step.state_names())
+
+    def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
+        self._check_range(i, name, start, stop)
+        values = torch.empty(stop - start, dtype=torch.float32)
+        for tile, view, loaded in self._opened(i, start, stop):
+            low, high = max(start, tile.start), min(stop, tile.stop)
+            if tile.trainable:
+                found = self.step.read(view, name)
+            else:
+                found = view.parameter.float() if name == "master" else torch.zeros(tile.numel)
+            values[low - start : high - start] = found[low - tile.start : high - tile.start]
+            if loaded is not None:
+                self._states.keep(tile, loaded)
+        return values
+
+    def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
+        stop = start + values.numel()
+        self._check_range(i, name, start, stop)
+        values = values.detach().to("cpu", torch.float32).reshape(-1)
+        for tile, view, loaded in self._opened(i, start, stop):
+            low, high = max(start, tile.start), min(stop, tile.stop)
+            part = values[low - start : high - start]
+            if tile.trainable:
+                whole = part
+                if part.numel() != tile.numel:
+                    whole = self.step.read(view, name)
+                    whole[low - tile.start : high - tile.start] = part
+                self.step.write(view, name, whole)
+                if loaded is not None:
+                    self._states.swap_out(tile, loaded[0])
+            elif name == "master":
+                round_to(part, view.parameter[low - tile.start : high - tile.start])
+            if name == "master":
+                self._parameters.changed(tile)
+        self._link.drop(i)
+
+    def _check_range(self, i: int, name: str, start: int, stop: int) -> None:
+        self._monitor.check()
+        numel = self._plan.units[i].spec.numel
+        if not 0 <= start <= stop <= numel:
+            raise ValueError(f"elements [{start}, {stop}) of shard {i}, which has {numel}")
+        if name not in self.state_names():
+            raise KeyError(f"state {name!r}; known: {', '.join(self.state_names())}")
+
+    def _opened(self, i: int, start: int, stop: int) -> Iterator[tuple[Tile, View, tuple[Block, Transfer] | None]]:
+        """The tiles that overlap [start, stop), one in memory at a time, after everything in the background is done."""
+        with torch.no_grad(), self._guard():
+            self._pipeline.wait()
+            if not self._parameters.begin_update(i, wait=False, steal=True):
+                raise BudgetError(
+                    f"every unit slot is held; release a unit before reading {self._plan.units[i].spec.name}"
+                )
+            try:
+                for tile, record in zip(self._plan.units[i].tiles, self._plan.units[i].records, strict=True):
+                    if tile.stop <= start or tile.start >= stop:
+                        continue
+                    loaded = self._load_states(tile)
+                    states = self._states.views(tile, loaded[0] if loaded else None) if record is not None else {}
+                    parameter = self._parameters.for_update(tile)
+                    yield tile, View(states, parameter, parameter[:0]), loaded
+            finally:
+                self._parameters.end_update(i, wanted=False)
+
+    def _load_states(self, tile: Tile) -> tuple[Block, Transfer] | None:
+        if not self._states.swapped(tile):
+            return None
+        loaded = self._states.begin_read(tile, wait=False)
+        if loaded is None:
+            self._states.drop_early()
+            loaded = self._states.begin_read(tile, wait=True)
+        assert loaded is not None
+        loaded[1].wait()
+        return loaded
+
+    # -- facts --------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Sums since attach (whose own writes are `setup_write_bytes`); take differences for one step.
+
+        nvme_read_bytes, nvme_write_bytes; exposed_seconds: the training thread waited; host_bytes: the arena;
+        device_bytes: what is placed on the device, and copies there now.
+        """
+        nvme, plan = self._nvme, self._plan
+        device = sum(plan.bytes_of("device", kind) for kind in ("parameters", "gradients", "optimizer"))
+        return {
+            "nvme_read_bytes": nvme.read_bytes - self._setup[0] if nvme else 0,
+            "nvme_write_bytes": nvme.write_bytes - self._setup[1] if nvme else 0,
+            "setup_write_bytes": self._setup[1],
+            "exposed_seconds": self._monitor.exposed_ns / 1e9,
+            "host_bytes": self._arena.nbytes - device,
+            "device_bytes": device + self._link.device_bytes,
+        }
+
+    def describe(self) -> StorePlan:
+        """What was reserved: bytes per tier and kind, slots, the arena."""
+        return self._plan
+
+    @property
+    def _plan(self) -> StorePlan:
+        if self.plan is None:
+            raise ClosedError("the TieredStore is not attached yet: zero_core.shard(..., store=store) does it")
+        return self.plan
+
+    def close(self) -> None:
+        """End the background, give extents and memory back. Idempotent; works after a failure."""
+        if self._closed:
+            return
+        self._closed = True
+        self._monitor.stop()
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def _guard(self) -> _Guard:
+        return _Guard(self._monitor)
+
+
+class _Guard:
+    """An error of a transfer or of the step on the training thread is final, as one in the background is."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, ClosedError):
+            self._monitor.fail(error)
+
+
+def _shut_down(pipeline: Pipeline, kept: Sequence[Any], link: Link, arena: Arena) -> None:
+    """End the background, then give extents and memory back."""
+    pipeline.close()
+    for each in kept:
+        with contextlib.suppress(Exception):  # the ByteStore's owner may have closed it already
+            each.free()
+    link.close()
+    arena.close()
+
+
+def _from_plan(plan: Any) -> dict[str, Any]:
+    """The arguments that a `zero_offload.Plan` decides."""
+    kinds = ("parameters", "gradients", "optimizer")
+    return {kind: plan.placements[kind] for kind in kinds} | {"tile_numel": plan.tile_numel, "slots": plan.slots}

@@ -1,0 +1,111 @@
+"""The tiers, and what a transfer to the slowest of them is. Owns counting, timing and naming of transfers.
+
+A tier is where bytes are; which tile goes where is `placement`'s, who holds which buffer is the slot pools'.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from .errors import OffloadError, SwapError
+from .protocols import ByteStore, Extent, Ticket
+from .timeline import Timeline
+
+__all__ = ["Nvme", "Tier", "Transfer"]
+
+
+class Tier(str, Enum):
+    """From fast to slow. A tile's tier never changes while a store is attached."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+class Transfer:
+    """A submitted read or write that knows what it moves. Any thread may wait, as often as it likes."""
+
+    __slots__ = ("_buffer", "_done", "_error", "_extent", "_nvme", "_offset", "_start_ns", "_ticket", "kind", "what")
+
+    def __init__(self, nvme: Nvme, kind: str, what: str, ticket: Ticket, extent: Extent, offset: int, buffer: Tensor):
+        self.kind, self.what = kind, what
+        self._nvme, self._ticket, self._extent, self._offset, self._buffer = nvme, ticket, extent, offset, buffer
+        self._start_ns = time.perf_counter_ns()
+        self._done = False
+        self._error: SwapError | None = None
+
+    def done(self) -> bool:
+        return self._done or self._ticket.done()
+
+    def wait(self) -> None:
+        """Raises SwapError naming what was moved, where, and why it failed; each time."""
+        if not self._done:
+            try:
+                self._ticket.wait()
+            except Exception as error:
+                self._error = self._nvme.explain(error, self.kind, self.what, self._extent, self._offset, self._buffer)
+                self._error.__cause__ = error
+            self._nvme.timeline.transfer(self.kind, self.what, self._start_ns, self._buffer.nbytes)
+            self._done = True
+        if self._error is not None:
+            raise self._error
+
+
+class Nvme:
+    """A ByteStore with names for what is moved, counters of it, and errors that say both."""
+
+    def __init__(self, store: ByteStore, timeline: Timeline) -> None:
+        self.store, self.timeline = store, timeline
+        self.alignment = int(store.alignment)
+        self._lock = threading.Lock()
+        self._read_bytes = self._write_bytes = 0
+
+    def allocate(self, nbytes: int) -> Extent:
+        return self.store.allocate(nbytes)
+
+    def read(self, extent: Extent, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
+        """Begin to fill `buffer` (uint8) from the extent."""
+        with self._lock:
+            self._read_bytes += buffer.nbytes
+        return self._submit("swap_in", self.store.read, extent, buffer, what, offset)
+
+    def write(self, extent: Extent, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
+        """Begin to store `buffer` (uint8) in the extent."""
+        with self._lock:
+            self._write_bytes += buffer.nbytes
+        return self._submit("swap_out", self.store.write, extent, buffer, what, offset)
+
+    def _submit(self, kind: str, submit: Any, extent: Extent, buffer: Tensor, what: str, offset: int) -> Transfer:
+        try:
+            ticket = submit(extent, buffer, offset)
+        except OffloadError:
+            raise
+        except Exception as error:
+            raise self.explain(error, kind, what, extent, offset, buffer) from error
+        return Transfer(self, kind, what, ticket, extent, offset, buffer)
+
+    def explain(self, error: Exception, kind: str, what: str, extent: Extent, offset: int, buffer: Tensor) -> SwapError:
+        """The error of a transfer, with file and offset from the store's own error where it has them."""
+        path = getattr(error, "path", None) or getattr(error, "filename", None) or type(self.store).__name__
+        at = getattr(error, "offset", None)
+        at = extent.offset_bytes + offset if at is None else at
+        verb = "reading" if kind == "swap_in" else "writing"
+        explained = SwapError(
+            f"{verb} {what} failed: {path}, offset {at}, {buffer.nbytes} bytes: {error}; "
+            "check the device and its free space, then resume from the last checkpoint"
+        )
+        explained.errno = getattr(error, "errno", None)
+        return explained
+
+    @property
+    def read_bytes(self) -> int:
+        return self._read_bytes
+
+    @property
+    def write_bytes(self) -> int:
+        return self._write_bytes

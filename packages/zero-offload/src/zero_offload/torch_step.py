@@ -1,0 +1,221 @@
+"""`TorchStep`: the slow reference UpdateStep, one torch operation after another on the tile's elements.
+
+Owns arithmetic only. Every operation is a single correctly rounded one (no fused multiply-add, no `lerp`, no `alpha=`):
+torch's vectorised loops and their scalar tails then agree, so the bits do not depend on threads or on where tiles end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_core.store import CHUNK_NUMEL
+
+from .protocols import Field, StateTile, TileView, UpdateSegment
+
+__all__ = ["TorchStep", "join_master", "split_master"]
+
+_STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
+_REFUSED = ("amsgrad", "differentiable", "maximize")
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 (n,) -> bf16 (n,) rounded to nearest, ties away, and the int16 (n,) remainder that rebuilds it exactly.
+
+    On the bits, rounding half away from zero is adding half a unit; the remainder is then in [-2**15, 2**15). NaN stays
+    NaN, with remainder 0.
+    """
+    bits = master.contiguous().view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    remainder = bits - (high << 16)
+    nan = master.isnan()
+    if bool(nan.any()):
+        high = torch.where(nan, (bits >> 16) | 0x40, high)
+        remainder = torch.where(nan, 0, remainder)
+    return high.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
+
+
+def join_master(parameter: Tensor, remainder: Tensor) -> Tensor:
+    """The inverse of `split_master`: fp32 (n,)."""
+    high = parameter.contiguous().view(torch.int16).to(torch.int32)
+    return ((high << 16) + remainder.to(torch.int32)).view(torch.float32)
+
+
+class TorchStep:
+    """AdamW, Adam and SGD of torch.optim on tiles of any device.
+
+    `layout`: with bf16 parameters "split" keeps a 16-bit remainder, "fp32" the whole master; fp16 parameters always
+    have the master, fp32 parameters are it.
+    """
+
+    def __init__(self, layout: str = "split") -> None:
+        if layout not in ("split", "fp32"):
+            raise ValueError(f'layout {layout!r} is none of "split", "fp32"')
+        self.layout_name = layout
+        self._kind: str | None = None
+        self._states: tuple[str, ...] = ()
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        kind = type(optimizer).__name__
+        home = type(optimizer).__module__.partition(".")[0]
+        if kind not in _STATES or home not in ("torch", "zero_optim_cpu"):
+            raise TypeError(
+                f"TorchStep does not know {type(optimizer).__module__}.{kind}; it runs torch.optim."
+                f"{', '.join(sorted(_STATES))}; bring an UpdateStep that knows it"
+            )
+        for number, group in enumerate(optimizer.param_groups):
+            for option in _REFUSED:
+                if group.get(option):
+                    raise ValueError(
+                        f"TorchStep cannot do {option}={group[option]} (param group {number}); leave it off"
+                    )
+        self._kind = kind
+        has_state = kind != "SGD" or any(group["momentum"] != 0 for group in optimizer.param_groups)
+        self._states = _STATES[kind] if has_state else ()
+
+    def layout(self, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
+        self._bound()
+        moments = tuple(Field(name, torch.float32, numel) for name in self._states)
+        if parameter_dtype == torch.float32:
+            return moments
+        if parameter_dtype == torch.bfloat16 and self.layout_name == "split":
+            return (Field("remainder", torch.int16, numel), *moments)
+        if parameter_dtype in (torch.bfloat16, torch.float16):
+            return (Field("master", torch.float32, numel), *moments)
+        raise TypeError(f"parameters of {parameter_dtype}; float32, bfloat16 and float16 are known")
+
+    def state_names(self) -> tuple[str, ...]:
+        self._bound()
+        return self._states
+
+    def initialise(self, tile: StateTile, master: Tensor) -> None:
+        self._store_master(tile, master.to(torch.float32))
+        for name in self._states:
+            tile.states[name].zero_()
+
+    def update(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> None:
+        kind = self._bound()
+        master = self._master(tile)
+        for segment in segments:
+            part = slice(segment.start, segment.stop)
+            gradient = tile.gradient[part].to(torch.float32) * _f32(scale)
+            states = [tile.states[name][part] for name in self._states]
+            advance = _sgd if kind == "SGD" else _adam
+            advance(master[part], gradient, states, segment.options, segment.step, decoupled=kind == "AdamW")
+            if tile.parameter.dtype != torch.float32:
+                self._store_part(tile, master, part)
+
+    def read(self, tile: StateTile, name: str) -> Tensor:
+        if name == "master":
+            return self._master(tile).clone()
+        return self._state(tile, name).to(torch.float32, copy=True)
+
+    def write(self, tile: StateTile, name: str, values: Tensor) -> None:
+        if name == "master":
+            self._store_master(tile, values.to(torch.float32))
+        else:
+            self._state(tile, name).copy_(values)
+
+    def accumulate(self, into: Tensor, values: Tensor) -> None:
+        into.add_(values.to(torch.float32))
+
+    def norm_squared(self, values: Tensor) -> float:
+        total = 0.0
+        for start in range(0, values.numel(), CHUNK_NUMEL):
+            total += _tree_sum(values[start : start + CHUNK_NUMEL].to(torch.float64).square())
+        return total
+
+    # -- the three layouts --------------------------------------------------------------------------------------
+
+    def _bound(self) -> str:
+        if self._kind is None:
+            raise RuntimeError("TorchStep.bind(optimizer) comes first")
+        return self._kind
+
+    def _state(self, tile: StateTile, name: str) -> Tensor:
+        if name not in self._states:
+            raise KeyError(f"state {name!r}; known: master, {', '.join(self._states)}")
+        return tile.states[name]
+
+    def _master(self, tile: StateTile) -> Tensor:
+        """fp32 (numel,): a view for the fp32 layouts, rebuilt for the split one."""
+        if tile.parameter.dtype == torch.float32:
+            return tile.parameter
+        if "master" in tile.states:
+            return tile.states["master"]
+        return join_master(tile.parameter, tile.states["remainder"])
+
+    def _store_master(self, tile: StateTile, master: Tensor) -> None:
+        if tile.parameter.dtype == torch.float32:
+            tile.parameter.copy_(master)
+            return
+        if "master" in tile.states:
+            tile.states["master"].copy_(master)
+        self._store_part(tile, master, slice(0, master.numel()))
+
+    @staticmethod
+    def _store_part(tile: StateTile, master: Tensor, part: slice) -> None:
+        """Round `part` of the master into the parameter, and into the remainder where there is one."""
+        if tile.parameter.dtype == torch.float16:
+            tile.parameter[part].copy_(master[part])
+            return
+        rounded, remainder = split_master(master[part])
+        tile.parameter[part].copy_(rounded)
+        if "remainder" in tile.states:
+            tile.states["remainder"][part].copy_(remainder)
+
+
+def _f32(value: float) -> float:
+    """`value` rounded to fp32 once, so that a float32 kernel given the same scalar multiplies by the same number."""
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def _tree_sum(values: Tensor) -> float:
+    """Sum in a fixed order: halves are added to halves, so that no thread count changes it. (n,) float64."""
+    count = values.numel()
+    if count == 0:
+        return 0.0
+    width = 1 << (count - 1).bit_length()
+    values = torch.nn.functional.pad(values, (0, width - count))
+    while width > 1:
+        width //= 2
+        values = values[:width] + values[width:]
+    return float(values)
+
+
+def _adam(
+    master: Tensor, gradient: Tensor, states: list[Tensor], options: Mapping[str, Any], step: int, *, decoupled: bool
+) -> None:
+    """Adam (Kingma & Ba 2015), AdamW (Loshchilov & Hutter 2019); scalars in double, rounded once."""
+    exp_avg, exp_avg_sq = states
+    learning_rate, decay = float(options["lr"]), float(options["weight_decay"])
+    beta1, beta2 = (float(beta) for beta in options["betas"])
+    if decay and (decoupled or options.get("decoupled_weight_decay")):
+        master.mul_(_f32(1 - learning_rate * decay))
+    elif decay:
+        gradient = gradient + master * _f32(decay)
+    exp_avg.mul_(_f32(beta1)).add_(gradient * _f32(1 - beta1))
+    exp_avg_sq.mul_(_f32(beta2)).add_(gradient * gradient * _f32(1 - beta2))
+    denominator = (exp_avg_sq.sqrt() / _f32(math.sqrt(1 - beta2**step))).add_(_f32(float(options["eps"])))
+    master.sub_(exp_avg / denominator * _f32(learning_rate / (1 - beta1**step)))
+
+
+def _sgd(
+    master: Tensor, gradient: Tensor, states: list[Tensor], options: Mapping[str, Any], step: int, *, decoupled: bool
+) -> None:
+    """SGD with momentum as torch has it: the first step's buffer is the gradient itself."""
+    momentum, decay = float(options["momentum"]), float(options["weight_decay"])
+    if decay:
+        gradient = gradient + master * _f32(decay)
+    if momentum and states:
+        buffer = states[0]
+        if step == 1:
+            buffer.copy_(gradient)
+        else:
+            buffer.mul_(_f32(momentum)).add_(gradient * _f32(1 - float(options["dampening"])))
+        gradient = gradient + buffer * _f32(momentum) if options["nesterov"] else buffer
+    master.sub_(gradient * _f32(float(options["lr"])))

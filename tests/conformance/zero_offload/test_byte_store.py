@@ -1,0 +1,28 @@
+"""Every ByteStore of this package against the shipped suite."""
+
+from __future__ import annotations
+
+from zero_offload import MemoryByteStore
+from zero_offload.protocols import ByteStore
+from zero_offload.testing import ByteStoreSuite, FaultyByteStore
+
+
+class TestMemory(ByteStoreSuite):
+    def make_store(self) -> ByteStore:
+        return MemoryByteStore()
+
+
+class TestMemoryAtOnce(ByteStoreSuite):
+    def make_store(self) -> ByteStore:
+        return MemoryByteStore(asynchronous=False)
+
+
+class TestFaultyWithoutFaults(ByteStoreSuite):
+    def make_store(self) -> ByteStore:
+        return FaultyByteStore(MemoryByteStore())
+
+
+def test_protocol_is_satisfied() -> None:
+    store = MemoryByteStore()
+    assert isinstance(store, ByteStore)
+    store.close()

@@ -1,0 +1,129 @@
+"""Drives a ShardStore as zero-core does, on small shards, with gradients that depend on the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_core.store import GroupStep, Segment, ShardSpec, StoreContext
+from zero_offload import MemoryByteStore, TieredStore
+
+MI = 1 << 20
+NUMELS = (MI + 640, 2 * MI + 384, 896, MI // 2)  # several tiles, short last ones, a small frozen unit, less than a tile
+
+
+def make_specs(dtype: torch.dtype, numels: Sequence[int] = NUMELS, frozen: Sequence[int] = (2,)) -> list[ShardSpec]:
+    specs = []
+    for i, numel in enumerate(numels):
+        middle = numel // 2 // 128 * 128
+        groups = (None, None) if i in frozen else (0, 1)
+        segments = (Segment(0, middle, groups[0], f"u{i}.a"), Segment(middle, numel - 5, groups[1], f"u{i}.b"))
+        specs.append(ShardSpec(f"u{i}", numel, dtype, segments))
+    return specs
+
+
+@dataclass
+class Driver:
+    """A training loop over a store. `losses` and `norms` record what a user would see."""
+
+    store: TieredStore
+    dtype: torch.dtype = torch.bfloat16
+    reduce_dtype: torch.dtype = torch.bfloat16
+    numels: Sequence[int] = NUMELS
+    frozen: Sequence[int] = (2,)
+    prefetch_bytes: int = 0
+    optimizer_class: Any = torch.optim.AdamW
+    options: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "weight_decay": 0.1})
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    step_number: int = 0
+
+    def __post_init__(self) -> None:
+        self.specs = make_specs(self.dtype, self.numels, self.frozen)
+        one, two = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+        self.optimizer = self.optimizer_class([{"params": [one]}, {"params": [two], "lr": 2e-2}], **self.options)
+        generator = torch.Generator().manual_seed(0)
+        self.initial = [torch.randn(numel, generator=generator) for numel in self.numels]
+        context = StoreContext(torch.device("cpu"), reduce_dtype=self.reduce_dtype, prefetch_bytes=self.prefetch_bytes)
+        self.store.attach(self.specs, self.optimizer, lambda i: self.initial[i].clone(), context=context)
+
+    @property
+    def units(self) -> range:
+        return range(len(self.numels))
+
+    def groups(self) -> list[GroupStep]:
+        return [GroupStep({k: v for k, v in group.items() if k != "params"}) for group in self.optimizer.param_groups]
+
+    def forward(self) -> None:
+        total = 0.0
+        for i in self.units:
+            if i + 1 < len(self.numels):
+                self.store.prefetch(i + 1)
+            total += float(self.store.parameters(i)[::997].double().sum())
+            self.store.release(i)
+        self.losses.append(total)
+
+    def gradient(self, i: int, micro_batch: int = 0) -> Tensor:
+        values = self.store.parameters(i).float()
+        wave = torch.arange(self.numels[i]).remainder(101) * 0.01
+        result = (torch.sin(values * 3 + self.step_number + micro_batch) * 0.3 + wave).to(self.reduce_dtype)
+        self.store.release(i)
+        return result
+
+    def backward(self, micro_batch: int = 0) -> None:
+        for i in reversed(self.units):
+            if i in self.frozen:
+                self.store.parameters(i)
+                self.store.release(i)
+                continue
+            gradient = self.gradient(i, micro_batch)
+            lent = self.store.gradient_buffer(i)
+            if lent is not None:
+                gradient = lent.copy_(gradient)
+            self.store.accept_gradient(i, gradient)
+
+    def update(self, order: Sequence[int] | None = None) -> None:
+        self.step_number += 1
+        squared = float(self.store.gradient_norm_squared())
+        self.norms.append(squared)
+        steps = [[self.step_number] * len(spec.segments) for spec in self.specs]
+        order = self.units if order is None else order
+        self.store.update(self.groups(), min(1.0, 50.0 / (squared**0.5 + 1e-6)), order, steps)
+
+    def step(self, accumulate: int = 1) -> None:
+        for micro_batch in range(accumulate):
+            self.forward()
+            self.backward(micro_batch)
+        self.update()
+
+    def everything(self) -> list[Tensor]:
+        """Every logical value and every parameter, in order."""
+        found = [
+            self.store.read_state(i, name, 0, self.numels[i]) for i in self.units for name in self.store.state_names()
+        ]
+        for i in self.units:
+            found.append(self.store.parameters(i).float())
+            self.store.release(i)
+        return found
+
+
+def make(
+    placement: Any = "host", nvme: Any = None, *, driver: dict[str, Any] | None = None, **arguments: Any
+) -> Driver:
+    """A driver over a fresh store with `placement` for all three kinds, or a mapping by kind."""
+    kinds = ("parameters", "gradients", "optimizer")
+    by_kind = (
+        placement if isinstance(placement, dict) and set(placement) & set(kinds) else dict.fromkeys(kinds, placement)
+    )
+    arguments.setdefault("tile_numel", MI)
+    store = TieredStore(nvme=MemoryByteStore() if nvme is None else nvme, **by_kind, **arguments)
+    return Driver(store, **(driver or {}))
+
+
+def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    """Bit for bit."""
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))

@@ -1,0 +1,100 @@
+"""The same bits whatever the placement, overlap, tile size, slots, threads or store: a pairwise cover, or all of it.
+
+`--all-exactness` runs the whole matrix. What would have to break: any order of additions that depends on where a value
+lives, a read that overtakes its write, a gradient of another step, a rounding that differs between layouts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from zero_offload import MemoryByteStore, TorchStep
+
+from .harness import MI, make, same
+
+HALF = {"host": 0.5, "nvme": 0.5}
+MIXED = {"parameters": {"host": 0.3, "nvme": 0.7}, "gradients": {"host": 0.6, "nvme": 0.4}, "optimizer": HALF}
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "placement": ("host", "nvme", "half", "mixed"),
+    "overlap": (True, False),
+    "tile": (1, 2, 4),
+    "threads": (1, 2),
+    "asynchronous": (True, False),
+    "accumulate": (1, 4),
+    "slots": (None, 3),
+    "layout": ("split", "fp32"),
+}
+PLACEMENTS = {"host": "host", "nvme": "nvme", "half": HALF, "mixed": MIXED}
+
+
+def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Few combinations that contain every pair of levels of every two factors. Greedy, deterministic."""
+    names = list(factors)
+    everything = [dict(zip(names, levels, strict=True)) for levels in itertools.product(*factors.values())]
+
+    def pairs(case: dict[str, Any]) -> set[tuple[str, Any, str, Any]]:
+        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)}
+
+    missing = set().union(*(pairs(case) for case in everything))
+    chosen = []
+    while missing:
+        best = max(everything, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" not in metafunc.fixturenames:
+        return
+    cases = pairwise(FACTORS)
+    if metafunc.config.getoption("--all-exactness", default=False):
+        names = list(FACTORS)
+        cases = [dict(zip(names, levels, strict=True)) for levels in itertools.product(*FACTORS.values())]
+    metafunc.parametrize("case", cases, ids=["-".join(str(v) for v in case.values()) for case in cases])
+
+
+def run(case: dict[str, Any], steps: int = 2) -> tuple[Any, ...]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(case["threads"])
+    driver = make(
+        PLACEMENTS[case["placement"]],
+        MemoryByteStore(asynchronous=case["asynchronous"]),
+        tile_numel=case["tile"] * MI,
+        overlap=case["overlap"],
+        slots=case["slots"],
+        step=TorchStep(case["layout"]),
+    )
+    try:
+        for _ in range(steps):
+            driver.step(case["accumulate"])
+        return driver.losses, driver.norms, driver.everything()
+    finally:
+        driver.store.close()
+        torch.set_num_threads(before)
+
+
+@cache
+def reference(accumulate: int) -> tuple[Any, ...]:
+    plain = {name: levels[0] for name, levels in FACTORS.items()}
+    return run(plain | {"overlap": False, "asynchronous": False, "tile": 4, "accumulate": accumulate})
+
+
+def test_same_bits(case: dict[str, Any]) -> None:
+    losses, norms, values = run(case)
+    expected_losses, expected_norms, expected_values = reference(case["accumulate"])
+    assert losses == expected_losses
+    assert norms == expected_norms
+    assert same(values, expected_values)
+
+
+def test_the_cover_has_every_pair() -> None:
+    chosen = pairwise(FACTORS)
+    for (a, levels_a), (b, levels_b) in itertools.combinations(FACTORS.items(), 2):
+        for pair in itertools.product(levels_a, levels_b):
+            assert pair in {(case[a], case[b]) for case in chosen}

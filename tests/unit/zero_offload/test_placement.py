@@ -1,0 +1,60 @@
+"""Placement: fractions become a list, and what cannot be is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_offload.errors import PlacementError
+from zero_offload.placement import place, shares
+from zero_offload.tier import Tier
+
+
+def test_a_tier_takes_everything() -> None:
+    assert place("nvme", [4, 4, 1], "optimizer") == (Tier.NVME,) * 3
+    assert place({"host": 1}, [4], "optimizer") == (Tier.HOST,)
+    assert place("host", [], "optimizer") == ()
+
+
+def test_fractions_are_the_first_tiles() -> None:
+    tiers = place({"nvme": 0.63, "host": 0.37}, [1] * 100, "optimizer")
+    assert tiers == (Tier.HOST,) * 37 + (Tier.NVME,) * 63
+    assert place({"device": 0.25, "host": 0.25, "nvme": 0.5}, [1] * 4, "x") == (
+        Tier.DEVICE,
+        Tier.HOST,
+        *[Tier.NVME] * 2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("disk", "'disk' is not a tier.*nvme"),
+        ({"host": 0.5}, "add up to 0.5"),
+        ({"host": -0.5, "nvme": 1.5}, "fraction of host is -0.5"),
+        ({"host": float("nan"), "nvme": 1}, "nan"),
+        ({"host": True}, "True"),
+        ({}, "neither a tier"),
+        (3, "neither a tier"),
+    ],
+)
+def test_nonsense_is_refused(value: object, text: str) -> None:
+    with pytest.raises(PlacementError, match=text) as caught:
+        shares(value, "optimizer")  # type: ignore[arg-type]
+    assert str(caught.value).startswith("optimizer")
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    st.tuples(*[st.floats(0, 1)] * 3).filter(lambda weights: sum(weights) > 0.1),
+)
+def test_tiers_never_get_faster_and_shares_are_met(sizes: list[int], weights: tuple[float, ...]) -> None:
+    fractions = {tier.value: weight / sum(weights) for tier, weight in zip(Tier, weights, strict=True)}
+    tiers = place(fractions, sizes, "x")
+    order = list(Tier)
+    positions = [order.index(tier) for tier in tiers]
+    assert positions == sorted(positions)
+    for tier in Tier:
+        placed = sum(size for size, where in zip(sizes, tiers, strict=True) if where is tier)
+        assert abs(placed - fractions[tier.value] * sum(sizes)) <= max(sizes) + 1e-3

@@ -1,0 +1,69 @@
+"""TorchStep: the split of the master, what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from zero_core.precision import round_to
+from zero_offload.torch_step import TorchStep, join_master, split_master
+
+
+def patterns() -> torch.Tensor:
+    """fp32 values at and around every kind of edge, and many at random."""
+    edges = [0.0, -0.0, 1.0, 1 + 2**-8, -(1 + 2**-8), 2**-149, -(2**-126), 3.3895e38, math.inf, -math.inf]
+    random = torch.randint(-(2**31), 2**31 - 1, (100_000,), generator=torch.Generator().manual_seed(3))
+    values = torch.cat([torch.tensor(edges), random.to(torch.int32).view(torch.float32)])
+    return values[~values.isnan()]
+
+
+def test_the_split_is_rebuilt_bit_for_bit() -> None:
+    values = patterns()
+    parameter, remainder = split_master(values)
+    assert torch.equal(join_master(parameter, remainder).view(torch.int32), values.view(torch.int32))
+
+
+def test_the_split_rounds_as_the_core_does() -> None:
+    values = patterns()
+    rounded = torch.empty_like(values, dtype=torch.bfloat16)
+    round_to(values, rounded)
+    assert torch.equal(split_master(values)[0].view(torch.int16), rounded.view(torch.int16))
+
+
+def test_nan_stays_nan() -> None:
+    nan = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    parameter, remainder = split_master(nan)
+    assert parameter.isnan().all() and join_master(parameter, remainder).isnan().all()
+
+
+def test_bind_refuses_what_it_cannot_do() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(TypeError, match="RMSprop.*AdamW"):
+        TorchStep().bind(torch.optim.RMSprop([parameter]))
+    with pytest.raises(ValueError, match="amsgrad=True"):
+        TorchStep().bind(torch.optim.AdamW([parameter], amsgrad=True))
+
+    class AdamW(torch.optim.AdamW):
+        """The user's own: its step may be anything."""
+
+    with pytest.raises(TypeError, match="test_torch_step"):
+        TorchStep().bind(AdamW([parameter]))
+    with pytest.raises(ValueError, match="split"):
+        TorchStep("half")
+    with pytest.raises(RuntimeError, match="bind"):
+        TorchStep().layout(4, torch.float32)
+
+
+def test_norm_does_not_depend_on_threads() -> None:
+    values = torch.randn((1 << 20) + 77, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    try:
+        sums = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            sums.append(TorchStep().norm_squared(values))
+    finally:
+        torch.set_num_threads(before)
+    assert sums[0] == sums[1]
