@@ -63,8 +63,12 @@ void check_segments(std::vector<HyperSegment>& segments, std::int64_t numel) {
         if (s.start < 0 || s.stop < s.start || s.stop > numel) {
             refuse("segment " + range + " is not within the tile's " + std::to_string(numel) + " elements");
         }
-        if (s.start < end) refuse("segment " + range + " overlaps the one before it, which ends at " + std::to_string(end));
-        if (s.hyper.step < 1) refuse("segment " + range + " has step " + std::to_string(s.hyper.step) + "; steps count from 1");
+        if (s.start < end) {
+            refuse("segment " + range + " overlaps the one before it, which ends at " + std::to_string(end));
+        }
+        if (s.hyper.step < 1) {
+            refuse("segment " + range + " has step " + std::to_string(s.hyper.step) + "; steps count from 1");
+        }
         end = s.stop;
     }
 }

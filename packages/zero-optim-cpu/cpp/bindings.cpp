@@ -174,7 +174,8 @@ void bind_tensors(py::module_& m) {
     });
     m.def("count_nonfinite", [](Pool& pool, const Table& table, std::uintptr_t values, int dtype, std::int64_t numel) {
         std::int64_t sum = 0;
-        for (const auto chunk : over_chunks<std::int64_t>(pool, table.count_nonfinite[dtype], values, numel)) sum += chunk;
+        const auto kernel = table.count_nonfinite[dtype];
+        for (const auto chunk : over_chunks<std::int64_t>(pool, kernel, values, numel)) sum += chunk;
         return sum;
     });
     m.def("encode_master", [](Pool& pool, const Item& item, int master, std::uintptr_t values) {

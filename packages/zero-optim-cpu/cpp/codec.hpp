@@ -64,7 +64,8 @@ struct Full {
     bool half;           // out is fp16, else bf16
     static Full of(const Item& t) {
         if (t.parameter_dtype == DType::f32) return {static_cast<float*>(t.parameter), nullptr, false};
-        return {static_cast<float*>(t.master), static_cast<std::uint16_t*>(t.parameter), t.parameter_dtype == DType::f16};
+        const bool half = t.parameter_dtype == DType::f16;
+        return {static_cast<float*>(t.master), static_cast<std::uint16_t*>(t.parameter), half};
     }
     template <class V> typename V::F load(std::int64_t i) const { return V::load(p + i); }
     template <class V> void store(std::int64_t i, typename V::F x, const Coefficients&) const {
@@ -120,7 +121,8 @@ struct Stochastic {
     template <class V> void store(std::int64_t i, typename V::F x, const Coefficients& c) const {
         // Modulo 2^32: elements that far apart share their numbers, and no vector has to care where it wraps.
         const typename V::I index = V::iadd(V::seti(std::uint32_t(counter + std::uint64_t(i))), V::iota());
-        const typename V::I random = V::iand(mix<V>(V::ixor(mix<V>(index), V::seti(c.key * 0x9e3779b9u))), V::seti(0xffffu));
+        const typename V::I key = V::seti(c.key * 0x9e3779b9u);
+        const typename V::I random = V::iand(mix<V>(V::ixor(mix<V>(index), key)), V::seti(0xffffu));
         const typename V::I b = V::iselect(V::is_nan(x), V::seti(0x7fc00000u), V::bits(x));
         V::store_u16(p + i, V::template shr<16>(V::iadd(b, random)));
     }

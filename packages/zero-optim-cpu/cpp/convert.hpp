@@ -12,7 +12,9 @@ void encode_master(const float* values, const Item& item, Master master, std::in
 void decode_master(float* values, const Item& item, Master master, std::int64_t begin, std::int64_t end);
 
 // One moment (state 0 or 1) of a layout. For 8-bit moments `begin` is a multiple of 256.
-void encode_moment(const float* values, const Item& item, int state, Moments moments, std::int64_t begin, std::int64_t end);
-void decode_moment(float* values, const Item& item, int state, Moments moments, std::int64_t begin, std::int64_t end);
+void encode_moment(const float* values, const Item& item, int state, Moments moments, std::int64_t begin,
+                   std::int64_t end);
+void decode_moment(float* values, const Item& item, int state, Moments moments, std::int64_t begin,
+                   std::int64_t end);
 
 }  // namespace zero_optim

@@ -8,7 +8,8 @@ template <class V> struct Lerp {
     using F = typename V::F;
     F weight, rest;
     bool from_end;
-    explicit Lerp(const Coefficients& c) : weight(V::set(c.c1)), rest(V::set(c.beta1)), from_end(c.lerp_from_gradient) {}
+    explicit Lerp(const Coefficients& c)
+        : weight(V::set(c.c1)), rest(V::set(c.beta1)), from_end(c.lerp_from_gradient) {}
     F operator()(F start, F end) const {
         const F difference = V::sub(end, start);
         if (from_end) return V::sub(end, V::mul(rest, difference));

@@ -1,6 +1,7 @@
 // One instruction set's Table. Included in an anonymous namespace, last.
 
-template <class V, template <class> class R, class MasterStream, int M, DType D> void fill_gradient(Table& t, int rule) {
+template <class V, template <class> class R, class MasterStream, int M, DType D>
+void fill_gradient(Table& t, int rule) {
     constexpr int d = int(D), stored = M == int(Master::full) ? 4 : 2;
     constexpr int rest = M == int(Master::split) ? 2 : 0;
     constexpr bool has_a = R<V>::has_a, has_b = R<V>::has_b;

@@ -126,7 +126,8 @@ template <class V, template <class> class R, class MasterStream, DType D> struct
         return result;
     }
 
-    template <class W> void encode(const Block& block, std::int64_t base, std::int64_t k, float to_a, float to_b) const {
+    template <class W>
+    void encode(const Block& block, std::int64_t base, std::int64_t k, float to_a, float to_b) const {
         const typename W::I dither = W::load_i32(block.dither + k);
         if constexpr (has_a) a.template store<W>(base + k, W::load(block.a + k), to_a, dither);
         if constexpr (has_b) {

@@ -1,12 +1,12 @@
 """How the values of a tile lie in memory: the master and the moments. Names, dtypes and sizes; no arithmetic.
 
-| layout          | bf16 parameter            | moments                                | bytes/parameter swapped (Adam) |
-|-----------------|---------------------------|----------------------------------------|--------------------------------|
-| fp32            | fp32 master beside it     | fp32                                   | 12                             |
-| split           | int16 remainder beside it | fp32                                   | 10                             |
-| split_bf16m     | int16 remainder beside it | exp_avg bf16, exp_avg_sq fp32          | 8                              |
-| split_8bit      | int16 remainder beside it | 8-bit codes, an fp32 scale per 256     | 4                              |
-| bf16_stochastic | alone, rounded by counter | fp32                                   | 8                              |
+| layout          | bf16 parameter            | moments                                | bytes swapped (Adam) |
+|-----------------|---------------------------|----------------------------------------|----------------------|
+| fp32            | fp32 master beside it     | fp32                                   | 12                   |
+| split           | int16 remainder beside it | fp32                                   | 10                   |
+| split_bf16m     | int16 remainder beside it | exp_avg bf16, exp_avg_sq fp32          | 8                    |
+| split_8bit      | int16 remainder beside it | 8-bit codes, an fp32 scale per 256     | 4                    |
+| bf16_stochastic | alone, rounded by counter | fp32                                   | 8                    |
 
 An fp32 parameter is its own master in every layout; an fp16 one has an fp32 master beside it.
 """

@@ -23,8 +23,8 @@ class CpuOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose step is one native dispatch over all parameters.
 
     fp32 parameters are updated in place. A bf16 parameter has an exact fp32 master: its 16-bit remainder is in the
-    state (layout "split"), or a whole fp32 copy (layout "fp32"); fp16 parameters have the copy. The layouts "split_bf16m",
-    "split_8bit" and "bf16_stochastic" trade exactness for memory (see ``layouts``).
+    state (layout "split"), or a whole fp32 copy (layout "fp32"); fp16 parameters have the copy. The layouts
+    "split_bf16m", "split_8bit" and "bf16_stochastic" trade exactness for memory (see ``layouts``).
     """
 
     rule: ClassVar[Rule]
@@ -53,9 +53,7 @@ class CpuOptimizer(torch.optim.Optimizer):
             dtype_code("parameter", parameter.dtype)
 
     @torch.no_grad()
-    def step(  # type: ignore[override]  # one keyword more than torch's
-        self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0) -> Any:
         """One step. ``scale`` multiplies every gradient on the way in: a clip coefficient, an inverse loss scale."""
         loss = None
         if closure is not None:

@@ -151,5 +151,6 @@ def refuse_options(rule: Rule, groups: Iterable[Mapping[str, Any]]) -> None:
         for option in _REFUSED:
             if group.get(option, False):
                 raise ValueError(
-                    f"{rule.name} with {option}={group[option]!r} (param group {index}) has no CPU kernel; set it to False"
+                    f"{rule.name} with {option}={group[option]!r} (param group {index}) has no CPU kernel; "
+                    "set it to False"
                 )

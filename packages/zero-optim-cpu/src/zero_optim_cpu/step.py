@@ -158,7 +158,10 @@ class CpuStep:
         _native.accumulate(engine.pool, engine.table, into.data_ptr(), values.data_ptr(), code, into.numel())
 
     def norm_squared(self, values: Tensor) -> float:
-        """Sum of squares in double: per chunk of 1 << 20 elements, chunks added in order. Not finite if a value is not."""
+        """Sum of squares in double: per chunk of 1 << 20 elements, chunks added in order.
+
+        Not finite if a value is not.
+        """
         check("values", values)
         code = dtype_code("values", values.dtype)
         engine = self._engine
