@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from zero_train import config as configuration
-from zero_train.errors import ConfigError
+from zero_train.errors import ConfigError, RunError
 
 CONFIG_EXIT = 2
 FAILED_EXIT = 1
@@ -69,9 +69,9 @@ def _job(composed: DictConfig) -> int:
         from zero_train.train import run  # torch and transformers: seconds that a mistyped key need not wait for
 
         return run(config).exit_code
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         _complain(error)
-        return CONFIG_EXIT
+        return CONFIG_EXIT if isinstance(error, ConfigError) else FAILED_EXIT
 
 
 def _complain(error: Exception) -> None:

@@ -19,8 +19,8 @@ from zero_train.schema import Config
 
 TIERS = ("device", "host", "nvme")
 STATE_KINDS = ("parameters", "gradients", "optimizer")
-FORMATS = ("fp32", "bf16", "fp16")
-LAYOUTS = ("split", "fp32", "split_bf16m", "split_8bit")
+FORMATS = ("auto", "fp32", "bf16", "fp16")
+LAYOUTS = ("auto", "split", "fp32", "split_bf16m", "split_8bit")
 BACKENDS = ("auto", "io_uring", "libaio", "threads", "aiofiles")
 OPTIMIZERS = ("adamw", "adam", "lion", "adagrad", "sgd")
 EXTRAS = {"zero_nvme": "nvme", "zero_optim_cpu": "cpu", "transformers": "hf"}
@@ -43,11 +43,11 @@ def values(config: Config) -> None:
     _named("offload", config.offload.kind, ("none", "placed", "auto"))
     _named("precision.parameters", config.precision.parameters, FORMATS)
     if config.precision.reduce is not None:
-        _named("precision.reduce", config.precision.reduce, FORMATS)
+        _named("precision.reduce", config.precision.reduce, FORMATS[1:])
     _named("precision.states", config.precision.states, LAYOUTS)
     for kind in STATE_KINDS:
         _placement(f"offload.{kind}", getattr(config.offload, kind))
-    if config.precision.states.startswith("split") and config.precision.parameters != "bf16":
+    if config.precision.states.startswith("split") and config.precision.parameters in ("fp32", "fp16"):
         if config.offload.kind != "none":
             raise ConfigError(
                 f"precision.states={config.precision.states} splits the master into bf16 and a remainder, but "

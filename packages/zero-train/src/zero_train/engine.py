@@ -16,7 +16,7 @@ import zero_core
 import zero_offload
 from torch import nn
 
-from zero_train import checks, models, planning
+from zero_train import checks, formats, models, planning
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
 from zero_train.schema import Config
@@ -124,11 +124,9 @@ def assembled(draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Rank
         try:
             if draft.step is not None:
                 store = zero_offload.TieredStore(
-                    **{kind: dict(plan.placements[kind]) for kind in checks.STATE_KINDS},
+                    plan=plan,
                     nvme=slab,
                     step=draft.step,
-                    tile_numel=config.offload.tile_numel,
-                    slots=config.offload.slots,
                     host_bytes=config.offload.host_bytes,
                     overlap=config.offload.overlap,
                 )
@@ -164,11 +162,11 @@ def _slab(config: Config, ranks: Ranks, stack: ExitStack) -> Any | None:
 
 def _options(config: Config) -> dict[str, Any]:
     """The keywords of zero_core.shard; what is left null keeps its default."""
-    dtype = planning.DTYPES[config.precision.parameters]
+    dtype = formats.DTYPES[config.precision.parameters]
     options = {
         "stage": config.zero.stage,
         "param_dtype": None if dtype == torch.float32 else dtype,
-        "reduce_dtype": planning.reduce_dtype(config),
+        "reduce_dtype": formats.reduce_dtype(config),
         "loss_scale": config.precision.loss_scale,
         "max_grad_norm": config.optim.max_grad_norm,
         "resident_bytes": config.zero.resident_bytes,

@@ -1,4 +1,4 @@
-"""The one error that a user's configuration can cause. The app prints it without a traceback and exits with 2."""
+"""The two errors that the app prints without a traceback: exit code 2 for the configuration, 1 for a failed run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from difflib import get_close_matches
 
 class ConfigError(ValueError):
     """A configuration that cannot be run: the fact, the values, and the key to change."""
+
+
+class RunError(RuntimeError):
+    """Training that began and could not go on: what failed, where, and what is left."""
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

@@ -14,14 +14,13 @@ import torch
 import zero_offload
 from torch import nn
 
-from zero_train import checks
+from zero_train import checks, formats
 from zero_train.errors import ConfigError
 from zero_train.progress import table
 from zero_train.ranks import Ranks
 from zero_train.schema import Config
 
 GIB = 1 << 30
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
@@ -79,8 +78,8 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
         return zero_offload.plan(
             model,
             hardware(config, ranks),
-            parameter_dtype=DTYPES[config.precision.parameters],
-            gradient_dtype=reduce_dtype(config) if config.run.accumulate == 1 else torch.float32,
+            parameter_dtype=formats.DTYPES[config.precision.parameters],
+            reduce_dtype=formats.reduce_dtype(config),
             activations="recompute" if config.model.checkpointing else "keep",
             shard_count=ranks.world_size if config.zero.stage > 0 else 1,
             stage=config.zero.stage,
@@ -103,11 +102,6 @@ def placements(config: Config) -> Mapping[str, Any]:
     return {kind: getattr(config.offload, kind) for kind in checks.STATE_KINDS}
 
 
-def reduce_dtype(config: Config) -> torch.dtype:
-    """The format that gradients are reduced and handed over in."""
-    return DTYPES[config.precision.reduce or config.precision.parameters]
-
-
 def refusal(text: str) -> str:
     """A sibling's refusal, with this app's keys where it names none."""
     if "offload." in text or "zero." in text or "hardware." in text:
@@ -117,7 +111,7 @@ def refusal(text: str) -> str:
 
 def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
     """The plan as people read it: GiB per tier for each kind of state, and what the run writes to disk."""
-    lines = ["plan of each rank" if ranks.world_size > 1 else "plan", table(plan.table())]
+    lines = ["plan of each rank" if ranks.world_size > 1 else "plan", table(rows(plan))]
     tokens = config.run.micro_batch * config.run.accumulate * config.data.sequence_length * ranks.world_size
     written = written_bytes(plan, config, ranks)
     lines.append(
@@ -138,6 +132,17 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
     if plan.endurance_steps is not None:
         lines.append(f"nvme endurance: {plan.endurance_steps:,} steps")
     return "\n".join(lines)
+
+
+def rows(plan: zero_offload.Plan) -> list[tuple[str, ...]]:
+    """The plan's table: GiB of a rank, a row for each tier; `-` where no budget is known."""
+    kinds = (*checks.STATE_KINDS, "buffers", "activations")
+    lines: list[tuple[str, ...]] = [("GiB", *kinds, "total", "budget")]
+    for tier in checks.TIERS:
+        cells = [f"{plan.bytes_of(tier, kind) / GIB:.3f}" for kind in kinds]
+        budget = plan.budgets.of(tier) if plan.budgets else None
+        lines.append((tier, *cells, f"{plan.total(tier) / GIB:.3f}", "-" if not budget else f"{budget / GIB:.1f}"))
+    return lines
 
 
 def written_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> int:

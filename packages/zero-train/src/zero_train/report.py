@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -89,6 +90,7 @@ def draw(folder: Path, history: History, nvme_bytes: int) -> None:
 
     Loss and memory are of all steps in the folder, the seconds of those of this process.
     """
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of its font cache otherwise
     from matplotlib.figure import Figure
 
     steps = read_steps(folder)

@@ -179,12 +179,12 @@ class OptimConfig:
 class PrecisionConfig:
     """Number formats. Whatever the parameters are, the optimizer updates an fp32 master."""
 
-    parameters: str = "bf16"
-    """fp32, bf16 or fp16."""
+    parameters: str = "auto"
+    """fp32, bf16 or fp16; auto: bf16 where the device computes in it, else fp32."""
     reduce: Optional[str] = None
     """Format of the gradient reduction: fp32, bf16 or fp16; null: that of the parameters."""
-    states: str = "split"
-    """Layout of the optimizer states on host and nvme: split, fp32, split_bf16m or split_8bit."""
+    states: str = "auto"
+    """Layout of the optimizer states on host and nvme: split, fp32, split_bf16m or split_8bit; auto: the exact one."""
     loss_scale: Any = None
     """A number, `dynamic`, or null. fp16 wants `dynamic`."""
 

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import zero_core
 import zero_offload
 
-from zero_train import checks, data, engine, interrupt, planning, progress, report, resume, sampling
+from zero_train import checks, data, engine, formats, interrupt, planning, progress, report, resume, sampling
 from zero_train import config as configuration
-from zero_train.errors import ConfigError
+from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History, Loop, Step
 from zero_train.ranks import Ranks, joined
 from zero_train.schema import Config
 
 Result = TypeVar("Result")
-FAILED_EXIT = 1
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,14 @@ def run(config: Config, on_end: Callable[[engine.Engine], None] | None = None) -
 
     Raises:
         ConfigError: on every rank, where any rank cannot run it. Nothing is left behind then.
+        RunError: training failed: a disk that filled up, an I/O error, a rank that is gone. The plots are written.
     """
     with interrupt.handled() as asked:
         try:
             with joined() as ranks:
                 return _Run(config, ranks, asked, on_end).go()
+        except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
+            raise RunError(f"the run stopped: {error}") from error
         except KeyboardInterrupt:
             _say("interrupted; nothing was trained")
             return Outcome(asked.exit_code or 130)
@@ -63,6 +66,7 @@ class _Run:
     ) -> None:
         self._config, self._ranks, self._asked, self._on_end = config, ranks, asked, on_end
         self._config.run.dir = ranks.agree(config.run.dir)
+        self._format = ""
 
     def go(self) -> Outcome:
         config, ranks = self._config, self._ranks
@@ -86,6 +90,8 @@ class _Run:
         """Everything that can be refused, and nothing that is written or takes long."""
         config, ranks = self._config, self._ranks
         checks.values(config)
+        self._format = formats.resolve(config, ranks.device)
+        checks.values(config)  # once more: auto may have met a layout that it cannot go with
         checks.packages(config)
         checks.nvme(config, ranks.local_rank)
         if not config.run.dry:
@@ -99,7 +105,7 @@ class _Run:
         config, ranks = self._config, self._ranks
         numel = sum(p.numel() for p in draft.model.parameters())
         self._say(
-            f"{config.model.kind}: {numel / 1e6:.1f} M parameters in {config.precision.parameters}, stage "
+            f"{config.model.kind}: {numel / 1e6:.1f} M parameters in {self._format or config.precision.parameters}; stage "
             f"{config.zero.stage} on {ranks.world_size} rank{'s' if ranks.world_size > 1 else ''}, {ranks.device.type}"
         )
         self._say(
