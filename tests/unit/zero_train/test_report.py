@@ -9,7 +9,6 @@ pytest.importorskip("zero_core")
 pytest.importorskip("zero_offload")
 
 from zero_offload import Timeline
-
 from zero_train import report
 from zero_train.loop import History, Phases, Step
 

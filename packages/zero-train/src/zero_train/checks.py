@@ -7,6 +7,7 @@ the file that tries a folder is deleted at once.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 import tempfile
@@ -80,6 +81,18 @@ def packages(config: Config) -> None:
                 f"installed; pip install 'zero-train[{EXTRAS[module]}]', or choose "
                 f"{'offload=none' if module != 'zero_nvme' else 'offload=host'}"
             )
+
+
+def sibling(module: str) -> Any:
+    """The package, imported. Raises ConfigError where it is there but does not load: built for another Python, say."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.replace("_", "-")
+        raise ConfigError(
+            f"{name} is installed but does not load ({error}); reinstall it with pip install 'zero-train[{EXTRAS[module]}]'"
+            " --force-reinstall, or choose offload=none"
+        ) from error
 
 
 def uses_nvme(config: Config) -> bool:

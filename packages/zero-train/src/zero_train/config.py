@@ -74,10 +74,11 @@ def to_config(composed: DictConfig) -> Config:
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise ConfigError(f"{missing[0]} has no value; give one with {missing[0]}=…")
     known = set(keys())
-    for section, values in composed.items():
+    for section in map(str, composed):
+        values = composed[section]
         if not isinstance(values, DictConfig):
-            raise unknown_key(str(section))
-        for key in values:
+            raise unknown_key(section)
+        for key in map(str, values):
             if f"{section}.{key}" not in known:  # a `+` on the command line adds keys that no dataclass has
                 raise unknown_key(f"{section}.{key}")
     return cast(Config, OmegaConf.to_object(composed))

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import zero_core
-import zero_offload
 from torch import nn
 
+import zero_core
+import zero_offload
 from zero_train import checks, formats, models, planning
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
@@ -78,8 +78,7 @@ def draft(config: Config) -> Draft:
     optimizer = make_optimizer(config, model)
     if config.offload.kind == "none":
         return Draft(model, optimizer, None)
-    import zero_optim_cpu
-
+    zero_optim_cpu = checks.sibling("zero_optim_cpu")
     try:
         step = zero_optim_cpu.CpuStep(layout=config.precision.states, threads=config.optim.threads)
         step.bind(optimizer)
@@ -106,9 +105,8 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adagrad(groups, lr=optim.lr, eps=optim.eps)
     if optim.kind == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
-    import zero_optim_cpu  # torch has no Lion
-
-    return zero_optim_cpu.Lion(groups, lr=optim.lr, betas=betas)
+    lion: torch.optim.Optimizer = checks.sibling("zero_optim_cpu").Lion(groups, lr=optim.lr, betas=betas)  # not torch's
+    return lion
 
 
 @contextmanager
@@ -149,8 +147,7 @@ def assembled(draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Rank
 def _slab(config: Config, ranks: Ranks, stack: ExitStack) -> Any | None:
     if not checks.uses_nvme(config):
         return None
-    import zero_nvme
-
+    zero_nvme = checks.sibling("zero_nvme")
     paths = checks.nvme_paths(config, ranks.local_rank)
     try:
         return stack.enter_context(zero_nvme.Slab([str(path) for path in paths], backend=config.io.backend))

@@ -13,10 +13,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
-import zero_core
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+import zero_core
 from zero_train import models
 from zero_train.data import Corpus
 from zero_train.engine import Engine, Usage

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -30,11 +31,11 @@ def build(config: ModelConfig, sequence_length: int) -> nn.Module:
             f"model={config.kind} needs transformers, which is not installed ({error}); pip install 'zero-train[hf]'"
         ) from error
     transformers.logging.set_verbosity_error()
-    model = BUILDERS[config.kind](config, sequence_length)
+    model: Any = BUILDERS[config.kind](config, sequence_length)
     model.config.use_cache = False
     if config.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+    return cast(nn.Module, model)
 
 
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ def _moe(config: ModelConfig, sequence_length: int) -> nn.Module:
         raise ConfigError(
             f"model.experts_per_token={config.experts_per_token} is not between 1 and model.experts={config.experts}"
         )
-    routing = {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
+    routing: dict[str, Any] = {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
     return MixtralForCausalLM(MixtralConfig(**_decoder(config, sequence_length), **routing, sliding_window=None))
 
 
@@ -112,7 +113,7 @@ def _hf(config: ModelConfig, sequence_length: int) -> nn.Module:
         raise ConfigError(f"model.path={config.path} is not a causal language model: {error}") from error
 
 
-def _decoder(config: ModelConfig, sequence_length: int) -> dict[str, object]:
+def _decoder(config: ModelConfig, sequence_length: int) -> dict[str, Any]:
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

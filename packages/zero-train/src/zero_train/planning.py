@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import zero_offload
 from torch import nn
 
+import zero_offload
 from zero_train import checks, formats
 from zero_train.errors import ConfigError
 from zero_train.progress import table

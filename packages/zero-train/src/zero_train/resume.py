@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import zero_core
 from omegaconf import OmegaConf
 
+import zero_core
 from zero_train.engine import Engine
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+
 import zero_core
 import zero_offload
-
 from zero_train import checks, data, engine, formats, interrupt, planning, progress, report, resume, sampling
 from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError
@@ -104,8 +104,9 @@ class _Run:
     def _announce(self, corpus: data.Corpus, draft: engine.Draft, plan: zero_offload.Plan) -> None:
         config, ranks = self._config, self._ranks
         numel = sum(p.numel() for p in draft.model.parameters())
+        words = self._format or config.precision.parameters
         self._say(
-            f"{config.model.kind}: {numel / 1e6:.1f} M parameters in {self._format or config.precision.parameters}; stage "
+            f"{config.model.kind}: {numel / 1e6:.1f} M parameters in {words}; stage "
             f"{config.zero.stage} on {ranks.world_size} rank{'s' if ranks.world_size > 1 else ''}, {ranks.device.type}"
         )
         self._say(
