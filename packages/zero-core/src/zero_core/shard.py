@@ -14,6 +14,7 @@ from .collectives import Ranks
 from .device_store import DeviceStore
 from .errors import AlreadyShardedError, StageError, ZeroError
 from .hooks import Engine, Node
+from .init import Initialiser, become
 from .layout import UnitLayout
 from .optimizer import ShardedOptimizer
 from .parameter import settle
@@ -22,11 +23,6 @@ from .stages import STAGES
 from .store import NullObserver, Observer, Segment, ShardSpec, ShardStore, StoreContext
 from .unit import Pool, Unit
 from .wrapping import UnitPlan, plan_units, unit_modules
-
-try:
-    from .init import Initialiser, become
-except ModuleNotFoundError:
-    from ._first import Initialiser, become
 
 __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
 
