@@ -6,12 +6,14 @@ from .gathered import gathered
 from .heap import keep_freed_memory
 from .init import deferred_init, materialise
 from .pretrained import load_pretrained, save_pretrained
+from .scaling import LossScale
 from .shard import Handle, handle, no_sync, shard, units
 from .store import ShardStore
 from .tiling import TiledLinear, tile_linear
 
 __all__ = [
     "Handle",
+    "LossScale",
     "ShardStore",
     "TiledLinear",
     "ZeroError",
