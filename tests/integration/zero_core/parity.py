@@ -7,18 +7,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import zero_core
 from tests import models
 from zero_core.reference import Reference
 
 STEPS = 10
-_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training run. `optimizer`: "sgd" (with momentum) or "adamw"."""
+    """One training run. `optimizer`: "sgd" (with momentum) or "adamw".
+
+    precision: "fp32"; "bf16", reduced in bf16; "bf16/fp32", bf16 parameters whose gradients are reduced in fp32.
+    """
 
     model: str
     stage: int
@@ -49,53 +52,62 @@ def world() -> tuple[int, int]:
 
 
 def run(case: Case, options: dict[str, Any] | None = None) -> Distance | None:
-    """Train both; rank 0 returns the distance."""
+    """Train on every rank; rank 0 then runs the reference on all ranks' batches and returns the distance."""
     rank, size = world()
-    dtype = _DTYPES[case.precision]
+    dtype = None if case.precision == "fp32" else torch.bfloat16
     model = models.build(case.model)
-    dense = models.build(case.model)
-    reference = Reference(
-        dense, lambda masters: optimizer_of(case.optimizer, masters), param_dtype=dtype, max_grad_norm=case.clip
-    )
-    first = {name: p.detach().float().clone() for name, p in dense.named_parameters()}
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = zero_core.shard(
         model,
         optimizer_of(case.optimizer, model.parameters()),
         stage=case.stage,
         param_dtype=dtype,
         max_grad_norm=case.clip,
-        reduce_dtype=torch.float32 if dtype is None else None,
+        reduce_dtype=torch.float32 if case.precision != "bf16" else None,
         **(options or {}),
     )
-    worst_loss = worst_norm = 0.0
+    losses, norms = [], []
     for step in range(STEPS):
         value = models.loss(model, models.batch(step, rank))
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        expected = reference.step([models.batch(step, r) for r in range(size)], models.loss)[rank]
-        worst_loss = max(worst_loss, abs(float(value.detach()) - expected) / abs(expected))
-        worst_norm = max(worst_norm, abs(optimizer.grad_norm - reference.grad_norm) / reference.grad_norm)
-    masters = dict(zip([n for n, _ in dense.named_parameters()], reference.masters, strict=True))
-    distance = compare(model, masters, first, worst_loss, worst_norm)
-    optimizer.close()
-    return distance if rank == 0 else None
-
-
-def compare(model: Any, masters: dict[str, Any], first: dict[str, Any], loss: float, norm: float) -> Distance:
-    parameter = update = 0.0
-    worst = ""
+        losses.append(float(value.detach()))
+        norms.append(optimizer.grad_norm)
     with zero_core.gathered(model, master=True):
-        for name, ours in model.named_parameters():
-            apart = float((ours.detach().double() - masters[name].detach().double()).norm())
-            parameter = max(parameter, apart / max(float(masters[name].detach().norm()), 1e-3))
-            moved = float((masters[name].detach().float() - first[name]).norm())
-            if _is_key_bias(name):
-                continue  # softmax does not see it: its gradient is rounding noise
-            if moved and apart / moved > update:
-                update, worst = apart / moved, name
+        ours = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.close()
+    return compare(case, dtype, size, losses, norms, ours, first) if rank == 0 else None
+
+
+def compare(
+    case: Case,
+    dtype: torch.dtype | None,
+    size: int,
+    losses: list[float],
+    norms: list[float],
+    ours: dict[str, Tensor],
+    first: dict[str, Tensor],
+) -> Distance:
+    dense = models.build(case.model)
+    reference = Reference(
+        dense, lambda masters: optimizer_of(case.optimizer, masters), param_dtype=dtype, max_grad_norm=case.clip
+    )
+    loss = norm = parameter = update = 0.0
+    worst = ""
+    for step in range(STEPS):
+        expected = reference.step([models.batch(step, r) for r in range(size)], models.loss)[0]
+        loss = max(loss, abs(losses[step] - expected) / abs(expected))
+        norm = max(norm, abs(norms[step] - reference.grad_norm) / reference.grad_norm)
+    for (name, _), master in zip(dense.named_parameters(), reference.masters, strict=True):
+        apart = float((ours[name].double() - master.detach().double()).norm())
+        parameter = max(parameter, apart / max(float(master.detach().norm()), 1e-3))
+        moved = float((master.detach() - first[name]).norm())
+        if not _is_key_bias(name) and moved and apart / moved > update:
+            update, worst = apart / moved, name
     return Distance(loss, norm, parameter, update, worst)
 
 
 def _is_key_bias(name: str) -> bool:
+    # softmax does not see it: its gradient is rounding noise
     return name.endswith(("key.bias", "c_attn.bias"))

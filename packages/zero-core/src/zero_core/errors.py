@@ -5,8 +5,11 @@ from __future__ import annotations
 __all__ = [
     "AlreadyShardedError",
     "ChangedParameterError",
+    "CheckpointError",
     "CollectiveError",
+    "DeferredInitError",
     "GradientError",
+    "PretrainedError",
     "ShardedParameterError",
     "StageError",
     "StoreError",
@@ -31,6 +34,10 @@ class UnsupportedOptimizerError(ZeroError, TypeError):
     """An optimizer, or an operation on one, that sharding cannot honour."""
 
 
+class PretrainedError(ZeroError):
+    """Pretrained weights that do not fit the model, or files that are damaged."""
+
+
 class ShardedParameterError(ZeroError):
     """An operation that a sharded parameter cannot answer: it has no memory between uses."""
 
@@ -39,8 +46,16 @@ class ChangedParameterError(ZeroError):
     """A parameter changed its shape, dtype or device after the model was sharded."""
 
 
+class CheckpointError(ZeroError):
+    """A checkpoint that is cut short, is of another model, or cannot be written."""
+
+
 class CollectiveError(ZeroError):
     """A collective failed or timed out: names the unit and the collective."""
+
+
+class DeferredInitError(ZeroError):
+    """A parameter whose value cannot be made: on meta without a recording, or never initialised."""
 
 
 class GradientError(ZeroError):

@@ -1,4 +1,4 @@
-"""Tools for tests of zero-core and its siblings: a pool of ranks kept across tests. Imports no pytest."""
+"""Tools for tests of zero-core and its siblings: ranks kept across tests, a store's conformance. Imports no pytest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["LocalRank", "RankError", "RankPool"]
+from .conformance import ShardStoreSuite
+
+__all__ = ["LocalRank", "RankError", "RankPool", "ShardStoreSuite"]
 
 
 class RankError(AssertionError):

@@ -1,0 +1,205 @@
+"""Names: which tensors of a file make up which parameter of a model. No bytes, no tensors' values.
+
+Owns ties, base-model prefixes, tiled linears and the fused experts of newer `transformers`. A parameter is the
+concatenation of parts of file tensors, in row-major order; almost always of one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .tiling import TiledLinear
+
+__all__ = ["Match", "Named", "Part", "match", "named_tensors", "whole_tensors"]
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """`numel` elements of the file tensor `name`, from its element `start`."""
+
+    name: str
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Named:
+    """One parameter or persistent buffer: its first name, its other names (ties), and the tensor itself."""
+
+    name: str
+    aliases: tuple[str, ...]
+    tensor: Tensor
+    is_buffer: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True)
+class Match:
+    """What `match` found. Every name is as it appears in the model, but for `unexpected`, which are the file's."""
+
+    parts: Mapping[str, tuple[Part, ...]]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]  # "name: file (2, 3), model (3, 2)"
+
+
+def named_tensors(model: nn.Module) -> tuple[Named, ...]:
+    """Parameters, then persistent buffers, each once, in the model's order, with all names that they go by."""
+    found: dict[int, tuple[list[str], Tensor, bool]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), ([], parameter, False))[0].append(name)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                name = f"{prefix}.{key}" if prefix else key
+                found.setdefault(id(buffer), ([], buffer, True))[0].append(name)
+    return tuple(Named(names[0], tuple(names[1:]), t, is_buffer) for names, t, is_buffer in found.values())
+
+
+def whole_tensors(model: nn.Module) -> dict[str, tuple[tuple[Part, ...], tuple[int, ...], torch.dtype]]:
+    """How a model is written: for each parameter or buffer name its parts, and the written tensor's shape and dtype.
+
+    A tiled linear is written as the linear it stands for; the rest under their own first names.
+    """
+    tiles = _tiles(model)
+    written = {}
+    for named in named_tensors(model):
+        parts, shape = tiles.get(named.name) or (
+            (Part(named.name, 0, named.tensor.numel()),),
+            tuple(named.tensor.shape),
+        )
+        written[named.name] = (parts, shape, named.tensor.dtype)
+    return written
+
+
+def match(model: nn.Module, shapes: Shapes, rename: Callable[[str], str] | None = None) -> Match:
+    """Find every parameter and persistent buffer of the model among the file's tensors.
+
+    shapes: the file's tensors. rename: from a model name to the file's, tried first. A tied parameter is found under
+    any of its names. Buffers that the file lacks are not missing: they were built with the model.
+    """
+    tiles = _tiles(model)
+    base = getattr(model, "base_model_prefix", "")
+    ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    parts: dict[str, tuple[Part, ...]] = {}
+    missing, mismatched = [], []
+    used: set[str] = set()
+    for named in named_tensors(model):
+        wanted = tuple(named.tensor.shape)
+        if named.name in tiles:
+            found = _find_tile(*tiles[named.name], shapes, _spellings(base, rename))
+        else:
+            found = _find(named.names, wanted, shapes, _spellings(base, rename))
+        used.update(found.seen)
+        if found.wrong is not None:
+            mismatched.append(f"{named.name}: file {found.wrong}, model {wanted}")
+        elif found.parts:
+            parts[named.name] = found.parts
+            # the file may hold the tied weight under its other names too
+            used.update(s for n in named.names for s in _spellings(base, rename)(n) if s in shapes)
+        elif not named.is_buffer:
+            missing.append(named.name)
+    known_buffers = {s for n, _ in model.named_buffers(remove_duplicate=False) for s in _spellings(base, rename)(n)}
+    unexpected = [
+        n for n in shapes if n not in used and n not in known_buffers and not any(p.search(n) for p in ignored)
+    ]
+    return Match(parts, tuple(missing), tuple(unexpected), tuple(mismatched))
+
+
+@dataclass(frozen=True)
+class _Found:
+    parts: tuple[Part, ...] = ()
+    seen: tuple[str, ...] = ()
+    wrong: tuple[int, ...] | None = None
+
+
+def _spellings(base: str, rename: Callable[[str], str] | None) -> Callable[[str], list[str]]:
+    """The names that a file may have for a model's name: renamed, its own, without and with the base model's prefix."""
+
+    def spell(name: str) -> list[str]:
+        names = [rename(name)] if rename is not None else []
+        names.append(name)
+        if base:
+            names.append(name[len(base) + 1 :] if name.startswith(base + ".") else f"{base}.{name}")
+        return names
+
+    return spell
+
+
+def _find(names: Iterable[str], shape: tuple[int, ...], shapes: Shapes, spell: Callable[[str], list[str]]) -> _Found:
+    wrong: _Found | None = None
+    for name in (s for n in names for s in spell(n)):
+        if name in shapes:
+            if shapes[name] == shape:
+                return _Found((Part(name, 0, math.prod(shape)),), (name,))
+            wrong = _Found((), (name,), shapes[name])
+        stacked = _stacked_experts(name, shape, shapes)
+        if stacked is not None:
+            return stacked
+        moved = name.replace(".mlp.", ".block_sparse_moe.")  # Mixtral's router, in the same rename as its experts
+        if moved != name and shapes.get(moved) == shape:
+            return _Found((Part(moved, 0, math.prod(shape)),), (moved,))
+    return wrong or _Found()
+
+
+_EXPERTS = {  # fused parameter (experts, rows, columns): one file tensor an expert and projection
+    "gate_up_proj": (("block_sparse_moe", ("w1", "w3")), ("mlp", ("gate_proj", "up_proj"))),
+    "down_proj": (("block_sparse_moe", ("w2",)), ("mlp", ("down_proj",))),
+}
+
+
+def _stacked_experts(name: str, shape: tuple[int, ...], shapes: Shapes) -> _Found | None:
+    """Experts that the model holds in one parameter and the file apart; each projection is a run of its rows."""
+    prefix, _, kind = name.rpartition(".mlp.experts.")
+    if kind not in _EXPERTS or not prefix or len(shape) != 3:
+        return None
+    for block, projections in _EXPERTS[kind]:
+        names = [f"{prefix}.{block}.experts.{e}.{p}.weight" for e in range(shape[0]) for p in projections]
+        if not all(n in shapes for n in names):
+            continue
+        each = (shape[1] // len(projections), shape[2])
+        wrong = next((shapes[n] for n in names if shapes[n] != each), None)
+        if wrong is not None:
+            return _Found((), tuple(names), wrong)
+        return _Found(tuple(Part(n, 0, math.prod(each)) for n in names), tuple(names))
+    return None
+
+
+def _tiles(model: nn.Module) -> dict[str, tuple[tuple[Part, ...], tuple[int, ...]]]:
+    """For every parameter of a tiled linear: its parts of the whole layer's parameter, and the whole's shape."""
+    found: dict[str, tuple[tuple[Part, ...], tuple[int, ...]]] = {}
+    for prefix, module in model.named_modules():
+        if not isinstance(module, TiledLinear):
+            continue
+        dot = f"{prefix}." if prefix else ""
+        width = module.in_features
+        for index, (tile, (low, high), (start, stop)) in enumerate(module.placed()):
+            if stop - start == width:  # whole rows: one run
+                runs: tuple[Part, ...] = (Part(f"{dot}weight", low * width, (high - low) * width),)
+            else:
+                runs = tuple(Part(f"{dot}weight", row * width + start, stop - start) for row in range(low, high))
+            found[f"{dot}tiles.{index}.weight"] = (runs, (module.out_features, width))
+            if tile.bias is not None:
+                found[f"{dot}tiles.{index}.bias"] = ((Part(f"{dot}bias", low, high - low),), (module.out_features,))
+    return found
+
+
+def _find_tile(
+    runs: tuple[Part, ...], whole: tuple[int, ...], shapes: Shapes, spell: Callable[[str], list[str]]
+) -> _Found:
+    found = _find((runs[0].name,), whole, shapes, spell)
+    if not found.parts:
+        return found
+    parts = tuple(Part(found.parts[0].name, run.start, run.numel) for run in runs)
+    return _Found(parts, found.seen)

@@ -1,0 +1,178 @@
+"""Closed formulas: bytes each rank holds and elements it moves, per stage. Arithmetic only: no tensors, no model.
+
+[Note: the residency table]
+With Psi parameters and N shards, between uses and up to the padding of a unit:
+
+    stage   parameters   gradients                optimizer states   elements moved per rank, x (N-1)/N
+    0       whole        whole                    whole              2 Psi   (one all-reduce)
+    1       whole        whole until the step     shard              2 Psi   (reduce-scatter, all-gather)
+    2       whole        shard                    shard              2 Psi
+    3       shard        shard                    shard              3 Psi   (all-gather twice, reduce-scatter)
+
+After Rajbhandari et al., "ZeRO", 2020, section 5 and 7. Hybrid sharding adds an all-reduce of the shard over replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .errors import StageError
+from .layout import ALIGNMENT_BYTES, round_up
+
+__all__ = ["OPTIMIZER_STATES", "Estimate", "Movement", "estimate", "movement", "optimizer_states", "padded_numel"]
+
+OPTIMIZER_STATES = {
+    "adam": 2,
+    "adamw": 2,
+    "nadam": 2,
+    "radam": 2,
+    "adamax": 2,
+    "adadelta": 2,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "lion": 1,
+    "sgd": 0,
+    "sgd_momentum": 1,
+}
+"""fp32 values a parameter that each optimizer keeps besides the master (AMSGrad and centred variants keep one more)."""
+
+
+@dataclass(frozen=True)
+class Movement:
+    """Elements one rank sends in one optimizer step; receiving is as much. Exact where N divides the padded total."""
+
+    gathered_numel: int
+    reduced_numel: int
+    replicated_numel: int = 0  # all-reduce of the shard over the replicas of hybrid sharding
+
+    @property
+    def total_numel(self) -> int:
+        return self.gathered_numel + self.reduced_numel + self.replicated_numel
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes one rank holds, by kind, and what it moves in a step."""
+
+    parameters_bytes: int  # between uses
+    gradients_bytes: int  # at their most, between backward and step
+    optimizer_bytes: int  # fp32 master, where the parameter is not itself one, and the optimizer's states
+    unsharded_bytes: int  # stage 3: units whole at the same time, beyond the shards
+    transient_bytes: int  # one unit's gradient before it is reduced, in the reduce dtype
+    moved: Movement
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything but activations, at the worst moment of a step."""
+        kept = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return kept + self.unsharded_bytes + self.transient_bytes
+
+
+def padded_numel(numel: int, shard_count: int, dtype: torch.dtype = torch.float32) -> int:
+    """A unit's `numel` rounded up so that every one of `shard_count` shards begins at a multiple of 128 bytes."""
+    return round_up(numel, shard_count * (ALIGNMENT_BYTES // dtype.itemsize))
+
+
+def optimizer_states(optimizer: str | int | torch.optim.Optimizer) -> int:
+    """fp32 values a parameter besides the master: from a number, a name of OPTIMIZER_STATES, or an optimizer itself."""
+    if isinstance(optimizer, int):
+        return optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        options = optimizer.defaults
+        name = type(optimizer).__name__.lower()
+        if name == "sgd":
+            name = "sgd_momentum" if options.get("momentum") else "sgd"
+        extra = bool(options.get("amsgrad")) + bool(options.get("centered"))
+        extra += name == "rmsprop" and bool(options.get("momentum"))
+    else:
+        name, extra = optimizer.lower(), 0
+    if name not in OPTIMIZER_STATES:
+        known = ", ".join(sorted(OPTIMIZER_STATES))
+        raise ValueError(f"optimizer {name!r} is not known; give its number of fp32 states, or one of: {known}")
+    return OPTIMIZER_STATES[name] + extra
+
+
+def movement(
+    numel: int, world_size: int, stage: int, *, replicas: int = 1, accumulate: int = 1, resident_numel: int = 0
+) -> Movement:
+    """Elements one rank sends in one optimizer step of `accumulate` micro-batches.
+
+    numel: trainable elements, padding included. world_size: ranks of the shard group (N of the table).
+    accumulate: micro-batches that each gather and reduce; 1 for a single one, or where `no_sync` holds reductions back
+    at stages 0 and 1. resident_numel: elements that stage 3 keeps whole between forward and backward.
+    """
+    _check(numel, world_size, stage, replicas)
+    if accumulate < 1 or not 0 <= resident_numel <= numel:
+        raise ValueError(f"accumulate={accumulate} is at least 1, resident_numel={resident_numel} within 0..{numel}")
+
+    def share(elements: int) -> int:
+        return elements * (world_size - 1) // world_size
+
+    if stage == 3:
+        gathers = accumulate * (2 * numel - resident_numel)
+        reductions = accumulate * numel
+    else:  # stage 2 reduces each micro-batch; 0 and 1 may wait for the last
+        gathers, reductions = numel, numel * (accumulate if stage == 2 else 1)
+    shard_numel = numel // world_size
+    return Movement(share(gathers), share(reductions), 2 * shard_numel * (replicas - 1) // replicas)
+
+
+def estimate(
+    numel: int,
+    world_size: int,
+    stage: int = 3,
+    *,
+    param_dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype | None = None,
+    optimizer: str | int | torch.optim.Optimizer = "adamw",
+    trainable_numel: int | None = None,
+    largest_unit_numel: int = 0,
+    prefetch_bytes: int = 0,
+    resident_bytes: int = 0,
+    replicas: int = 1,
+    accumulate: int = 1,
+) -> Estimate:
+    """Bytes per rank and kind, and elements moved, of `numel` parameters over `world_size` shards (see the note above).
+
+    trainable_numel: of the `numel`, those with gradients and states; all by default. largest_unit_numel: the unit that
+    is whole while it computes. Gradients accumulate in fp32; before that one unit's is in `reduce_dtype`
+    (`param_dtype` unless given). Raises StageError for a stage other than 0, 1, 2, 3.
+    """
+    _check(numel, world_size, stage, replicas)
+    trainable = numel if trainable_numel is None else trainable_numel
+    if not 0 <= trainable <= numel or not 0 <= largest_unit_numel <= numel:
+        raise ValueError(f"trainable_numel={trainable}, largest_unit_numel={largest_unit_numel} exceed numel={numel}")
+    shards = 1 if stage == 0 else world_size
+
+    def part(elements: int, sharded: bool) -> int:
+        return -(-elements // shards) if sharded else elements
+
+    itemsize, reduce_itemsize = param_dtype.itemsize, (reduce_dtype or param_dtype).itemsize
+    state_bytes = 4 * optimizer_states(optimizer) + (4 if param_dtype != torch.float32 else 0)
+    unsharded = 0
+    if stage == 3 and shards > 1:
+        unsharded = min(largest_unit_numel * itemsize + prefetch_bytes + resident_bytes, numel * itemsize)
+    return Estimate(
+        parameters_bytes=part(numel, stage == 3) * itemsize,
+        gradients_bytes=part(trainable, stage >= 2) * 4,
+        optimizer_bytes=part(trainable, stage >= 1) * state_bytes,
+        unsharded_bytes=unsharded,
+        transient_bytes=min(largest_unit_numel, trainable) * reduce_itemsize,
+        moved=movement(
+            trainable,
+            world_size,
+            stage,
+            replicas=replicas,
+            accumulate=accumulate,
+            resident_numel=min(resident_bytes // itemsize, trainable) if stage == 3 else 0,
+        ),
+    )
+
+
+def _check(numel: int, world_size: int, stage: int, replicas: int) -> None:
+    if stage not in (0, 1, 2, 3):
+        raise StageError(f"stage={stage} does not exist; the stages are 0, 1, 2 and 3")
+    if numel < 0 or world_size < 1 or replicas < 1:
+        raise ValueError(f"numel={numel} is at least 0, world_size={world_size} and replicas={replicas} at least 1")

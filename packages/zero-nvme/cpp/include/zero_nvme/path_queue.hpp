@@ -1,0 +1,123 @@
+// One path's I/O thread: cuts spans into blocks, keeps a bounded number of bytes in flight, bounces what direct I/O
+// cannot take as it is, resumes what came back short, settles requests.
+//
+//   callers          submit(span) ──> incoming ─┐                         request->finish(): waiters, events
+//   I/O thread                    take ──> cut ──> backend.start ... backend.wait ──> settle ─┘   (one loop)
+//
+// The callers' threads touch `incoming` under a mutex and nothing else, so the ring and the blocks need no lock, and
+// completions are reaped whether or not anybody waits for them.
+#pragma once
+
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "zero_nvme/memory.hpp"
+#include "zero_nvme/request.hpp"
+#include "zero_nvme/statistics.hpp"
+#include "zero_nvme/transfer.hpp"
+
+namespace zero_nvme {
+
+struct PathFile {
+  int fd;
+  bool direct;                     // opened with O_DIRECT: offsets, lengths and addresses must be aligned
+  std::size_t alignment;           // of offsets and lengths, bytes
+  std::size_t memory_alignment;    // of addresses, bytes
+};
+
+struct Limits {
+  std::size_t block_bytes;     // largest transfer
+  std::size_t inflight_bytes;  // at most so much at a time, or one block
+  unsigned depth;              // and at most so many transfers
+};
+
+// A contiguous piece of one request on one path.
+struct Span {
+  std::shared_ptr<Request> request;
+  Op op;
+  char* memory;
+  std::uint64_t offset;
+  std::size_t nbytes;
+};
+
+// One transfer in flight, and the caller's bytes that ride on it.
+struct Block : Transfer {
+  std::shared_ptr<Request> request;
+  char* user = nullptr;  // the caller's memory
+  std::size_t user_nbytes = 0;
+  char* base = nullptr;  // what is transferred: the caller's memory itself, or the bounce buffer
+  std::uint64_t base_offset = 0;
+  std::size_t base_nbytes = 0;
+  std::size_t head = 0;    // bytes of the bounce before the caller's
+  std::size_t needed = 0;  // bytes from base on that must move: a file may end inside the last page of a read
+  std::size_t moved = 0;
+  bool bounced = false;
+  bool filling = false;  // reading the page that a write changes in part
+  bool partial = false;  // holds a lock on its page
+  unsigned attempts = 0;
+  std::chrono::steady_clock::time_point started;
+  Bounce bounce;
+};
+
+class PathQueue {
+ public:
+  PathQueue(std::uint32_t index, PathFile file, std::unique_ptr<Backend> backend, Limits limits);
+  ~PathQueue();  // settles everything first
+  PathQueue(const PathQueue&) = delete;
+  PathQueue& operator=(const PathQueue&) = delete;
+
+  void submit(std::vector<Span> spans);  // from any thread
+  int register_buffer(char* address, std::size_t nbytes);  // from any thread; 0 or -errno; waits for the I/O thread
+  const Statistics& statistics() const noexcept { return statistics_; }
+  const Backend& backend() const noexcept { return *backend_; }
+  void close_in_child() noexcept { backend_->close_in_child(); }
+
+ private:
+  struct Registered {
+    char* begin;
+    char* end;
+    int index;
+  };
+
+  void run();
+  bool take_incoming();
+  void issue();
+  bool issue_from(Op op);
+  std::unique_ptr<Block> take_block();
+  bool cut(Span& span, Block& block);
+  void cut_bounced(Span& span, Block& block);
+  void launch(std::unique_ptr<Block> block);
+  void advance(Block& block);
+  void settle(const Completion& completion);
+  void filled(Block& block);
+  void finish(Block* block, int error, std::size_t got);
+  int registered_index(const char* address, std::size_t nbytes) const noexcept;
+
+  const std::uint32_t index_;
+  const PathFile file_;
+  const Limits limits_;
+  const std::unique_ptr<Backend> backend_;
+  Statistics statistics_;
+
+  std::mutex mutex_;  // incoming_, commands_, stopping_
+  std::vector<Span> incoming_;
+  std::vector<std::function<void()>> commands_;
+  bool stopping_ = false;
+
+  // The I/O thread's own.
+  std::deque<Span> pending_[2];       // by Op
+  std::size_t bytes_in_flight_[2]{};  // by Op
+  unsigned blocks_in_flight_ = 0;
+  std::set<std::uint64_t> locked_pages_;  // being read, changed and written back
+  std::vector<std::unique_ptr<Block>> spare_;
+  std::vector<Registered> registered_;
+  std::thread thread_;
+};
+
+}  // namespace zero_nvme

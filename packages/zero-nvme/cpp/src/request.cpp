@@ -1,0 +1,91 @@
+#include "zero_nvme/request.hpp"
+
+namespace zero_nvme {
+
+bool Gate::try_enter() {
+  std::lock_guard lock(mutex_);
+  if (count_ >= limit_) return false;
+  ++count_;
+  return true;
+}
+
+void Gate::leave() noexcept {
+  std::lock_guard lock(mutex_);
+  --count_;
+  changed_.notify_all();
+}
+
+bool Gate::wait_for_room(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, timeout, [this] { return count_ < limit_; });
+}
+
+bool Gate::wait_for_empty(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, timeout, [this] { return count_ == 0; });
+}
+
+std::size_t Gate::inside() const {
+  std::lock_guard lock(mutex_);
+  return count_;
+}
+
+Request::Request(std::size_t nbytes, std::shared_ptr<Gate> gate)
+    : nbytes_(nbytes), gate_(std::move(gate)), remaining_(nbytes) {
+  if (nbytes == 0) complete();
+}
+
+void Request::finish(std::size_t nbytes) noexcept {
+  if (remaining_.fetch_sub(nbytes, std::memory_order_acq_rel) == nbytes) complete();
+}
+
+void Request::fail(const Failure& failure) noexcept {
+  std::lock_guard lock(mutex_);
+  if (!failure_) failure_ = failure;
+  dropped_.store(true, std::memory_order_release);
+}
+
+// The gate is left first: whoever sees done() also sees its room.
+void Request::complete() noexcept {
+  gate_->leave();
+  std::vector<std::shared_ptr<Event>> events;
+  {
+    std::lock_guard lock(mutex_);
+    done_.store(true, std::memory_order_release);
+    events.swap(events_);
+    completed_.notify_all();
+  }
+  for (const auto& event : events) event->signal();
+}
+
+bool Request::wait_for(std::chrono::milliseconds timeout) {
+  if (done()) return true;
+  std::unique_lock lock(mutex_);
+  return completed_.wait_for(lock, timeout, [this] { return done(); });
+}
+
+void Request::notify(std::shared_ptr<Event> event) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!done()) {
+      for (const auto& known : events_) {
+        if (known == event) return;
+      }
+      events_.push_back(std::move(event));
+      return;
+    }
+  }
+  event->signal();
+}
+
+void Request::cancel() noexcept {
+  cancelled_.store(true, std::memory_order_release);
+  dropped_.store(true, std::memory_order_release);
+}
+
+std::optional<Failure> Request::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+}  // namespace zero_nvme

@@ -1,0 +1,141 @@
+// io_uring: one ring to a path, driven by its I/O thread alone. wake() arrives as the completion of a read of an
+// eventfd that is always in flight.
+#include <sys/uio.h>
+
+#include <cerrno>
+#include <chrono>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include "zero_nvme/event.hpp"
+#include "zero_nvme/ring.hpp"
+#include "zero_nvme/transfer.hpp"
+
+namespace zero_nvme {
+namespace {
+
+constexpr unsigned kBufferSlots = 256;
+
+class UringBackend final : public Backend {
+ public:
+  UringBackend(int fd, unsigned depth) : ring_(depth + 1), wake_event_(false) {
+    if (ring_.entries() < depth + 1) throw std::system_error(EINVAL, std::generic_category(), "io_uring_setup: depth");
+    registered_file_ = ring_.call_register(uring::kRegisterFiles, &fd, 1) >= 0;
+    uring::BuffersRegister table{kBufferSlots, uring::kRegisterSparse, 0, 0, 0};
+    buffer_table_ = ring_.call_register(uring::kRegisterBuffers2, &table, sizeof table);
+  }
+
+  void begin() override {
+    begin_error_ = ring_.enable();
+    arm_wake();
+  }
+
+  void start(Transfer* transfer) override {
+    uring::Sqe* sqe = ring_.next();
+    if (sqe == nullptr || begin_error_ < 0) {  // more than `depth` at a time, or a ring that never started
+      refused_.push_back({transfer, begin_error_ < 0 ? begin_error_ : -EBUSY});
+      return;
+    }
+    const bool write = transfer->op == Op::write;
+    const bool fixed = transfer->registered_buffer >= 0;
+    sqe->opcode = fixed ? (write ? uring::kWriteFixed : uring::kReadFixed) : (write ? uring::kWrite : uring::kRead);
+    sqe->flags = registered_file_ ? uring::kFixedFile : 0;
+    sqe->fd = registered_file_ ? 0 : transfer->fd;
+    sqe->address = reinterpret_cast<std::uint64_t>(transfer->address);
+    sqe->length = static_cast<std::uint32_t>(transfer->nbytes);
+    sqe->offset = transfer->offset;
+    sqe->buffer_index = fixed ? static_cast<std::uint16_t>(transfer->registered_buffer) : 0;
+    sqe->user_data = reinterpret_cast<std::uint64_t>(transfer);
+    unsubmitted_.push_back(transfer);
+  }
+
+  void wait(std::vector<Completion>& completed) override {
+    if (!refused_.empty()) {
+      completed.insert(completed.end(), refused_.begin(), refused_.end());
+      refused_.clear();
+      return;
+    }
+    const int error = ring_.enter(1);
+    const unsigned left = ring_.queued();
+    if (left == 0) unsubmitted_.clear();
+    uring::Cqe cqe;
+    bool woken = false;
+    while (ring_.reap(cqe)) {
+      if (cqe.user_data == 0) {
+        woken = true;
+      } else {
+        completed.push_back({reinterpret_cast<Transfer*>(cqe.user_data), cqe.result});
+      }
+    }
+    if (error < 0 && error != -EINTR) survive(error, left, completed);
+    if (woken) arm_wake();
+  }
+
+  void wake() override { wake_event_.signal(); }
+
+  int register_buffer(void* address, std::size_t nbytes) override {
+    if (buffer_table_ < 0) return buffer_table_;
+    if (buffers_used_ == kBufferSlots) return -ENOSPC;
+    iovec range{address, nbytes};
+    uring::BuffersUpdate update{};
+    update.offset = buffers_used_;
+    update.data = reinterpret_cast<std::uint64_t>(&range);
+    update.count = 1;
+    const int result = ring_.call_register(uring::kBuffersUpdate, &update, sizeof update);
+    return result < 0 ? result : static_cast<int>(buffers_used_++);
+  }
+
+  bool registered_file() const override { return registered_file_; }
+
+  void close_in_child() noexcept override {
+    ring_.close();
+    wake_event_.close();
+  }
+
+ private:
+  void arm_wake() {
+    uring::Sqe* sqe = ring_.next();
+    if (sqe == nullptr) return;  // cannot happen: the ring has one entry more than `depth`
+    sqe->opcode = uring::kRead;
+    sqe->fd = wake_event_.fd();
+    sqe->address = reinterpret_cast<std::uint64_t>(&wake_count_);
+    sqe->length = sizeof wake_count_;
+    sqe->user_data = 0;
+  }
+
+  // The kernel was short of memory (it will not be for long), or refuses for good: then what it did not take fails.
+  void survive(int error, unsigned left, std::vector<Completion>& completed) {
+    if (error == -EAGAIN || error == -EBUSY || error == -ENOMEM) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      return;
+    }
+    const std::size_t lost = std::min<std::size_t>(left, unsubmitted_.size());
+    for (std::size_t i = unsubmitted_.size() - lost; i < unsubmitted_.size(); ++i) {
+      completed.push_back({unsubmitted_[i], error});
+    }
+    unsubmitted_.clear();
+    ring_.forget_queued();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+  Ring ring_;
+  Event wake_event_;
+  std::uint64_t wake_count_ = 0;
+  bool registered_file_ = false;
+  int buffer_table_ = 0;  // 0: usable, or -errno
+  unsigned buffers_used_ = 0;
+  int begin_error_ = 0;
+  std::vector<Transfer*> unsubmitted_;
+  std::vector<Completion> refused_;
+};
+
+}  // namespace
+
+int Backend::register_buffer(void*, std::size_t) { return -EOPNOTSUPP; }
+
+std::unique_ptr<Backend> make_uring_backend(int fd, unsigned depth) {
+  return std::make_unique<UringBackend>(fd, depth);
+}
+
+}  // namespace zero_nvme

@@ -1,0 +1,32 @@
+"""Asynchronous, aligned, checked file I/O of large buffers.
+
+`Slab` is nameless space given out in extents, `File` a named, durable file; both read and write anything with the
+buffer protocol or `data_ptr()` and `nbytes`, and give tickets.
+"""
+
+from zero_nvme.buffers import empty
+from zero_nvme.errors import BackendUnavailable, Cancelled, ChecksumError, ForkedError, NvmeError
+from zero_nvme.extents import Extent
+from zero_nvme.file import File
+from zero_nvme.options import BACKENDS, Options
+from zero_nvme.slab import Slab
+from zero_nvme.ticket import Ticket, wait_all, wait_any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BACKENDS",
+    "BackendUnavailable",
+    "Cancelled",
+    "ChecksumError",
+    "Extent",
+    "File",
+    "ForkedError",
+    "NvmeError",
+    "Options",
+    "Slab",
+    "Ticket",
+    "empty",
+    "wait_all",
+    "wait_any",
+]

@@ -1,0 +1,107 @@
+"""The caller's memory as an address and a length, and huge-page memory for it. Reads and writes nothing itself."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+try:
+    from zero_nvme import _native
+except ImportError:  # no extension: the aiofiles backend still works
+    _native = None  # type: ignore[assignment]
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class Memory:
+    address: int
+    nbytes: int
+    keep: object  # what keeps the address valid
+
+
+def as_memory(buffer: Any, *, writable: bool) -> Memory:
+    """Address and length of a contiguous buffer, without a copy.
+
+    `buffer`: an object with `data_ptr()` and `nbytes` (a CPU tensor), or with the buffer protocol (bytearray, numpy
+    array, mmap, `zero_nvme.empty`). `writable`: a read goes into it.
+
+    Raises TypeError for memory that is not the CPU's or not contiguous, or is read-only and would be read into.
+    """
+    if hasattr(buffer, "data_ptr") and hasattr(buffer, "nbytes"):
+        return _tensor_memory(buffer)
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise TypeError(
+            f"a buffer of shape {view.shape} and strides {view.strides} is not contiguous; "
+            "pass a contiguous copy, for instance numpy.ascontiguousarray(x)"
+        )
+    if writable and view.readonly:
+        raise TypeError(f"cannot read into a read-only {type(buffer).__name__} of {view.nbytes} bytes; pass a bytearray")
+    if view.nbytes == 0:
+        return Memory(0, 0, None)
+    return Memory(_address(view), view.nbytes, view)
+
+
+def _tensor_memory(tensor: Any) -> Memory:
+    device = getattr(tensor, "device", None)
+    if getattr(device, "type", "cpu") != "cpu":
+        raise TypeError(f"a tensor on {device} has no CPU address; copy it to CPU memory first")
+    if hasattr(tensor, "is_contiguous") and not tensor.is_contiguous():
+        raise TypeError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous; pass tensor.contiguous()")
+    return Memory(int(tensor.data_ptr()), int(tensor.nbytes), tensor)
+
+
+def _address(view: memoryview) -> int:
+    if _native is not None:
+        return _native.address_of(view)
+    if not view.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view.cast("B")))
+    raw = _PyBuffer()  # ctypes has no public way to a read-only buffer's address
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(raw), 0)
+    try:
+        return int(raw.buf)
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(raw))
+
+
+class _PyBuffer(ctypes.Structure):
+    """CPython's Py_buffer, whose first fields are all that is looked at."""
+
+    _fields_ = [("buf", ctypes.c_void_p), ("rest", ctypes.c_void_p * 16)]
+
+
+def bytes_at(memory: Memory) -> memoryview:
+    """The memory as a writable view of bytes. Valid while `memory.keep` lives."""
+    return memoryview((ctypes.c_char * memory.nbytes).from_address(memory.address)).cast("B")
+
+
+def empty(nbytes: int) -> memoryview:
+    """A zeroed buffer of `nbytes` bytes on 2 MiB pages where the kernel gives them, 2 MiB aligned.
+
+    Direct I/O into huge pages was 3 times as fast as into 4 KiB pages on the reference disk. The memory is mapped
+    for this buffer alone and unmapped with its last view. A forked child sees zeros in it. Wrap it without a copy:
+    `torch.frombuffer(empty(n), dtype=...)`, `numpy.frombuffer(empty(n), dtype=...)`.
+
+    Raises ValueError for a negative size, OSError (ENOMEM) when the address space is short.
+    """
+    if nbytes < 0:
+        raise ValueError(f"empty({nbytes}): the size in bytes cannot be negative")
+    if _native is not None:
+        return memoryview(_native.HugeBuffer(nbytes))
+    return _portable_empty(nbytes)
+
+
+def _portable_empty(nbytes: int) -> memoryview:
+    rounded = -(-max(nbytes, 1) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    mapping = mmap.mmap(-1, rounded + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without transparent huge pages
+    view = memoryview(mapping)
+    start = -_address(view) % HUGE_PAGE_BYTES
+    return view[start : start + nbytes]

@@ -1,0 +1,76 @@
+"""Checksums of what was written, by extent and chunk; in memory, for as long as the slab lives."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import zlib
+from collections.abc import Callable
+
+from zero_nvme.buffers import Memory, bytes_at
+from zero_nvme.errors import ChecksumError
+from zero_nvme.extents import Extent
+
+CHUNK_BYTES = 1 << 20
+
+
+class Checksums:
+    """CRC-32 of each chunk of each extent that was written whole. A chunk written in part is not known any more; a
+    read verifies the known chunks that it covers whole."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[int, dict[int, int]] = {}  # extent offset -> chunk index -> CRC-32
+
+    def observe(self, write: bool, extent: Extent, offset: int, memory: Memory) -> Callable[[], None] | None:
+        """Notes a write that begins. For a read: what to call once it is complete, which raises ChecksumError."""
+        whole = list(_whole_chunks(extent, offset, memory.nbytes))
+        if write:
+            self._note(extent, offset, memory, whole)
+            return None
+        with self._lock:
+            known = dict(self._known.get(extent.offset_bytes, {}))
+        expected = [(index, start, stop, known[index]) for index, start, stop in whole if index in known]
+        if not expected:
+            return None
+
+        def verify() -> None:
+            view = bytes_at(memory)
+            for index, start, stop, wanted in expected:
+                got = zlib.crc32(view[start - offset : stop - offset])
+                if got != wanted:
+                    raise ChecksumError(
+                        errno.EILSEQ,
+                        f"{extent}: bytes [{start}, {stop}), chunk {index}, have CRC-32 {got:#010x}, "
+                        f"{wanted:#010x} was written; the device or the memory is faulty, restore a checkpoint",
+                        offset=extent.offset_bytes + start,
+                        wanted=stop - start,
+                    )
+
+        return verify
+
+    def _note(self, extent: Extent, offset: int, memory: Memory, whole: list[tuple[int, int, int]]) -> None:
+        if memory.nbytes == 0:
+            return
+        view = bytes_at(memory)
+        sums = {index: zlib.crc32(view[start - offset : stop - offset]) for index, start, stop in whole}
+        with self._lock:
+            known = self._known.setdefault(extent.offset_bytes, {})
+            for index in range(offset // CHUNK_BYTES, (offset + memory.nbytes - 1) // CHUNK_BYTES + 1):
+                known.pop(index, None)
+            known.update(sums)
+
+    def forget(self, extent: Extent) -> None:
+        with self._lock:
+            self._known.pop(extent.offset_bytes, None)
+
+
+def _whole_chunks(extent: Extent, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
+    """(index, start, stop) of the chunks of the extent within [offset, offset + nbytes); the last may be short."""
+    chunks = []
+    for index in range(-(-offset // CHUNK_BYTES), -(-extent.nbytes // CHUNK_BYTES)):
+        start, stop = index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, extent.nbytes)
+        if stop > offset + nbytes:
+            break
+        chunks.append((index, start, stop))
+    return chunks

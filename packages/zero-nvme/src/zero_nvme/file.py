@@ -1,0 +1,198 @@
+"""A named, durable file with the slab's machinery: the same tickets, by offset, and sync()."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from dataclasses import replace
+from typing import Any, Literal
+
+from zero_nvme import probe, stats
+from zero_nvme.buffers import as_memory
+from zero_nvme.engine import Engine
+from zero_nvme.errors import NvmeError
+from zero_nvme.filesystem import DEFAULT_ALIGNMENT, open_path
+from zero_nvme.options import Options
+from zero_nvme.ticket import Ticket
+
+_FLAGS = {
+    "r": os.O_RDONLY,
+    "r+": os.O_RDWR,
+    "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+    "x": os.O_RDWR | os.O_CREAT | os.O_EXCL,
+}
+
+
+class File:
+    """`mode`: `r` reads; `r+` also writes; `w` creates or empties, reads and writes; `x` creates what must not exist.
+
+    Written bytes are on the device once sync() has returned, and survive kill -9 and a power cut from then on. A
+    process killed before that may leave up to one page of zeros behind the last byte written.
+    The keywords are fields of `Options`. Raises NvmeError naming the path, BackendUnavailable, ValueError.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        mode: str = "r",
+        backend: str = "auto",
+        *,
+        direct: bool | None = None,
+        block_bytes: int = Options.block_bytes,
+        inflight_bytes: int = Options.inflight_bytes,
+        depth: int = Options.depth,
+        threads: int = Options.threads,
+        max_requests: int = Options.max_requests,
+    ) -> None:
+        if mode not in _FLAGS:
+            raise ValueError(f"mode={mode!r} does not exist; choose one of {', '.join(_FLAGS)}")
+        asked = Options(backend, direct, block_bytes, inflight_bytes, depth, threads, max_requests)
+        self.name = os.fspath(path)
+        self.mode = mode
+        self._folder = os.path.dirname(os.path.abspath(self.name))
+        if not mode.startswith(("w", "x")) and not os.path.exists(self.name):
+            raise NvmeError(errno.ENOENT, f"{self.name} does not exist; mode 'w' creates it", path=self.name)
+        choice = probe.choose([_writable_folder(self._folder)], asked)
+        self.backend, self.reason, self.direct = choice.backend, choice.reason, choice.direct
+        self.options = replace(asked, backend=choice.backend, direct=choice.direct)
+        opened = open_path(self.name, _FLAGS[mode], 0o666, direct=self.direct, label=self.name)
+        self.alignment = max(DEFAULT_ALIGNMENT, opened.alignment)
+        try:
+            self._end = os.fstat(opened.fd).st_size
+            name = f"File({self.name})"
+            self._engine = Engine(name, [opened], self.options, backend=self.backend, durable=True)
+        except BaseException:
+            os.close(opened.fd)
+            raise
+        self._lock = threading.Lock()
+        if mode in ("w", "x"):
+            _sync_folder(self._folder)
+
+    @property
+    def size(self) -> int:
+        """Bytes up to the last one written, writes in flight included."""
+        if self.mode == "r":
+            self._usable()
+            return os.fstat(self._engine.paths[0].fd).st_size
+        return self._end
+
+    def read(self, buffer: Any, offset: int = 0) -> Ticket:
+        """Starts reading bytes [offset, offset + size of buffer) of the file.
+
+        Raises TypeError for a buffer that cannot be written to, ValueError for a negative offset, NvmeError ENODATA
+        for a range that ends after the file; where the file is cut short later, the ticket does.
+        """
+        self._usable()
+        memory = as_memory(buffer, writable=True)
+        _check_offset(offset)
+        size = self.size
+        if offset + memory.nbytes > size:
+            raise NvmeError(
+                errno.ENODATA,
+                f"{self.name} has {size} bytes; {memory.nbytes} at offset {offset} were wanted",
+                path=self.name,
+                offset=offset,
+                wanted=memory.nbytes,
+                got=max(0, size - offset),
+            )
+        return self._engine.submit(False, offset, memory)
+
+    def write(self, buffer: Any, offset: int = 0) -> Ticket:
+        """Starts writing `buffer` to bytes [offset, offset + its size); the file grows as needed."""
+        self._usable()
+        if self.mode == "r":
+            raise ValueError(f"{self.name} was opened with mode 'r'; open it with 'r+' to write")
+        memory = as_memory(buffer, writable=False)
+        _check_offset(offset)
+        with self._lock:
+            self._end = max(self._end, offset + memory.nbytes)
+        return self._engine.submit(True, offset, memory)
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocates blocks for the first `nbytes` bytes; the size stays. Raises NvmeError ENOSPC with wanted and free."""
+        from zero_nvme.filesystem import preallocate
+
+        self._usable()
+        preallocate(self._engine.paths[0], nbytes)
+
+    def sync(self) -> None:
+        """Waits for all writes, cuts padding off, and has the device write what it caches. Raises NvmeError.
+
+        Errors of single requests are their tickets' to raise.
+        """
+        self._engine.drain()
+        self._finish(sync=True)
+
+    def _finish(self, *, sync: bool) -> None:
+        fd = self._engine.paths[0].fd
+        try:
+            if self.mode != "r" and os.fstat(fd).st_size > self._end:
+                os.ftruncate(fd, self._end)  # what direct I/O padded, what reserve() allocated
+            if sync and self.mode != "r":
+                os.fsync(fd)
+        except OSError as error:
+            code = error.errno or errno.EIO
+            raise NvmeError(code, f"sync {self.name}: {os.strerror(code)}", path=self.name) from None
+
+    def register(self, buffer: Any) -> bool:
+        """As Slab.register."""
+        self._usable()
+        return self._engine.register(as_memory(buffer, writable=True))
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Waits until every request is complete. Raises TimeoutError, and no request's error."""
+        self._engine.drain(timeout)
+
+    def cancel(self) -> None:
+        """Drops what has not started of every request and waits for the rest."""
+        self._engine.cancel()
+
+    def stats(self) -> dict[str, Any]:
+        """As Slab.stats."""
+        return stats.summary(self)
+
+    @property
+    def closed(self) -> bool:
+        return self._engine.closed
+
+    def close(self) -> None:
+        """Waits for what is in flight and closes. Does not sync. Twice is fine."""
+        self._engine.close(lambda: self._finish(sync=False))
+
+    def _usable(self) -> None:
+        self._engine.check_process()
+        self._engine.check_open()
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *exception: object) -> Literal[False]:
+        self.close()
+        return False
+
+    def __repr__(self) -> str:
+        return f"<{self._engine.name}, mode {self.mode}, {self.backend}{', closed' if self.closed else ''}>"
+
+
+def _check_offset(offset: int) -> None:
+    if offset < 0:
+        raise ValueError(f"offset={offset} cannot be negative")
+
+
+def _writable_folder(folder: str) -> str:
+    return folder
+
+
+def _sync_folder(folder: str) -> None:
+    """Makes a new name durable. A filesystem that cannot sync a folder does not need it."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        os.fsync(fd)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)

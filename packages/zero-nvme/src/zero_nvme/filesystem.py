@@ -1,0 +1,162 @@
+"""Facts about a path: its filesystem, whether that is memory, what direct I/O asks of it. Opens files, moves no data."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+from dataclasses import dataclass
+
+from zero_nvme.errors import NvmeError
+
+DEFAULT_ALIGNMENT = 4096  # bytes; what every block device so far accepts
+
+_MAGIC = {  # statfs(2) f_type
+    0x01021994: "tmpfs",
+    0x858458F6: "ramfs",
+    0x958458F6: "hugetlbfs",
+    0xEF53: "ext4",
+    0x58465342: "xfs",
+    0x9123683E: "btrfs",
+    0x794C7630: "overlay",
+    0x6969: "nfs",
+    0x01021997: "9p",
+    0x65735546: "fuse",
+    0x2FC12FC1: "zfs",
+    0xF2F52010: "f2fs",
+}
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+
+
+def filesystem_name(path: str | int) -> str:
+    """The name of the filesystem under a path or descriptor, by statfs(2); its magic number if it is not known here.
+
+    Raises NvmeError when the path cannot be looked at.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    buffer = (ctypes.c_long * 32)()  # struct statfs: f_type comes first
+    if isinstance(path, int):
+        failed = libc.fstatfs(path, buffer)
+    else:
+        failed = libc.statfs(os.fsencode(path), buffer)
+    if failed:
+        code = ctypes.get_errno()
+        raise NvmeError(code, f"{path}: {os.strerror(code)}", path=str(path))
+    magic = buffer[0] & 0xFFFFFFFF
+    return _MAGIC.get(magic, hex(magic))
+
+
+@dataclass(frozen=True)
+class OpenPath:
+    """An open file. `label` is what the user called it."""
+
+    label: str
+    fd: int
+    direct: bool
+    alignment: int  # bytes, of offsets and lengths; 1 without O_DIRECT
+    memory_alignment: int  # bytes, of addresses
+
+
+class _Statx(ctypes.Structure):
+    """statx(2), as far as stx_dio_offset_align (Linux 6.1)."""
+
+    _fields_ = [
+        ("mask", ctypes.c_uint32),
+        ("before", ctypes.c_uint8 * 148),
+        ("dio_mem_align", ctypes.c_uint32),
+        ("dio_offset_align", ctypes.c_uint32),
+        ("after", ctypes.c_uint8 * 96),
+    ]
+
+
+def direct_alignment(fd: int) -> tuple[int, int]:
+    """(offset, memory) alignment in bytes that direct I/O on this file asks for, at least one page for offsets."""
+    facts = _Statx()
+    statx = getattr(ctypes.CDLL(None), "statx", None)
+    empty_path, dio_alignment = 0x1000, 0x2000
+    if statx is None or statx(fd, b"", empty_path, dio_alignment, ctypes.byref(facts)) != 0:
+        return DEFAULT_ALIGNMENT, DEFAULT_ALIGNMENT
+    if not facts.mask & dio_alignment or facts.dio_offset_align == 0:
+        return DEFAULT_ALIGNMENT, DEFAULT_ALIGNMENT
+    return max(DEFAULT_ALIGNMENT, facts.dio_offset_align), max(512, facts.dio_mem_align)
+
+
+def open_path(name: str, flags: int, mode: int, *, direct: bool, label: str) -> OpenPath:
+    """Opens a file. Raises NvmeError."""
+    try:
+        fd = os.open(name, flags | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), mode)
+    except OSError as error:
+        code = error.errno or errno.EIO
+        raise NvmeError(code, f"open {name}: {os.strerror(code)}", path=label) from None
+    return opened(fd, label, direct=direct)
+
+
+def opened(fd: int, label: str, *, direct: bool) -> OpenPath:
+    offsets, addresses = direct_alignment(fd) if direct else (1, 1)
+    return OpenPath(label, fd, direct, offsets, addresses)
+
+
+def open_nameless(folder: str, *, direct: bool) -> OpenPath:
+    """A new file in a folder that has no name there, mode 0600: nothing of it outlives the process.
+
+    Raises NvmeError naming the folder.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+    try:
+        return opened(os.open(folder, flags | os.O_TMPFILE, 0o600), folder, direct=direct)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT) or not os.path.isdir(folder):
+            raise _cannot_create(error, folder) from None
+    name = os.path.join(folder, f".zero_nvme-{next(tempfile._get_candidate_names())}")  # type: ignore[attr-defined]
+    try:
+        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        if error.errno == errno.EINVAL and os.path.lexists(name):
+            os.unlink(name)  # created, and only then refused O_DIRECT
+        raise _cannot_create(error, folder) from None
+    os.unlink(name)
+    return opened(fd, folder, direct=direct)
+
+
+def _cannot_create(error: OSError, folder: str) -> NvmeError:
+    code = error.errno or errno.EIO
+    return NvmeError(code, f"cannot create a file in {folder}: {os.strerror(code)}", path=folder)
+
+
+def free_bytes(fd: int) -> int:
+    """Bytes that this process may still allocate on the file's filesystem."""
+    facts = os.fstatvfs(fd)
+    return facts.f_frsize * (facts.f_bfree if os.geteuid() == 0 else facts.f_bavail)
+
+
+def preallocate(path: OpenPath, nbytes: int) -> None:
+    """Makes the file `nbytes` long with its blocks allocated, or leaves it as it was.
+
+    Raises NvmeError ENOSPC early, with bytes wanted and free, before anything is written.
+    """
+    before = os.fstat(path.fd).st_size
+    wanted = nbytes - before
+    if wanted <= 0:
+        return
+    free = free_bytes(path.fd)
+    if wanted <= free:
+        try:
+            os.posix_fallocate(path.fd, before, wanted)
+            return
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
+                os.ftruncate(path.fd, nbytes)  # a filesystem that cannot; blocks come with the writes
+                return
+            os.ftruncate(path.fd, before)
+            if error.errno != errno.ENOSPC:
+                code = error.errno or errno.EIO
+                raise NvmeError(code, f"fallocate in {path.label}: {os.strerror(code)}", path=path.label) from None
+    raise NvmeError(
+        errno.ENOSPC,
+        f"{path.label} has {free} bytes free ({free / 2**30:.2f} GiB), {wanted} are needed ({wanted / 2**30:.2f} GiB); "
+        "free space there, name another path, or keep less on NVMe",
+        path=path.label,
+        wanted=wanted,
+        got=free,
+    )

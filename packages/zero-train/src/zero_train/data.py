@@ -1,0 +1,152 @@
+"""The text of a run as bytes: which files, which are held out, and which windows each rank sees.
+
+Owns the splitting and the sampling, both pure functions of names, seed and sample number: no state to checkpoint, and
+the same global batch at every world size. Owns no model and no device.
+"""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero_train.errors import ConfigError, choices
+from zero_train.schema import DataConfig
+
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The bytes of a run, already split."""
+
+    name: str  # for people: where the text came from
+    training: Tensor  # (n,) uint8
+    validation: Tensor  # (m,) uint8
+
+    def batch(self, first: int, rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, (rows, length) int64 each, of the samples numbered `first` to `first + rows`.
+
+        A sample's window depends on its number and the seed alone.
+        """
+        last = self.training.numel() - length
+        starts = [random.Random(f"{seed}/{first + row}").randrange(last) for row in range(rows)]
+        return _windows(self.training, starts, length)
+
+    def validation_batch(self, index: int, count: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """Batch `index` of `count`: windows spread evenly over the held-out bytes. Shapes as in `batch`."""
+        last = self.validation.numel() - length - 1
+        windows = max(count * rows - 1, 1)
+        starts = [(index * rows + row) * last // windows for row in range(rows)]
+        return _windows(self.validation, starts, length)
+
+
+def _windows(text: Tensor, starts: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+    rows = torch.stack([text[start : start + length + 1] for start in starts]).long()
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def load(config: DataConfig, seed: int) -> Corpus:
+    """The corpus that `config` names.
+
+    Raises:
+        ConfigError: a kind that does not exist, a path that cannot be read, too little text for one sequence.
+    """
+    if config.kind not in READERS:
+        raise choices("data", config.kind, READERS)
+    corpus = READERS[config.kind](config, seed)
+    needed = config.sequence_length + 2
+    for part, text in (("training", corpus.training), ("validation", corpus.validation)):
+        if text.numel() < needed:
+            raise ConfigError(
+                f"data.path: {corpus.name} has {text.numel()} bytes of {part} text, a sequence needs {needed}; "
+                "name more text with data.path, or lower data.sequence_length"
+            )
+    return corpus
+
+
+def _stdlib(config: DataConfig, seed: int) -> Corpus:
+    """The source files of the standard library that runs this program."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = sorted(
+        path for path in folder.rglob("*.py") if not _SKIPPED_FOLDERS.intersection(path.relative_to(folder).parts)
+    )
+    if not files:
+        raise ConfigError(
+            f"data=stdlib: {folder} has no source files; name text of your own with data=text data.path=…"
+        )
+    return _from_files("the standard library's sources", folder, files, config.validation_fraction)
+
+
+def _text(config: DataConfig, seed: int) -> Corpus:
+    """A file, or every file of a folder that is text: one that has no zero byte in its first 4 KiB."""
+    if not config.path:
+        raise ConfigError("data=text needs data.path: a text file or a folder of them")
+    path = Path(config.path)
+    if path.is_file():
+        text = _bytes(path)
+        cut = int(len(text) * (1 - config.validation_fraction))
+        return Corpus(str(path), _tensor(text[:cut]), _tensor(text[cut:]))
+    if not path.is_dir():
+        raise ConfigError(f"data.path={path} is neither a file nor a folder; name text that exists with data.path")
+    files = sorted(file for file in path.rglob(config.pattern) if file.is_file() and _is_text(file))
+    if not files:
+        raise ConfigError(
+            f"data.path={path} holds no text file that matches data.pattern={config.pattern}; change one of the two"
+        )
+    return _from_files(str(path), path, files, config.validation_fraction)
+
+
+def _synthetic(config: DataConfig, seed: int) -> Corpus:
+    """Sentences of a small random vocabulary: learnable, the same everywhere, and made in no time."""
+    dice = random.Random(f"synthetic/{seed}")
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(dice.choices(letters, k=dice.randint(2, 8))) for _ in range(200)]
+    text = " ".join(dice.choices(words, k=40_000)).encode()
+    cut = int(len(text) * (1 - config.validation_fraction))
+    return Corpus("synthetic words", _tensor(text[:cut]), _tensor(text[cut:]))
+
+
+READERS: dict[str, Callable[[DataConfig, int], Corpus]] = {"stdlib": _stdlib, "text": _text, "synthetic": _synthetic}
+
+
+def _from_files(name: str, root: Path, files: Sequence[Path], fraction: float) -> Corpus:
+    """Files whose name hashes below `fraction` are held out: adding a file moves no other file."""
+    held_out = [path for path in files if zlib.crc32(path.relative_to(root).as_posix().encode()) < fraction * 2**32]
+    if not held_out or len(held_out) == len(files):
+        held_out = [files[-1]]
+    training = [path for path in files if path not in set(held_out)]
+    if not training:  # a single file: cut it, as a named file is cut
+        text = _bytes(files[0])
+        cut = int(len(text) * (1 - fraction))
+        return Corpus(name, _tensor(text[:cut]), _tensor(text[cut:]))
+    joined = [b"\n".join(_bytes(path) for path in part) for part in (training, held_out)]
+    return Corpus(f"{name}, {len(files)} files", _tensor(joined[0]), _tensor(joined[1]))
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"data.path: cannot read {path}: {error.strerror}; change data.path or data.pattern"
+        ) from error
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError:
+        return False
+    return bool(head.strip()) and b"\0" not in head
+
+
+def _tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,176 @@
+"""Puts the siblings together: model, optimizer, slab, tiered store, sharded optimizer; and takes them apart again.
+
+`draft` builds what needs no memory, for the plan; `assembled` allocates. Owns no loop and no data.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import zero_core
+import zero_offload
+from zero_train import checks, formats, models, planning
+from zero_train.errors import ConfigError
+from zero_train.ranks import Ranks
+from zero_train.schema import Config
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A model without memory, the optimizer that a plain loop would have, and the arithmetic of its update."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Any | None  # zero_optim_cpu.CpuStep, bound; None: the device store runs the optimizer itself
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counters of a store since it was made, and what it holds now."""
+
+    exposed_seconds: float = 0.0
+    nvme_read_bytes: int = 0
+    nvme_write_bytes: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model that trains: what the loop needs, and no more."""
+
+    model: nn.Module
+    optimizer: Any  # zero_core.ShardedOptimizer
+    store: Any | None  # zero_offload.TieredStore; None: zero-core's device store
+    timeline: Any  # zero_offload.Timeline
+    backend: str  # of the slab and why it was chosen; empty: no slab
+    resident_bytes: int  # what the device store holds, by the plan
+
+    def usage(self) -> Usage:
+        """The counters at this moment."""
+        if self.store is None:
+            return Usage(device_bytes=self.resident_bytes)
+        stats = self.store.stats()
+        return Usage(**{name: stats[name] for name in Usage.__dataclass_fields__})
+
+    def settle(self) -> None:
+        """Returns when updates in the background are done."""
+        if self.store is not None:
+            self.store.wait()
+
+
+def draft(config: Config) -> Draft:
+    """The model under `deferred_init`, the optimizer over it, and the bound update step.
+
+    Raises:
+        ConfigError: sizes that do not fit together, or an optimizer or layout that the update cannot run.
+    """
+    torch.manual_seed(config.run.seed)
+    with zero_core.deferred_init():
+        model = models.build(config.model, config.data.sequence_length)
+    optimizer = make_optimizer(config, model)
+    if config.offload.kind == "none":
+        return Draft(model, optimizer, None)
+    zero_optim_cpu = checks.sibling("zero_optim_cpu")
+    try:
+        step = zero_optim_cpu.CpuStep(layout=config.precision.states, threads=config.optim.threads)
+        step.bind(optimizer)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optim={config.optim.kind} cannot run on the CPU: {error}; change optim or choose offload=none"
+        ) from error
+    return Draft(model, optimizer, step)
+
+
+def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """The stock optimizer that `config.optim` names; vectors (norms, biases) are not decayed."""
+    optim = config.optim
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    betas = (optim.betas[0], optim.betas[1])
+    if optim.kind == "adamw":
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps)
+    if optim.kind == "adam":
+        return torch.optim.Adam(groups, lr=optim.lr, betas=betas, eps=optim.eps)
+    if optim.kind == "adagrad":
+        return torch.optim.Adagrad(groups, lr=optim.lr, eps=optim.eps)
+    if optim.kind == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
+    lion: torch.optim.Optimizer = checks.sibling("zero_optim_cpu").Lion(groups, lr=optim.lr, betas=betas)  # not torch's
+    return lion
+
+
+@contextmanager
+def assembled(draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Ranks) -> Iterator[Engine]:
+    """Allocates what the plan says and shards the model. Everything is given back at the end, whatever happened.
+
+    Raises:
+        ConfigError: the slab cannot be made, with its path, or a budget that only the allocation found too small.
+    """
+    with ExitStack() as stack:
+        slab = _slab(config, ranks, stack)
+        store = None
+        try:
+            if draft.step is not None:
+                store = zero_offload.TieredStore(
+                    plan=plan,
+                    nvme=slab,
+                    step=draft.step,
+                    host_bytes=config.offload.host_bytes,
+                    overlap=config.offload.overlap,
+                )
+            timeline = zero_offload.Timeline(rank=ranks.rank) if store is None else store.timeline
+            optimizer = zero_core.shard(
+                draft.model, draft.optimizer, store=store, observer=timeline, **_options(config)
+            )
+        except (OSError, MemoryError, ValueError, TypeError) as error:
+            if store is not None:
+                store.close()
+            raise ConfigError(planning.refusal(str(error))) from error
+        stack.callback(optimizer.close)
+        if ranks.device.type == "cpu":
+            zero_core.keep_freed_memory()
+        backend = "" if slab is None else f"{slab.backend} ({slab.reason})" if slab.reason else slab.backend
+        resident = plan.total("device") + (plan.total("host") if store is None else 0)
+        yield Engine(draft.model, optimizer, store, timeline, backend, resident)
+
+
+def _slab(config: Config, ranks: Ranks, stack: ExitStack) -> Any | None:
+    if not checks.uses_nvme(config):
+        return None
+    zero_nvme = checks.sibling("zero_nvme")
+    paths = checks.nvme_paths(config, ranks.local_rank)
+    try:
+        return stack.enter_context(zero_nvme.Slab([str(path) for path in paths], backend=config.io.backend))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"offload.nvme_paths={[str(path) for path in paths]}, io.backend={config.io.backend}: {error}"
+        ) from error
+
+
+def _options(config: Config) -> dict[str, Any]:
+    """The keywords of zero_core.shard; what is left null keeps its default."""
+    dtype = formats.DTYPES[config.precision.parameters]
+    options = {
+        "stage": config.zero.stage,
+        "param_dtype": None if dtype == torch.float32 else dtype,
+        "reduce_dtype": formats.reduce_dtype(config),
+        "loss_scale": config.precision.loss_scale,
+        "max_grad_norm": config.optim.max_grad_norm,
+        "resident_bytes": config.zero.resident_bytes,
+        "prefetch_bytes": config.zero.prefetch_bytes,
+        "update_in_backward": config.zero.update_in_backward,
+    }
+    known = inspect.signature(zero_core.shard).parameters
+    for name in [name for name, value in options.items() if name not in known and value]:
+        raise ConfigError(f"this zero-core's shard has no {name}; leave that key out, or install a newer zero-core")
+    return {name: value for name, value in options.items() if value is not None and name in known}

@@ -1,0 +1,159 @@
+"""The plan of a run: hardware as configured or as found, what zero-offload makes of it, and the text people read.
+
+Owns the questions to the machine and the wording. The arithmetic and the refusals are zero_offload.plan's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import zero_offload
+from zero_train import checks, formats
+from zero_train.errors import ConfigError
+from zero_train.progress import table
+from zero_train.ranks import Ranks
+from zero_train.schema import Config
+
+GIB = 1 << 30
+
+
+def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
+    """The configured facts, with what was left null asked of this machine.
+
+    Raises:
+        ConfigError: a figure that cannot be.
+    """
+    facts = {key: value for key, value in dataclasses.asdict(config.hardware).items() if value is not None}
+    on_gpu = ranks.device.type == "cuda"
+    facts.setdefault("device", ranks.device.type)
+    facts.setdefault("ranks_per_node", ranks.local_world_size)
+    facts.setdefault("nodes", max(1, ranks.world_size // int(facts["ranks_per_node"])))
+    facts.setdefault("device_gib", torch.cuda.mem_get_info(ranks.device)[0] / GIB if on_gpu else 0.0)
+    facts.setdefault("host_gib", available_bytes() / GIB)
+    paths = checks.nvme_paths(config, ranks.local_rank)
+    if checks.uses_nvme(config):
+        facts.setdefault("nvme_gib", min(checks.free_bytes(path) for path in paths) / GIB)
+        every = {path for rank in range(int(facts["ranks_per_node"])) for path in checks.nvme_paths(config, rank)}
+        facts.setdefault("nvme_paths", len(every))
+    try:
+        return zero_offload.Hardware(**facts)
+    except ValueError as error:
+        raise ConfigError(f"hardware.{error}") from error
+
+
+def available_bytes() -> int:
+    """Memory that a new process may use without swapping: MemAvailable, or the control group's room if less."""
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo") as file:
+            found = [line.split() for line in file if line.startswith("MemAvailable:")]
+        room = int(found[0][1]) * 1024
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            room = min(room, int(limit.read()) - int(used.read()))
+    except (OSError, ValueError, IndexError):
+        pass  # no limit ("max"), no control groups, or no /proc: what is known stands
+    return room
+
+
+def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> zero_offload.Plan:
+    """The plan of this rank.
+
+    `step` is the bound UpdateStep that says what the states of a tile are; None under offload=none.
+
+    Raises:
+        ConfigError: a tier that is too small, with what is missing and the key to change.
+    """
+    options: dict[str, Any] = dict(placements(config))
+    if step is not None:
+        options["step"] = step
+    if config.offload.host_bytes is not None:
+        options["host_bytes"] = config.offload.host_bytes
+    try:
+        return zero_offload.plan(
+            model,
+            hardware(config, ranks),
+            parameter_dtype=formats.DTYPES[config.precision.parameters],
+            reduce_dtype=formats.reduce_dtype(config),
+            activations="recompute" if config.model.checkpointing else "keep",
+            shard_count=ranks.world_size if config.zero.stage > 0 else 1,
+            stage=config.zero.stage,
+            tile_numel=config.offload.tile_numel,
+            slots=config.offload.slots,
+            tokens=config.run.micro_batch * config.run.accumulate * config.data.sequence_length,
+            accumulate=config.run.accumulate,
+            **options,
+        )
+    except (ValueError, MemoryError, RuntimeError) as error:
+        raise ConfigError(refusal(str(error))) from error
+
+
+def placements(config: Config) -> Mapping[str, Any]:
+    """By kind: a tier, fractions, or `auto`, as zero_offload takes them."""
+    if config.offload.kind == "none":
+        return dict.fromkeys(checks.STATE_KINDS, "device")
+    if config.offload.kind == "auto":
+        return dict.fromkeys(checks.STATE_KINDS, "auto")
+    return {kind: getattr(config.offload, kind) for kind in checks.STATE_KINDS}
+
+
+def refusal(text: str) -> str:
+    """A sibling's refusal, with this app's keys where it names none."""
+    if "offload." in text or "zero." in text or "hardware." in text:
+        return text
+    return f"{text}; change offload.parameters, offload.optimizer, zero.stage or the model's size"
+
+
+def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
+    """The plan as people read it: GiB per tier for each kind of state, and what the run writes to disk."""
+    lines = ["plan of each rank" if ranks.world_size > 1 else "plan", table(rows(plan))]
+    tokens = config.run.micro_batch * config.run.accumulate * config.data.sequence_length * ranks.world_size
+    written = written_bytes(plan, config, ranks)
+    lines.append(
+        f"{config.run.steps} steps of {tokens:,} tokens will write {written / 1e9:.1f} GB to disk in all: "
+        f"{plan.setup_write_bytes * ranks.world_size / 1e9:.2f} GB before the first step, "
+        f"{plan.write_bytes_per_step * ranks.world_size / 1e9:.2f} GB a step"
+        + (
+            f", {checkpoint_bytes(plan, config, ranks) / 1e9:.2f} GB of checkpoints"
+            if config.run.checkpoint_every
+            else ""
+        )
+    )
+    lines.append(f"each step reads {plan.read_bytes_per_step * ranks.world_size / 1e9:.2f} GB back")
+    if plan.step_seconds is not None:
+        lines.append(f"predicted step: {plan.step_seconds:.3g} s, {plan.exposed_seconds or 0:.3g} s of it exposed")
+    if plan.hides_from_tokens is not None:
+        lines.append(f"transfers hide from {plan.hides_from_tokens:,} tokens a step and rank")
+    if plan.endurance_steps is not None:
+        lines.append(f"nvme endurance: {plan.endurance_steps:,} steps")
+    return "\n".join(lines)
+
+
+def rows(plan: zero_offload.Plan) -> list[tuple[str, ...]]:
+    """The plan's table: GiB of a rank, a row for each tier; `-` where no budget is known."""
+    kinds = (*checks.STATE_KINDS, "buffers", "activations")
+    lines: list[tuple[str, ...]] = [("GiB", *kinds, "total", "budget")]
+    for tier in checks.TIERS:
+        cells = [f"{plan.bytes_of(tier, kind) / GIB:.3f}" for kind in kinds]
+        budget = plan.budgets.of(tier) if plan.budgets else None
+        lines.append((tier, *cells, f"{plan.total(tier) / GIB:.3f}", "-" if not budget else f"{budget / GIB:.1f}"))
+    return lines
+
+
+def written_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> int:
+    """Bytes that all ranks write to disk in this run, checkpoints included."""
+    return plan.written_bytes(config.run.steps) * ranks.world_size + checkpoint_bytes(plan, config, ranks)
+
+
+def checkpoint_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> int:
+    """Bytes of all the run's checkpoints: an fp32 master and the optimizer's states, each time."""
+    if not config.run.checkpoint_every:
+        return 0
+    count = -(-config.run.steps // config.run.checkpoint_every)
+    each = sum(plan.bytes_of(tier, kind) for tier in checks.TIERS for kind in ("optimizer", "parameters"))
+    return count * each * ranks.world_size

@@ -1,0 +1,160 @@
+"""What a run leaves in its folder: metrics.jsonl, validation.jsonl, report.png, timeline.json, timeline.png.
+
+Owns files and drawing; measures nothing. Drawing failures are the caller's to hear of: nothing is swallowed here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from zero_train.loop import History, Phases, Step
+
+GIB = 1 << 30
+_COLOURS = {
+    "compute": "#4c72b0",
+    "gather": "#55a868",
+    "reduce": "#8172b3",
+    "norm": "#937860",
+    "wait": "#c44e52",
+    "update": "#dd8452",
+    "swap_in": "#64b5cd",
+    "swap_out": "#da8bc3",
+}
+
+
+class Metrics:
+    """metrics.jsonl (one line a step) and validation.jsonl, each line on disk when its step is over.
+
+    A folder that holds lines of steps before `first`, of a run that is resumed, keeps those and drops later ones.
+    """
+
+    def __init__(self, folder: Path, first: int) -> None:
+        self._steps = folder / "metrics.jsonl"
+        self._validation = folder / "validation.jsonl"
+        for path in (self._steps, self._validation):
+            kept = [line for line in _lines(path) if line["step"] < first]
+            path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self._files = [path.open("a") for path in (self._steps, self._validation)]
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files:
+            file.close()
+
+    def step(self, step: Step) -> None:
+        """Appends one step."""
+        self._write(0, dataclasses.asdict(step))
+
+    def validation(self, number: int, loss: float) -> None:
+        """Appends one validation loss, taken after step `number`."""
+        self._write(1, {"step": number, "loss": loss})
+
+    def _write(self, which: int, record: dict[str, Any]) -> None:
+        self._files[which].write(json.dumps(record) + "\n")
+        self._files[which].flush()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The complete records of a file: a killed run may have left half a line at the end."""
+    records = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+def read_steps(folder: Path) -> list[Step]:
+    """The steps that metrics.jsonl of a run folder holds."""
+    return [Step(**line) for line in _lines(folder / "metrics.jsonl")]
+
+
+def read_validation(folder: Path) -> list[tuple[int, float]]:
+    """(after step, nats a byte), from validation.jsonl of a run folder."""
+    return [(line["step"], line["loss"]) for line in _lines(folder / "validation.jsonl")]
+
+
+def draw(folder: Path, history: History, nvme_bytes: int) -> None:
+    """report.png: loss, memory per tier, and where the step time went. `nvme_bytes`: what the plan puts there.
+
+    Loss and memory are of all steps in the folder, the seconds of those of this process.
+    """
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of its font cache otherwise
+    from matplotlib.figure import Figure
+
+    steps = read_steps(folder)
+    figure = Figure(figsize=(9, 10), layout="constrained")
+    above, middle, below = figure.subplots(3, 1)
+    _loss(above, steps, read_validation(folder))
+    _memory(middle, steps, nvme_bytes)
+    _seconds(below, steps, history.phases)
+    figure.savefig(folder / "report.png", dpi=110)
+
+
+def _loss(axes: Any, steps: Sequence[Step], validation: Sequence[tuple[int, float]]) -> None:
+    axes.plot([s.step for s in steps], [s.loss for s in steps], color="#4c72b0", linewidth=1, label="training")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), "o-", color="#c44e52", label="validation")
+    axes.set(title="loss", ylabel="nats per byte")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _memory(axes: Any, steps: Sequence[Step], nvme_bytes: int) -> None:
+    numbers = [s.step for s in steps]
+    for name, values in (
+        ("device tier", [s.device_bytes for s in steps]),
+        ("host tier", [s.host_bytes for s in steps]),
+        ("nvme tier (plan)", [nvme_bytes for _ in steps]),
+        ("peak RSS", [s.peak_rss_bytes for s in steps]),
+    ):
+        axes.plot(numbers, [value / GIB for value in values], label=name)
+    axes.set(title="memory per tier", ylabel="GiB", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _seconds(axes: Any, steps: Sequence[Step], phases: Sequence[Phases]) -> None:
+    numbers = [p.step for p in phases]
+    parts = {name: [getattr(p, name) for p in phases] for name in ("data", "forward", "backward", "optimizer")}
+    axes.stackplot(numbers, *parts.values(), labels=list(parts), alpha=0.8)
+    exposed = {s.step: s.exposed_seconds for s in steps}
+    axes.plot(numbers, [exposed.get(n, 0.0) for n in numbers], color="black", linewidth=1, label="of it exposed")
+    axes.set(title="where the step time went", xlabel="step", ylabel="seconds")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right")
+
+
+def draw_timeline(path: Path, events: Sequence[Any], seconds: float) -> None:
+    """timeline.png: the last `seconds` of a zero_offload.Timeline's events, a row for each thread and direction."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    end = max((event.stop_ns for event in events), default=0)
+    shown = [event for event in events if event.stop_ns > end - seconds * 1e9]
+    lanes = sorted({(event.lane, event.kind) for event in shown})
+    figure = Figure(figsize=(12, 1.5 + 0.4 * len(lanes)), layout="constrained")
+    axes = figure.subplots()
+    for row, (lane, kind) in enumerate(lanes):
+        spans = [
+            ((event.start_ns - end) / 1e9 + seconds, (event.stop_ns - event.start_ns) / 1e9)
+            for event in shown
+            if (event.lane, event.kind) == (lane, kind)
+        ]
+        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=_COLOURS.get(kind, "#8c8c8c"))
+    axes.set_yticks(range(len(lanes)), [f"{lane}: {kind}" for lane, kind in lanes])
+    axes.set(title="the last steps", xlabel="seconds", xlim=(0, seconds))
+    kinds = sorted({kind for _, kind in lanes})
+    axes.legend(handles=[Patch(color=_COLOURS.get(k, "#8c8c8c"), label=k) for k in kinds], ncols=max(1, len(kinds)))
+    figure.savefig(path, dpi=110)

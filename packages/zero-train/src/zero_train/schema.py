@@ -1,0 +1,248 @@
+"""Every key of a run, with its type, its default and what it means. No behaviour.
+
+Hydra checks the YAML of conf/ and the command line against these dataclasses. A YAML key, a field here and, where
+the value is handed on, the keyword of a sibling's constructor are the same word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from omegaconf import MISSING
+
+# OmegaConf reads the annotations at run time, also on Python 3.10: Optional[X], not X | None.
+# ruff: noqa: UP045
+
+
+@dataclass
+class RunConfig:
+    """What one run does, and where it leaves its results."""
+
+    steps: int = 300
+    """Optimizer steps."""
+    micro_batch: int = 8
+    """Sequences that a rank computes at once."""
+    accumulate: int = 1
+    """Micro-batches a step: their gradients are summed in fp32 before the update."""
+    seed: int = 0
+    """Seeds the weights, the order of the data and the sampled text. The same seed gives the same run."""
+    dir: str = MISSING
+    """The run folder; made by the run."""
+    dry: bool = False
+    """Print the plan, then exit without training and without writing anything."""
+    probe: bool = False
+    """Measure the machine, print it as YAML for conf/hardware, and exit."""
+    resume: Optional[str] = None
+    """Continue from a checkpoint: a run folder, a checkpoint folder, or `auto` for the last one in run.dir, if any."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; one more is saved at the end and at Ctrl-C. 0: none at all."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept in the run folder; older ones are deleted once a newer one is complete."""
+    evaluate_every: int = 50
+    """Steps between two validation losses; one more is taken at the start and at the end. 0: none at all."""
+    evaluate_batches: int = 8
+    """Micro-batches of one validation loss, over all ranks."""
+    report_every: int = 10
+    """Steps between two plain progress lines, where the output is not a terminal."""
+    sample_bytes: int = 160
+    """Length of the text generated after the run. 0: none."""
+    sample_prompt: str = "def "
+    """What the generated text begins with."""
+    sample_temperature: float = 0.7
+    """Divides the logits when the sample is drawn. 0: the likeliest byte each time."""
+    threads: Optional[int] = None
+    """Compute threads of a rank; null leaves torch's own choice."""
+
+
+@dataclass
+class ModelConfig:
+    """The architecture; random weights, unless `path` names a folder of pretrained ones."""
+
+    kind: str = MISSING
+    """llama, gpt2, moe or hf: the function of models.py that builds it."""
+    hidden_size: int = 512
+    """Width of the residual stream."""
+    intermediate_size: int = 1376
+    """Width of the feed-forward layer."""
+    layers: int = 8
+    """Transformer blocks."""
+    heads: int = 8
+    """Attention heads; hidden_size is a multiple of it."""
+    key_value_heads: Optional[int] = None
+    """Heads of keys and values (grouped-query attention); null: as many as heads. llama and moe."""
+    vocab_size: int = 256
+    """Size of the vocabulary; the data are bytes, so at least 256."""
+    tie_embeddings: bool = False
+    """One matrix for embedding and head."""
+    experts: int = 8
+    """Experts of a block. moe only."""
+    experts_per_token: int = 2
+    """Experts that each token is routed to. moe only."""
+    checkpointing: bool = False
+    """Recompute activations in backward instead of keeping them."""
+    path: Optional[str] = None
+    """Folder of a pretrained model (config.json and safetensors). hf only."""
+
+
+@dataclass
+class DataConfig:
+    """The text. Always bytes, so that no tokenizer is needed."""
+
+    kind: str = MISSING
+    """stdlib, text or synthetic: the function of data.py that reads it."""
+    sequence_length: int = 256
+    """Bytes of one sequence."""
+    path: Optional[str] = None
+    """A text file, or a folder of them. text only."""
+    pattern: str = "*"
+    """Which files of the folder. text only."""
+    validation_fraction: float = 0.05
+    """Share of the files held out; a single file is cut instead."""
+
+
+@dataclass
+class ZeroConfig:
+    """What is sharded over the ranks."""
+
+    stage: int = 3
+    """0: nothing. 1: optimizer states. 2: and gradients. 3: and parameters."""
+    resident_bytes: int = 0
+    """Stage 3: bytes of units that may stay unsharded between forward and backward."""
+    prefetch_bytes: Optional[int] = None
+    """Bytes of units gathered ahead of their use; null leaves zero-core's own choice."""
+    update_in_backward: bool = False
+    """Start a unit's update when its gradient arrives; excludes optim.max_grad_norm."""
+
+
+@dataclass
+class OffloadConfig:
+    """Where parameters, gradients and optimizer states live between uses."""
+
+    kind: str = MISSING
+    """none: zero-core's own device store. placed: the three tiers below. auto: the planner chooses them."""
+    parameters: Any = "host"
+    """device, host or nvme, or fractions of the tiles: {host: 0.37, nvme: 0.63}."""
+    gradients: Any = "host"
+    """device, host or nvme, or fractions."""
+    optimizer: Any = "host"
+    """device, host or nvme, or fractions. Master weights count as optimizer states."""
+    nvme_paths: Any = field(default_factory=list)
+    """Folders that hold the slab, one file each; `{local_rank}` is filled in. Empty: the run folder."""
+    tile_numel: int = 1 << 22
+    """Elements of a tile, the atom of placement, I/O and update."""
+    slots: Optional[int] = None
+    """Tiles in memory at once; null leaves zero-offload's own choice."""
+    host_bytes: Optional[int] = None
+    """Budget of host memory for tiers and slots of one rank; null: what they need."""
+    overlap: bool = True
+    """Update in the background while the next forward proceeds. The numbers are the same either way."""
+
+
+@dataclass
+class IoConfig:
+    """How the slab is read and written."""
+
+    backend: str = "auto"
+    """auto, io_uring, libaio, threads or aiofiles. auto says what it chose and why."""
+    allow_memory: bool = False
+    """Accept a path on a filesystem that is memory (tmpfs); only good for tests."""
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer, its schedule and clipping."""
+
+    kind: str = MISSING
+    """adamw, adam, lion, adagrad or sgd."""
+    lr: float = 1e-3
+    """Learning rate after warm-up."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay of the first and second moment. adamw, adam and lion."""
+    eps: float = 1e-8
+    """Added to the root of the second moment. adamw, adam and adagrad."""
+    momentum: float = 0.9
+    """Momentum. sgd only."""
+    weight_decay: float = 0.1
+    """Decay of matrices; vectors are not decayed."""
+    max_grad_norm: Optional[float] = 1.0
+    """Clip the global gradient norm to this; null: no clipping."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    final_fraction: float = 0.1
+    """Learning rate at the last step over `lr`: a cosine leads there. 1: constant."""
+    threads: Optional[int] = None
+    """Threads of the CPU update; null leaves zero-optim-cpu's own choice."""
+
+
+@dataclass
+class PrecisionConfig:
+    """Number formats. Whatever the parameters are, the optimizer updates an fp32 master."""
+
+    parameters: str = "auto"
+    """fp32, bf16 or fp16; auto: bf16 where the device computes in it, else fp32."""
+    reduce: Optional[str] = None
+    """Format of the gradient reduction: fp32, bf16 or fp16; null: that of the parameters."""
+    states: str = "auto"
+    """Layout of the optimizer states on host and nvme: split, fp32, split_bf16m or split_8bit; auto: the exact one."""
+    loss_scale: Any = None
+    """A number, `dynamic`, or null. fp16 wants `dynamic`."""
+
+
+@dataclass
+class HardwareConfig:
+    """What the machine has: the fields of `zero_offload.Hardware`. null: ask the machine, or unknown."""
+
+    name: str = "this machine"
+    """What reports call it."""
+    nodes: Optional[int] = None
+    """Hosts; null: the world size of this run over its ranks_per_node."""
+    ranks_per_node: Optional[int] = None
+    """Ranks (one a device) that share one host's memory and NVMe; null: the local world size of this run."""
+    device: Optional[str] = None
+    """torch device type that the ranks compute on; null: cuda where there is one, else cpu."""
+    device_gib: Optional[float] = None
+    """Memory of one device; 0: the device tier is host memory; null: ask."""
+    device_reserved_gib: Optional[float] = None
+    """Memory of one device that is not for tiers: context, libraries, fragments."""
+    host_gib: Optional[float] = None
+    """Memory of one host that runs may use; null: what is available now."""
+    host_reserved_gib: Optional[float] = None
+    """Host memory of one rank that is not for tiers: interpreter, libraries."""
+    nvme_gib: Optional[float] = None
+    """Room on one NVMe path; null: the free space of the path that has least."""
+    nvme_paths: Optional[int] = None
+    """NVMe paths of one host; null: as many as offload.nvme_paths."""
+    tflops: Optional[float] = None
+    """TFLOP/s that a model's forward and backward reach on one device; null: the step time is not predicted."""
+    device_gbps: Optional[float] = None
+    """GB/s of device memory."""
+    link_gbps: Optional[float] = None
+    """GB/s between a device and its host, each way."""
+    update_gbps: Optional[float] = None
+    """GB/s that a host's optimizer step moves."""
+    nvme_read_gbps: Optional[float] = None
+    """GB/s read from one path."""
+    nvme_write_gbps: Optional[float] = None
+    """GB/s written to one path."""
+    nvme_mixed_gbps: Optional[float] = None
+    """GB/s of reads plus writes to one path when both are in flight."""
+    network_gbps: Optional[float] = None
+    """GB/s that a collective moves for one rank."""
+    nvme_endurance_tb: Optional[float] = None
+    """Terabytes that one path is rated to take in its life."""
+
+
+@dataclass
+class Config:
+    """One run: the root of conf/train.yaml."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    io: IoConfig = field(default_factory=IoConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)

@@ -1,0 +1,233 @@
+"""One run: check ─> plan ─> assemble ─> loop ─> report. Knows the siblings through engine.py and planning.py only.
+
+Nothing is written before every rank has passed its checks; what a refused run made by then is taken away again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+import zero_core
+import zero_offload
+from zero_train import checks, data, engine, formats, interrupt, planning, progress, report, resume, sampling
+from zero_train import config as configuration
+from zero_train.errors import ConfigError, RunError
+from zero_train.loop import History, Loop, Step
+from zero_train.ranks import Ranks, joined
+from zero_train.schema import Config
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    exit_code: int = 0
+    folder: Path | None = None  # None: a dry run
+    history: History = field(default_factory=History)
+    sample: str = ""
+
+
+def run(config: Config, on_end: Callable[[engine.Engine], None] | None = None) -> Outcome:
+    """Does what `config` says on this rank. `on_end` sees the engine after the last step, before it is taken apart.
+
+    Raises:
+        ConfigError: on every rank, where any rank cannot run it. Nothing is left behind then.
+        RunError: training failed: a disk that filled up, an I/O error, a rank that is gone. The plots are written.
+    """
+    with interrupt.handled() as asked:
+        try:
+            with joined() as ranks:
+                return _Run(config, ranks, asked, on_end).go()
+        except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
+            raise RunError(f"the run stopped: {error}") from error
+        except KeyboardInterrupt:
+            _say("interrupted; nothing was trained")
+            return Outcome(asked.exit_code or 130)
+
+
+class _Run:
+    """One run's parts; each method is a part of `go`."""
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        asked: interrupt.Interrupt,
+        on_end: Callable[[engine.Engine], None] | None,
+    ) -> None:
+        self._config, self._ranks, self._asked, self._on_end = config, ranks, asked, on_end
+        self._config.run.dir = ranks.agree(config.run.dir)
+        self._format = ""
+
+    def go(self) -> Outcome:
+        config, ranks = self._config, self._ranks
+        if config.run.threads:
+            torch.set_num_threads(config.run.threads)
+        corpus, draft, plan, checkpoint = _together(ranks, self._prepared)
+        self._announce(corpus, draft, plan)
+        if config.run.dry:
+            return Outcome()
+        with self._folder() as folder, engine.assembled(draft, plan, config, ranks) as ready:
+            if ready.backend:
+                self._say(
+                    f"nvme: {ready.backend}, in {', '.join(map(str, checks.nvme_paths(config, ranks.local_rank)))}"
+                )
+            if checkpoint:
+                _together(ranks, lambda: resume.load(checkpoint, ready))
+                self._say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}")
+            return self._train(ready, corpus, plan, folder, checkpoint.step + 1 if checkpoint else 1)
+
+    def _prepared(self) -> tuple[data.Corpus, engine.Draft, zero_offload.Plan, resume.Checkpoint | None]:
+        """Everything that can be refused, and nothing that is written or takes long."""
+        config, ranks = self._config, self._ranks
+        checks.values(config)
+        self._format = formats.resolve(config, ranks.device)
+        checks.values(config)  # once more: auto may have met a layout that it cannot go with
+        checks.packages(config)
+        checks.nvme(config, ranks.local_rank)
+        if not config.run.dry:
+            checks.run_folder(config)
+        corpus = data.load(config.data, config.run.seed)
+        checkpoint = resume.found(config)
+        draft = engine.draft(config)
+        return corpus, draft, planning.make(config, draft.model, ranks, draft.step), checkpoint
+
+    def _announce(self, corpus: data.Corpus, draft: engine.Draft, plan: zero_offload.Plan) -> None:
+        config, ranks = self._config, self._ranks
+        numel = sum(p.numel() for p in draft.model.parameters())
+        words = self._format or config.precision.parameters
+        self._say(
+            f"{config.model.kind}: {numel / 1e6:.1f} M parameters in {words}; stage "
+            f"{config.zero.stage} on {ranks.world_size} rank{'s' if ranks.world_size > 1 else ''}, {ranks.device.type}"
+        )
+        self._say(
+            f"data: {corpus.name}; {corpus.training.numel() / 1e6:.1f} MB to train on, "
+            f"{corpus.validation.numel() / 1e6:.1f} MB held out"
+        )
+        self._say(planning.described(plan, config, ranks))
+
+    def _train(
+        self, ready: engine.Engine, corpus: data.Corpus, plan: zero_offload.Plan, folder: Path, first: int
+    ) -> Outcome:
+        config, ranks = self._config, self._ranks
+        loop = Loop(ready, corpus, config, ranks, self._asked)
+        sample = ""
+        shown = progress.reporter(ranks.leader, config.run.steps, first - 1, config.run.report_every)
+        with ExitStack() as stack:
+            metrics = stack.enter_context(report.Metrics(folder, first)) if ranks.leader else None
+            stack.enter_context(self._asked.gentle())
+            try:
+                with shown:
+                    signal = loop.run(
+                        first,
+                        lambda step: _show(step, shown, metrics),
+                        lambda number, loss: _show_validation(number, loss, shown, metrics),
+                        lambda number: resume.save(folder, number, ready, config, ranks),
+                    )
+                if signal:
+                    steps = len(loop.history.steps) + first - 1
+                    self._say(f"stopped after step {steps} of {config.run.steps}")
+                else:
+                    sample = self._sample(ready)
+                if self._on_end is not None:
+                    self._on_end(ready)
+            finally:
+                if ranks.leader:
+                    self._write_report(ready, loop.history, plan, folder)
+        self._say(f"results in {folder}")
+        return Outcome(128 + signal if signal else 0, folder, loop.history, sample)
+
+    def _sample(self, ready: engine.Engine) -> str:
+        run = self._config.run
+        if not run.sample_bytes:
+            return ""
+        text = sampling.generate(
+            ready.model,
+            run.sample_prompt,
+            run.sample_bytes,
+            temperature=run.sample_temperature,
+            seed=run.seed,
+            context=self._config.data.sequence_length,
+            device=self._ranks.device,
+            stop=lambda: bool(self._ranks.most(self._asked.signal)),
+        )
+        self._say(f"--- sample ---\n{text}\n--------------")
+        return text
+
+    def _write_report(self, ready: engine.Engine, history: History, plan: zero_offload.Plan, folder: Path) -> None:
+        """Plots and timeline; a plot that fails is named and takes nothing else with it."""
+        seconds = 2 * max((step.step_seconds for step in history.steps[-3:]), default=1.0)
+        for name, write in (
+            ("report.png", lambda: report.draw(folder, history, plan.total("nvme"))),
+            ("timeline.json", lambda: ready.timeline.save(folder / "timeline.json")),
+            ("timeline.png", lambda: report.draw_timeline(folder / "timeline.png", ready.timeline.events(), seconds)),
+        ):
+            try:
+                write()
+            except (OSError, ValueError, RuntimeError, ImportError) as error:
+                self._say(f"could not write {name}: {error}")
+
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        """The run folder with its config.yaml; taken away again where a ConfigError ends the run."""
+        folder = Path(self._config.run.dir)
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        config_file = folder / "config.yaml"
+        fresh = not config_file.exists()
+        if self._ranks.leader:
+            folder.mkdir(parents=True, exist_ok=True)
+            configuration.save(self._config, config_file)
+        self._ranks.agree("the folder is there")
+        try:
+            yield folder
+        except (ConfigError, KeyboardInterrupt):
+            if self._ranks.leader and fresh:
+                config_file.unlink(missing_ok=True)
+                for path in made:
+                    if not any(path.iterdir()):
+                        path.rmdir()
+            raise
+
+    def _say(self, text: str) -> None:
+        if self._ranks.leader:
+            _say(text)
+
+
+def _together(ranks: Ranks, function: Callable[[], Result]) -> Result:
+    """`function()` on every rank; where any of them refuses, all of them do, with the first one's reason."""
+    result, reason = None, None
+    try:
+        result = function()
+    except ConfigError as error:
+        reason = str(error)
+    reasons = [text for text in ranks.gather(reason) if text]
+    if reasons:
+        raise ConfigError(reasons[0])
+    assert result is not None or reason is None
+    return result  # type: ignore[return-value]
+
+
+def _show(step: Step, shown: progress.Reporter, metrics: report.Metrics | None) -> None:
+    if metrics:
+        metrics.step(step)
+    shown.step(progress.Line(step.step, step.loss, step.tokens_per_second, step.exposed_seconds))
+
+
+def _show_validation(number: int, loss: float, shown: progress.Reporter, metrics: report.Metrics | None) -> None:
+    if metrics:
+        metrics.validation(number, loss)
+    shown.say(f"validation after step {number}: {loss:.4f} nats/byte")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,243 @@
+"""Deferred construction: same distributions, same buffers, no memory, values that depend on the seed alone."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from zero_core.deferred import deferred_init
+from zero_core.errors import DeferredInitError
+from zero_core.init import Initialiser, become, materialise
+from zero_core.layout import UnitLayout
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=32, **TOKENS)
+    ),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_key_value_heads=2)),
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(d_model=64, d_ff=96, num_layers=2, num_heads=4, d_kv=16, vocab_size=128)
+    ),
+    "bert": lambda: BertForMaskedLM(BertConfig(**SIZES)),
+    "torch": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.LSTM(16, 16),
+        nn.MultiheadAttention(16, 2),
+        nn.Transformer(32, 4, 2, 2, 64),
+    ),
+}
+
+
+def deferred(make, seed: int = 5) -> nn.Module:
+    with deferred_init(seed=seed):
+        return make()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_real_architectures_match_eager_construction(name: str) -> None:
+    """Same names, shapes, strides, ties and buffers; each parameter's mean and deviation are the eager ones'."""
+    torch.manual_seed(0)
+    eager, model = MODELS[name](), deferred(MODELS[name])
+    assert all(p.is_meta for p in model.parameters())
+    materialise(model)
+    expected = dict(eager.named_parameters())
+    assert list(dict(model.named_parameters(remove_duplicate=False))) == list(
+        dict(eager.named_parameters(remove_duplicate=False))
+    )
+    for key, parameter in model.named_parameters():
+        twin = expected[key]
+        assert parameter.stride() == twin.stride() and parameter.requires_grad == twin.requires_grad
+        if bool((twin == twin.flatten()[0]).all()):
+            assert torch.equal(parameter, twin), key
+        elif parameter.numel() >= 256:
+            tolerance = 6 * twin.std().item() / math.sqrt(twin.numel())
+            assert abs(parameter.mean().item() - twin.mean().item()) < 2 * tolerance, key
+            assert abs(parameter.std().item() - twin.std().item()) < 2 * tolerance, key
+    buffers = dict(eager.named_buffers())
+    assert {k: v.shape for k, v in model.named_buffers()} == {k: v.shape for k, v in buffers.items()}
+    assert all(torch.equal(v, buffers[k]) for k, v in model.named_buffers())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_materialised_model_computes(name: str) -> None:
+    model = deferred(MODELS[name])
+    materialise(model)
+    tokens = torch.arange(12).view(1, 12)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    assert abs(loss.item() - math.log(128)) < 0.5
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_values_depend_on_the_seed_and_not_on_order_or_generator() -> None:
+    first, second, other = deferred(MODELS["llama"]), deferred(MODELS["llama"]), deferred(MODELS["llama"], seed=6)
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    one, two, three = Initialiser(first), Initialiser(second), Initialiser(other)
+    forward = [one.values(p) for p in first.parameters()]
+    backward = [two.values(p) for p in reversed(list(second.parameters()))][::-1]
+    assert all(torch.equal(a, b) for a, b in zip(forward, backward, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    changed = [not torch.equal(a, three.values(p)) for a, p in zip(forward, other.parameters(), strict=True)]
+    assert sum(changed) == sum(p.dim() > 1 for p in first.parameters())
+
+
+def test_the_default_seed_is_torchs() -> None:
+    torch.manual_seed(11)
+    with deferred_init():
+        model = nn.Linear(4, 4)
+    torch.manual_seed(11)
+    torch.randn(3)  # what was drawn since does not matter
+    with deferred_init():
+        same = nn.Linear(4, 4)
+    assert torch.equal(Initialiser(model).values(model.weight), Initialiser(same).values(same.weight))
+
+
+@pytest.mark.parametrize("shard_count", [1, 2, 3, 8])
+def test_shards_put_together_are_the_values(shard_count: int) -> None:
+    model = deferred(lambda: nn.Sequential(nn.Linear(13, 7), nn.LayerNorm(7), nn.Linear(7, 5)))
+    named = list(model.named_parameters())
+    layout = UnitLayout.build("u", [(n, p.shape) for n, p in named], itemsize=4, shard_count=shard_count)
+    initialiser = Initialiser(model)
+    flat = torch.cat([initialiser.shard(layout, [p for _, p in named], r) for r in range(shard_count)])
+    for slot, (_, parameter) in zip(layout.slots, named, strict=True):
+        assert torch.equal(flat[slot.offset : slot.stop].view(slot.shape), initialiser.values(parameter))
+    padding = layout.numel - sum(slot.numel for slot in layout.slots)
+    assert (flat == 0).sum() >= padding
+
+
+def test_a_real_model_gives_its_own_values() -> None:
+    model = nn.Linear(5, 3)
+    assert torch.equal(Initialiser(model).values(model.weight), model.weight)
+
+
+class Custom(nn.Module):
+    """Everything a constructor does to parameters besides `reset_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bare = nn.Parameter(torch.randn(8, 8) * 0.02)
+        self.ones = nn.Parameter(torch.ones(8))
+        self.full = nn.Parameter(torch.full((2, 8), 3.0))
+        self.given = nn.Parameter(torch.arange(8.0))
+        self.zeroed, self.scaled, self.orthogonal = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        nn.init.zeros_(self.zeroed.weight)
+        self.scaled.weight.data[2:4].mul_(100.0)
+        nn.init.orthogonal_(self.orthogonal.weight)
+        self.embedding = nn.Embedding(10, 8, padding_idx=3)
+        self.first = nn.Linear(8, 8, bias=False)
+        self.copied = copy.deepcopy(self.first)
+        self.low = nn.Linear(8, 8).to(torch.bfloat16)
+        self.truncated = nn.Linear(64, 64)
+        nn.init.trunc_normal_(self.truncated.weight, std=1.0, a=-1.0, b=1.0)
+        self.tied = nn.Linear(8, 10, bias=False)
+        self.tied.weight = self.embedding.weight
+        self.bound = float(self.first.weight.detach().abs().max())  # reads a value back
+        self.register_buffer("ema", self.first.weight.detach().clone())
+        self.register_buffer("mask", torch.tril(torch.ones(16, 16)), persistent=False)
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+
+def test_whatever_a_constructor_does_is_replayed() -> None:
+    model = deferred(Custom)
+    assert all(p.is_meta for p in model.parameters())
+    materialise(model)
+    assert 0.01 < model.bare.std() < 0.03
+    assert torch.equal(model.ones, torch.ones(8)) and torch.equal(model.full, torch.full((2, 8), 3.0))
+    assert torch.equal(model.given, torch.arange(8.0))
+    assert torch.equal(model.zeroed.weight, torch.zeros(8, 8)) and model.zeroed.bias.abs().max() > 0
+    assert model.scaled.weight[2:4].abs().max() > 1 > model.scaled.weight[4:].abs().max()
+    torch.testing.assert_close(model.orthogonal.weight @ model.orthogonal.weight.T, torch.eye(8), rtol=0, atol=1e-5)
+    assert torch.equal(model.embedding.weight[3], torch.zeros(8)) and model.embedding.weight[4].abs().max() > 0
+    assert torch.equal(model.copied.weight, model.first.weight) and model.copied.weight is not model.first.weight
+    assert model.low.weight.dtype == torch.bfloat16 and model.low.weight.abs().max() > 0
+    assert 0.9 < model.truncated.weight.abs().max() <= 1.0 and model.truncated.weight.std() > 0.4
+    assert model.tied.weight is model.embedding.weight
+    assert model.bound == float(model.first.weight.detach().abs().max())
+    assert torch.equal(model.ema, model.first.weight)
+    assert torch.equal(model.mask, torch.tril(torch.ones(16, 16)))
+    assert not model.frozen.requires_grad
+
+
+def test_an_optimizer_built_before_materialisation_keeps_its_parameters() -> None:
+    model = deferred(lambda: nn.Linear(4, 4))
+    model.weight.tag = "mine"
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.weight
+    materialise(model)
+    assert model.weight is before and optimizer.param_groups[0]["params"][0] is before and before.tag == "mine"
+    model(torch.ones(4)).sum().backward()
+    old = before.detach().clone()
+    optimizer.step()
+    assert torch.equal(before, old - 1.0)
+
+
+def test_become_gives_a_real_parameter_other_memory() -> None:
+    parameter, flat = nn.Parameter(torch.ones(2, 2)), torch.arange(8.0)
+    become(parameter, flat[4:8].view(2, 2))
+    flat[4] = 9.0
+    assert parameter[0, 0] == 9.0
+
+
+def test_construction_takes_no_memory() -> None:
+    """A terabyte of parameters: construction would fail if any of it were real."""
+    with deferred_init(seed=0):
+        model = nn.ModuleList(nn.Linear(1 << 19, 1 << 19, bias=False, device="meta") for _ in range(1))
+    assert model[0].weight.is_meta and model[0].weight.numel() == 1 << 38
+
+
+def test_uninitialised_parameters_are_named() -> None:
+    class Forgotten(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.empty(4, 4))
+            self.partly = nn.Parameter(torch.empty(4, 4))
+            nn.init.zeros_(self.partly[0])
+
+    model = deferred(lambda: nn.Sequential(Forgotten(), nn.Linear(2, 2)))
+    with pytest.raises(DeferredInitError, match=r"initialises 0\.table: initialise it"):
+        Initialiser(model)
+    nn.init.ones_(model[0].table)  # outside the context this changes nothing
+    with pytest.raises(DeferredInitError, match=r"0\.table"):
+        materialise(model)
+    del model[0].table
+    with pytest.raises(DeferredInitError, match=r"0\.partly is only partly"):
+        materialise(model)
+
+
+def test_meta_parameters_of_other_makes_are_named() -> None:
+    with pytest.raises(DeferredInitError, match=r"weight, bias are on the meta device"):
+        Initialiser(nn.Linear(2, 2, device="meta"))
+    converted = deferred(lambda: nn.Linear(2, 2)).to(torch.bfloat16)
+    with pytest.raises(DeferredInitError, match="build and convert the model inside"):
+        Initialiser(converted)
+
+
+def test_hooks_are_gone_after_the_context_even_when_it_raises() -> None:
+    with pytest.raises(KeyError), deferred_init():
+        raise KeyError("x")
+    assert not nn.Linear(2, 2).weight.is_meta

@@ -1,0 +1,104 @@
+"""The closed formulas against hand-written numbers and against each other."""
+
+import pytest
+import torch
+
+from zero_core import memory
+from zero_core.errors import StageError
+from zero_core.layout import UnitLayout
+
+PSI = 1 << 20
+
+
+def test_bytes_of_each_stage_in_mixed_precision() -> None:
+    """The table of the paper: 2 + 4 + 12 bytes a parameter (fp32 accumulation), each divided where it is sharded."""
+    rows = {
+        stage: memory.estimate(PSI, 8, stage, param_dtype=torch.bfloat16, optimizer="adamw") for stage in (0, 1, 2, 3)
+    }
+    assert [r.parameters_bytes for r in rows.values()] == [2 * PSI, 2 * PSI, 2 * PSI, 2 * PSI // 8]
+    assert [r.gradients_bytes for r in rows.values()] == [4 * PSI, 4 * PSI, 4 * PSI // 8, 4 * PSI // 8]
+    assert [r.optimizer_bytes for r in rows.values()] == [12 * PSI] + [12 * PSI // 8] * 3
+
+
+def test_fp32_parameters_are_their_own_master() -> None:
+    assert memory.estimate(PSI, 1, 0).optimizer_bytes == 8 * PSI
+    assert memory.estimate(PSI, 1, 0, optimizer="sgd").optimizer_bytes == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 512])
+@pytest.mark.parametrize(("stage", "factor"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_elements_moved(stage: int, factor: int, world_size: int) -> None:
+    assert memory.movement(PSI, world_size, stage).total_numel == factor * PSI * (world_size - 1) // world_size
+
+
+def test_residency_saves_one_gather_of_what_is_kept() -> None:
+    full, kept = memory.movement(PSI, 4, 3), memory.movement(PSI, 4, 3, resident_numel=PSI)
+    assert full.gathered_numel - kept.gathered_numel == PSI * 3 // 4
+    assert full.reduced_numel == kept.reduced_numel
+
+
+def test_accumulation_multiplies_only_what_runs_each_micro_batch() -> None:
+    once, thrice = memory.movement(PSI, 4, 3), memory.movement(PSI, 4, 3, accumulate=3)
+    assert thrice.total_numel == 3 * once.total_numel
+    assert memory.movement(PSI, 4, 1, accumulate=3) == memory.movement(PSI, 4, 1)
+    assert memory.movement(PSI, 4, 2, accumulate=3).reduced_numel == 3 * once.reduced_numel
+
+
+def test_replicas_add_an_all_reduce_of_the_shard() -> None:
+    moved = memory.movement(PSI, 4, 3, replicas=2)
+    assert moved.replicated_numel == 2 * (PSI // 4) // 2
+    assert memory.movement(PSI, 4, 3).replicated_numel == 0
+
+
+def test_unsharded_units_are_counted_at_stage_3_only_and_never_exceed_the_model() -> None:
+    unit = PSI // 4
+    three = memory.estimate(PSI, 4, 3, largest_unit_numel=unit, prefetch_bytes=100)
+    assert three.unsharded_bytes == 4 * unit + 100
+    assert memory.estimate(PSI, 4, 2, largest_unit_numel=unit, prefetch_bytes=100).unsharded_bytes == 0
+    assert memory.estimate(PSI, 4, 3, largest_unit_numel=unit, resident_bytes=1 << 40).unsharded_bytes == 4 * PSI
+    assert three.total_bytes == 16 * PSI // 4 + 4 * unit + 100 + 4 * unit
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
+    lora = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16)
+    assert (lora.gradients_bytes, lora.optimizer_bytes) == (4 * PSI // 64, 8 * PSI // 64)
+    assert lora.parameters_bytes == PSI
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shards", [1, 3, 8])
+def test_padding_is_the_layouts(dtype: torch.dtype, shards: int) -> None:
+    layout = UnitLayout.build("u", [("w", (37, 5))], itemsize=dtype.itemsize, shard_count=shards)
+    assert memory.padded_numel(37 * 5, shards, dtype) == layout.numel
+
+
+@pytest.mark.parametrize(
+    ("make", "states"),
+    [
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
+        (lambda p: torch.optim.Adam(p), 2),
+        (lambda p: torch.optim.SGD(p, lr=1.0), 0),
+        (lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), 1),
+        (lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True), 3),
+        (lambda p: torch.optim.Adagrad(p), 1),
+    ],
+)
+def test_states_of_an_optimizer_equal_what_torch_keeps(make, states: int) -> None:
+    """Counted against the tensors of the parameter's shape that torch itself makes in a step."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = make([parameter])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    kept = sum(1 for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.shape == (3,))
+    assert memory.optimizer_states(optimizer) == states == kept
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(StageError, match="stage=4"):
+        memory.estimate(PSI, 2, 4)
+    with pytest.raises(ValueError, match="world_size=0"):
+        memory.estimate(PSI, 0, 3)
+    with pytest.raises(ValueError, match="muon"):
+        memory.estimate(PSI, 2, 3, optimizer="muon")
+    with pytest.raises(ValueError, match="trainable_numel"):
+        memory.estimate(PSI, 2, 3, trainable_numel=PSI + 1)

@@ -1,0 +1,204 @@
+"""Weights of real architectures in and out, against `transformers` itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, BertForMaskedLM, T5ForConditionalGeneration
+
+from tests.unit.zero_core.test_init import MODELS
+from zero_core.deferred import deferred_init
+from zero_core.errors import PretrainedError
+from zero_core.init import Initialiser, materialise
+from zero_core.layout import UnitLayout
+from zero_core.pretrained import load_pretrained, save_pretrained
+from zero_core.tiling import tile_linear
+
+NAMES = ["llama", "gpt2", "mixtral", "t5", "bert"]
+CLASSES = {"t5": T5ForConditionalGeneration, "bert": BertForMaskedLM}
+
+
+def build(name: str, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return MODELS[name]()
+
+
+def assert_same_weights(got: nn.Module, expected: nn.Module) -> None:
+    twins = dict(expected.named_parameters())
+    assert set(twins) == {n for n, _ in got.named_parameters()}
+    for name, parameter in got.named_parameters():
+        assert torch.equal(parameter, twins[name]), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plain_model_is_filled(name: str, tmp_path: Path) -> None:
+    source, model = build(name, 1), build(name, 2)
+    source.save_pretrained(tmp_path)
+    report = load_pretrained(model, tmp_path)
+    assert_same_weights(model, source)
+    assert report.missing == report.unexpected == ()
+    assert set(report.loaded) == {n for n, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_deferred_model_reads_when_its_values_are_asked_for(name: str, tmp_path: Path) -> None:
+    source = build(name, 1)
+    source.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    with deferred_init(seed=3):
+        model = MODELS[name]()
+    report = load_pretrained(model, tmp_path)
+    assert report.read_bytes <= sum(b.numel() * b.element_size() for b in model.buffers())
+    assert all(p.is_meta for p in model.parameters())
+    materialise(model)
+    assert_same_weights(model, source)
+
+
+def test_each_rank_reads_its_own_slices_only(tmp_path: Path) -> None:
+    source = build("llama", 1)
+    source.save_pretrained(tmp_path)
+    numel = sum(p.numel() for p in source.parameters())
+    with deferred_init(seed=3):
+        model = MODELS["llama"]()
+    load_pretrained(model, tmp_path)
+    named = list(model.named_parameters())
+    layout = UnitLayout.build("u", [(n, p.shape) for n, p in named], itemsize=4, shard_count=4)
+    initialiser = Initialiser(model)
+    reader = next(iter(initialiser._recordings.values())).source(named[0][1])._reader
+    shards, seen = [], 0
+    for rank in range(4):
+        shards.append(initialiser.shard(layout, [p for _, p in named], rank))
+        assert reader.read_bytes - seen == 4 * sum(piece.numel for piece in layout.pieces(rank))
+        seen = reader.read_bytes
+    assert seen == 4 * numel
+    flat, twins = torch.cat(shards), dict(source.named_parameters())
+    for slot in layout.slots:
+        assert torch.equal(flat[slot.offset : slot.stop].view(slot.shape), twins[slot.name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("max_file_bytes", [5 << 30, 60_000])
+def test_what_is_saved_transformers_loads(name: str, max_file_bytes: int, tmp_path: Path) -> None:
+    source = build(name, 1)
+    save_pretrained(source, tmp_path, max_file_bytes=max_file_bytes)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_file_bytes == 60_000)
+    assert not list(tmp_path.glob("*.partial"))
+    loaded, info = CLASSES.get(name, AutoModelForCausalLM).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert type(loaded) is type(source)
+    assert_same_weights(loaded, source)
+    again = build(name, 2)
+    load_pretrained(again, tmp_path)
+    assert_same_weights(again, source)
+
+
+def test_a_second_save_leaves_no_file_of_the_first(tmp_path: Path) -> None:
+    model = build("llama", 1)
+    save_pretrained(model, tmp_path, max_file_bytes=60_000)
+    save_pretrained(model, tmp_path)
+    assert sorted(p.name for p in tmp_path.glob("model*")) == ["model.safetensors"]
+
+
+def test_another_dtype_is_converted_both_ways(tmp_path: Path) -> None:
+    source, model = build("llama", 1), build("llama", 2)
+    save_pretrained(source, tmp_path, dtype=torch.bfloat16)
+    assert (tmp_path / "model.safetensors").stat().st_size < 2.2 * sum(p.numel() for p in source.parameters())
+    load_pretrained(model, tmp_path)
+    for a, b in zip(model.parameters(), source.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-8, atol=0)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_the_base_models_weights_fit_the_whole_and_back(tmp_path: Path) -> None:
+    source = build("llama", 1)
+    source.model.save_pretrained(tmp_path / "base")
+    source.save_pretrained(tmp_path / "whole")
+    model = build("llama", 2)
+    report = load_pretrained(model, tmp_path / "base", strict=False)
+    assert report.missing == ("lm_head.weight",)
+    assert torch.equal(model.model.layers[1].mlp.up_proj.weight, source.model.layers[1].mlp.up_proj.weight)
+    base = build("llama", 2).model
+    report = load_pretrained(base, tmp_path / "whole", strict=False)
+    assert report.unexpected == ("lm_head.weight",)
+    assert torch.equal(base.norm.weight, source.model.norm.weight)
+
+
+def test_ties_are_reported_and_found_under_either_name(tmp_path: Path) -> None:
+    source, model = build("gpt2", 1), build("gpt2", 2)
+    source.save_pretrained(tmp_path)
+    report = load_pretrained(model, tmp_path)
+    assert report.tied == (("lm_head.weight", "transformer.wte.weight"),)
+    other = tmp_path / "other"
+    save_pretrained(source, other)
+    path = other / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"transformer.wte.weight"', b'"lm_head.weight"        '))
+    model = build("gpt2", 2)
+    load_pretrained(model, other)
+    assert_same_weights(model, source)
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_tiled_linears_take_and_give_the_whole_layers_weights(deferred: bool, tmp_path: Path) -> None:
+    source = build("llama", 1)
+    source.save_pretrained(tmp_path)
+    if deferred:
+        with deferred_init(seed=1):
+            model = MODELS["llama"]()
+    else:
+        model = build("llama", 2)
+    names = tile_linear(model, 2000)
+    assert "lm_head" in names and len(names) > 4
+    load_pretrained(model, tmp_path)
+    if deferred:
+        materialise(model)
+    tokens = torch.arange(8).view(1, 8)
+    torch.testing.assert_close(model(input_ids=tokens).logits, source(input_ids=tokens).logits)
+    save_pretrained(model, tmp_path / "out")
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), source)
+
+
+def test_column_tiles_too(tmp_path: Path) -> None:
+    from zero_core.tiling import TiledLinear
+
+    torch.manual_seed(0)
+    source = nn.Sequential(nn.Linear(10, 7))
+    save_pretrained(source, tmp_path)
+    tiled = nn.Sequential(TiledLinear(10, 7, out_splits=2, in_splits=3))
+    load_pretrained(tiled, tmp_path)
+    x = torch.randn(4, 10)
+    torch.testing.assert_close(tiled(x), source(x))
+    save_pretrained(tiled, tmp_path / "again")
+    back = nn.Sequential(nn.Linear(10, 7))
+    load_pretrained(back, tmp_path / "again")
+    assert_same_weights(back, source)
+
+
+def test_misfits_are_reported_by_name(tmp_path: Path) -> None:
+    save_pretrained(nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(2, 2)}), tmp_path)
+    other = nn.ModuleDict({"a": nn.Linear(3, 2), "c": nn.Linear(2, 2)})
+    with pytest.raises(PretrainedError, match=r"missing from the files: c.weight, c.bias \| not in the model: b\."):
+        load_pretrained(other, tmp_path)
+    before = other["c"].weight.clone()
+    report = load_pretrained(other, tmp_path, strict=False)
+    assert report.missing == ("c.weight", "c.bias") and set(report.unexpected) == {"b.weight", "b.bias"}
+    assert torch.equal(other["c"].weight, before)
+    load_pretrained(other, tmp_path, rename=lambda name: name.replace("c.", "b."))
+    assert not torch.equal(other["c"].weight, before)
+    with pytest.raises(PretrainedError, match=r"a.weight: file \(2, 3\), model \(3, 3\)"):
+        load_pretrained(nn.ModuleDict({"a": nn.Linear(3, 3)}), tmp_path, strict=False)
+
+
+def test_buffers_are_loaded_and_need_not_be_there(tmp_path: Path) -> None:
+    source, model = nn.Sequential(nn.BatchNorm1d(4)), nn.Sequential(nn.BatchNorm1d(4))
+    source[0].running_mean.fill_(3.0)
+    source[0].num_batches_tracked.fill_(9)
+    save_pretrained(source, tmp_path)
+    load_pretrained(model, tmp_path)
+    assert torch.equal(model[0].running_mean, source[0].running_mean) and model[0].num_batches_tracked == 9
+
+
+def test_a_plain_meta_model_is_refused(tmp_path: Path) -> None:
+    save_pretrained(nn.Linear(2, 2), tmp_path)
+    with pytest.raises(PretrainedError, match="weight is on the meta device"):
+        load_pretrained(nn.Linear(2, 2, device="meta"), tmp_path)

@@ -1,0 +1,125 @@
+"""Values and paths that cannot be used are refused before anything is built, each by the key to change."""
+
+import copy
+import os
+
+import pytest
+
+from zero_train import checks, config
+from zero_train.errors import ConfigError
+
+
+def changed(*overrides):
+    return config.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["zero.stage=4"], ["zero.stage=4", "0, 1, 2, 3"]),
+        (["run.steps=0"], ["run.steps=0"]),
+        (["run.micro_batch=0"], ["run.micro_batch=0"]),
+        (["optim.lr=-1"], ["optim.lr=-1"]),
+        (["optim.kind=adamx"], ["optim=adamx", "adamw"]),
+        (["io.backend=uring"], ["io.backend=uring", "io_uring"]),
+        (["precision.parameters=fp8"], ["precision.parameters=fp8", "bf16"]),
+        (["precision.parameters=fp32"], ["precision.states=split", "fp32"]),
+        (["offload.optimizer=disk"], ["offload.optimizer=disk", "nvme"]),
+        (["offload.optimizer={host: 0.5, nvme: 0.4}"], ["offload.optimizer", "0.9"]),
+        (["offload.optimizer={host: 0.5, disk: 0.5}"], ["offload.optimizer=disk"]),
+        (["zero.update_in_backward=true"], ["zero.update_in_backward", "optim.max_grad_norm"]),
+        (["optim.betas=[0.9]"], ["optim.betas"]),
+        (["data.validation_fraction=1.5"], ["data.validation_fraction"]),
+        (["precision.loss_scale=big"], ["precision.loss_scale=big"]),
+    ],
+)
+def test_a_value_that_cannot_be_names_its_key(overrides, words):
+    with pytest.raises(ConfigError) as caught:
+        checks.values(changed(*overrides))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_good_values_pass():
+    checks.values(changed("offload.optimizer={host: 0.3, nvme: 0.7}", "precision.loss_scale=1024"))
+
+
+def test_a_missing_folder_names_the_key(tmp_path):
+    with pytest.raises(ConfigError, match=r"offload\.nvme_paths: .*gone does not exist"):
+        checks.nvme(changed(f"offload.nvme_paths=[{tmp_path}/gone]"), 0)
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"offload\.nvme_paths: .*is not a folder"):
+        checks.nvme(changed(f"offload.nvme_paths=[{tmp_path}/file]"), 0)
+
+
+def test_a_folder_that_takes_no_file_is_refused_with_the_systems_reason():
+    # /proc/self is a folder in which nobody, root included, can make a file: as good as a read-only mount.
+    with pytest.raises(ConfigError, match=r"offload\.nvme_paths: cannot write in /proc/self"):
+        checks.nvme(changed("offload.nvme_paths=[/proc/self]"), 0)
+
+
+def test_memory_is_no_disk():
+    if checks.memory_filesystem(os.fspath("/dev/shm")) is None:
+        pytest.skip("/dev/shm is not tmpfs here")
+    with pytest.raises(ConfigError, match=r"offload\.nvme_paths: /dev/shm is in memory \(tmpfs\)"):
+        checks.nvme(changed("offload.nvme_paths=[/dev/shm]"), 0)
+    checks.nvme(changed("offload.nvme_paths=[/dev/shm]", "io.allow_memory=true"), 0)
+
+
+def test_proc_is_not_taken_for_memory():
+    assert checks.memory_filesystem("/proc") is None
+
+
+def test_the_rank_is_filled_into_its_path(tmp_path):
+    composed = changed(f"offload.nvme_paths=['{tmp_path}/{{local_rank}}']")
+    assert checks.nvme_paths(composed, 3) == [tmp_path / "3"]
+
+
+def test_without_paths_the_run_folder_holds_the_slab_and_nothing_is_left(tmp_path):
+    composed = changed("io.allow_memory=true")
+    composed.run.dir = str(tmp_path / "a" / "b")
+    checks.nvme(composed, 0)
+    checks.run_folder(composed)
+    assert checks.nvme_paths(composed, 0) == [tmp_path / "a" / "b"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_under_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    composed = changed()
+    composed.run.dir = str(tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match=r"run\.dir="):
+        checks.run_folder(composed)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "module", "extra"),
+    [
+        (["offload=nvme"], "zero_nvme", "nvme"),
+        (["offload=host"], "zero_optim_cpu", "cpu"),
+        (["offload=none"], "transformers", "hf"),
+    ],
+)
+def test_a_missing_sibling_names_the_extra(monkeypatch, overrides, module, extra):
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None if name == module else object())
+    with pytest.raises(ConfigError, match=rf"zero-train\[{extra}\]"):
+        checks.packages(changed(*overrides))
+
+
+def test_only_what_is_on_nvme_needs_a_disk():
+    assert checks.uses_nvme(changed("offload=nvme"))
+    assert checks.uses_nvme(changed("offload=host", "offload.optimizer={host: 0.5, nvme: 0.5}"))
+    assert not checks.uses_nvme(changed("offload=host"))
+    assert not checks.uses_nvme(changed("offload=none", "offload.optimizer=nvme"))
+    assert not checks.uses_nvme(changed("offload=auto"))
+    assert checks.uses_nvme(changed("offload=auto", "offload.nvme_paths=[/x]"))
+
+
+def test_checks_change_nothing():
+    composed = changed()
+    before = copy.deepcopy(composed)
+    checks.values(composed)
+    assert composed == before

@@ -1,0 +1,93 @@
+"""A mistyped command line ends with one sentence that names the key; a good one becomes dataclasses."""
+
+import dataclasses
+
+import pytest
+
+from zero_train import config
+from zero_train.errors import ConfigError
+from zero_train.schema import Config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["run.step=3"], ["run.step ", "run.steps"]),
+        (["steps=3"], ["steps", "run.steps"]),
+        (["+run.foo=3"], ["run.foo"]),
+        (["+foo=3"], ["foo"]),
+        (["run.steps=abc"], ["run.steps", "abc"]),
+        (["run.accumulate=1.5"], ["run.accumulate", "1.5"]),
+        (["run.seed=null"], ["run.seed", "not Optional"]),
+        (["offload=hots"], ["offload=hots", "host", "nvme", "none"]),
+        (["zero=stage7"], ["zero=stage7", "stage3"]),
+        (["recipe=laptop"], ["recipe=laptop", "laptop_25m_nvme"]),
+        (["ofload=host"], ["ofload", "offload"]),
+        (["run=3"], ["run"]),
+        (["a=b=c=["], ["a=b=c=["]),
+        (["run.steps=1,2"], ["run.steps=1,2", "-m"]),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key(overrides, words):
+    with pytest.raises(ConfigError) as caught:
+        config.compose(overrides)
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text
+
+
+def test_the_default_configuration_is_complete():
+    composed = config.compose()
+    assert isinstance(composed, Config)
+    assert composed.model.kind == "llama" and composed.offload.kind == "placed"
+    assert composed.run.dir.startswith("runs/")
+
+
+def test_a_command_line_group_wins_over_the_recipe():
+    composed = config.compose(["recipe=tiny", "offload=host", "model=moe", "run.steps=7"])
+    assert (composed.offload.optimizer, composed.model.kind, composed.run.steps) == ("host", "moe", 7)
+    assert composed.model.hidden_size == 64  # of the recipe
+
+
+@pytest.mark.parametrize(
+    "group", ["model", "data", "zero", "offload", "io", "optim", "precision", "hardware", "recipe"]
+)
+def test_every_option_of_every_group_composes(group):
+    options = sorted((config.folder() / group).glob("*.yaml"))
+    assert options
+    for option in options:
+        assert isinstance(config.compose([f"{group}={option.stem}"]), Config)
+
+
+def test_fractions_and_lists_arrive_as_plain_values():
+    composed = config.compose(["offload.optimizer={host: 0.25, nvme: 0.75}", "offload.nvme_paths=[/a,/b]"])
+    assert composed.offload.optimizer == {"host": 0.25, "nvme": 0.75}
+    assert composed.offload.nvme_paths == ["/a", "/b"]
+
+
+def test_a_sweep_is_checked_to_its_last_job():
+    config.check(["zero.stage=1,2,3", "offload=none,host"], sweep=True)
+    with pytest.raises(ConfigError, match="offload=hots"):
+        config.check(["zero.stage=1,2", "offload=none,hots"], sweep=True)
+
+
+def test_saving_and_reading_back_keeps_every_value(tmp_path):
+    from omegaconf import OmegaConf
+
+    composed = config.compose(["recipe=tiny", "run.dir=x", "offload.optimizer={host: 0.5, nvme: 0.5}"])
+    config.save(composed, tmp_path / "config.yaml")
+    read = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(tmp_path / "config.yaml"))
+    assert OmegaConf.to_object(read) == composed
+
+
+def test_every_key_has_a_description():
+    import inspect
+
+    from zero_train import schema
+
+    for section in dataclasses.fields(Config):
+        source = inspect.getsource(section.default_factory)
+        described = source.count('"""') // 2 - 1  # the class's own
+        assert described == len(dataclasses.fields(section.default_factory)), section.name
+    assert inspect.getdoc(schema.Config)

@@ -1,0 +1,44 @@
+"""precision=auto: bf16 only where the device computes in it, and a layout that goes with it."""
+
+import pytest
+import torch
+
+from zero_train import config, formats
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def resolved(tmp_path, device, flags, *overrides):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\n{flags}\n")
+    composed = config.compose(["recipe=tiny", "run.dir=x", *overrides])
+    reason = formats.resolve(composed, device, cpuinfo)
+    return composed.precision.parameters, composed.precision.states, reason
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "expected"),
+    [
+        (CPU, "flags\t\t: fpu avx512f", ("fp32", "fp32")),
+        (CPU, "flags\t\t: fpu avx512_bf16", ("bf16", "split")),
+        (CPU, "Features\t: fp asimd bf16", ("bf16", "split")),
+        (CPU, "", ("fp32", "fp32")),
+        (GPU, "flags\t\t: fpu", ("bf16", "fp32")),
+    ],
+)
+def test_auto_follows_the_device(tmp_path, device, flags, expected):
+    parameters, states, reason = resolved(tmp_path, device, flags)
+    assert (parameters, states) == expected
+    assert reason.startswith(parameters)
+
+
+def test_what_is_named_stays(tmp_path):
+    assert resolved(tmp_path, CPU, "", "precision=bf16") == ("bf16", "split", "")
+    assert resolved(tmp_path, CPU, "flags: avx512_bf16", "precision=fp32") == ("fp32", "fp32", "")
+
+
+def test_gradients_are_reduced_in_the_parameters_format_unless_said():
+    bf16 = config.compose(["precision=bf16", "run.dir=x"])
+    assert formats.reduce_dtype(bf16) == torch.bfloat16
+    bf16.precision.reduce = "fp32"
+    assert formats.reduce_dtype(bf16) == torch.float32

@@ -1,0 +1,59 @@
+"""Each architecture: the size asked for, causal, and refused with the key where sizes do not fit."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from zero_train import models
+from zero_train.errors import ConfigError
+from zero_train.schema import ModelConfig
+
+
+def config(kind, **values):
+    return ModelConfig(kind=kind, **{"hidden_size": 32, "intermediate_size": 48, "layers": 2, "heads": 4, **values})
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "moe"])
+def test_scores_are_causal_and_of_the_vocabularys_size(kind):
+    torch.manual_seed(0)
+    model = models.build(config(kind), 16).eval()
+    tokens = torch.randint(0, 256, (2, 12))
+    with torch.no_grad():
+        scores = models.logits(model, tokens)
+        tokens[:, 8:] = 0
+        changed = models.logits(model, tokens)
+    assert scores.shape == (2, 12, 256) and scores.dtype == torch.float32
+    torch.testing.assert_close(scores[:, :8], changed[:, :8])
+    assert not torch.equal(scores[:, 8:], changed[:, 8:])
+
+
+def test_the_default_model_has_about_25_million_parameters():
+    with torch.device("meta"):
+        model = models.build(ModelConfig(kind="llama"), 256)
+    assert sum(p.numel() for p in model.parameters()) == 25_567_744
+
+
+def test_tied_embeddings_are_one_matrix():
+    model = models.build(config("gpt2", tie_embeddings=True), 16)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"hidden_size": 30}, ["model.hidden_size=30", "model.heads=4"]),
+        ({"vocab_size": 100}, ["model.vocab_size=100", "256"]),
+        ({"layers": 0}, ["model.layers=0"]),
+        ({"key_value_heads": 3}, ["model.heads=4", "model.key_value_heads=3"]),
+        ({"kind": "lama"}, ["model=lama", "llama"]),
+        ({"kind": "moe", "experts": 2, "experts_per_token": 3}, ["model.experts_per_token=3"]),
+        ({"kind": "hf", "path": "/nowhere"}, ["model.path=/nowhere", "config.json"]),
+        ({"kind": "hf"}, ["model.path"]),
+    ],
+)
+def test_sizes_that_do_not_fit_name_their_keys(values, words):
+    with pytest.raises(ConfigError) as caught:
+        models.build(config(**{"kind": "llama", **values}), 16)
+    for word in words:
+        assert word in str(caught.value)
