@@ -23,3 +23,4 @@ def ranks():
 
 def pytest_addoption(parser):
     parser.addoption("--all-parity", action="store_true", help="every combination of the parity suite, not the cover")
+    parser.addoption("--all-exactness", action="store_true", help="every combination of TieredStore's exactness matrix")

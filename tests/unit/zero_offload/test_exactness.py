@@ -53,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" not in metafunc.fixturenames:
         return
     cases = pairwise(FACTORS)
-    if metafunc.config.getoption("--all-exactness", default=False):
+    if metafunc.config.getoption("--all-exactness"):
         names = list(FACTORS)
         cases = [dict(zip(names, levels, strict=True)) for levels in itertools.product(*FACTORS.values())]
     metafunc.parametrize("case", cases, ids=["-".join(str(v) for v in case.values()) for case in cases])

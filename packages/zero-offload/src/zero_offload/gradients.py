@@ -195,11 +195,6 @@ class GradientStore:
         """Begin to bring a taken tile of `dtype` into `block`, after the write that is still in flight."""
         return self._begin_read(tile, dtype, block)[1]
 
-    def free(self) -> None:
-        """Give the extents back; nothing is in flight."""
-        while self._nvme is not None and self._extents:
-            self._nvme.store.free(self._extents.popitem()[1])
-
     def _begin_read(self, tile: Tile, dtype: torch.dtype, block: Block) -> tuple[Block, Transfer]:
         assert self._nvme is not None
         written = self._writes.pop(tile, None)

@@ -122,7 +122,7 @@ class ParameterStore:
     def _refuse_if_all_held(self, i: int) -> None:
         if all(slot.held for slot in self._slots):
             units = self._plan.units
-            names = ", ".join(units[slot.unit].spec.name for slot in self._slots if slot.unit is not None)
+            names = ", ".join(sorted(units[slot.unit].spec.name for slot in self._slots if slot.unit is not None))
             raise BudgetError(
                 f"unit {units[i].spec.name} wants a unit slot and all {len(self._slots)} are held, by {names}; "
                 "raise prefetch_bytes (there are prefetch + 2 slots), use stage 3 with resident_bytes=0, "
@@ -192,13 +192,6 @@ class ParameterStore:
         """Return when nothing is in flight."""
         for slot in (*self._slots, *self._own.values()):
             slot.settle()
-
-    def free(self) -> None:
-        """Give the extents back; nothing is in flight."""
-        for number, extent in enumerate(self._extents):
-            if extent is not None and self._nvme is not None:
-                self._nvme.store.free(extent)
-            self._extents[number] = None
 
     # -- the slots ----------------------------------------------------------------------------------------------
 

@@ -94,11 +94,6 @@ class StateStore:
         self._writes[tile] = transfer
         self.pool.give(block, after=transfer)
 
-    def free(self) -> None:
-        """Give the extents back; nothing is in flight."""
-        while self._nvme is not None and self._extents:
-            self._nvme.store.free(self._extents.popitem()[1])
-
     def new_block(self) -> Block:
         """A slot for a record that is written before it is ever read."""
         return self.pool.take()

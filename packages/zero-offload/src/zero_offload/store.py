@@ -5,7 +5,6 @@ Owns the wiring and the order of calls. Bytes are the tiers', the background the
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -135,9 +134,7 @@ class TieredStore:
         self._gradients = GradientStore(plan, arena, nvme, self.step, monitor, context.reduce_dtype)
         self._pipeline = Pipeline(self._parameters, self._gradients, self._states, self.step, monitor, len(plan.units))
         # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
-        self._finalizer = weakref.finalize(
-            self, _shut_down, self._pipeline, (self._parameters, self._states, self._gradients), self._link, arena
-        )
+        self._finalizer = weakref.finalize(self, _shut_down, self._pipeline, nvme, self._link, arena)
 
     def _refuse_device_tier(self, context: StoreContext) -> None:
         if context.device.type == "cpu":
@@ -365,6 +362,8 @@ class TieredStore:
         self._monitor.stop()
         if self._finalizer is not None:
             self._finalizer()
+        elif self._nvme is not None:
+            self._nvme.free()  # attach failed before there was a background
 
     def _guard(self) -> _Guard:
         return _Guard(self._monitor)
@@ -384,12 +383,11 @@ class _Guard:
             self._monitor.fail(error)
 
 
-def _shut_down(pipeline: Pipeline, kept: Sequence[Any], link: Link, arena: Arena) -> None:
+def _shut_down(pipeline: Pipeline, nvme: Nvme | None, link: Link, arena: Arena) -> None:
     """End the background, then give extents and memory back."""
     pipeline.close()
-    for each in kept:
-        with contextlib.suppress(Exception):  # the ByteStore's owner may have closed it already
-            each.free()
+    if nvme is not None:
+        nvme.free()
     link.close()
     arena.close()
 

@@ -5,6 +5,7 @@ A tier is where bytes are; which tile goes where is `placement`'s, who holds whi
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from enum import Enum
@@ -63,10 +64,19 @@ class Nvme:
         self.store, self.timeline = store, timeline
         self.alignment = int(store.alignment)
         self._lock = threading.Lock()
+        self._extents: list[Extent] = []
         self._read_bytes = self._write_bytes = 0
 
     def allocate(self, nbytes: int) -> Extent:
-        return self.store.allocate(nbytes)
+        extent = self.store.allocate(nbytes)
+        self._extents.append(extent)
+        return extent
+
+    def free(self) -> None:
+        """Give every extent back; nothing is in flight."""
+        while self._extents:
+            with contextlib.suppress(Exception):  # the ByteStore's owner may have closed it already
+                self.store.free(self._extents.pop())
 
     def read(self, extent: Extent, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
         """Begin to fill `buffer` (uint8) from the extent."""

@@ -1,0 +1,68 @@
+"""A real model through zero_core.shard: the same bits on host and nvme, near DeviceStore's, on 1 and 2 ranks.
+
+Fails if a unit's hand-over, its gradients or the order of its updates depend on where its shards are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.zero_offload.training import Case, Outcome, train
+
+EVERYWHERE = ["nvme", {"host": 0.5, "nvme": 0.5}, {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}]
+
+
+def equal(left: Outcome, right: Outcome) -> bool:
+    return (
+        left.losses == right.losses
+        and left.norms == right.norms
+        and all(torch.equal(left.parameters[name], right.parameters[name]) for name in right.parameters)
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_same_bits_over_tiers(ranks: Any, size: int, accumulate: int) -> None:
+    expected = ranks(size).run(train, Case("host", overlap=False, accumulate=accumulate))
+    for number, placement in enumerate(EVERYWHERE):
+        case = Case(placement, overlap=number != 1, accumulate=accumulate, store={"slots": 3})
+        for mine, theirs in zip(ranks(size).run(train, case), expected, strict=True):
+            assert equal(mine, theirs), placement
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_close_to_the_device_store(ranks: Any, size: int) -> None:
+    tiered = ranks(size).run(train, Case("nvme"))[0]
+    device = ranks(size).run(train, Case(None))[0]
+    assert tiered.losses == pytest.approx(device.losses, abs=2e-2)
+    assert tiered.norms[0] == pytest.approx(device.norms[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_other_stages(ranks: Any, stage: int) -> None:
+    """Parameters on the host: below stage 3 they are whole in memory anyway."""
+    placement = {"parameters": "host", "gradients": "host", "optimizer": "nvme"}
+    expected = ranks(2).run(train, Case("host", stage=stage))[0]
+    assert equal(ranks(2).run(train, Case(placement, stage=stage))[0], expected)
+
+
+def test_frozen_layers_stream_parameters_only(ranks: Any) -> None:
+    frozen = ("embedding", "layers.0", "layers.1")
+    expected = ranks(1).run(train, Case("host", frozen=frozen))[0]
+    found = ranks(1).run(train, Case("nvme", frozen=frozen))[0]
+    assert equal(found, expected)
+    torch.manual_seed(0)
+    whole = ranks(1).run(train, Case("nvme"))[0]
+    assert found.stats["nvme_write_bytes"] < 0.6 * whole.stats["nvme_write_bytes"]
+
+
+def test_no_prefetch_and_a_large_one(ranks: Any) -> None:
+    expected = ranks(1).run(train, Case("host"))[0]
+    for prefetch_bytes in (0, 1 << 30):
+        case = Case("nvme", shard={"prefetch_bytes": prefetch_bytes})
+        assert equal(ranks(1).run(train, case)[0], expected)
+        assert equal(ranks(2).run(train, case)[0], ranks(2).run(train, replace(case, placement="host"))[0])

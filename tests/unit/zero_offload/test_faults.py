@@ -1,0 +1,227 @@
+"""Failure of every part that can fail: transfers, the step, space, memory, the interpreter's end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+
+from zero_offload import BudgetError, MemoryByteStore, PlacementError, SwapError, TieredStore, TorchStep
+from zero_offload.testing import FaultyByteStore
+
+from .harness import MI, NUMELS, Driver, make
+
+HALF = {"numels": (MI, MI // 2), "frozen": ()}
+
+
+def only_close_works(driver: Driver, error: type[BaseException]) -> None:
+    store = driver.store
+    calls = [
+        lambda: store.prefetch(0),
+        lambda: store.parameters(0),
+        lambda: store.release(0),
+        lambda: store.gradient_buffer(0),
+        lambda: store.accept_gradient(0, torch.zeros(driver.numels[0], dtype=torch.bfloat16)),
+        store.discard_gradients,
+        store.gradient_norm_squared,
+        lambda: store.update(driver.groups(), 1.0, [0], [[1, 1]] * 2),
+        store.wait,
+        lambda: store.read_state(0, "master", 0, 1),
+        lambda: store.write_state(0, "master", 0, torch.zeros(1)),
+    ]
+    for call in calls:
+        with pytest.raises(error):
+            call()
+    store.close()
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_an_io_error_in_the_background_names_file_offset_and_tile(kind: str) -> None:
+    nvme = FaultyByteStore(MemoryByteStore(), path="/mnt/nvme0/slab")
+    driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, driver=HALF)
+    driver.step()
+    driver.store.wait()
+    nvme.fail(kind, after=1)
+    with pytest.raises(SwapError) as caught:
+        for _ in range(3):
+            driver.step()
+        driver.store.wait()
+    text, verb = str(caught.value), "reading" if kind == "read" else "writing"
+    assert f"{verb} states of tile 0 of u" in text
+    assert "/mnt/nvme0/slab" in text and "offset" in text and "Input/output error" in text and "checkpoint" in text
+    assert isinstance(caught.value, OSError) and caught.value.errno == 5
+    assert isinstance(caught.value.__cause__, OSError)
+    only_close_works(driver, SwapError)
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+@pytest.mark.parametrize("after", [0, 3, 7, 20])
+def test_wherever_a_transfer_fails_the_loop_stops_and_close_returns(kind: str, after: int) -> None:
+    nvme = FaultyByteStore(MemoryByteStore())
+    driver = make("nvme", nvme, slots=3, driver={"numels": (MI + 640, MI // 2, MI // 2, MI // 2), "frozen": (2,)})
+    nvme.fail(kind, after=after)
+    with pytest.raises(SwapError, match=kind[:4]):
+        for _ in range(4):
+            driver.step(accumulate=2)
+        driver.store.wait()
+    only_close_works(driver, SwapError)
+
+
+def test_a_failing_write_at_attach_is_raised_there_and_gives_everything_back() -> None:
+    inner = MemoryByteStore()
+    nvme = FaultyByteStore(inner)
+    nvme.fail("write", after=2)
+    with pytest.raises(SwapError, match="writing"):
+        make("nvme", nvme)
+    assert inner._used == 0
+
+
+def test_an_exception_of_the_step_is_raised_in_the_training_loop() -> None:
+    class Breaks(TorchStep):
+        def update(self, tile: Any, segments: Any, scale: float) -> None:
+            raise ArithmeticError("the kernel broke")
+
+    for placement in ("host", "nvme"):
+        driver = make(placement, step=Breaks(), driver=HALF)
+        driver.forward()
+        driver.backward()
+        driver.update()
+        with pytest.raises(ArithmeticError, match="the kernel broke"):
+            driver.forward()
+        only_close_works(driver, ArithmeticError)
+
+
+def test_a_full_store_is_refused_before_anything_is_read() -> None:
+    store = TieredStore(optimizer="nvme", nvme=MemoryByteStore(capacity_bytes=MI), tile_numel=MI)
+    driver = Driver.__new__(Driver)
+    with pytest.raises(BudgetError, match="wanted, 1.0 MiB there"):
+        driver.__init__(store, **HALF)
+    store.close()
+
+
+def test_an_extent_that_cannot_be_had_leaves_nothing_behind() -> None:
+    class FillsUp(MemoryByteStore):
+        """Another process takes the space between reserve and allocate."""
+
+        def allocate(self, nbytes: int) -> Any:
+            if self._used:
+                raise OSError(28, "No space left on device", "/mnt/nvme0")
+            return super().allocate(nbytes)
+
+    nvme = FillsUp()
+    with pytest.raises(OSError, match="No space left"):
+        make("nvme", nvme, driver=HALF)
+    assert nvme._used == 0
+
+
+def test_a_budget_too_small_is_refused_before_anything_is_reserved() -> None:
+    nvme = MemoryByteStore()
+    with pytest.raises(BudgetError, match="host tier needs .* budget is .* missing; lower it with"):
+        make("nvme", nvme, host_bytes=10 * MI, driver=HALF)
+    assert nvme._used == 0
+
+
+def test_holding_every_unit_slot_is_an_error_and_not_a_hang() -> None:
+    driver = make("nvme", driver={"numels": (MI // 2,) * 5, "frozen": ()})
+    for i in range(3):
+        driver.store.parameters(i)
+    with pytest.raises(BudgetError, match="u3 wants a unit slot and all 3 are held, by u0, u1, u2"):
+        driver.store.parameters(3)
+    driver.store.release(1)
+    driver.store.parameters(3)
+    driver.store.close()
+
+
+def test_waiting_while_every_slot_is_held_is_an_error_and_not_a_hang() -> None:
+    driver = make("nvme", driver={"numels": (MI // 2,) * 5, "frozen": ()})
+    driver.forward()
+    driver.backward()
+    driver.store.wait()
+    held = [driver.store.parameters(i) for i in range(3)]
+    assert len(held) == 3
+    driver.update([3, 4])
+    with pytest.raises(BudgetError, match="all 3 are held"):
+        driver.store.wait()
+    driver.store.close()
+
+
+SEEDS = range(6)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_deadlock_at_any_accepted_budget(seed: int) -> None:
+    """The smallest budget that attach accepts, for a placement drawn at random, with every transfer late."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def fractions() -> dict[str, float]:
+        host = float(torch.rand((), generator=generator))
+        return {"host": host, "nvme": 1 - host} if host > 0.25 else {"nvme": 1.0}
+
+    placement = {kind: fractions() for kind in ("parameters", "gradients", "optimizer")}
+    with pytest.raises(BudgetError) as caught:
+        make(placement, host_bytes=1)
+    assert "missing" in str(caught.value)
+    probe = make(placement, slots=3)
+    least = probe.store.describe().arena_bytes
+    probe.store.close()
+    driver = make(placement, FaultyByteStore(MemoryByteStore()), host_bytes=least)
+    for number in range(3):
+        driver.step(accumulate=1 + number % 2)
+        if number == 1:
+            driver.store.read_state(1, "exp_avg", MI - 5, MI + 5)
+    driver.store.close()
+
+
+def run_python(body: str, tmp_path: Any) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text("from tests.unit.zero_offload.harness import *\n" + textwrap.dedent(body))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    return subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.parametrize("ending", ["pass", "raise RuntimeError('the loop broke')", "import sys; sys.exit(3)"])
+def test_the_interpreter_may_end_in_mid_update(ending: str, tmp_path: Any) -> None:
+    done = run_python(
+        f"""
+        import threading
+        from zero_offload import TorchStep
+
+        go = threading.Event()
+
+        class Waits(TorchStep):
+            def update(self, tile, segments, scale):
+                go.wait()
+                super().update(tile, segments, scale)
+
+        driver = make("nvme", slots=3, step=Waits(), driver={{"numels": (MI,) * 4, "frozen": ()}})
+        driver.forward()
+        driver.backward()
+        driver.update()
+        print("behind", driver.store._pipeline.behind(0), flush=True)
+        go.set()
+        {ending}
+        """,
+        tmp_path,
+    )
+    assert "behind True" in done.stdout, done.stderr
+    assert done.returncode == {"p": 0, "r": 1, "i": 3}[ending[0]], done.stderr
+    assert "Fatal" not in done.stderr and ("Traceback" in done.stderr) == (ending[0] == "r"), done.stderr
+
+
+def test_a_tier_is_named_before_the_store_is_touched() -> None:
+    with pytest.raises(PlacementError, match="'disc' is not a tier"):
+        TieredStore(optimizer="disc", nvme=MemoryByteStore())
+    assert len(NUMELS) == 4
