@@ -1,7 +1,7 @@
 """Host and NVMe tiers for models whose parameters, gradients and optimizer states do not fit on the device."""
 
-from .errors import BudgetError, ClosedError, OffloadError, PlacementError, SwapError
 from .budgets import PlanError
+from .errors import BudgetError, ClosedError, OffloadError, PlacementError, SwapError
 from .footprint import StorePlan, plan_store
 from .hardware import Hardware, HardwareError
 from .memory_store import MemoryByteStore
