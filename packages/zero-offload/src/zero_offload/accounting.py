@@ -21,13 +21,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from .arena import PAGE_BYTES
+from .arena import PAGE_BYTES, Arena
 from .errors import PlacementError
-from .footprint import GRADIENT_BYTES, KINDS, MINIMUM_SLOTS, StorePlan, UnitPlan
+from .footprint import GRADIENT_BYTES, KINDS, MINIMUM_SLOTS, StorePlan, UnitPlan, _slots, _unit_slots
 from .placement import Placement, shares
 from .protocols import Field
 from .sizes import ModelSizes
@@ -89,15 +89,20 @@ class UnitRun:
 
 @dataclass(frozen=True)
 class Placed:
-    """Every unit with its tiers, and the slots between them. `slots.units` is empty: the units are in `runs`."""
+    """Every unit with its tiers, and the slots between them. `slots` has no units of its own: they are in `runs`."""
 
     runs: tuple[UnitRun, ...]
     slots: StorePlan
+    own_slot_bytes: int  # of units so small that each has a slot of its own
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.slots.buffer_bytes + self.own_slot_bytes
 
     @property
     def arena_bytes(self) -> int:
         """As `StorePlan.arena_bytes`, which needs every unit by itself."""
-        return self.slots.buffer_bytes + sum(
+        return self.buffer_bytes + sum(
             run.count
             * replace(self.slots, units=(run.unit,), state_slots=0, gradient_slots=0, unit_slots=0).arena_bytes
             for run in self.runs
@@ -148,35 +153,43 @@ class Cut:
                 ]
                 plan = UnitPlan(run.unit.spec, run.unit.tiles, run.unit.records, tiers[0], tiers[1], tiers[2])
                 runs.append(UnitRun(plan, count, start))
-        return Placed(tuple(runs), self._slots(runs, slots))
+        return Placed(tuple(runs), *self._buffers(runs, slots))
 
-    def _slots(self, runs: Sequence[UnitRun], wanted: int | None) -> StorePlan:
+    def _buffers(self, runs: Sequence[UnitRun], wanted: int | None) -> tuple[StorePlan, int]:
         if wanted is not None and wanted < MINIMUM_SLOTS:
             raise PlacementError(f"slots={wanted}: at least {MINIMUM_SLOTS} (a read, an update and a write at a time)")
         alignment = max(self.shape.alignment, PAGE_BYTES)
-        states, gradients, streamed = Counter[int](), Counter[int](), Counter[int]()
+        states, gradients = list[int](), list[int]()
+        units: list[_Sized] = []
         for run in runs:
             unit = run.unit
             for tile, record, g, s in zip(unit.tiles, unit.records, unit.gradient_tiers, unit.state_tiers, strict=True):
                 if record is not None and s is Tier.NVME:
-                    states[record.nbytes] += run.count
+                    states += [record.nbytes] * run.count
                 if tile.trainable and g is Tier.NVME:
-                    gradients[round_up(tile.numel * GRADIENT_BYTES, alignment)] += run.count
-            if Tier.NVME in unit.parameter_tiers:
-                streamed[unit.parameter_bytes] += run.count
-        largest = max(streamed, default=0)
-        ahead = max(1, self.shape.prefetch_bytes // max(1, largest * self.shape.shard_count))
-        return StorePlan(
+                    gradients += [round_up(tile.numel * GRADIENT_BYTES, alignment)] * run.count
+            units += [_Sized(unit.parameter_bytes, unit.streamed)] * run.count
+        own, shared = _unit_slots(cast(Sequence[UnitPlan], units), self.shape.prefetch_bytes // self.shape.shard_count)
+        plan = StorePlan(
             units=(),
             tile_numel=self.shape.tile_numel,
             alignment=alignment,
-            state_slots=_slot_count(states, wanted),
+            state_slots=_slots(states, wanted),
             state_slot_bytes=max(states, default=0),
-            gradient_slots=_slot_count(gradients, wanted),
+            gradient_slots=_slots(gradients, wanted),
             gradient_slot_bytes=max(gradients, default=0),
-            unit_slots=min(streamed.total(), ahead + 2),
-            unit_slot_bytes=round_up(largest, alignment),
+            unit_slots=shared,
+            unit_slot_bytes=round_up(max((u.parameter_bytes for u in units if u.streamed), default=0), alignment),
+            own_slots=(),
         )
+        return plan, sum(Arena.rounded(round_up(units[i].parameter_bytes, alignment)) for i in own)
+
+
+class _Sized(NamedTuple):
+    """As much of a `UnitPlan` as slots are counted from."""
+
+    parameter_bytes: int
+    streamed: bool
 
 
 def _pieces(run: UnitRun, edges: Iterable[float]) -> Iterator[tuple[int, int]]:
@@ -198,14 +211,6 @@ def _tier_at(middle: float, fractions: Mapping[Tier, float]) -> Tier:
         if middle < bound or math.isclose(bound, 1.0, abs_tol=1e-6):
             return tier
     return Tier.NVME
-
-
-def _slot_count(sizes: Counter[int], wanted: int | None) -> int:
-    """A quarter of the bytes, at least 3, never more than there are tiles."""
-    if not sizes:
-        return 0
-    quarter = -(-sum(size * count for size, count in sizes.items()) // (4 * max(sizes)))
-    return min(sizes.total(), max(MINIMUM_SLOTS, quarter if wanted is None else wanted))
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,8 @@ def plan(
     tile_numel: int = 1 << 22,
     slots: int | None = None,
     alignment: int = 4096,
-    prefetch_bytes: int = 0,
+    prefetch_bytes: int = 128 << 20,
+    units: Sequence[type[nn.Module]] | None = None,
     tokens: int = 0,
     accumulate: int = 1,
     host_bytes: int | None = None,
@@ -169,10 +170,10 @@ def plan(
 
     `model`: a module (on any device, meta too), `ModelSizes`, or elements per unit. Each placement is a tier, fractions
     of the tiles, or "auto". `step` says what the optimizer states of a tile are (a bound `UpdateStep`); without it Adam
-    in fp32. `tokens`: of one rank's step, over its `accumulate` micro-batches. `host_bytes` overrides this rank's share
-    of the host's memory. `device_whole`: "auto" puts either everything on a device apart from the host, or nothing: a
-    `TieredStore` does not share a CUDA device, without a store everything stays there. Without `hardware` nothing is
-    refused, and "auto" means host.
+    in fp32. `units`, `prefetch_bytes`, `stage`, dtypes: as given to `zero_core.shard`. `tokens`: of one rank's step,
+    over its `accumulate` micro-batches. `host_bytes` overrides this rank's share of the host's memory. `device_whole`:
+    "auto" puts either everything on a device apart from the host, or nothing: a `TieredStore` does not share a CUDA
+    device, without a store everything stays there. Without `hardware` nothing is refused, and "auto" means host.
 
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
@@ -194,7 +195,9 @@ def plan(
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
     wanted = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
     given = {kind: placement for kind, placement in wanted.items() if placement != "auto"}
-    trial = _Trial(ModelSizes.of(model), shape, budgets, given, stage, tokens // accumulate, activations, device_whole)
+    trial = _Trial(
+        ModelSizes.of(model, units), shape, budgets, given, stage, tokens // accumulate, activations, device_whole
+    )
     placed, placements = trial.best(slots)
     counted, buffers = trial.cost(placed)
     prediction = None

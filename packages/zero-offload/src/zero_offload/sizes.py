@@ -7,7 +7,7 @@ numbers; one that does, on any device or on meta, is read by `ModelSizes.of`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from zero_core.layout import UnitLayout
 from zero_core.store import Segment, ShardSpec
+from zero_core.wrapping import plan_units
 
 __all__ = ["ModelSizes", "ParameterSizes", "UnitSizes"]
 
@@ -133,13 +134,16 @@ class ModelSizes:
 
     @classmethod
     def of(
-        cls, model: nn.Module | ModelSizes | Sequence[int], parameter_dtype: torch.dtype | None = None
+        cls, model: nn.Module | ModelSizes | Sequence[int], classes: Sequence[type[nn.Module]] | None = None
     ) -> ModelSizes:
-        """Read a module (on any device, meta and deferred ones too) or a sequence of elements per unit."""
+        """Read a module (on any device, meta and deferred ones too) or a sequence of elements per unit.
+
+        `classes` form units, as `zero_core.shard(units=...)` has them. A parameter that requires no gradient is frozen.
+        """
         if isinstance(model, ModelSizes):
             return model
         if isinstance(model, nn.Module):
-            return _of_module(model)
+            return _of_module(model, classes)
         units = tuple(UnitSizes.whole(f"unit.{i}", int(numel)) for i, numel in enumerate(model))
         for unit in units:
             if unit.numel < 0:
@@ -147,33 +151,14 @@ class ModelSizes:
         return cls(units)
 
 
-def _of_module(model: nn.Module) -> ModelSizes:
-    embeddings = {id(child.weight) for child in model.modules() if isinstance(child, nn.Embedding)}
-    units, seen = [], set[int]()
-    for name, parameters in _units_of(model):
-        fresh = [(key, p) for key, p in parameters if id(p) not in seen]
-        seen.update(id(p) for _, p in fresh)
-        if not fresh:
-            continue
-        rows = tuple(ParameterSizes(key, p.numel(), p.requires_grad) for key, p in fresh)
-        units.append(UnitSizes(name, rows, sum(p.numel() for _, p in fresh if id(p) not in embeddings)))
+def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None) -> ModelSizes:
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}  # a tied embedding is multiplied too
+    units = []
+    for unit in plan_units(model, classes):
+        rows = tuple(ParameterSizes(name, p.numel(), p.requires_grad) for name, p in unit.parameters.items())
+        looked_up = sum(p.numel() for p in unit.parameters.values() if id(p) in embeddings and id(p) not in heads)
+        units.append(UnitSizes(unit.name, rows, sum(row.numel for row in rows) - looked_up))
     config = getattr(model, "config", None)
     hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))
     return ModelSizes(tuple(units), 2 * hidden, 34 * hidden, 34 * hidden, 6 * vocabulary)
-
-
-def _units_of(model: nn.Module) -> Iterable[tuple[str, list[tuple[str, nn.Parameter]]]]:
-    """The default units: every child of every repeated ModuleList, then what is left, module by module."""
-    taken: dict[str, list[tuple[str, nn.Parameter]]] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{unit}.") for unit in taken)
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside:
-            for index, child in enumerate(module):
-                prefix = f"{name}.{index}".lstrip(".")
-                taken[prefix] = [(f"{prefix}.{key}", p) for key, p in child.named_parameters()]
-    held = {id(p) for parameters in taken.values() for _, p in parameters}
-    rest: dict[str, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in held:
-            rest.setdefault(name.rpartition(".")[0] or name, []).append((name, parameter))
-    return [*rest.items(), *taken.items()]
