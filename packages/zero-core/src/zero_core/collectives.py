@@ -8,6 +8,7 @@ all-reduce, and `step()` raises before it updates anything if they differ.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Ranks:
         self.rank, self.size = rank, size
         self.device = device
         self.digest = 0
+        self.sent_numel: Counter[str] = Counter()  # elements this rank sends, by collective; a ring's share
 
     @classmethod
     def build(cls, mesh: Any, *, sharded: bool, device: torch.device) -> Ranks:
@@ -93,16 +95,19 @@ class Ranks:
 
     def all_gather(self, whole: Tensor, part: Tensor, unit: str, index: int) -> Any:
         """whole (shard.size * n,) <- part (n,) of every shard rank; returns the work to wait for."""
+        self.sent_numel["all_gather"] += part.numel() * (self.shard.size - 1)
         with self._naming("all_gather", unit, index):
             return _all_gather(whole, part, group=self.shard.group, async_op=True)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, unit: str, index: int) -> Any:
         """part (n,) <- this rank's slice of the mean of `whole` over the shard ranks; returns the work."""
+        self.sent_numel["reduce_scatter"] += part.numel() * (self.shard.size - 1)
         with self._naming("reduce_scatter", unit, index):
             return _reduce_scatter(part, whole, op=dist.ReduceOp.AVG, group=self.shard.group, async_op=True)
 
     def average_replicas(self, values: Tensor, unit: str, index: int) -> Any:
         """values <- their mean over the replicas; returns the work."""
+        self.sent_numel["all_reduce"] += 2 * values.numel() * (self.replicate.size - 1) // self.replicate.size
         with self._naming("all_reduce", unit, index):
             return dist.all_reduce(values, op=dist.ReduceOp.AVG, group=self.replicate.group, async_op=True)
 

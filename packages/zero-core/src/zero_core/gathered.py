@@ -12,6 +12,7 @@ from .errors import ZeroError
 from .hooks import Engine
 from .parameter import home_of
 from .place import Place
+from .precision import round_to
 from .unit import Unit
 
 __all__ = ["gathered"]
@@ -34,6 +35,7 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
     opened = [unit for _, unit in units if unit.users == 0]
     with torch.no_grad():
         for unit in opened:
+            unit.unshard(copy=True)
             unit.enter()
             if master:
                 _show_master(unit)
@@ -101,7 +103,8 @@ def _keep(engine: Engine, unit: Unit, master: bool) -> None:
     if master:
         changed = mine != old
     else:
-        changed = mine != unit.store.parameters(unit.index)
-        unit.store.release(unit.index)
+        rounded = torch.empty_like(mine)
+        round_to(old, rounded)
+        changed = mine != rounded
     if bool(changed.any()):
         unit.store.write_state(unit.index, "master", 0, torch.where(changed, mine.float(), old))

@@ -28,7 +28,7 @@ from .stages import StageRow
 from .store import ShardStore
 from .unit import Pool, Reduction, Residency, Unit
 
-__all__ = ["Engine", "Node"]
+__all__ = ["Engine", "Node", "in_backward"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,8 @@ class _Recomputation:
     done: bool = False
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread now."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -95,8 +96,8 @@ class Engine:
         for node in self.nodes:
             before, after = partial(self._before, node), partial(self._after, node)
             self._handles += [
-                node.module.register_forward_pre_hook(not_traced(before), prepend=True),
-                node.module.register_forward_hook(not_traced(after), always_call=True),
+                node.module.register_forward_pre_hook(not_traced(before, node.module), prepend=True),
+                node.module.register_forward_hook(not_traced(after, node.module), always_call=True),
             ]
         for unit in self.units:
             for k, parameter in enumerate(unit.parameters):
@@ -115,7 +116,7 @@ class Engine:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def _before(self, node: Node, module: nn.Module, args: Any) -> None:
-        if _in_backward():
+        if in_backward():
             self._begin_recomputation(node)
             return
         if self._stack and module is self.model:
@@ -134,7 +135,7 @@ class Engine:
 
     def _after(self, node: Node, module: nn.Module, args: Any, output: Any) -> Any:
         """Returns other outputs for the outermost module where the loss is scaled, else nothing."""
-        if _in_backward():
+        if in_backward():
             self._end_recomputation(node, output)
             return None
         if not self._stack or self._stack[-1].node != node.index:
@@ -286,7 +287,7 @@ class Engine:
                 self.on_reduced(reduction.unit)
 
     def _collect(self, unit: Unit, k: int, parameter: Tensor) -> None:
-        if _in_backward():
+        if in_backward():
             self._ensure_backward()
         unit.collect(k)
 
@@ -398,7 +399,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._stack) or (self._backward is not None and _in_backward())
+        return bool(self._stack) or (self._backward is not None and in_backward())
 
     def settle(self) -> None:
         """Give every lease back: the store may be read, written and updated after this."""
@@ -419,6 +420,8 @@ class Engine:
         self._finish_reduction()
 
     def discard_gradients(self) -> None:
+        if self._backward is not None:
+            self.abandon_backward()  # a reduction of it may still be under way
         for unit in self.units:
             unit.drop_gradient()
             unit.drop_kept()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import CollectiveError, GradientError, UnsupportedOptimizerError, ZeroError
-from .hooks import Engine
+from .hooks import Engine, in_backward
 from .store import GroupStep, Observer
 from .unit import Unit
 
@@ -157,8 +157,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that no step() has consumed."""
-        if self.engine.busy:
-            raise ZeroError("zero_grad() inside forward or backward: call it between steps")
+        if in_backward():
+            raise ZeroError("zero_grad() inside backward: call it between steps")
         self.engine.discard_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 __all__ = ["hook_outputs", "not_traced", "tensors_of"]
@@ -37,11 +39,21 @@ def tensors_of(value: Any, depth: int = 5) -> Iterator[Tensor]:
         yield from tensors_of(vars(value), depth - 1)
 
 
-def not_traced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function around a hook which torch.compile calls instead of tracing."""
+def not_traced(hook: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """The hook, which torch.compile calls instead of tracing when it compiles the module.
+
+    torch._dynamo takes seconds to import, so it is asked only where somebody else has imported it or compiled.
+    """
+    if "torch._dynamo" in sys.modules or module._compiled_call_impl is not None:
+        return torch._disable_dynamo(hook)
+    disabled: list[Callable[..., Any]] = []
 
     def called(*args: Any) -> Any:
-        return hook(*args)
+        if "torch._dynamo" not in sys.modules:
+            return hook(*args)
+        if not disabled:
+            disabled.append(torch._disable_dynamo(hook))
+        return disabled[0](*args)
 
     called._torchdynamo_disable = True  # type: ignore[attr-defined]
     return called

@@ -128,7 +128,46 @@ def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             home_of(parameter).write_back(parameter, values.detach())
         if result is values:
             result = parameter
+        elif isinstance(result, Tensor) and result.grad_fn is None and func not in _DETACHING:
+            if result.numel() and result.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
+                result = WriteThrough.of(result, parameter, values)
     return result
+
+
+class WriteThrough(Tensor):
+    """A view of a sharded parameter's gathered values (`p.data`, `p[1]`): what is written reaches the shards."""
+
+    origin: tuple[Sharded, Tensor]
+
+    @classmethod
+    def of(cls, view: Tensor, parameter: Sharded, values: Tensor) -> WriteThrough:
+        made = view.as_subclass(cls)
+        made.origin = (parameter, values)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views: list[WriteThrough] = []
+        with torch._C.DisableTorchFunctionSubclass():
+
+            def plain(view: WriteThrough) -> Tensor:
+                views.append(view)
+                return view.as_subclass(Tensor)
+
+            args, kwargs = tree_map_only(WriteThrough, plain, (args, kwargs or {}))
+            before = [view._version for view in views]
+        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            for view, version in zip(views, before, strict=True):
+                parameter, values = view.origin
+                if view._version != version:
+                    home_of(parameter).write_back(parameter, values.detach())
+            if not views or not isinstance(result, Tensor) or result.grad_fn is not None or func in _DETACHING:
+                return result
+            parameter, values = views[0].origin
+            if result.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
+                return WriteThrough.of(result, parameter, values)
+        return result
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -185,6 +224,9 @@ _METADATA: set[Any] = _getters(
     *(torch.is_tensor, Tensor.is_shared, Tensor._is_view),
 }
 _METADATA -= {Tensor.type}
+
+# Their results are asked for to be kept (state_dict), not to be written into.
+_DETACHING: set[Any] = {Tensor.detach, torch.detach, Tensor.numpy, Tensor.cpu, Tensor.to}
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.grad.__get__: _get_grad,

@@ -110,6 +110,7 @@ class Unit:
         self.kept: Tensor | None = None  # (numel,) fp32: earlier backwards', not reduced
         self._lent = False
         self._memory: Tensor | None = None
+        self._pooled = False  # the memory is a buffer of the pool, not the store's
         self._work: Any = None
         self.flat = torch.empty(layout.numel, dtype=dtype, device=ranks.device)
         self.views = [self.flat.data[s.offset : s.stop].view(s.shape) for s in layout.slots]
@@ -139,18 +140,27 @@ class Unit:
             return
         with self.observer.span("wait", self.name):
             shard = self.store.parameters(self.index)
-        self._memory = self.pool.take(self.layout.numel, self.dtype)
+        self._memory, self._pooled = self.pool.take(self.layout.numel, self.dtype), True
         with self.observer.span("gather", self.name):
             self._work = self.ranks.all_gather(self._memory, shard, self.name, self.index)
         self.residency = Residency.UNSHARDING
 
-    def unshard(self) -> None:
-        """Bring the memory in, whatever the state. The parameters' class is left as it is."""
+    def unshard(self, *, copy: bool = False) -> None:
+        """Bring the memory in, whatever the state. The parameters' class is left as it is.
+
+        copy: never the store's own memory, also on one shard, so that writes can be taken back.
+        """
         if self.residency is Residency.UNSHARDED:
-            return
+            if not copy or self._pooled:
+                return
+            self.reshard()
         if self.ranks.shard.size == 1:
             with self.observer.span("wait", self.name):
                 self._memory = self.store.parameters(self.index)
+            self._pooled = copy
+            if copy:
+                self._memory = self.pool.take(self.layout.numel, self.dtype).copy_(self._memory)
+                self.store.release(self.index)
         else:
             self.prefetch()
             with self.observer.span("gather", self.name):
@@ -172,10 +182,10 @@ class Unit:
             self.store.release(self.index)
         else:
             _take_away(self.flat)
-        if self.ranks.shard.size == 1:
-            self.store.release(self.index)
-        else:
+        if self._pooled:
             self.pool.give(self._memory)
+        else:
+            self.store.release(self.index)
         self._memory = None
         self.residency = Residency.SHARDED
 

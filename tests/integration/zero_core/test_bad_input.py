@@ -1,0 +1,195 @@
+"""A user's mistake raises a named error with the fact, the values and the way out, and nothing hangs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_core
+from tests.integration.zero_core import toys
+from zero_core.errors import (
+    AlreadyShardedError,
+    ChangedParameterError,
+    CollectiveError,
+    GradientError,
+    ShardedParameterError,
+    StageError,
+    UnsupportedOptimizerError,
+    ZeroError,
+)
+from zero_core.testing import RankPool
+
+
+def sharded(**options):
+    torch.manual_seed(0)
+    model = toys.Stack()
+    return model, zero_core.shard(model, toys.sgd(model.parameters()), **options)
+
+
+@pytest.mark.parametrize("stage", [-1, 4, "3", None])
+def test_a_stage_that_does_not_exist(stage):
+    with pytest.raises(StageError, match="the stages of ZeRO are 0, 1, 2 and 3"):
+        sharded(stage=stage)
+
+
+def test_sharding_twice_and_two_optimizers():
+    model, optimizer = sharded()
+    with pytest.raises(AlreadyShardedError, match=r"embed.weight is sharded already"):
+        zero_core.shard(model, torch.optim.SGD(toys.Stack().parameters(), lr=0.1))
+    with pytest.raises(AlreadyShardedError, match=r"this optimizer is sharded already"):
+        zero_core.shard(toys.Stack(), optimizer)
+    inner, second = nn.Sequential(model), toys.Stack()
+    with pytest.raises(AlreadyShardedError):
+        zero_core.shard(inner, toys.sgd(second.parameters()))
+
+
+def test_an_optimizer_of_another_model():
+    with pytest.raises(ZeroError, match="which the model has not"):
+        zero_core.shard(toys.Stack(), toys.sgd(toys.Stack().parameters()))
+
+
+def test_an_optimizer_that_is_not_elementwise():
+    model = toys.Stack()
+    with pytest.raises(UnsupportedOptimizerError, match="LBFGS is not elementwise"):
+        zero_core.shard(model, torch.optim.LBFGS(model.parameters()))
+    toys.loss_of(model, toys.data(0, 0)).backward()  # the refused model is untouched
+    assert model.head.weight.grad is not None
+
+
+def test_add_param_group_is_refused_with_the_reason():
+    _, optimizer = sharded()
+    with pytest.raises(UnsupportedOptimizerError, match="the shards are cut already"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_stock_clipping_never_silently_does_nothing(stage):
+    model, optimizer = sharded(stage=stage)
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0.0  # no gradient yet
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(GradientError, match="max_grad_norm"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(GradientError, match="max_grad_norm"):
+        model.head.weight.grad.mul_(0.5)
+    optimizer.step()
+    assert model.head.weight.grad is None
+
+
+def test_model_zero_grad_discards_what_was_reduced():
+    model, optimizer = sharded()
+    before = model.state_dict()
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    model.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_moved_or_cast_model():
+    model, _ = sharded()
+    model.to("cpu")  # where it is already: nothing to refuse
+    with pytest.raises(ChangedParameterError, match=r"before zero_core.shard"):
+        model.to(torch.bfloat16)
+    with pytest.raises(ChangedParameterError, match=r"before zero_core.shard"):
+        model.to("meta")
+
+
+def test_a_parameter_that_changes_between_steps():
+    model, _ = sharded()
+
+    def shrink(module, args):
+        torch.nn.Parameter.data.__set__(module.up.weight, torch.zeros(2, 2))
+
+    model.blocks[0].register_forward_pre_hook(shrink)
+    with pytest.raises((ChangedParameterError, RuntimeError)):
+        model(toys.data(0, 0))
+        model(toys.data(0, 0))
+
+
+def test_copying_and_pickling_are_refused_by_name():
+    model, optimizer = sharded()
+    for make in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ShardedParameterError, match="Sharded parameter of shape"):
+            make(model)
+    with pytest.raises(ShardedParameterError, match="zero_core.gathered"):
+        model.head.weight.data_ptr()
+    with pytest.raises(UnsupportedOptimizerError, match="pickling a ShardedOptimizer"):
+        pickle.dumps(optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_nan_gradients_without_loss_scaling(stage):
+    model, optimizer = sharded(stage=stage)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    (toys.loss_of(model, toys.data(0, 0)) * float("nan")).backward()
+    with pytest.raises(GradientError, match=r"gradient norm is nan at step 1; nothing was updated"):
+        optimizer.step()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    optimizer.step()
+    assert optimizer.step_count == 1
+
+
+def test_updates_in_backward_refuse_what_they_cannot_honour():
+    for options in ({"max_grad_norm": 1.0}, {"loss_scale": "dynamic"}, {"stage": 1}):
+        with pytest.raises(StageError, match="update_in_backward=True does not go with"):
+            sharded(update_in_backward=True, **options)
+    model, _ = sharded(update_in_backward=True)
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(GradientError, match="a second backward reached unit"):
+        toys.loss_of(model, toys.data(0, 0)).backward()
+
+
+def test_a_closed_optimizer():
+    model, optimizer = sharded()
+    optimizer.close()
+    with pytest.raises(ZeroError, match="closed"):
+        optimizer.step()
+
+
+def test_a_model_that_is_not_sharded():
+    for call in (zero_core.units, zero_core.handle):
+        with pytest.raises(ZeroError, match="Stack is not sharded"):
+            call(toys.Stack())
+    with pytest.raises(ZeroError, match="no sharded parameter"), zero_core.gathered(toys.Stack()):
+        pass
+
+
+def stop_taking_part():
+    model, _ = sharded()
+    if dist.get_rank() == 1:
+        time.sleep(20)
+        return ""
+    try:
+        model(toys.data(0, 0))
+    except CollectiveError as error:
+        raise ValueError(f"as wanted: {error}") from None
+    return "no error"
+
+
+def test_a_rank_that_stops_is_named_with_unit_and_collective():
+    pool = RankPool(2, collective_timeout_seconds=4)
+    try:
+        with pytest.raises(AssertionError, match=r"as wanted: all_gather of unit 'embed' failed on rank 0 of 2"):
+            pool.run(stop_taking_part)
+    finally:
+        pool.close()
+
+
+def leave_the_order():
+    """Rank 1 uses a parameter of another unit than rank 0, of the same size: the collectives cross."""
+    model, optimizer = sharded()
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with torch.no_grad():
+        model.blocks[dist.get_rank()].up.weight.sum()
+    with pytest.raises(CollectiveError, match="did not call the same collectives in the same order"):
+        optimizer.step()
+
+
+def test_crossed_collectives_are_found_before_anything_is_updated(ranks):
+    ranks(2).run(leave_the_order)

@@ -1,0 +1,308 @@
+"""Any training loop: accumulation, several forwards, evaluation between, exceptions, schedulers, writing parameters."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import zero_core
+from tests.integration.zero_core import toys
+from tests.integration.zero_core.toys import world
+from zero_core.scaling import LossScale
+
+SIZES = pytest.mark.parametrize("size", [1, 2])
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def accumulate(stage, quiet):
+    def backward(model, step, m, x):
+        if quiet and m < 2:
+            with zero_core.no_sync(model):
+                toys.loss_of(model, x).backward()
+        else:
+            toys.loss_of(model, x).backward()
+
+    toys.train(toys.Unused, stage=stage, micro=3, backward=backward)
+
+
+@STAGES
+@pytest.mark.parametrize("quiet", [False, True])
+def test_accumulation_equals_one_large_batch(ranks, stage, quiet):
+    ranks(2).run(accumulate, stage, quiet)
+    accumulate(stage, quiet)
+
+
+def joint(resident_bytes):
+    """Three forwards, their losses summed, one backward."""
+    held = []
+
+    def backward(model, step, m, x):
+        held.append(toys.loss_of(model, x))
+        if m == 2:
+            sum(held).backward()
+            held.clear()
+
+    toys.train(toys.Unused, micro=3, backward=backward, resident_bytes=resident_bytes)
+
+
+@SIZES
+@pytest.mark.parametrize("resident_bytes", [0, 1 << 20])
+def test_several_forwards_before_one_backward(ranks, size, resident_bytes):
+    ranks(size).run(joint, resident_bytes)
+
+
+def backward_out_of_order():
+    """The first forward's backward comes after the second's, and one graph is used twice."""
+    held = []
+
+    def backward(model, step, m, x):
+        held.append(toys.loss_of(model, x))
+        if m == 1:
+            held[1].backward()
+            (held[0] / 2).backward(retain_graph=True)
+            (held[0] / 2).backward()
+            held.clear()
+
+    toys.train(toys.Twice, micro=2, backward=backward)
+
+
+@SIZES
+def test_backwards_in_another_order_and_twice_over_one_graph(ranks, size):
+    ranks(size).run(backward_out_of_order)
+
+
+def evaluate_between(stage):
+    def before(model, step):
+        model.eval()
+        x = toys.data(50 + step, 0)
+        with torch.no_grad():
+            first = model(x)
+        with torch.inference_mode():
+            second = model(x)
+            model.blocks[1](torch.ones(2, toys.WIDTH))  # a unit on its own
+        assert torch.equal(first, second)
+        model(x)  # a forward whose graph is thrown away
+        model.train()
+
+    toys.train(toys.Stack, stage=stage, before=before)
+
+
+@SIZES
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluation_between_steps_changes_nothing(ranks, size, stage):
+    ranks(size).run(evaluate_between, stage)
+
+
+class Failing(toys.Stack):
+    """Raises where it is told to."""
+
+    where = ""
+
+    def run(self, block, x):
+        if block is self.blocks[1]:
+            if self.where == "forward":
+                raise ValueError("asked to fail in forward")
+            if self.where == "backward":
+                x = x.clone()
+                x.register_hook(self.fail)
+        return super().run(block, x)
+
+    @staticmethod
+    def fail(gradient):
+        raise ValueError("asked to fail in backward")
+
+
+def fail_and_retry(where):
+    def before(model, step):
+        model.where = where
+        with pytest.raises(ValueError, match="asked to fail"):
+            toys.loss_of(model, toys.data(70, 0)).backward()
+        model.where = ""
+        handle = zero_core.handle(model)
+        handle.optimizer.zero_grad()
+
+    toys.train(Failing, before=before)
+
+
+@SIZES
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_is_followed_by_a_clean_retry(ranks, size, where):
+    ranks(size).run(fail_and_retry, where)
+
+
+def schedule_rate():
+    torch.manual_seed(0)
+    model, dense = toys.Stack(), toys.Stack()
+    dense.load_state_dict(model.state_dict())
+    theirs = torch.optim.AdamW(dense.parameters(), lr=0.1)
+    ours = zero_core.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    plans = [torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=8) for o in (ours, theirs)]
+    for step in range(6):
+        for each, optimizer, plan in zip((model, dense), (ours, theirs), plans, strict=True):
+            toys.loss_of(each, toys.data(step, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            plan.step()
+    with zero_core.gathered(model):
+        for a, b in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@SIZES
+def test_schedulers_work_on_the_returned_optimizer(ranks, size):
+    ranks(size).run(schedule_rate)
+
+
+def scale_loss():
+    """fp16 with a scale too large at first: steps are skipped until it fits, and change nothing."""
+    torch.manual_seed(0)
+    model = toys.Stack()
+    scale = LossScale(2.0**24, window=3)
+    optimizer = zero_core.shard(
+        model, toys.adamw(model.parameters()), param_dtype=torch.float16, loss_scale=scale, max_grad_norm=1.0
+    )
+    values, skipped = [], 0
+    for step in range(24):
+        with zero_core.gathered(model):
+            before = [p.detach().clone() for p in model.parameters()]
+        toys.loss_of(model, toys.data(step % 3, world()[0]).half()).backward()
+        count = optimizer.step_count
+        optimizer.step()
+        optimizer.zero_grad()
+        with zero_core.gathered(model):
+            same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        stepped = optimizer.step_count != count
+        assert same == (not stepped)
+        skipped += not stepped
+        values.append(scale.value)
+    assert skipped >= 2
+    assert max(zero_core.units(model)[0].steps) == 24 - skipped == optimizer.step_count
+    assert any(b == 2 * a for a, b in zip(values, values[1:], strict=False)), values  # doubled after its window
+    assert values[0] == 2.0**23
+
+
+@SIZES
+def test_dynamic_loss_scale_halves_doubles_and_skips(ranks, size):
+    ranks(size).run(scale_loss)
+
+
+def constant_scale():
+    toys.train(toys.External, loss_scale=1024.0)
+
+
+@SIZES
+def test_a_constant_scale_cancels(ranks, size):
+    ranks(size).run(constant_scale)
+
+
+def write_inside_gathered(stage):
+    torch.manual_seed(world()[0])  # ranks differ: rank 0's model is everybody's
+    model = toys.Stack()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage, param_dtype=torch.bfloat16)
+    with zero_core.gathered(model, master=True):
+        first = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with zero_core.gathered(model), zero_core.gathered(model.head):
+        assert model.head.weight.untyped_storage().nbytes() > 0
+        if world()[0] == 0:
+            model.head.weight.data[1] = 7.0
+    assert model.head.weight.shape == (3, toys.WIDTH)
+    with zero_core.gathered(model, master=True):
+        for name, p in model.named_parameters():
+            expected = first[name]
+            if name == "head.weight":
+                expected[1] = 7.0
+            assert p.dtype == torch.float32
+            assert torch.equal(p, expected), name  # what was not written keeps all its bits
+    with pytest.raises(KeyError), zero_core.gathered(model):
+        model.head.weight.data.zero_()
+        raise KeyError
+    assert float(model.head.weight[1].float().mean()) == 7.0
+    toys.loss_of(model, toys.data(0, 0).bfloat16()).backward()
+    optimizer.step()
+
+
+@SIZES
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gathered_parameters_are_writable_from_one_rank(ranks, size, stage):
+    ranks(size).run(write_inside_gathered, stage)
+
+
+def generate_unequally():
+    from tests import models
+
+    model = models.build("llama")
+    zero_core.shard(model, toys.sgd(model.parameters()))
+    tokens = models.batch(0, 0)
+    with zero_core.gathered(model):  # no collective inside: ranks may differ
+        mine = model.generate(tokens, max_new_tokens=2 + 3 * world()[0], do_sample=False, pad_token_id=0)
+    together = model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert torch.equal(mine[:, : together.shape[1]], together)
+    return mine.shape[1]
+
+
+def test_generation_of_unequal_length(ranks):
+    pytest.importorskip("transformers")
+    a, b = ranks(2).run(generate_unequally)
+    assert b == a + 3
+
+
+def compiled():
+    import torch._dynamo
+
+    torch._dynamo.reset()
+
+    class Compiled(toys.Stack):
+        def make_block(self):
+            block = toys.Block()
+            block.compile(backend="aot_eager")
+            return block
+
+    toys.train(Compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+@SIZES
+def test_blocks_compiled_one_by_one(ranks, size):
+    ranks(size).run(compiled)
+
+
+def state_dict_round():
+    torch.manual_seed(0)
+    model = toys.Stack()
+    expected = {k: v.clone() for k, v in model.state_dict().items()}
+    optimizer = zero_core.shard(model, toys.adamw(model.parameters()))
+    assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    optimizer.step()
+    model.load_state_dict(expected)
+    assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())
+    saved = optimizer.state_dict()
+    assert {s["step"] for s in saved["state"].values()} == {1}
+    optimizer.load_state_dict(saved)
+    with torch.no_grad():
+        model.head.bias.fill_(3.0)
+        model.head.weight.data.mul_(0.0)
+        model.head.weight[0].add_(1.0)
+    assert model.head.bias.tolist() == [3.0] * 3
+    assert model.head.weight.sum(1).tolist() == [float(toys.WIDTH), 0.0, 0.0]
+
+
+@SIZES
+def test_plain_torch_reads_and_writes_sharded_parameters(ranks, size):
+    ranks(size).run(state_dict_round)
+
+
+def hybrid(stage, shape):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    toys.train(toys.Routed, stage=stage, mesh=mesh, micro=2)
+    model, _ = toys.train(functools.partial(toys.Stack, 2), stage=stage, mesh=mesh)
+    return zero_core.units(model)[0].layout.shard_count
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hybrid_sharding_on_a_mesh_of_two_dimensions(ranks, stage):
+    assert ranks(4).run(hybrid, stage, (2, 2)) == [2] * 4
