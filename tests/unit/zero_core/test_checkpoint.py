@@ -130,7 +130,6 @@ def test_plain_models_read_ours_and_we_read_theirs(name: str, tmp_path: Path) ->
     plain = Small()
     ordinary = OPTIMIZERS[name]([p for p in plain.parameters() if p.requires_grad])
     state = plain_state(plain, ordinary)
-    state["optim"]["state"].pop("unused", None) if name == "momentum" else None
     dcp.load(state, checkpoint_id=tmp_path / "ours")
     set_state_dict(plain, ordinary, model_state_dict=state["model"], optim_state_dict=state["optim"])
     torch.manual_seed(1)
@@ -225,10 +224,6 @@ def test_gradients_from_before_the_load_do_not_survive_it(tmp_path: Path) -> Non
     model(torch.ones(1, 2, dtype=torch.int64)).sum().backward()
     checkpoint.load(tmp_path, model, optimizer)
     assert losses(model, optimizer, 2) == expected
-
-
-class Unwritable(Exception):
-    pass
 
 
 def test_a_save_that_fails_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch) -> None:
@@ -327,9 +322,8 @@ def test_another_models_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         checkpoint.load(tmp_path, *other(Wider))
     text = str(error.value)
-    assert (
-        "model.frozen.weight: saved (6, 6), model (8, 6)" in text and "missing from the checkpoint: model.added" in text
-    )
+    assert "model.frozen.weight: saved (6, 6), model (8, 6)" in text
+    assert "missing from the checkpoint: model.added.weight" in text
 
     class Narrower(Small):
         def __init__(self) -> None:

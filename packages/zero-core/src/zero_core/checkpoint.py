@@ -100,7 +100,7 @@ def load(
     It may have been saved at any world size, stage and store, by FSDP2, or from plain state dicts; model_key and
     optimizer_key are the keys it was saved under ("" for none). Each rank reads the boxes that its slices touch.
     Without `strict`, parameters the checkpoint lacks keep their values and names the model lacks are ignored. Random
-    state is restored rank by rank, where the checkpoint has that rank's. Load only folders you trust: they hold pickles.
+    state is restored rank by rank, where there is that rank's. Load only folders you trust: they are pickles.
     Raises CheckpointError, before anything is changed, for a checkpoint that is cut short or of another model.
     """
     view = _view(model, optimizer)
