@@ -121,7 +121,6 @@ def _fill(model: nn.Module, tensors: Sequence[Named], values: Mapping[str, _File
             if source is not None:
                 for start, stop in _tiles(slice_.start, slice_.stop):
                     view.write(slice_, "master", start, source.read(start, stop).float())
-        view.refresh()
 
 
 def _copy(tensor: Tensor, source: _FileValues) -> None:

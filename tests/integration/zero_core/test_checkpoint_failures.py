@@ -1,0 +1,102 @@
+"""Faults during a collective save or load: every rank learns of them, and the folder keeps what it had."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tests.integration.zero_core import checkpoint_runs as runs
+from zero_core import checkpoint
+from zero_core.errors import CheckpointError
+
+
+def fail_on_rank_1(folder: Path) -> tuple[str, object]:
+    model, optimizer = runs.make("llama", 3, seed=0)
+    checkpoint.save(folder, model, optimizer, extra="first")
+    real = torch.save
+    if runs.world()[0] == 1:
+
+        def full(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+        torch.save = full
+    try:
+        checkpoint.save(folder, model, optimizer, extra="second")
+        text = "nothing raised"
+    except CheckpointError as error:
+        text = str(error)
+    finally:
+        torch.save = real
+    extra = checkpoint.load(folder, model, optimizer).extra
+    optimizer.close()
+    return text, extra
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all(ranks, tmp_path: Path) -> None:
+    for text, extra in ranks(2).run(fail_on_rank_1, tmp_path):
+        assert "__1_" in text and "No space left on device" in text
+        assert extra == "first"
+
+
+def load_cut(folder: Path) -> str:
+    model, optimizer = runs.make("llama", 3, seed=0)
+    try:
+        checkpoint.load(folder, model, optimizer)
+        text = "nothing raised"
+    except CheckpointError as error:
+        text = str(error)
+    optimizer.close()
+    return text
+
+
+def test_a_file_cut_short_fails_the_load_on_all(ranks, tmp_path: Path) -> None:
+    ranks(2).run(runs.save_and_go_on, tmp_path, "llama", 3)
+    path = max(tmp_path.glob("__1_*.distcp"))
+    os.truncate(path, path.stat().st_size - 1)
+    for text in ranks(2).run(load_cut, tmp_path):
+        assert f"{path.name} is cut short" in text
+
+
+SAVE_FOR_EVER = """
+import sys
+from tests.integration.zero_core import checkpoint_runs as runs
+from zero_core import checkpoint
+model, optimizer = runs.make("llama", 3, seed=0)
+for count in range(1, 1 << 30):
+    checkpoint.save(sys.argv[1], model, optimizer, extra=count, tile_numel=200)
+    print(count, flush=True)
+"""
+
+
+def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """The killed save is the one after the last that was reported, or that one had been renamed already."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])}
+    for delay_seconds in (0.0, 0.02, 0.05):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None
+            reported = int(process.stdout.readline() or 0)
+            assert reported == 1
+            time.sleep(delay_seconds)  # where in the next save it dies does not matter to what must hold
+        finally:
+            process.send_signal(signal.SIGKILL)
+            rest = process.communicate()[0].split()
+        reported = int(rest[-1]) if rest else reported
+        model, optimizer = runs.make("llama", 3, seed=3)
+        extra = checkpoint.load(tmp_path, model, optimizer).extra
+        assert extra in (reported, reported + 1)
+        checkpoint.save(tmp_path, model, optimizer)
+        assert len(list(tmp_path.glob("*.distcp"))) == 1
+        optimizer.close()

@@ -1,0 +1,141 @@
+"""One checkpoint at every world size and stage, in plain torch and in FSDP2, and back."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from tests import models
+from tests.integration.zero_core import checkpoint_runs as runs
+
+# Losses of runs that differ in the order of additions only; four ranks sum gradients differently from one.
+CLOSE = {"rel": 1e-5}
+
+
+def plain_state(model: Any, optimizer: Any) -> dict[str, Any]:
+    weights, states = get_state_dict(model, optimizer)
+    return {"model": weights, "optim": states}
+
+
+def load_stock(folder: Path, model: Any, optimizer: Any) -> None:
+    state = plain_state(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def plain_go_on(folder: Path, name: str) -> list[float]:
+    torch.manual_seed(5)
+    model = models.build(name)
+    optimizer = runs.adamw(model.parameters())
+    load_stock(folder, model, optimizer)
+    return runs.train(model, optimizer, 3, 6, clip=True)
+
+
+def fsdp_go_on(folder: Path, back: Path, name: str) -> list[float]:
+    """FSDP2 takes our checkpoint, trains, and saves one of its own before it goes on."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(5)
+    model = models.build(name)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = runs.adamw(model.parameters())
+    load_stock(folder, model, optimizer)
+    losses = runs.train(model, optimizer, 3, 4, clip=True)
+    dcp.save(plain_state(model, optimizer), checkpoint_id=back)
+    return losses + runs.train(model, optimizer, 4, 6, clip=True)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory) -> tuple[Path, list[float]]:
+    """A Llama saved at 4 ranks, stage 3; and the losses of its next three steps."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoint"
+    return folder, ranks(4).run(runs.save_and_go_on, folder, "llama", 3)[0]
+
+
+@pytest.mark.parametrize(("size", "stage"), [(4, 3), (4, 1), (2, 2), (2, 0), (1, 3), (1, 0)])
+def test_four_ranks_stage_3_load_anywhere(ranks, saved, size: int, stage: int) -> None:
+    folder, expected = saved
+    for loaded, losses in ranks(size).run(runs.load_and_go_on, folder, "llama", stage):
+        assert (loaded.step, loaded.world_size, loaded.extra) == (3, 4, {"stage": 3})
+        assert losses == expected if (size, stage) == (4, 3) else losses == pytest.approx(expected, **CLOSE)
+
+
+def test_and_in_plain_torch_with_nothing_of_ours(saved) -> None:
+    folder, expected = saved
+    assert plain_go_on(folder, "llama") == pytest.approx(expected, **CLOSE)
+
+
+def load_after_fsdp(folder: Path, name: str) -> list[float]:
+    from zero_core import checkpoint
+
+    model, optimizer = runs.make(name, 3, seed=11)
+    loaded = checkpoint.load(folder, model, optimizer, tile_numel=300)
+    assert not loaded.ours and loaded.step == 4
+    losses = runs.train(model, optimizer, 4, 6)
+    optimizer.close()
+    return losses
+
+
+def test_and_in_fsdp2_and_back(ranks, saved, tmp_path: Path) -> None:
+    folder, expected = saved
+    for losses in ranks(2).run(fsdp_go_on, folder, tmp_path / "fsdp", "llama"):
+        assert losses == pytest.approx(expected, **CLOSE)
+    for size in (4, 1):
+        for losses in ranks(size).run(load_after_fsdp, tmp_path / "fsdp", "llama"):
+            assert losses == pytest.approx(expected[1:], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "moe"])
+def test_ties_and_experts_go_from_two_ranks_to_four(ranks, tmp_path: Path, name: str) -> None:
+    expected = ranks(2).run(runs.save_and_go_on, tmp_path, name, 3)[0]
+    for _, losses in ranks(4).run(runs.load_and_go_on, tmp_path, name, 2):
+        assert losses == pytest.approx(expected, **CLOSE)
+    if name != "moe":
+        assert plain_go_on(tmp_path, name) == pytest.approx(expected, **CLOSE)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_same_world_and_stage_resume_bit_for_bit(ranks, tmp_path: Path, stage: int, dtype) -> None:
+    expected = ranks(2).run(runs.save_and_go_on, tmp_path, "llama", stage, dtype)
+    resumed = ranks(2).run(runs.load_and_go_on, tmp_path, "llama", stage, dtype)
+    assert [losses for _, losses in resumed] == expected
+
+
+def hybrid_go_on(folder: Path, save: bool) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if not save:
+        return runs.load_and_go_on(folder, "llama", 3, None, {"mesh": mesh})[1]
+    from zero_core import checkpoint
+
+    model, optimizer = runs.make("llama", 3, seed=0, mesh=mesh)
+    runs.train(model, optimizer, 0, 3)
+    checkpoint.save(folder, model, optimizer)
+    losses = runs.train(model, optimizer, 3, 6)
+    optimizer.close()
+    return losses
+
+
+def test_replicas_write_each_box_once_and_resume_exactly(ranks, tmp_path: Path) -> None:
+    expected = ranks(4).run(hybrid_go_on, tmp_path, True)
+    data_bytes = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
+    numel = sum(p.numel() for p in models.build("llama").parameters())
+    assert 12 * numel < data_bytes < 12 * numel + (1 << 20)  # three fp32 values, and torch.save's frame around each box
+    assert ranks(4).run(hybrid_go_on, tmp_path, False) == expected
+    for _, losses in ranks(2).run(runs.load_and_go_on, tmp_path, "llama", 3):
+        assert losses == pytest.approx(expected[0], **CLOSE)

@@ -1,0 +1,369 @@
+"""One process: boxes, what a folder holds after success and failure, and checkpoints that do not fit."""
+
+import math
+import os
+import pickle
+import random
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import zero_core
+from zero_core import checkpoint
+from zero_core.checkpoint_plan import tile_boxes
+from zero_core.errors import CheckpointError, ZeroError
+
+
+class Small(nn.Module):
+    """A tied head, a frozen layer, a buffer, a parameter without dimensions, one without elements, one unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2)) for _ in range(2))
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(self.frozen(x) * self.scale)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+def make(seed: int = 0, stage: int = 3, optimizer=adamw, **options):
+    torch.manual_seed(seed)
+    model = Small()
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return model, zero_core.shard(model, optimizer(trainable), stage=stage, **options)
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, scheduler=None) -> list[float]:
+    found = []
+    for _ in range(count):
+        tokens = torch.randint(0, 11, (3, 5))  # from the generator that a checkpoint restores
+        loss = model(tokens).square().mean() + random.random() * 0
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        found.append(loss.item())
+    return found
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.05, amsgrad=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, dtype, tmp_path: Path) -> None:
+    """Dropout and data come from torch's generator, so that has to be restored too."""
+    model, optimizer = make(0, optimizer=OPTIMIZERS[name], param_dtype=dtype)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    losses(model, optimizer, 3, scheduler)
+    checkpoint.save(tmp_path, model, optimizer, scheduler=scheduler, extra={"epoch": 4}, tile_numel=7)
+    expected = losses(model, optimizer, 4, scheduler)
+    python = random.random()
+    other, again = make(9, optimizer=OPTIMIZERS[name], param_dtype=dtype)
+    late = torch.optim.lr_scheduler.StepLR(again, 2, gamma=0.5)
+    losses(other, again, 1)
+    loaded = checkpoint.load(tmp_path, other, again, scheduler=late, tile_numel=5)
+    assert (loaded.step, loaded.extra, loaded.ours, loaded.world_size) == (3, {"epoch": 4}, True, 1)
+    assert again.step_count == 3 and other.calls == 3
+    assert losses(other, again, 4, late) == expected
+    assert random.random() == python
+    with zero_core.gathered(model, master=True), zero_core.gathered(other, master=True):
+        for (key, ours), theirs in zip(other.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours, theirs), key
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    model, optimizer = make(0)
+    losses(model, optimizer, 2)
+    checkpoint.save(tmp_path, model)
+    other, again = make(5)
+    checkpoint.load(tmp_path, other)
+    assert again.step_count == 0
+    with zero_core.gathered(model), zero_core.gathered(other):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    with pytest.raises(CheckpointError, match=r"no group|without"):
+        checkpoint.load(tmp_path, other, again, scheduler=torch.optim.lr_scheduler.StepLR(again, 2))
+
+
+def plain_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    weights, states = get_state_dict(model, optimizer)
+    return {"model": weights, "optim": states}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_plain_models_read_ours_and_we_read_theirs(name: str, tmp_path: Path) -> None:
+    """With the stock functions and nothing of ours, there and back; the next losses are the same."""
+    model, optimizer = make(0, optimizer=OPTIMIZERS[name])
+    losses(model, optimizer, 3)
+    checkpoint.save(tmp_path / "ours", model, optimizer, tile_numel=10)
+    torch.manual_seed(3)
+    plain = Small()
+    ordinary = OPTIMIZERS[name]([p for p in plain.parameters() if p.requires_grad])
+    state = plain_state(plain, ordinary)
+    dcp.load(state, checkpoint_id=tmp_path / "ours")
+    set_state_dict(plain, ordinary, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    torch.manual_seed(1)
+    expected = losses(model, optimizer, 3)
+    torch.manual_seed(1)
+    assert losses(plain, ordinary, 3) == pytest.approx(expected, rel=1e-6)
+
+    dcp.save(plain_state(plain, ordinary), checkpoint_id=tmp_path / "theirs")
+    torch.manual_seed(2)
+    expected = losses(plain, ordinary, 3)
+    other, again = make(8, optimizer=OPTIMIZERS[name])
+    losses(other, again, 2)
+    loaded = checkpoint.load(tmp_path / "theirs", other, again)
+    assert not loaded.ours and loaded.extra is None and loaded.step == (6 if name == "adamw" else 1)
+    torch.manual_seed(2)
+    assert losses(other, again, 3) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_bare_state_dict_needs_only_its_key(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    plain = Small()
+    dcp.save(dict(plain.state_dict()), checkpoint_id=tmp_path)
+    model, _ = make(1)
+    with pytest.raises(CheckpointError, match="begin with blocks, calls, embedding.*pass model_key="):
+        checkpoint.load(tmp_path, model)
+    checkpoint.load(tmp_path, model, model_key="")
+    with zero_core.gathered(model):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_tile_boxes_cover_the_range_in_order_and_stay_small(data) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), max_size=4)))
+    total = math.prod(shape)
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    tile = data.draw(st.integers(1, 20))
+    values, at = torch.arange(total).view(shape), start
+    for box in tile_boxes(shape, start, stop, tile):
+        part = values[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+        assert 0 < box.numel <= tile and box.start == at
+        assert part.flatten().tolist() == list(range(at, at + box.numel))
+        at += box.numel
+    assert at == stop
+
+
+def test_no_more_boxes_than_tiles_and_edges_need() -> None:
+    assert len(list(tile_boxes((1000, 1000), 0, 10**6, 10**5))) == 10
+    assert len(list(tile_boxes((1000, 1000), 500, 10**6 - 500, 10**5))) <= 12
+
+
+class Counting:
+    """A store that counts how many values it has lent and not seen dropped."""
+
+    def __init__(self, store) -> None:
+        self._store, self.largest = store, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._store, name)
+
+    def read_state(self, i: int, name: str, start: int, stop: int) -> torch.Tensor:
+        self.largest = max(self.largest, stop - start)
+        return self._store.read_state(i, name, start, stop)
+
+    def write_state(self, i: int, name: str, start: int, values: torch.Tensor) -> None:
+        self.largest = max(self.largest, values.numel())
+        self._store.write_state(i, name, start, values)
+
+
+def test_values_pass_in_tiles_in_both_directions(tmp_path: Path) -> None:
+    from zero_core.device_store import DeviceStore
+
+    store = Counting(DeviceStore())
+    model, optimizer = make(0, store=store)
+    losses(model, optimizer, 1)
+    store.largest = 0
+    checkpoint.save(tmp_path, model, optimizer, tile_numel=8)
+    assert 0 < store.largest <= 8
+    store.largest = 0
+    checkpoint.load(tmp_path, model, optimizer, tile_numel=8)
+    assert 0 < store.largest <= 8
+
+
+def test_gradients_from_before_the_load_do_not_survive_it(tmp_path: Path) -> None:
+    model, optimizer = make(0)
+    losses(model, optimizer, 1)
+    checkpoint.save(tmp_path, model, optimizer)
+    expected = losses(model, optimizer, 2)
+    checkpoint.load(tmp_path, model, optimizer)
+    model(torch.ones(1, 2, dtype=torch.int64)).sum().backward()
+    checkpoint.load(tmp_path, model, optimizer)
+    assert losses(model, optimizer, 2) == expected
+
+
+def test_a_save_that_fails_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    model, optimizer = make(0)
+    losses(model, optimizer, 1)
+    checkpoint.save(tmp_path, model, optimizer, extra="first")
+    before = sorted(os.listdir(tmp_path))
+    losses(model, optimizer, 1)
+    calls = []
+    real = torch.save
+
+    def full(value, file, *args, **kwargs):
+        calls.append(None)
+        if len(calls) > 12:
+            raise OSError(28, "No space left on device")
+        return real(value, file, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", full)
+        with pytest.raises(CheckpointError, match=r"cannot be written: .*No space left.* earlier checkpoint"):
+            checkpoint.save(tmp_path, model, optimizer, extra="second")
+    assert sorted(os.listdir(tmp_path)) == before
+    assert checkpoint.load(tmp_path, model, optimizer).extra == "first"
+
+
+def test_a_second_save_replaces_the_first_and_removes_strays(tmp_path: Path) -> None:
+    model, optimizer = make(0)
+    checkpoint.save(tmp_path, model, optimizer, extra=1)
+    (tmp_path / "__0_killed.distcp").write_bytes(b"half")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(tmp_path, model, optimizer, extra=2)
+    assert len(os.listdir(tmp_path)) == 2
+    assert checkpoint.load(tmp_path, model, optimizer).extra == 2
+
+
+def saved(tmp_path: Path):
+    model, optimizer = make(0)
+    losses(model, optimizer, 1)
+    checkpoint.save(tmp_path, model, optimizer)
+    return model, optimizer, next(tmp_path.glob("*.distcp"))
+
+
+def test_checkpoints_cut_short_are_named_before_anything_changes(tmp_path: Path) -> None:
+    model, optimizer, data = saved(tmp_path)
+    with zero_core.gathered(model):
+        before = [p.detach().clone() for p in model.parameters()]
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-50])
+    with pytest.raises(CheckpointError, match=rf"{data.name} is cut short: {len(whole) - 50} bytes"):
+        checkpoint.load(tmp_path, model, optimizer)
+    data.unlink()
+    with pytest.raises(CheckpointError, match=f"{data.name} is not there"):
+        checkpoint.load(tmp_path, model, optimizer)
+    manifest = tmp_path / ".metadata"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=".metadata is damaged"):
+        checkpoint.load(tmp_path, model, optimizer)
+    manifest.write_bytes(pickle.dumps({"no": "manifest"}))
+    with pytest.raises(CheckpointError, match="no manifest"):
+        checkpoint.load(tmp_path, model, optimizer)
+    manifest.unlink()
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        checkpoint.load(tmp_path, model, optimizer)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        checkpoint.load(tmp_path / "absent", model, optimizer)
+    with zero_core.gathered(model):
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
+    model, optimizer, data = saved(tmp_path)
+    whole = bytearray(data.read_bytes())
+    manifest = pickle.loads((tmp_path / ".metadata").read_bytes())
+    info = next(v for k, v in manifest.storage_data.items() if k.fqn == "model.blocks.0.0.weight")
+    whole[info.offset : info.offset + info.length] = bytes(info.length)
+    data.write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"model\.blocks\.0\.0\.weight is damaged"):
+        checkpoint.load(tmp_path, model, optimizer)
+
+
+def test_another_models_checkpoint_is_named(tmp_path: Path) -> None:
+    model, optimizer, _ = saved(tmp_path)
+
+    def other(build) -> tuple:
+        torch.manual_seed(1)
+        made = build()
+        return made, zero_core.shard(made, torch.optim.AdamW([p for p in made.parameters() if p.requires_grad]))
+
+    class Wider(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(6, 8).requires_grad_(False)
+            self.added = nn.Linear(2, 2)
+
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.load(tmp_path, *other(Wider))
+    text = str(error.value)
+    assert "model.frozen.weight: saved (6, 6), model (8, 6)" in text
+    assert "missing from the checkpoint: model.added.weight" in text
+
+    class Narrower(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.unused
+
+    small, small_optimizer = other(Narrower)
+    with pytest.raises(CheckpointError, match=r"not in the model: model\.unused"):
+        checkpoint.load(tmp_path, small, small_optimizer)
+    checkpoint.load(tmp_path, small, strict=False)
+
+
+def test_another_optimizers_checkpoint_is_named(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model, optimizer = make(0, optimizer=OPTIMIZERS["momentum"])
+    with pytest.raises(CheckpointError, match=r"optim\.state\.\S+\.momentum_buffer"):
+        checkpoint.load(tmp_path, model, optimizer)
+    grouped = make(0, optimizer=lambda ps: torch.optim.AdamW([{"params": ps[:2]}, {"params": ps[2:], "lr": 1.0}]))
+    with pytest.raises(CheckpointError, match="no group of the checkpoint has the 2 parameters"):
+        checkpoint.load(tmp_path, *grouped)
+
+
+def test_what_is_not_sharded_is_refused_by_name(tmp_path: Path) -> None:
+    plain = nn.Linear(2, 2)
+    with pytest.raises(ZeroError, match="Linear is not sharded"):
+        checkpoint.save(tmp_path, plain)
+    model, _ = make(0)
+    with pytest.raises(ZeroError, match="not the optimizer that shard"):
+        checkpoint.save(tmp_path, model, torch.optim.SGD(plain.parameters()))
+
+
+def test_names_lose_the_prefixes_of_wrappers(tmp_path: Path) -> None:
+    def build(wrap: bool):
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if wrap:
+            model[0] = torch.compile(model[0], backend="eager")
+        return model, zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    model, optimizer = build(True)
+    assert any("_orig_mod" in n for n, _ in model.named_parameters())
+    checkpoint.save(tmp_path, model, optimizer)
+    checkpoint.load(tmp_path, *build(False))
