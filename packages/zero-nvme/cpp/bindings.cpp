@@ -218,20 +218,10 @@ py::list PyStore::statistics() {
   return result;
 }
 
-class PyEvent {
- public:
-  PyEvent() : event_(std::make_shared<Event>(true)) {}
-  int fileno() const { return event_->fd(); }
-  void clear() const { event_->clear(); }
-  bool wait(std::optional<double> timeout_seconds) const {
-    return wait_interruptibly(timeout_seconds,
-                              [&](milliseconds slice) { return event_->wait_for(static_cast<int>(slice.count())); });
-  }
-  const std::shared_ptr<Event>& event() const { return event_; }
-
- private:
-  std::shared_ptr<Event> event_;
-};
+bool wait_for_mail(const Mailbox& mailbox, std::optional<double> timeout_seconds) {
+  return wait_interruptibly(timeout_seconds,
+                            [&](milliseconds slice) { return mailbox.wait_for(static_cast<int>(slice.count())); });
+}
 
 std::uintptr_t address_of(const py::buffer& object) {
   Py_buffer view;
@@ -261,13 +251,16 @@ PYBIND11_MODULE(_native, m) {
       .def("failure", &PyRequest::failure)
       .def("cancel", [](PyRequest& self) { self.request().cancel(); })
       .def("cancelled", &PyRequest::cancelled)
-      .def("notify", [](PyRequest& self, const PyEvent& event) { self.request().notify(event.event()); });
+      .def("notify", [](PyRequest& self, std::shared_ptr<Mailbox> mailbox, std::uint64_t token) {
+             self.request().notify(std::move(mailbox), token);
+           });
 
-  py::class_<PyEvent>(m, "Event")
+  py::class_<Mailbox, std::shared_ptr<Mailbox>>(m, "Mailbox")
       .def(py::init<>())
-      .def("fileno", &PyEvent::fileno)
-      .def("clear", &PyEvent::clear)
-      .def("wait", &PyEvent::wait, py::arg("timeout_seconds") = py::none());
+      .def("fileno", &Mailbox::fd)
+      .def("post", &Mailbox::post, py::arg("token"))
+      .def("take", &Mailbox::take)
+      .def("wait", &wait_for_mail, py::arg("timeout_seconds") = py::none());
 
   py::class_<PyStore>(m, "Store")
       .def(py::init<const std::vector<std::tuple<int, bool, std::size_t, std::size_t>>&, std::vector<std::uint32_t>,

@@ -24,7 +24,7 @@ struct Buffer {
 
 [[noreturn]] void refuse(const std::string& text) { throw std::invalid_argument(text); }
 
-void check_buffers(const Item& t, Rule rule, Master master, Moments moments) {
+std::vector<Buffer> buffers_of(const Item& t, Rule rule, Master master, Moments moments) {
     const bool has_a = rule != Rule::adagrad && rule != Rule::sgd, has_b = rule == Rule::adam || rule == Rule::adagrad;
     const std::int64_t n = t.numel, blocks = (n + block_numel - 1) / block_numel;
     const std::int64_t width_a = moments == Moments::f32 ? 4 : moments == Moments::bf16 ? 2 : 1;
@@ -38,6 +38,10 @@ void check_buffers(const Item& t, Rule rule, Master master, Moments moments) {
     if (has_b) buffers.push_back({"second state", t.state[1], n * width_b, width_b});
     if (has_a && moments == Moments::byte8) buffers.push_back({"first state's scales", t.scale[0], blocks * 4, 4});
     if (has_b && moments == Moments::byte8) buffers.push_back({"second state's scales", t.scale[1], blocks * 4, 4});
+    return buffers;
+}
+
+void check_buffers(const std::vector<Buffer>& buffers) {
     for (std::size_t i = 0; i < buffers.size(); ++i) {
         const Buffer& x = buffers[i];
         const auto begin = reinterpret_cast<std::uintptr_t>(x.address);
@@ -117,9 +121,40 @@ void Batch::add(const Item& item, Master master, std::vector<HyperSegment> segme
     if ((master != Master::full) && item.parameter_dtype != DType::bf16) {
         refuse("a split master and stochastic rounding are of bf16 parameters");
     }
-    check_buffers(item, rule_, master, moments_);
+    check_buffers(buffers_of(item, rule_, master, moments_));
     check_segments(segments, item.numel);
     items_.push_back({item, master, std::move(segments)});
+}
+
+void Batch::check_disjoint() const {
+    std::vector<std::pair<std::uintptr_t, std::uintptr_t>> ranges;
+    for (const Entry& entry : items_) {
+        for (const Buffer& buffer : buffers_of(entry.item, rule_, entry.master, moments_)) {
+            if (buffer.bytes == 0 || buffer.address == entry.item.gradient) continue;
+            const auto begin = reinterpret_cast<std::uintptr_t>(buffer.address);
+            ranges.emplace_back(begin, begin + std::uintptr_t(buffer.bytes));
+        }
+    }
+    std::sort(ranges.begin(), ranges.end());
+    for (std::size_t k = 1; k < ranges.size(); ++k) {
+        if (ranges[k].first < ranges[k - 1].second) {
+            refuse("two parameters, or their states, overlap in memory; an update of both at once has no meaning");
+        }
+    }
+}
+
+void Batch::refresh(const std::vector<std::uintptr_t>& gradients, const std::vector<const Hyper*>& hypers) {
+    if (gradients.size() != items_.size() || hypers.size() != items_.size()) {
+        refuse("a batch of " + std::to_string(items_.size()) + " items was given " + std::to_string(gradients.size()) +
+               " gradients and " + std::to_string(hypers.size()) + " options");
+    }
+    for (std::size_t k = 0; k < items_.size(); ++k) {
+        Entry& entry = items_[k];
+        entry.item.gradient = reinterpret_cast<const void*>(gradients[k]);
+        entry.segments.assign(1, {0, entry.item.numel, *hypers[k]});
+        check_buffers(buffers_of(entry.item, rule_, entry.master, moments_));
+        check_segments(entry.segments, entry.item.numel);
+    }
 }
 
 Cut cut(const std::vector<std::int64_t>& numels, int threads) {

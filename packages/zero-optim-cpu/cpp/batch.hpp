@@ -36,6 +36,13 @@ public:
     void add(const Item& item, Master master, std::vector<HyperSegment> segments);
     std::size_t size() const { return items_.size(); }
 
+    // Throws std::invalid_argument if memory that one item writes overlaps another's.
+    void check_disjoint() const;
+
+    // For the next job: the gradient's address and the options of every item, each of one segment. Gradients keep their
+    // types. Throws as `add`.
+    void refresh(const std::vector<std::uintptr_t>& gradients, const std::vector<const Hyper*>& hypers);
+
     // The job that updates all items. It owns copies of what it reads, except the items' memory. With `roofline`, the
     // kernels that move the same bytes and do no arithmetic.
     std::shared_ptr<Job> job(double scale, int threads, bool roofline = false) const;

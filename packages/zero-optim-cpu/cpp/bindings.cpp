@@ -142,6 +142,8 @@ void bind_batch(py::module_& m) {
                  for (const auto& [start, stop, hyper] : segments) list.push_back({start, stop, hyper});
                  batch.add(item, Master(master), std::move(list));
              })
+        .def("check_disjoint", &Batch::check_disjoint)
+        .def("refresh", &Batch::refresh)
         .def("run",
              [](const Batch& batch, Pool& pool, double scale, bool roofline) {
                  const py::gil_scoped_release release;

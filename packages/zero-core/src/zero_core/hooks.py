@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from .collectives import Ranks
 from .outputs import hook_outputs, not_traced
+from .residents import Residents
+from .scaling import LossScale, scale_gradients
 from .schedule import Forecast, Pass, Visit
 from .stages import StageRow
 from .store import ShardStore
@@ -70,7 +72,9 @@ class Engine:
         self.model, self.units, self.ranks, self.store, self.pool, self.stage = model, units, ranks, store, pool, stage
         self.prefetch_bytes = 0
         self.synchronising = True  # False inside no_sync
-        self.output_gradient_scale: Callable[[Tensor], Tensor] | None = None  # loss scaling, see scaling.py
+        self.loss_scale: LossScale | None = None
+        self.on_reduced: Callable[[Unit], None] | None = None  # update_in_backward
+        self.residents = Residents()
         self.nodes: list[Node] = []
         self.forecasts: dict[tuple[int, bool], Forecast] = {}
         self._forecast = Forecast()
@@ -128,12 +132,13 @@ class Engine:
         self._stack.append(visit)
         self._prefetch(self._forecast.upcoming())
 
-    def _after(self, node: Node, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, node: Node, module: nn.Module, args: Any, output: Any) -> Any:
+        """Returns other outputs for the outermost module where the loss is scaled, else nothing."""
         if _in_backward():
             self._end_recomputation(node, output)
-            return
+            return None
         if not self._stack or self._stack[-1].node != node.index:
-            return  # the call failed before it was on the stack
+            return None  # the call failed before it was on the stack
         visit = self._stack.pop()
         current = self._pass
         assert current is not None
@@ -144,8 +149,10 @@ class Engine:
         for u in node.units:
             self.units[u].leave()
             self._let_go(self.units[u])
-        if not self._stack:
-            self._end_pass()
+        if self._stack:
+            return None
+        self._end_pass()
+        return scale_gradients(output, self.loss_scale) if self.loss_scale is not None and current.grad else None
 
     def _begin_pass(self, node: Node) -> None:
         if self._backward is not None:
@@ -172,13 +179,19 @@ class Engine:
 
     def _let_go(self, unit: Unit) -> None:
         """Nothing uses the unit now: stage 3 takes its memory away."""
-        if unit.users == 0 and not self.stage.keeps_parameters:
-            unit.reshard()
+        if unit.users == 0 and not self.stage.keeps_parameters and unit.residency is not Residency.SHARDED:
+            cyclic = self._pass is not None and not self._pass.grad
+            for evicted in self.residents.admit(unit, evict=not cyclic):
+                if evicted.users == 0:
+                    evicted.reshard()
 
     def _let_all_go(self) -> None:
+        """What was gathered ahead and not used goes; what the budget keeps stays."""
+        if self.stage.keeps_parameters:
+            return
         for unit in self.units:
-            if unit.residency is not Residency.SHARDED:
-                self._let_go(unit)
+            if unit.residency is not Residency.SHARDED and unit.users == 0 and unit not in self.residents:
+                unit.reshard()
 
     def _prefetch(self, upcoming: Iterable[int]) -> None:
         """Start the units that come next, as many as the bytes allow, one at least."""
@@ -257,18 +270,20 @@ class Engine:
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        if self.ranks.size == 1:
-            if unit.gradient is not None:
-                unit.start_reduce().finish()
+        if self.ranks.size == 1 and unit.gradient is None:
             return
         reduction = unit.start_reduce()
         self._finish_reduction()
         self._reduction = reduction
+        if self.ranks.size == 1:
+            self._finish_reduction()
 
     def _finish_reduction(self) -> None:
         if self._reduction is not None:
             reduction, self._reduction = self._reduction, None
             reduction.finish()
+            if self.on_reduced is not None:
+                self.on_reduced(reduction.unit)
 
     def _collect(self, unit: Unit, k: int, parameter: Tensor) -> None:
         if _in_backward():
@@ -352,11 +367,15 @@ class Engine:
 
     # -- a parameter used outside its unit: see place.py ---------------------------------------------------------------
 
-    def note_external_use(self, unit: Unit) -> None:
+    def note_external_use(self, unit: Unit) -> Callable[[Tensor], Tensor]:
         """The unit's gradient will not be complete when its module's visits are closed."""
         noted = self._loose if self._pass is None else self._pass.external
         if unit.index not in noted and unit.trainable:
             noted.append(unit.index)
+        if self._pass is None and self.loss_scale is not None:  # this gradient will not pass the root's outputs
+            scale = self.loss_scale
+            return lambda gradient: gradient * scale.value
+        return lambda gradient: gradient
 
     def full_copy(self, unit: Unit, k: int) -> Tensor:
         """Parameter k of the unit, whole. Collective."""
@@ -385,6 +404,7 @@ class Engine:
         """Give every lease back: the store may be read, written and updated after this."""
         if self._backward is not None:
             self.abandon_backward()
+        self.residents.clear()
         for unit in self.units:
             unit.seal()
             unit.reshard()

@@ -37,6 +37,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.grad_norm = math.nan
         self.step_count = 0
+        self._updated: set[int] = set()  # units that update_in_backward has updated since the last step
+        self._squared = 0.0
         self._observer = observer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -54,9 +56,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._refuse_while_busy()
             engine.settle()
             engine.reduce_kept()
+            if engine.on_reduced is not None:
+                self._finish_updates()
+                return loss
             self.grad_norm = self._exchange_norm()
             scale = self._coefficient(self.grad_norm)
-            self._update(scale)
+            if scale is not None:
+                self._update(scale)
         return loss
 
     def _refuse_while_busy(self) -> None:
@@ -87,30 +93,66 @@ class ShardedOptimizer(torch.optim.Optimizer):
             unit.used = [next(flags) > 0 for _ in unit.used]
         return math.sqrt(total[0])
 
-    def _coefficient(self, norm: float) -> float:
-        """What gradients are multiplied by. As torch: max_norm / (norm + 1e-6), at most 1."""
+    def _coefficient(self, norm: float) -> float | None:
+        """What gradients are multiplied by; as torch: max_norm / (norm + 1e-6), at most 1. None: skip this step."""
+        scale = self.engine.loss_scale
         if not math.isfinite(norm):
             self.engine.discard_gradients()
+            if scale is not None and scale.dynamic:
+                scale.overflowed()
+                return None
             raise GradientError(
                 f"the gradient norm is {norm} at step {self.step_count + 1}; nothing was updated and the gradients are "
                 'discarded. Look for the loss that is not finite, or pass loss_scale="dynamic" with fp16'
             )
+        inverse = 1.0
+        if scale is not None:
+            inverse = 1.0 / scale.value
+            norm *= inverse
+            self.grad_norm = norm
+            scale.succeeded()
         if self.max_grad_norm is None:
-            return 1.0
-        return min(1.0, self.max_grad_norm / (norm + 1e-6))
+            return inverse
+        return inverse * min(1.0, self.max_grad_norm / (norm + 1e-6))
 
     def _update(self, scale: float) -> None:
         engine = self.engine
         steps: list[Sequence[int]] = []
         for unit in engine.units:
-            for k, group in enumerate(unit.groups):
-                if unit.used[k] and group is not None:
-                    unit.steps[k] += 1
-            steps.append([unit.steps[k] if unit.used[k] else 0 for k in segment_slots(unit)])
-            unit.used = [False] * len(unit.used)
-        groups = [GroupStep(_frozen(group)) for group in self.param_groups]
-        engine.store.update(groups, scale, engine.next_use(), steps)
+            steps.append(_count_step(unit))
+        engine.store.update(self._groups(), scale, engine.next_use(), steps)
         engine.forget_passes()
+        self.step_count += 1
+
+    def _groups(self) -> list[GroupStep]:
+        return [GroupStep(_frozen(group)) for group in self.param_groups]
+
+    def update_one(self, unit: Unit) -> None:
+        """update_in_backward: the unit's gradient has just arrived with the store. Collective on several ranks."""
+        engine = self.engine
+        if unit.index in self._updated:
+            raise GradientError(
+                f"a second backward reached unit {unit.name!r}, updated since the last step() by update_in_backward=True: "
+                "accumulate in one backward, or leave update_in_backward out"
+            )
+        self._updated.add(unit.index)
+        with torch.no_grad():
+            flags = torch.tensor([float(flag) for flag in unit.used], dtype=torch.float64, device=engine.ranks.device)
+            engine.ranks.sum_everywhere(flags, unit.name)
+            unit.used = [flag > 0 for flag in flags.tolist()]
+            self._squared += float(engine.store.gradient_norm_squared())
+            unit.reshard()
+            steps = [_count_step(each) if each is unit else [0] * len(segment_slots(each)) for each in engine.units]
+            engine.store.update(self._groups(), 1.0, [unit.index], steps)
+
+    def _finish_updates(self) -> None:
+        """The step of update_in_backward: everything is updated; the norm of what was is exchanged."""
+        ranks = self.engine.ranks
+        squared = torch.tensor([self._squared], dtype=torch.float64, device=ranks.device)
+        self.grad_norm = math.sqrt(float(ranks.sum_everywhere(squared, "the gradient norm")) / ranks.replicate.size)
+        self._squared = 0.0
+        self._updated.clear()
+        self.engine.forget_passes()
         self.step_count += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -141,7 +183,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             packed["params"] = list(range(first, first + len(group["params"])))
             first += len(group["params"])
             groups.append(packed)
-        return {"state": state, "param_groups": groups, "step_count": self.step_count}
+        scale = self.engine.loss_scale
+        return {
+            "state": state,
+            "param_groups": groups,
+            "step_count": self.step_count,
+            "loss_scale": scale.state_dict() if scale is not None else None,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
@@ -156,6 +204,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 entry = state_dict["state"].get(numbers.get(id(parameter), -1))
                 if entry is not None:
                     unit.steps[k] = int(entry["step"])
+        if self.engine.loss_scale is not None and state_dict.get("loss_scale") is not None:
+            self.engine.loss_scale.load_state_dict(state_dict["loss_scale"])
         self.step_count = int(state_dict.get("step_count", max(max(u.steps, default=0) for u in self.engine.units)))
 
     def close(self) -> None:
@@ -176,6 +226,16 @@ def segment_slots(unit: Unit) -> list[int]:
     """For each segment of the unit's shard on this rank, the index of its parameter in the unit."""
     places = {id(slot): k for k, slot in enumerate(unit.layout.slots)}
     return [places[id(piece.slot)] for piece in unit.layout.pieces(unit.ranks.shard.rank)]
+
+
+def _count_step(unit: Unit) -> list[int]:
+    """Count a step of every parameter that was used; its number for each segment, 0 for those that were not."""
+    for k, group in enumerate(unit.groups):
+        if unit.used[k] and group is not None:
+            unit.steps[k] += 1
+    numbers = [unit.steps[k] if unit.used[k] and unit.groups[k] is not None else 0 for k in segment_slots(unit)]
+    unit.used = [False] * len(unit.used)
+    return numbers
 
 
 def _frozen(group: dict[str, Any]) -> dict[str, Any]:

@@ -40,8 +40,8 @@ def tensors_of(value: Any, depth: int = 5) -> Iterator[Tensor]:
 def not_traced(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A plain function around a hook which torch.compile calls instead of tracing."""
 
-    def called(*args: Any) -> None:
-        hook(*args)
+    def called(*args: Any) -> Any:
+        return hook(*args)
 
     called._torchdynamo_disable = True  # type: ignore[attr-defined]
     return called

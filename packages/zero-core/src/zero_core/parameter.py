@@ -33,8 +33,8 @@ class Home(Protocol):
     def write_back(self, parameter: Tensor, values: Tensor) -> None:
         """Keep `values` (the parameter's shape) as the parameter's new ones."""
 
-    def note_external_use(self, parameter: Tensor) -> None:
-        """The parameter takes part in a graph outside its unit."""
+    def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        """The parameter takes part in a graph outside its unit; returns what its gradient goes through."""
 
     def holds_gradient(self, parameter: Tensor) -> bool:
         """Whether a gradient of this parameter waits for step()."""
@@ -73,12 +73,13 @@ class _Gather(torch.autograd.Function):
     """Full values of a sharded parameter for one call; the gradient goes back to the parameter as it is."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, arriving: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.arriving = arriving
         return home_of(parameter).full_copy(parameter)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
+        return ctx.arriving(gradients[0]), None
 
 
 class Sharded(nn.Parameter):
@@ -114,8 +115,7 @@ def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if id(parameter) not in gathered:
             with torch._C.DisableTorchFunctionSubclass():
                 if torch.is_grad_enabled() and parameter.requires_grad:
-                    home_of(parameter).note_external_use(parameter)
-                    values = _Gather.apply(parameter)
+                    values = _Gather.apply(parameter, home_of(parameter).note_external_use(parameter))
                 else:
                     values = home_of(parameter).full_copy(parameter)
             gathered[id(parameter)] = (parameter, values, values._version)
@@ -154,6 +154,8 @@ def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
 
 
 def _set_data(parameter: Sharded, value: Tensor) -> None:
+    if value is parameter:
+        return  # model.to() where it is already
     raise ChangedParameterError(
         f"new data (shape {tuple(value.shape)}, {value.dtype}, {value.device}) for a {parameter!r}: move or cast the "
         "model before zero_core.shard; write values with copy_ or inside zero_core.gathered"

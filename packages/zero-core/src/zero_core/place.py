@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from .hooks import Engine
@@ -26,8 +28,8 @@ class Place:
     def write_back(self, parameter: Tensor, values: Tensor) -> None:
         self.engine.write(self.unit, self.index, values)
 
-    def note_external_use(self, parameter: Tensor) -> None:
-        self.engine.note_external_use(self.unit)
+    def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        return self.engine.note_external_use(self.unit)
 
     def holds_gradient(self, parameter: Tensor) -> bool:
         return self.unit.used[self.index]

@@ -14,19 +14,16 @@ from .collectives import Ranks
 from .device_store import DeviceStore
 from .errors import AlreadyShardedError, StageError, ZeroError
 from .hooks import Engine, Node
+from .init import Initialiser, become
 from .layout import UnitLayout
 from .optimizer import ShardedOptimizer
 from .parameter import settle
 from .place import Place
+from .scaling import LossScale
 from .stages import STAGES
 from .store import NullObserver, Observer, Segment, ShardSpec, ShardStore, StoreContext
 from .unit import Pool, Unit
 from .wrapping import UnitPlan, plan_units, unit_modules
-
-try:
-    from .init import Initialiser, become
-except ModuleNotFoundError:
-    from ._first import Initialiser, become
 
 __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
 
@@ -73,8 +70,11 @@ def shard(
     units: Sequence[type[nn.Module]] | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    loss_scale: float | str | LossScale | None = None,
     max_grad_norm: float | None = None,
+    resident_bytes: int = 0,
     prefetch_bytes: int = _PREFETCH_BYTES,
+    update_in_backward: bool = False,
     store: ShardStore | None = None,
     observer: Observer | None = None,
 ) -> ShardedOptimizer:
@@ -83,11 +83,16 @@ def shard(
     stage: 0 to 3, a row of stages.STAGES. mesh: a DeviceMesh (shard,) or (replicate, shard); None: all ranks, or this
     process alone without torch.distributed. units: module classes which form units; None: the rule of wrapping.py.
     param_dtype: parameters and compute, the fp32 masters live with the store; None: as they are. reduce_dtype: of
-    gradients between ranks and to the store; None: the parameters'. max_grad_norm: exact global clipping.
-    prefetch_bytes: how much is gathered ahead; 0: nothing. store: None is a DeviceStore.
+    gradients between ranks and to the store; None: the parameters'. loss_scale: "dynamic", a number, or None.
+    max_grad_norm: exact global clipping. resident_bytes: stage 3 keeps that much unsharded between uses.
+    prefetch_bytes: how much is gathered ahead; 0: nothing. update_in_backward: a unit is updated when its gradient
+    arrives; not with clipping, loss scaling or stage 1. store: None is a DeviceStore. observer: told of every span.
     Raises StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
     """
     _check(model, optimizer, stage, param_dtype)
+    scale = LossScale.of(loss_scale)
+    if update_in_backward:
+        _check_update_in_backward(stage, max_grad_norm, scale)
     observer = observer or NullObserver()
     device = _device(model)
     ranks = Ranks.build(mesh, sharded=STAGES[stage].sharded, device=device)
@@ -96,13 +101,16 @@ def shard(
     made = _Maker(model, optimizer, ranks, plans, param_dtype, reduce_dtype, store or DeviceStore(), observer)
     made.build_units()
     engine = Engine(model, made.units, ranks, made.store, made.pool, STAGES[stage])
-    engine.prefetch_bytes = prefetch_bytes
+    engine.prefetch_bytes, engine.residents.budget_bytes = prefetch_bytes, resident_bytes
+    engine.loss_scale = scale
     made.attach_store(initialiser, prefetch_bytes)
     for unit in made.units:
         for k, parameter in enumerate(unit.parameters):
             settle(parameter, Place(engine, unit, k))
     engine.attach(made.nodes(unit_modules(model, units)))
     sharded = ShardedOptimizer(optimizer, engine, max_grad_norm=max_grad_norm, observer=observer)
+    if update_in_backward:
+        engine.on_reduced = sharded.update_one
     model.__dict__[_HANDLE] = Handle(model, tuple(made.units), made.store, sharded, ranks, stage, engine)
     optimizer.__dict__["_zero_sharded"] = True
     return sharded
@@ -232,6 +240,17 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, param
             f"the optimizer has {len(strangers)} parameters which the model has not (shapes {strangers[:3]}): build it "
             "from model.parameters() of the model given to shard"
         )
+
+
+def _check_update_in_backward(stage: int, max_grad_norm: float | None, scale: LossScale | None) -> None:
+    """An update inside backward comes before the norm is known, and before stage 1 has reduced anything."""
+    for refused, reason in (
+        (max_grad_norm is not None, f"max_grad_norm={max_grad_norm}: the norm is known only after backward"),
+        (scale is not None, "loss_scale: an overflow is known only after backward"),
+        (stage == 1, "stage=1, which keeps whole gradients until the step; use stage 0, 2 or 3"),
+    ):
+        if refused:
+            raise StageError(f"update_in_backward=True does not go with {reason}")
 
 
 def _device(model: nn.Module) -> torch.device:

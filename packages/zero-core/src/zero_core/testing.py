@@ -33,7 +33,12 @@ class LocalRank:
     size = 1
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 0) -> list[Any]:
-        return [function(*args)]
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return [function(*args)]
+        finally:
+            torch.set_num_threads(threads)
 
     def close(self) -> None:
         pass

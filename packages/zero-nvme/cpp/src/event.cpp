@@ -37,4 +37,20 @@ void Event::close() noexcept {
   fd_ = -1;
 }
 
+void Mailbox::post(std::uint64_t token) {
+  {
+    std::lock_guard lock(mutex_);
+    tokens_.push_back(token);
+  }
+  event_.signal();
+}
+
+std::vector<std::uint64_t> Mailbox::take() {
+  event_.clear();
+  std::vector<std::uint64_t> tokens;
+  std::lock_guard lock(mutex_);
+  tokens.swap(tokens_);
+  return tokens;
+}
+
 }  // namespace zero_nvme

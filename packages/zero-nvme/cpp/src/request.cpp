@@ -39,6 +39,11 @@ void Request::finish(std::size_t nbytes) noexcept {
   if (remaining_.fetch_sub(nbytes, std::memory_order_acq_rel) == nbytes) complete();
 }
 
+void Request::skip(std::size_t nbytes) noexcept {
+  skipped_.fetch_add(nbytes, std::memory_order_acq_rel);
+  finish(nbytes);
+}
+
 void Request::fail(const Failure& failure) noexcept {
   std::lock_guard lock(mutex_);
   if (!failure_) failure_ = failure;
@@ -48,14 +53,14 @@ void Request::fail(const Failure& failure) noexcept {
 // The gate is left first: whoever sees done() also sees its room.
 void Request::complete() noexcept {
   gate_->leave();
-  std::vector<std::shared_ptr<Event>> events;
+  decltype(notified_) notified;
   {
     std::lock_guard lock(mutex_);
     done_.store(true, std::memory_order_release);
-    events.swap(events_);
+    notified.swap(notified_);
     completed_.notify_all();
   }
-  for (const auto& event : events) event->signal();
+  for (const auto& [mailbox, token] : notified) mailbox->post(token);
 }
 
 bool Request::wait_for(std::chrono::milliseconds timeout) {
@@ -64,18 +69,18 @@ bool Request::wait_for(std::chrono::milliseconds timeout) {
   return completed_.wait_for(lock, timeout, [this] { return done(); });
 }
 
-void Request::notify(std::shared_ptr<Event> event) {
+void Request::notify(std::shared_ptr<Mailbox> mailbox, std::uint64_t token) {
   {
     std::lock_guard lock(mutex_);
     if (!done()) {
-      for (const auto& known : events_) {
-        if (known == event) return;
+      for (const auto& known : notified_) {
+        if (known.first == mailbox && known.second == token) return;
       }
-      events_.push_back(std::move(event));
+      notified_.emplace_back(std::move(mailbox), token);
       return;
     }
   }
-  event->signal();
+  mailbox->post(token);
 }
 
 void Request::cancel() noexcept {

@@ -7,10 +7,7 @@ import mmap
 from dataclasses import dataclass
 from typing import Any
 
-try:
-    from zero_nvme import _native
-except ImportError:  # no extension: the aiofiles backend still works
-    _native = None  # type: ignore[assignment]
+from zero_nvme.extension import native
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -39,7 +36,9 @@ def as_memory(buffer: Any, *, writable: bool) -> Memory:
             "pass a contiguous copy, for instance numpy.ascontiguousarray(x)"
         )
     if writable and view.readonly:
-        raise TypeError(f"cannot read into a read-only {type(buffer).__name__} of {view.nbytes} bytes; pass a bytearray")
+        raise TypeError(
+            f"cannot read into a read-only {type(buffer).__name__} of {view.nbytes} bytes; pass a bytearray"
+        )
     if view.nbytes == 0:
         return Memory(0, 0, None)
     return Memory(_address(view), view.nbytes, view)
@@ -55,8 +54,8 @@ def _tensor_memory(tensor: Any) -> Memory:
 
 
 def _address(view: memoryview) -> int:
-    if _native is not None:
-        return _native.address_of(view)
+    if native is not None:
+        return native.address_of(view)
     if not view.readonly:
         return ctypes.addressof(ctypes.c_char.from_buffer(view.cast("B")))
     raw = _PyBuffer()  # ctypes has no public way to a read-only buffer's address
@@ -89,8 +88,8 @@ def empty(nbytes: int) -> memoryview:
     """
     if nbytes < 0:
         raise ValueError(f"empty({nbytes}): the size in bytes cannot be negative")
-    if _native is not None:
-        return memoryview(_native.HugeBuffer(nbytes))
+    if native is not None:
+        return memoryview(native.HugeBuffer(nbytes))
     return _portable_empty(nbytes)
 
 

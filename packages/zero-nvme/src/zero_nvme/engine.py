@@ -10,8 +10,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zero_nvme.buffers import Memory, _native
+from zero_nvme.buffers import Memory
 from zero_nvme.errors import ForkedError, NvmeError
+from zero_nvme.extension import native
 from zero_nvme.filesystem import OpenPath
 from zero_nvme.options import Options
 from zero_nvme.ticket import Failure, Ticket
@@ -49,9 +50,7 @@ class Engine:
         self._store = _make_store(self.paths, options, backend, pattern)
         _live.add(self)
 
-    def submit(
-        self, write: bool, offset: int, memory: Memory, check: Callable[[], None] | None = None
-    ) -> Ticket:
+    def submit(self, write: bool, offset: int, memory: Memory, check: Callable[[], None] | None = None) -> Ticket:
         self.check_process()
         self.check_open()
         request = self._store.submit(write, offset, memory.address, memory.nbytes, memory.keep)
@@ -98,7 +97,7 @@ class Engine:
     def register(self, memory: Memory) -> bool:
         self.check_process()
         self.check_open()
-        error = self._store.register_buffer(memory.address, memory.nbytes, memory.keep)
+        error: int = self._store.register_buffer(memory.address, memory.nbytes, memory.keep)
         if error == 0:
             self._registered["buffers"] += 1
             self._registered["bytes"] += memory.nbytes
@@ -125,8 +124,9 @@ class Engine:
         with self._lock:
             if self._closed:
                 return
+            self._closed = True  # nothing more comes in
+            self._store.drain(None)
             self._final_stats = self._store.statistics()
-            self._closed = True
             self._store.close()
             try:
                 if before_descriptors is not None:
@@ -155,10 +155,10 @@ def _make_store(paths: Sequence[OpenPath], options: Options, backend: str, patte
         from zero_nvme.portable import PortableStore
 
         store: Any = PortableStore
-    elif _native is None:
+    elif native is None:
         raise OSError(errno.ENOSYS, "zero_nvme._native: the extension is not built")
     else:
-        store = _native.Store
+        store = native.Store
     return store(
         files=files,
         pattern=list(pattern),

@@ -12,7 +12,7 @@ from zero_nvme import probe, stats
 from zero_nvme.buffers import as_memory
 from zero_nvme.engine import Engine
 from zero_nvme.errors import NvmeError
-from zero_nvme.filesystem import DEFAULT_ALIGNMENT, open_path
+from zero_nvme.filesystem import DEFAULT_ALIGNMENT, open_path, preallocate
 from zero_nvme.options import Options
 from zero_nvme.ticket import Ticket
 
@@ -53,7 +53,7 @@ class File:
         self._folder = os.path.dirname(os.path.abspath(self.name))
         if not mode.startswith(("w", "x")) and not os.path.exists(self.name):
             raise NvmeError(errno.ENOENT, f"{self.name} does not exist; mode 'w' creates it", path=self.name)
-        choice = probe.choose([_writable_folder(self._folder)], asked)
+        choice = probe.choose([self._folder], asked)
         self.backend, self.reason, self.direct = choice.backend, choice.reason, choice.direct
         self.options = replace(asked, backend=choice.backend, direct=choice.direct)
         opened = open_path(self.name, _FLAGS[mode], 0o666, direct=self.direct, label=self.name)
@@ -110,9 +110,10 @@ class File:
         return self._engine.submit(True, offset, memory)
 
     def reserve(self, nbytes: int) -> None:
-        """Allocates blocks for the first `nbytes` bytes; the size stays. Raises NvmeError ENOSPC with wanted and free."""
-        from zero_nvme.filesystem import preallocate
+        """Allocates blocks for the first `nbytes` bytes, now. sync() and close() give back what was not written.
 
+        Raises NvmeError ENOSPC with the bytes wanted and free.
+        """
         self._usable()
         preallocate(self._engine.paths[0], nbytes)
 
@@ -178,10 +179,6 @@ class File:
 def _check_offset(offset: int) -> None:
     if offset < 0:
         raise ValueError(f"offset={offset} cannot be negative")
-
-
-def _writable_folder(folder: str) -> str:
-    return folder
 
 
 def _sync_folder(folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Facts about a path: its filesystem, whether that is memory, what direct I/O asks of it. Opens files, moves no data."""
+"""Facts about a path: its filesystem, whether that is memory, what direct I/O asks of it. Moves no data."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from typing import Any
 import aiofiles
 
 from zero_nvme.buffers import Memory, bytes_at
-from zero_nvme.ticket import EventLike, Failure
+from zero_nvme.ticket import Failure, MailboxLike
 
 
 class PortableRequest:
@@ -32,7 +32,7 @@ class PortableRequest:
         self._remaining = nbytes
         self._done = threading.Event()
         self._lock = threading.Lock()
-        self._events: list[EventLike] = []
+        self._notified: set[tuple[MailboxLike, int]] = set()
         self._failure: Failure | None = None
         self._cancelled = False
 
@@ -55,13 +55,12 @@ class PortableRequest:
     def cancelled(self) -> bool:
         return self._cancelled and self.skipped > 0 and self._failure is None
 
-    def notify(self, event: EventLike) -> None:
+    def notify(self, mailbox: MailboxLike, token: int) -> None:
         with self._lock:
             if not self._done.is_set():
-                if event not in self._events:
-                    self._events.append(event)
+                self._notified.add((mailbox, token))
                 return
-        os.eventfd_write(event.fileno(), 1)
+        mailbox.post(token)
 
     def finish(self, nbytes: int) -> bool:
         """True once all its bytes are settled."""
@@ -72,9 +71,9 @@ class PortableRequest:
         self.keep = None
         with self._lock:
             self._done.set()
-            events, self._events = self._events, []
-        for event in events:
-            os.eventfd_write(event.fileno(), 1)
+            notified, self._notified = self._notified, set()
+        for mailbox, token in notified:
+            mailbox.post(token)
 
 
 class PortableStore:
@@ -265,7 +264,7 @@ class PortableStore:
         while at < memory.nbytes:
             path, place, room = self._place(offset + at)
             size = min(room, self._block_bytes, memory.nbytes - at)
-            yield _Block(request, write, path, place, Memory(memory.address + at, size, memory.keep))
+            yield _Block(request, write, path, place, Memory(memory.address + at, size, None))
             at += size
 
     def _place(self, offset: int) -> tuple[int, int, int]:
@@ -306,4 +305,3 @@ async def _reopen(fd: int) -> Any:
     """A handle with a position of its own on an open file, which may have no name."""
     writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
     return await aiofiles.open(f"/proc/self/fd/{fd}", "r+b" if writable else "rb", buffering=0)
-

@@ -116,9 +116,7 @@ class Slab:
         before = self._extents.capacity_bytes
         if capacity_bytes <= before:
             return
-        sizes = striping.bytes_per_path(
-            capacity_bytes, self.pattern, self.options.block_bytes, len(self._engine.paths)
-        )
+        sizes = striping.bytes_per_path(capacity_bytes, self.pattern, self.options.block_bytes, len(self._engine.paths))
         for path, nbytes in zip(self._engine.paths, sizes, strict=True):
             preallocate(path, nbytes)
         if self._first_touch:

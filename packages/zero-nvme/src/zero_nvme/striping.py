@@ -1,4 +1,4 @@
-"""How bytes are spread over paths: weights to a pattern, and what each path must hold. Integers, and one measurement."""
+"""How bytes are spread over paths: weights to a pattern, and what each path must hold. Integers; one measurement."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def bytes_per_path(nbytes: int, pattern: Sequence[int], unit_bytes: int, paths: 
         return [nbytes]
     units = -(-nbytes // unit_bytes)
     whole, rest = divmod(units, len(pattern))
-    return [
-        (whole * pattern.count(path) + list(pattern[:rest]).count(path)) * unit_bytes for path in range(paths)
-    ]
+    return [(whole * pattern.count(path) + list(pattern[:rest]).count(path)) * unit_bytes for path in range(paths)]
 
 
 def measure_weights(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import select
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from zero_nvme.buffers import _native
 from zero_nvme.errors import Cancelled, NvmeError
+from zero_nvme.extension import native
 
 if TYPE_CHECKING:
     from zero_nvme.engine import Engine
@@ -20,9 +22,12 @@ if TYPE_CHECKING:
 Failure = tuple[int, int, int, int, int]  # errno, index of the path, offset, bytes wanted, bytes got
 
 
-class EventLike(Protocol):
+class MailboxLike(Protocol):
+    """Tells which of many requests completed. Its descriptor is readable while there is something to take."""
+
     def fileno(self) -> int: ...
-    def clear(self) -> None: ...
+    def post(self, token: int) -> None: ...
+    def take(self) -> list[int]: ...
     def wait(self, timeout_seconds: float | None = None) -> bool: ...
 
 
@@ -34,7 +39,7 @@ class RequestLike(Protocol):
     def failure(self) -> Failure | None: ...
     def cancel(self) -> None: ...
     def cancelled(self) -> bool: ...
-    def notify(self, event: EventLike) -> None: ...
+    def notify(self, mailbox: MailboxLike, token: int) -> None: ...
 
 
 class Ticket:
@@ -76,7 +81,7 @@ class Ticket:
         return self.nbytes
 
     def cancel(self) -> bool:
-        """Drops what has not started; what has is waited for by the kernel, so wait() is due before reuse of the buffer.
+        """Drops what has not started. The rest is in flight: wait() before the buffer is used again.
 
         Returns False if the request was complete already. wait() then raises Cancelled, or returns if nothing was
         left to drop.
@@ -130,20 +135,26 @@ class Ticket:
         return f"<Ticket of {self.nbytes} bytes, {'done' if self.done() else 'in flight'}>"
 
 
-class PortableEvent:
-    """An eventfd, without the extension."""
+class PortableMailbox:
+    """What `_native.Mailbox` is, without the extension."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._tokens: deque[int] = deque()
 
     def fileno(self) -> int:
         return self._fd
 
-    def clear(self) -> None:
+    def post(self, token: int) -> None:
+        self._tokens.append(token)
+        os.eventfd_write(self._fd, 1)
+
+    def take(self) -> list[int]:
         try:
             os.eventfd_read(self._fd)
         except BlockingIOError:
-            pass
+            pass  # nothing was posted
+        return [self._tokens.popleft() for _ in range(len(self._tokens))]
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         return bool(select.select([self._fd], [], [], timeout_seconds)[0])
@@ -152,19 +163,20 @@ class PortableEvent:
         os.close(self._fd)
 
 
-def new_event() -> EventLike:
-    return _native.Event() if _native is not None else PortableEvent()
+def new_mailbox() -> MailboxLike:
+    return native.Mailbox() if native is not None else PortableMailbox()
 
 
 class _Watcher:
-    """One event loop's eventfd: requests signal it, the loop's reader resolves futures."""
+    """One event loop's mailbox: requests post to it, the loop's reader resolves their futures."""
 
     _watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watcher] = weakref.WeakKeyDictionary()
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
-        self._event = new_event()
-        self._waiting: list[tuple[RequestLike, asyncio.Future[None]]] = []
+        self._mailbox = new_mailbox()
+        self._tokens = itertools.count()
+        self._waiting: dict[int, asyncio.Future[None]] = {}
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> _Watcher:
@@ -173,30 +185,32 @@ class _Watcher:
             watcher = cls._watchers[loop] = cls(loop)
         return watcher
 
-    def completion(self, request: RequestLike) -> asyncio.Future[None]:
+    async def completion(self, request: RequestLike) -> None:
         loop = asyncio.get_running_loop()
+        token = next(self._tokens)
         if not self._waiting:
-            loop.add_reader(self._event.fileno(), self._resolve)
-        future: asyncio.Future[None] = loop.create_future()
-        self._waiting.append((request, future))
-        request.notify(self._event)
-        return future
+            loop.add_reader(self._mailbox.fileno(), self._resolve)
+        future = self._waiting[token] = loop.create_future()
+        request.notify(self._mailbox, token)
+        try:
+            await future
+        finally:
+            self._forget(token)
 
     def _resolve(self) -> None:
-        self._event.clear()
-        waiting = []
-        for request, future in self._waiting:
-            if not request.done():
-                waiting.append((request, future))
-            elif not future.done():
+        for token in self._mailbox.take():
+            future = self._waiting.get(token)
+            if future is not None and not future.done():
                 future.set_result(None)
-        self._waiting = waiting
+
+    def _forget(self, token: int) -> None:
+        self._waiting.pop(token, None)
         loop = self._loop()
-        if not waiting and loop is not None:
-            loop.remove_reader(self._event.fileno())
+        if not self._waiting and loop is not None and not loop.is_closed():
+            loop.remove_reader(self._mailbox.fileno())
 
 
-_thread = threading.local()  # .event: for wait_any
+_thread = threading.local()  # .mailbox, .process: for wait_any
 
 
 def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> list[Ticket]:
@@ -208,18 +222,18 @@ def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> list[Ti
     if not pending:
         raise ValueError("wait_any of no tickets would wait for ever")
     deadline = None if timeout is None else time.monotonic() + timeout
-    if not hasattr(_thread, "event") or _thread.process != os.getpid():
-        _thread.event, _thread.process = new_event(), os.getpid()
-    event: EventLike = _thread.event
+    if getattr(_thread, "process", None) != os.getpid():
+        _thread.mailbox, _thread.process = new_mailbox(), os.getpid()
+    mailbox: MailboxLike = _thread.mailbox
     for ticket in pending:
         ticket._engine.check_process()
-        ticket._request.notify(event)
+        ticket._request.notify(mailbox, 0)
     while True:
-        event.clear()
+        mailbox.take()
         done = [ticket for ticket in pending if ticket.done()]
         if done:
             return done
-        if not event.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+        if not mailbox.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
             raise TimeoutError(f"none of {len(pending)} requests completed within {timeout} s")
 
 

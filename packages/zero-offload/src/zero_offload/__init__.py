@@ -1,10 +1,15 @@
 """Host and NVMe tiers for models whose parameters, gradients and optimizer states do not fit on the device."""
 
+from .budgets import PlanError
 from .errors import BudgetError, ClosedError, OffloadError, PlacementError, SwapError
 from .footprint import StorePlan, plan_store
+from .hardware import Hardware, HardwareError
 from .memory_store import MemoryByteStore
 from .placement import place
+from .planner import Plan, fits, plan
+from .probing import probe
 from .protocols import ByteStore, Field, Ticket, UpdateStep
+from .sizes import ModelSizes, ParameterSizes, UnitSizes
 from .store import TieredStore
 from .tier import Tier
 from .timeline import Timeline
@@ -17,9 +22,15 @@ __all__ = [
     "ByteStore",
     "ClosedError",
     "Field",
+    "Hardware",
+    "HardwareError",
     "MemoryByteStore",
+    "ModelSizes",
     "OffloadError",
+    "ParameterSizes",
     "PlacementError",
+    "Plan",
+    "PlanError",
     "StorePlan",
     "SwapError",
     "Ticket",
@@ -27,7 +38,11 @@ __all__ = [
     "TieredStore",
     "Timeline",
     "TorchStep",
+    "UnitSizes",
     "UpdateStep",
+    "fits",
     "place",
+    "plan",
     "plan_store",
+    "probe",
 ]

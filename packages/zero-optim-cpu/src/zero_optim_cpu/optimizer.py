@@ -5,15 +5,16 @@ The arithmetic is in the native kernels; what each optimizer is, in ``rules``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from zero_optim_cpu import _native
+from zero_optim_cpu.dispatch import Dispatch, Entry, native_item
 from zero_optim_cpu.engine import Engine
-from zero_optim_cpu.layouts import BYTE8, FULL, SPLIT, STOCHASTIC, layout_named
+from zero_optim_cpu.layouts import BYTE8, layout_named
 from zero_optim_cpu.rules import Rule, refuse_options, rule_in_use
 from zero_optim_cpu.step import Handle
 from zero_optim_cpu.tensors import check, dtype_code
@@ -25,6 +26,8 @@ class CpuOptimizer(torch.optim.Optimizer):
     fp32 parameters are updated in place. A bf16 parameter has an exact fp32 master: its 16-bit remainder is in the
     state (layout "split"), or a whole fp32 copy (layout "fp32"); fp16 parameters have the copy. The layouts
     "split_bf16m", "split_8bit" and "bf16_stochastic" trade exactness for memory (see ``layouts``).
+
+    A gradient may be fp32, bf16 or fp16 whatever the parameter is. Parameters without a gradient are skipped.
     """
 
     rule: ClassVar[Rule]
@@ -38,19 +41,28 @@ class CpuOptimizer(torch.optim.Optimizer):
         threads: int | None = None,
         isa: str | None = None,
     ) -> None:
-        self._layout = layout_named(layout)
-        self._arguments = (threads, isa)
-        self._engine = Engine(threads, isa)
-        self._counted = 0  # elements that have a state: the counter of stochastic rounding
+        self._configure(layout, threads, isa)
         super().__init__(params, defaults)
 
+    def _configure(self, layout: str, threads: int | None, isa: str | None) -> None:
+        self._arguments = (layout, threads, isa)
+        self._layout = layout_named(layout)
+        self._engine = Engine(threads, isa)
+        self._counted = 0  # elements that have a state: the counter of stochastic rounding
+        self._dispatch: Dispatch | None = None
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. TypeError or ValueError for parameters and options that have no kernel."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        refuse_options(self.rule, (group,))
-        for parameter in group["params"]:
-            check("parameter", parameter)
-            dtype_code("parameter", parameter.dtype)
+        try:
+            refuse_options(self.rule, (group,))
+            for parameter in group["params"]:
+                check("parameter", parameter)
+                dtype_code("parameter", parameter.dtype)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0) -> Any:
@@ -59,98 +71,128 @@ class CpuOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        batch, _ = self._batch()
-        batch.run(self._engine.pool, float(scale))
+        dispatch, _ = self._prepare()
+        dispatch.batch.run(self._engine.pool, float(scale))
         return loss
 
     @torch.no_grad()
     def start(self, *, scale: float = 1.0) -> Handle:
         """Begin a step and return at once. Leave parameters, gradients and states alone until the handle is done."""
-        batch, keep = self._batch()
-        return Handle(batch.start(self._engine.pool, float(scale), keep))
+        dispatch, entries = self._prepare()
+        return Handle(dispatch.batch.start(self._engine.pool, float(scale), (dispatch, entries)))
 
     @torch.no_grad()
     def count_nonfinite(self) -> int:
         """How many elements of all gradients are NaN or infinite. A caller may skip the step."""
         total = 0
-        for parameter, gradient in self._gradients():
-            del parameter
-            code = dtype_code("gradient", gradient.dtype)
-            total += int(
-                _native.count_nonfinite(
-                    self._engine.pool, self._engine.table, gradient.data_ptr(), code, gradient.numel()
-                )
-            )
+        for _, gradient, _ in self._with_gradients():
+            code, numel = dtype_code("gradient", gradient.dtype), gradient.numel()
+            pool, table = self._engine.pool, self._engine.table
+            total += _native.count_nonfinite(pool, table, gradient.data_ptr(), code, numel)
         return total
+
+    # ---- dispatch ------------------------------------------------------------------------------------------------
+
+    def _with_gradients(self) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
+        """(parameter, gradient, group) of every parameter that has a gradient."""
+        found = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if gradient.layout == torch.strided and not gradient.is_contiguous():
+                    gradient = gradient.contiguous()
+                found.append((parameter, check("gradient", gradient, numel=parameter.numel()), group))
+        return found
+
+    def _prepare(self) -> tuple[Dispatch, list[Entry]]:
+        refuse_options(self.rule, self.param_groups)
+        rule = rule_in_use(self.rule, self.param_groups)
+        entries = []
+        for parameter, gradient, group in self._with_gradients():
+            state = self.state[parameter]
+            if not state or any(name not in state for name in rule.state_names):
+                self._complete_state(rule, parameter, state)
+            entries.append(Entry(parameter, gradient, state, group))
+        if self._dispatch is None or not self._dispatch.fits(rule, entries):
+            self._dispatch = Dispatch(self._engine, self._layout, rule, entries)
+        self._dispatch.refresh(entries)
+        return self._dispatch, entries
 
     # ---- states --------------------------------------------------------------------------------------------------
 
-    def _gradients(self) -> Iterable[tuple[Tensor, Tensor]]:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    if parameter.grad.layout == torch.strided and not parameter.grad.is_contiguous():
-                        yield parameter, parameter.grad.contiguous()
-                    else:
-                        yield parameter, check("gradient", parameter.grad, numel=parameter.numel())
-
-    def _initial_value(self, name: str) -> float:
-        return float(self.defaults.get("initial_accumulator_value", 0.0)) if name == "sum" else 0.0
-
-    def _new_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Zero moments; the master is what the parameter holds."""
-        state: dict[str, Any] = {"step": 0}
-        numel = parameter.numel()
-        for field in self._layout.fields(self._rule_in_use(), numel, parameter.dtype):
+    def _complete_state(self, rule: Rule, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Add what is missing: zero moments; the master is what the parameter holds. Steps count from here."""
+        state["step"] = 0
+        numel = check("parameter", parameter).numel()
+        fresh: set[str] = set()
+        for field in self._layout.fields(rule, numel, parameter.dtype):
+            if field.name in state:
+                continue
+            fresh.add(field.name)
             shape = parameter.shape if field.numel == numel else (field.numel,)
             state[field.name] = torch.zeros(shape, dtype=field.dtype)
-        if "master" in state:
+        if "master" in fresh:
             state["master"].copy_(parameter)
-        if "counter" in state:
+        if "counter" in fresh:
             state["counter"].fill_(self._counted)
-        self._counted += numel
-        for name, slot in self._rule_in_use().states:
-            initial = self._initial_value(name)
-            if initial != 0.0:
-                values = torch.full((numel,), initial)
-                item, _ = self._item(parameter, state)
-                _native.encode_moment(self._engine.pool, item, slot, self._layout.moments, values.data_ptr())
-        return state
+            self._counted += numel
+        initial = float(self.defaults.get("initial_accumulator_value", 0.0))
+        if initial != 0.0 and "sum" in fresh:
+            self._write_moment(rule, parameter, state, "sum", torch.full((numel,), initial))
 
-    def _rule_in_use(self) -> Rule:
-        return rule_in_use(self.rule, self.param_groups)
+    def _write_moment(self, rule: Rule, parameter: Tensor, state: dict[str, Any], name: str, values: Tensor) -> None:
+        """Store fp32 values (numel,) in the layout's form."""
+        item, _ = native_item(rule, self._layout, parameter, state)
+        values = values.detach().to(torch.float32).contiguous()
+        _native.encode_moment(self._engine.pool, item, dict(rule.states)[name], self._layout.moments, values.data_ptr())
 
-    def _item(self, parameter: Tensor, state: dict[str, Any]) -> tuple[Any, int]:
-        kind = self._layout.master_of(parameter.dtype)
-        master = 0
-        if kind == SPLIT:
-            master = state["remainder"].data_ptr()
-        elif kind == FULL and parameter.dtype != torch.float32:
-            master = state["master"].data_ptr()
-        states, scales = [0, 0], [0, 0]
-        for name, slot in self._rule_in_use().states:
-            states[slot] = state[name].data_ptr()
-            scales[slot] = state[f"{name}_scale"].data_ptr() if self._layout.moments == BYTE8 else 0
-        code = dtype_code("parameter", parameter.dtype)
-        return _native.Item(parameter.data_ptr(), code, master, states, scales, parameter.numel()), kind
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, or of ``torch.optim``'s twin: fp32 moments are stored in this layout's form.
 
-    def _batch(self) -> tuple[Any, list[Any]]:
-        rule = self._rule_in_use()
-        refuse_options(rule, self.param_groups)
-        batch = _native.Batch(self._engine.table, rule.code, self._layout.moments)
-        keep: list[Any] = []
-        options = {id(p): group for group in self.param_groups for p in group["params"]}
-        for parameter, gradient in self._gradients():
-            check("parameter", parameter)
-            state = self.state[parameter]
-            if not state:
-                state.update(self._new_state(parameter))
-            state["step"] = int(state["step"]) + 1
-            hyper = rule.hyper(options[id(parameter)], state["step"])
-            item, kind = self._item(parameter, state)
-            counter = int(state["counter"]) if kind == STOCHASTIC else 0
-            code = dtype_code("gradient", gradient.dtype)
-            segments = [(0, parameter.numel(), hyper)]
-            batch.add(item, kind, gradient.data_ptr(), code, counter, segments)
-            keep.append((parameter, gradient, state))
-        return batch, keep
+        Raises:
+            ValueError: groups that do not match (as torch's), or states of another layout, by name.
+        """
+        super().load_state_dict(state_dict)
+        self._dispatch = None
+        self._counted = 0
+        # torch casts floating-point states to the parameter's dtype, which would round a bf16 parameter's moments and
+        # its remainder: take the values from the dict again.
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        for number, parameter in zip(numbers, parameters, strict=True):
+            saved = state_dict["state"].get(number)
+            if saved:
+                self._load_state(parameter, saved)
+
+    def _load_state(self, parameter: Tensor, saved: dict[str, Any]) -> None:
+        rule = rule_in_use(self.rule, self.param_groups)
+        state: dict[str, Any] = {}
+        self._complete_state(rule, parameter, state)
+        state["step"] = int(saved.get("step", 1))  # torch's SGD has none: a buffer means that a step was made
+        given = {name: value for name, value in saved.items() if isinstance(value, Tensor) and name != "step"}
+        for name, value in given.items():
+            if name not in state:
+                raise ValueError(f"the state dict has {name!r}, which layout {self._layout.name!r} has not")
+            if value.dtype == state[name].dtype:
+                state[name].copy_(check(name, value, numel=state[name].numel()).view_as(state[name]))
+            elif name in rule.state_names and value.is_floating_point():
+                self._write_moment(rule, parameter, state, name, check(name, value.contiguous()).flatten())
+            else:
+                raise ValueError(f"the state dict has {name!r} as {value.dtype}, this layout as {state[name].dtype}")
+        if self._layout.moments == BYTE8:
+            for name in rule.state_names:
+                if name in given and given[name].dtype == torch.uint8 and f"{name}_scale" not in given:
+                    raise ValueError(f"the state dict has codes {name!r} without {name}_scale")
+        self.state[parameter] = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_arguments": self._arguments}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        arguments = state.pop("_arguments", None)
+        if arguments is not None:  # unpickled or copied; torch's load_state_dict comes here too, without them
+            self._configure(*arguments)
+        super().__setstate__(state)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from zero_optim_cpu import _native
+from zero_optim_cpu.dispatch import native_item
 from zero_optim_cpu.engine import Engine
-from zero_optim_cpu.layouts import BYTE8, FULL, SPLIT, STOCHASTIC, Field, layout_named
+from zero_optim_cpu.layouts import STOCHASTIC, Field, layout_named
 from zero_optim_cpu.rules import Rule, rule_of
 from zero_optim_cpu.tensors import check, dtype_code
 
@@ -191,24 +192,7 @@ class CpuStep:
         raise KeyError(f"{name!r} is no state of {self._bound().name}; there are {('master', *self.state_names())}")
 
     def _item(self, tile: Tile) -> Any:
-        """The native record of a tile, every tensor checked against ``layout``."""
-        parameter = check("parameter", tile.parameter)
-        numel = parameter.numel()
-        addresses: dict[str, int] = {}
-        for field in self.layout(numel, parameter.dtype):
-            if field.name not in tile.states:
-                raise KeyError(f"the tile has no state {field.name!r}; it has {sorted(tile.states)}")
-            addresses[field.name] = check(
-                field.name, tile.states[field.name], numel=field.numel, dtype=field.dtype
-            ).data_ptr()
-        kind = self._master_kind(tile)
-        master = addresses["remainder"] if kind == SPLIT else addresses.get("master", 0) if kind == FULL else 0
-        states, scales = [0, 0], [0, 0]
-        for name, slot in self._bound().states:
-            states[slot] = addresses[name]
-            scales[slot] = addresses[f"{name}_scale"] if self._layout.moments == BYTE8 else 0
-        code = dtype_code("parameter", parameter.dtype)
-        return _native.Item(parameter.data_ptr(), code, master, states, scales, numel)
+        return native_item(self._bound(), self._layout, tile.parameter, tile.states)[0]
 
     def _batch(self, tile: Tile, segments: Sequence[Segment]) -> Any:
         rule = self._bound()

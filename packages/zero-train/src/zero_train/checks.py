@@ -88,10 +88,9 @@ def sibling(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        name = module.replace("_", "-")
         raise ConfigError(
-            f"{name} is installed but does not load ({error}); reinstall it with pip install 'zero-train[{EXTRAS[module]}]'"
-            " --force-reinstall, or choose offload=none"
+            f"{module.replace('_', '-')} is installed but does not load ({error}); reinstall it with "
+            f"pip install --force-reinstall 'zero-train[{EXTRAS[module]}]', or choose offload=none"
         ) from error
 
 

@@ -18,7 +18,7 @@ from zero_train import checks, formats
 from zero_train.errors import ConfigError
 from zero_train.progress import table
 from zero_train.ranks import Ranks
-from zero_train.schema import Config
+from zero_train.schema import Config, OffloadConfig
 
 GIB = 1 << 30
 
@@ -104,8 +104,10 @@ def placements(config: Config) -> Mapping[str, Any]:
 
 def refusal(text: str) -> str:
     """A sibling's refusal, with this app's keys where it names none."""
-    if "offload." in text or "zero." in text or "hardware." in text:
+    if any(f"{section}." in text for section in ("offload", "zero", "hardware", "io")):
         return text
+    if text.split("=")[0] in OffloadConfig.__dataclass_fields__:  # names its own argument, which is our key
+        return f"offload.{text}"
     return f"{text}; change offload.parameters, offload.optimizer, zero.stage or the model's size"
 
 

@@ -1,7 +1,9 @@
-// An eventfd with an owner: what wakes I/O threads and event loops.
+// An eventfd with an owner, which wakes I/O threads; and a mailbox with one, which wakes event loops.
 #pragma once
 
 #include <cstdint>
+#include <mutex>
+#include <vector>
 
 namespace zero_nvme {
 
@@ -20,6 +22,21 @@ class Event {
 
  private:
   int fd_;
+};
+
+// Who waits for many requests at once gives each a token, and is told which ones completed.
+class Mailbox {
+ public:
+  Mailbox() : event_(true) {}
+  int fd() const noexcept { return event_.fd(); }  // readable while there is something to take
+  void post(std::uint64_t token);
+  std::vector<std::uint64_t> take();
+  bool wait_for(int milliseconds) const noexcept { return event_.wait_for(milliseconds); }
+
+ private:
+  Event event_;
+  std::mutex mutex_;
+  std::vector<std::uint64_t> tokens_;
 };
 
 }  // namespace zero_nvme

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "zero_nvme/event.hpp"
@@ -49,6 +50,7 @@ class Request {
 
   // -- the I/O threads' side
   void finish(std::size_t nbytes) noexcept;  // so many of its bytes are settled, one way or the other
+  void skip(std::size_t nbytes) noexcept;    // the same, for bytes that were never started
   void fail(const Failure& failure) noexcept;
   bool dropped() const noexcept { return dropped_.load(std::memory_order_acquire); }  // start no more of it
 
@@ -56,9 +58,10 @@ class Request {
   std::size_t nbytes() const noexcept { return nbytes_; }
   bool done() const noexcept { return done_.load(std::memory_order_acquire); }
   bool wait_for(std::chrono::milliseconds timeout);
-  void notify(std::shared_ptr<Event> event);  // signal it on completion; at once if complete
+  void notify(std::shared_ptr<Mailbox> mailbox, std::uint64_t token);  // post it on completion; at once if complete
   void cancel() noexcept;                     // what has not started never will; it completes once the rest has
   bool cancelled() const noexcept { return cancelled_.load(std::memory_order_acquire); }
+  std::size_t skipped() const noexcept { return skipped_.load(std::memory_order_acquire); }
   std::optional<Failure> failure() const;
 
  private:
@@ -72,15 +75,7 @@ class Request {
   mutable std::mutex mutex_;
   std::condition_variable completed_;
   std::optional<Failure> failure_;
-  std::vector<std::shared_ptr<Event>> events_;
-
- public:
-  // Bytes that cancel() or a failure kept from being started.
-  void skip(std::size_t nbytes) noexcept {
-    skipped_.fetch_add(nbytes);
-    finish(nbytes);
-  }
-  std::size_t skipped() const noexcept { return skipped_.load(); }
+  std::vector<std::pair<std::shared_ptr<Mailbox>, std::uint64_t>> notified_;
 };
 
 }  // namespace zero_nvme

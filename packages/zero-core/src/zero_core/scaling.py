@@ -1,0 +1,91 @@
+"""Loss scaling for fp16: what gradients are multiplied by as they enter the model's outputs, and how that changes.
+
+Owns the scale and the wrapping of outputs. When to skip a step is the optimizer's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LossScale", "scale_gradients"]
+
+
+class LossScale:
+    """A power of two. Dynamic: halves when a norm is not finite, doubles after `window` finite ones in a row."""
+
+    def __init__(self, value: float = 2.0**16, *, dynamic: bool = True, window: int = 2000) -> None:
+        if value <= 0:
+            raise ValueError(f"loss_scale={value} must be positive")
+        self.value, self.dynamic, self.window = float(value), dynamic, window
+        self.finite_steps = 0
+
+    @classmethod
+    def of(cls, wanted: float | str | LossScale | None) -> LossScale | None:
+        """From what the user passes to `shard`: None, "dynamic", a number (constant), or a LossScale."""
+        if wanted is None or isinstance(wanted, LossScale):
+            return wanted
+        if wanted == "dynamic":
+            return cls()
+        if isinstance(wanted, str):
+            raise ValueError(f'loss_scale={wanted!r}: it is a number, "dynamic", or None')
+        return cls(wanted, dynamic=False)
+
+    def overflowed(self) -> None:
+        self.value = max(self.value / 2, 1.0)
+        self.finite_steps = 0
+
+    def succeeded(self) -> None:
+        if not self.dynamic:
+            return
+        self.finite_steps += 1
+        if self.finite_steps == self.window:
+            self.value, self.finite_steps = self.value * 2, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "finite_steps": self.finite_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self.finite_steps = float(state["value"]), int(state["finite_steps"])
+
+
+class _Scale(torch.autograd.Function):
+    """The identity; its gradient is multiplied by the scale as it is when backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, scale: LossScale) -> Tensor:
+        ctx.scale = scale
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.scale.value, None
+
+
+def scale_gradients(output: Any, scale: LossScale) -> Any:
+    """`output` with every differentiable tensor behind an identity that scales gradients.
+
+    The tensors inside are left alone: a loss made of the logits must not have its gradient scaled twice.
+    """
+    if isinstance(output, Tensor):
+        return _Scale.apply(output, scale) if output.requires_grad else output
+    if isinstance(output, dict):
+        changed = {key: scale_gradients(value, scale) for key, value in output.items()}
+        if type(output) is dict:
+            return changed
+        for key, value in changed.items():  # transformers' ModelOutput keeps attributes and items alike
+            if value is not output[key]:
+                output[key] = value
+        return output
+    if isinstance(output, tuple):
+        items = [scale_gradients(item, scale) for item in output]
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    if isinstance(output, list):
+        return [scale_gradients(item, scale) for item in output]
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        fields = {f.name: getattr(output, f.name) for f in dataclasses.fields(output) if f.init}
+        return dataclasses.replace(output, **{k: scale_gradients(v, scale) for k, v in fields.items()})
+    return output

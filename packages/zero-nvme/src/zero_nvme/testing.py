@@ -1,0 +1,481 @@
+"""Conformance suites: what any slab and file must do, whatever moves the bytes. Subclass them, and give the fixtures.
+
+    class TestMySlab(SlabSuite):
+        @pytest.fixture
+        def make_slab(self, tmp_path):
+            return lambda **options: MySlab(tmp_path, **options)     # Slab's keywords; closed by the suite
+
+Needs pytest, which the package does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import errno
+import gc
+import os
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_nvme import Cancelled, File, NvmeError, Slab, empty, wait_all, wait_any
+
+PAGE = 4096
+BLOCK = 64 << 10  # small blocks, so that small requests are cut
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def mapped(data: bytes) -> memoryview:
+    """The bytes in aligned memory, so that direct I/O takes them as they are."""
+    buffer = empty(len(data))
+    buffer[:] = data
+    return buffer
+
+
+class Tensorlike:
+    """What a CPU tensor shows of itself: an address and a size, and nothing else."""
+
+    def __init__(self, nbytes: int, *, contiguous: bool = True) -> None:
+        self.memory = empty(nbytes)
+        self._contiguous = contiguous
+        self.shape = (nbytes,)
+
+    def data_ptr(self) -> int:
+        from zero_nvme.buffers import as_memory
+
+        return as_memory(self.memory, writable=True).address
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def is_contiguous(self) -> bool:
+        return self._contiguous
+
+
+class SlabSuite:
+    @pytest.fixture
+    def make_slab(self) -> Callable[..., Slab]:
+        raise NotImplementedError("a subclass gives this fixture")
+
+    @pytest.fixture
+    def slab(self, make_slab: Callable[..., Slab]) -> Iterator[Slab]:
+        with make_slab(capacity_bytes=4 << 20, block_bytes=BLOCK, inflight_bytes=4 * BLOCK) as slab:
+            yield slab
+
+    # -- bytes
+
+    @pytest.mark.parametrize("nbytes", [1, 511, PAGE, PAGE + 1, BLOCK, 3 * BLOCK + 12345, 1 << 20])
+    def test_what_was_written_is_read(self, slab: Slab, nbytes: int) -> None:
+        data = random_bytes(nbytes)
+        extent = slab.allocate(nbytes)
+        slab.write(extent, data).wait()
+        back = bytearray(nbytes)
+        assert slab.read(extent, back).result() == nbytes
+        assert bytes(back) == data
+
+    def test_any_range_at_any_address(self, slab: Slab) -> None:
+        """Breaks if a bounced edge is cut wrongly, or changes bytes beside the range."""
+        generator = random.Random(1)
+        size = 3 * BLOCK
+        extent = slab.allocate(size)
+        expected = bytearray(random_bytes(size))
+        slab.write(extent, bytes(expected)).wait()
+        memory = empty(size + PAGE)
+        for _ in range(60):
+            start = generator.choice([0, generator.randrange(size), generator.randrange(0, size, PAGE)])
+            stop = generator.choice([size, generator.randrange(start, size + 1), min(size, start + 3)])
+            shift = generator.choice([0, start % PAGE, generator.randrange(PAGE)])
+            view = memory[shift : shift + stop - start]
+            if generator.random() < 0.5:
+                view[:] = generator.randbytes(stop - start)
+                expected[start:stop] = view
+                slab.write(extent, view, start).wait()
+            else:
+                slab.read(extent, view, start).wait()
+                assert view == expected[start:stop], (start, stop, shift)
+        back = bytearray(size)
+        slab.read(extent, back).wait()
+        assert back == expected
+
+    def test_neighbouring_unaligned_writes_at_once(self, slab: Slab) -> None:
+        """Breaks if two requests that share a page read, change and write it at the same time."""
+        step = 1000
+        extent = slab.allocate(200 * step)
+        pieces = [random_bytes(step, seed) for seed in range(200)]
+        wait_all([slab.write(extent, piece, index * step) for index, piece in enumerate(pieces)])
+        back = bytearray(200 * step)
+        slab.read(extent, back).wait()
+        assert bytes(back) == b"".join(pieces)
+
+    def test_aligned_ranges_are_not_copied(self, slab: Slab) -> None:
+        extent = slab.allocate(2 * BLOCK)
+        buffer = mapped(random_bytes(2 * BLOCK))
+        slab.write(extent, buffer).wait()
+        slab.read(extent, buffer).wait()
+        stats = slab.stats()
+        assert stats["read"]["bytes"] == stats["write"]["bytes"] == 2 * BLOCK
+        assert stats["read"]["bounced_bytes"] == stats["write"]["bounced_bytes"] == 0
+
+    def test_extents_do_not_touch_each_other(self, slab: Slab) -> None:
+        extents = [slab.allocate(size) for size in (1, 5000, PAGE, 70000)]
+        data = [random_bytes(extent.nbytes, extent.offset_bytes) for extent in extents]
+        wait_all([slab.write(extent, piece) for extent, piece in zip(extents, data, strict=True)])
+        for extent, piece in zip(extents, data, strict=True):
+            back = bytearray(extent.nbytes)
+            slab.read(extent, back).wait()
+            assert bytes(back) == piece
+            assert extent.offset_bytes % slab.alignment == 0
+
+    def test_freed_space_is_used_again(self, slab: Slab) -> None:
+        before = slab.capacity_bytes
+        for _ in range(5):
+            extents = [slab.allocate(1 << 20) for _ in range(4)]
+            for extent in extents:
+                slab.free(extent)
+        assert slab.capacity_bytes == before
+
+    def test_empty_request(self, slab: Slab) -> None:
+        ticket = slab.read(slab.allocate(0), bytearray())
+        assert ticket.done() and ticket.result() == 0
+
+    # -- buffers
+
+    def test_objects_with_an_address(self, slab: Slab) -> None:
+        source, target = Tensorlike(BLOCK), Tensorlike(BLOCK)
+        source.memory[:] = random_bytes(BLOCK)
+        extent = slab.allocate(BLOCK)
+        slab.write(extent, source).wait()
+        slab.read(extent, target).wait()
+        assert target.memory == source.memory
+
+    def test_buffers_that_cannot_be_used(self, slab: Slab) -> None:
+        extent = slab.allocate(PAGE)
+        with pytest.raises(TypeError, match="read-only bytes"):
+            slab.read(extent, bytes(PAGE))
+        with pytest.raises(TypeError, match="not contiguous"):
+            slab.write(extent, memoryview(bytearray(PAGE))[::2])
+        with pytest.raises(TypeError, match="not contiguous"):
+            slab.write(extent, Tensorlike(PAGE, contiguous=False))
+
+    def test_buffer_lives_until_completion_and_no_longer(self, slab: Slab) -> None:
+        extent = slab.allocate(BLOCK)
+        for _ in range(3):
+            source = Tensorlike(BLOCK)
+            gone = weakref.ref(source)
+            ticket = slab.write(extent, source)
+            del source
+            ticket.wait()
+            gc.collect()
+            assert gone() is None
+
+    # -- tickets
+
+    def test_ticket_completes_by_itself(self, slab: Slab) -> None:
+        """Breaks if completions are only seen when somebody waits."""
+        ticket = slab.write(slab.allocate(BLOCK), random_bytes(BLOCK))
+        tries = threading.Event()
+        for _ in range(3000):
+            if ticket.done():
+                break
+            tries.wait(0.02)
+        assert ticket.done() and ticket.exception() is None
+
+    def test_wait_again_and_from_threads(self, slab: Slab) -> None:
+        ticket = slab.write(slab.allocate(1 << 20), random_bytes(1 << 20))
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            assert [future.result() for future in [pool.submit(ticket.result) for _ in range(8)]] == [1 << 20] * 8
+        ticket.wait(0)
+
+    def test_timeout_leaves_the_request_going(self, slab: Slab) -> None:
+        data = random_bytes(1 << 20)
+        extent = slab.allocate(len(data))
+        tickets = [slab.write(extent, data) for _ in range(20)]
+        try:
+            tickets[-1].wait(0)
+        except TimeoutError:
+            pass  # or it was that fast
+        wait_all(tickets)
+        back = bytearray(len(data))
+        slab.read(extent, back).wait()
+        assert bytes(back) == data
+
+    def test_wait_any_and_all(self, slab: Slab) -> None:
+        extents = [slab.allocate(PAGE) for _ in range(50)]
+        pending = [slab.write(extent, random_bytes(PAGE)) for extent in extents]
+        everything = list(pending)
+        while pending:
+            done = wait_any(pending, timeout=60)
+            assert done and all(ticket.done() for ticket in done)
+            pending = [ticket for ticket in pending if ticket not in done]
+        wait_all(everything, timeout=60)
+        with pytest.raises(ValueError, match="no tickets"):
+            wait_any([])
+
+    def test_ten_thousand_in_flight(self, slab: Slab) -> None:
+        pieces = 10_000 if slab.backend != "aiofiles" else 1_000  # two thread switches each
+        data = random_bytes(256 * PAGE)
+        extent = slab.allocate(len(data))
+        slab.write(extent, data).wait()
+        back = [bytearray(64) for _ in range(pieces)]
+        tickets = [slab.read(extent, piece, (index * 64) % len(data)) for index, piece in enumerate(back)]
+        wait_all(tickets, timeout=240)
+        for index, piece in enumerate(back):
+            start = (index * 64) % len(data)
+            assert piece == data[start : start + 64]
+
+    def test_back_pressure(self, make_slab: Callable[..., Slab]) -> None:
+        """Breaks if a full queue deadlocks: nobody waits for a ticket here, and only two may be incomplete."""
+        with make_slab(max_requests=2) as slab:
+            extents = [slab.allocate(PAGE) for _ in range(200)]
+            tickets = [slab.write(extent, random_bytes(PAGE)) for extent in extents]
+            assert sum(not ticket.done() for ticket in tickets) <= 2
+            wait_all(tickets)
+
+    def test_await(self, slab: Slab) -> None:
+        async def main() -> list[int]:
+            extents = [slab.allocate(size) for size in range(1, 20000, 997)]
+            written = await asyncio.gather(*(_awaited(slab.write(e, random_bytes(e.nbytes))) for e in extents))
+            back = [bytearray(extent.nbytes) for extent in extents]
+            tickets = [slab.read(extent, piece) for extent, piece in zip(extents, back, strict=True)]
+            await asyncio.gather(*(_awaited(ticket) for ticket in tickets + tickets))
+            assert all(bytes(piece) == random_bytes(len(piece)) for piece in back)
+            return written
+
+        for _ in range(2):  # a second loop must not inherit the first one's reader
+            assert asyncio.run(main()) == list(range(1, 20000, 997))
+
+    def test_cancelling_a_task_drains_its_request(self, slab: Slab) -> None:
+        extent = slab.allocate(4 << 20)
+        data = random_bytes(4 << 20)
+
+        async def main() -> None:
+            tickets = [slab.write(extent, data) for _ in range(8)]
+            task = asyncio.ensure_future(_awaited(tickets[-1]))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert tickets[-1].done()
+
+        try:
+            asyncio.run(main())
+        finally:
+            slab.drain()
+
+    def test_cancel(self, slab: Slab) -> None:
+        """What is cancelled completes as cancelled or as done, the others are unharmed, the slab stays usable."""
+        extent = slab.allocate(1 << 20)
+        other = slab.allocate(1 << 20)
+        data = random_bytes(1 << 20)
+        tickets = [slab.write(extent, data) for _ in range(30)]
+        kept = slab.write(other, data)
+        for ticket in tickets:
+            ticket.cancel()
+        for ticket in tickets:
+            try:
+                ticket.wait()
+            except Cancelled as error:
+                assert error.errno == errno.ECANCELED
+        kept.wait()
+        assert not kept.cancel()
+        back = bytearray(1 << 20)
+        slab.read(other, back).wait()
+        assert bytes(back) == data
+        slab.write(extent, data)
+        slab.cancel()
+        slab.write(extent, data).wait()
+
+    # -- mistakes
+
+    def test_ranges_outside_the_extent(self, slab: Slab) -> None:
+        extent = slab.allocate(PAGE)
+        for offset, nbytes in [(0, PAGE + 1), (1, PAGE), (-1, 1), (PAGE, 1)]:
+            with pytest.raises(ValueError, match="outside an extent of 4096"):
+                slab.read(extent, bytearray(nbytes), offset)
+
+    def test_extents_that_are_not_allocated(self, slab: Slab) -> None:
+        extent = slab.allocate(PAGE)
+        slab.free(extent)
+        for use in (lambda: slab.free(extent), lambda: slab.read(extent, bytearray(1))):
+            with pytest.raises(ValueError, match="not allocated"):
+                use()
+
+    def test_more_than_the_disk_has(self, slab: Slab) -> None:
+        before = slab.capacity_bytes
+        with pytest.raises(NvmeError) as caught:
+            slab.reserve(1 << 55)
+        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.path is not None and caught.value.wanted is not None and caught.value.got is not None
+        assert slab.capacity_bytes == before
+        extent = slab.allocate(PAGE)
+        slab.write(extent, bytes(PAGE)).wait()
+
+    def test_closed(self, make_slab: Callable[..., Slab]) -> None:
+        slab = make_slab()
+        extent = slab.allocate(PAGE)
+        ticket = slab.write(extent, bytes(PAGE))
+        slab.close()
+        slab.close()
+        assert ticket.done() and ticket.result() == PAGE
+        assert slab.stats()["write"]["bytes"] == PAGE
+        for use in (lambda: slab.read(extent, bytearray(1)), lambda: slab.allocate(1), lambda: slab.drain()):
+            with pytest.raises(ValueError, match="closed"):
+                use()
+
+    # -- the rest
+
+    def test_many_threads(self, slab: Slab) -> None:
+        def work(seed: int) -> None:
+            generator = random.Random(seed)
+            for _ in range(15):
+                data = generator.randbytes(generator.randrange(1, 3 * BLOCK))
+                extent = slab.allocate(len(data))
+                slab.write(extent, data).wait()
+                back = bytearray(len(data))
+                slab.read(extent, back).wait()
+                slab.free(extent)
+                assert bytes(back) == data
+
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            for future in [pool.submit(work, seed) for seed in range(6)]:
+                future.result()
+
+    def test_stats(self, slab: Slab) -> None:
+        extent = slab.allocate(4 * BLOCK)
+        slab.write(extent, mapped(bytes(4 * BLOCK))).wait()
+        slab.drain()
+        stats = slab.stats()
+        assert (stats["backend"], stats["reason"]) == (slab.backend, slab.reason)
+        assert stats["write"]["blocks"] == 4 and stats["read"]["blocks"] == 0
+        assert sum(stats["depth"].values()) == 4
+        latency = stats["write"]["latency_seconds"]
+        assert 0 < latency["p50"] <= latency["p99"] <= latency["max"]
+        assert sum(path["write_bytes"] for path in stats["paths"]) == 4 * BLOCK
+
+    def test_register(self, slab: Slab) -> None:
+        buffer = mapped(random_bytes(BLOCK))
+        extent = slab.allocate(BLOCK)
+        registered = slab.register(buffer)
+        slab.write(extent, buffer).wait()
+        stats = slab.stats()
+        assert stats["registered"]["buffers"] == registered
+        assert stats["write"]["registered_blocks"] == registered
+        assert registered or stats["registered"]["reason"]
+        back = bytearray(BLOCK)
+        slab.read(extent, back).wait()
+        assert back == buffer
+
+    def test_checksums(self, make_slab: Callable[..., Slab]) -> None:
+        with make_slab(checksum=True) as slab:
+            size = (2 << 20) + 77
+            data = bytearray(random_bytes(size))
+            extent = slab.allocate(size)
+            slab.write(extent, data).wait()
+            back = bytearray(size)
+            slab.read(extent, back).wait()
+            assert back == data
+            data[5:9] = b"abcd"
+            slab.write(extent, b"abcd", 5).wait()  # a part of a chunk: not verified from now on, and not refused
+            slab.read(extent, back).wait()
+            assert back == data
+
+
+class FileSuite:
+    @pytest.fixture
+    def open_file(self) -> Callable[..., File]:
+        """File's own parameters, `backend` filled in."""
+        raise NotImplementedError("a subclass gives this fixture")
+
+    def test_size_is_what_was_written(self, open_file: Callable[..., File], tmp_path: Path) -> None:
+        """Breaks if the padding of direct I/O stays, or a tail overwrites what is before it."""
+        name = tmp_path / "file"
+        data = random_bytes(3 * PAGE + 100)
+        with open_file(name, "w") as file:
+            for start, stop in [(0, 5000), (5000, 5003), (5003, len(data))]:
+                file.write(data[start:stop], start).wait()
+            file.sync()
+            assert name.stat().st_size == file.size == len(data)
+        assert name.read_bytes() == data
+        with open_file(name) as file:
+            back = bytearray(len(data))
+            assert file.read(back).result() == len(data)
+            assert bytes(back) == data
+            tail = bytearray(7)
+            file.read(tail, len(data) - 7).wait()
+            assert bytes(tail) == data[-7:]
+
+    def test_update_in_place(self, open_file: Callable[..., File], tmp_path: Path) -> None:
+        name = tmp_path / "file"
+        name.write_bytes(bytes(10_001))
+        with open_file(name, "r+") as file:
+            file.write(b"end", 9_998).wait()
+            file.write(b"start").wait()
+        expected = b"start" + bytes(9_993) + b"end"
+        assert name.read_bytes() == expected
+
+    def test_modes(self, open_file: Callable[..., File], tmp_path: Path) -> None:
+        name = tmp_path / "file"
+        with pytest.raises(NvmeError, match="does not exist") as missing:
+            open_file(name)
+        assert missing.value.errno == errno.ENOENT
+        open_file(name, "x").close()
+        with pytest.raises(NvmeError) as exists:
+            open_file(name, "x")
+        assert exists.value.errno == errno.EEXIST
+        with open_file(name) as file, pytest.raises(ValueError, match="mode 'r'"):
+            file.write(b"x")
+        with pytest.raises(ValueError, match="does not exist"):
+            open_file(name, "rw")
+
+    def test_past_the_end(self, open_file: Callable[..., File], tmp_path: Path) -> None:
+        name = tmp_path / "file"
+        name.write_bytes(bytes(5000))
+        with open_file(name) as file:
+            with pytest.raises(NvmeError, match="has 5000 bytes") as caught:
+                file.read(bytearray(1001), 4000)
+            assert (caught.value.offset, caught.value.wanted, caught.value.got) == (4000, 1001, 1000)
+
+    def test_truncated_underneath(self, open_file: Callable[..., File], tmp_path: Path) -> None:
+        """Breaks if a short read passes for a whole one; the ticket has path, offset, wanted and got."""
+        name = tmp_path / "file"
+        size = 4 * BLOCK
+        name.write_bytes(random_bytes(size))
+        with open_file(name, "r+", block_bytes=BLOCK) as file:
+            os.truncate(name, BLOCK + 1000)
+            back = bytearray(size)
+            with pytest.raises(NvmeError, match="ends early") as caught:
+                file.read(back).wait()
+            error = caught.value
+            assert error.errno == errno.ENODATA and error.path == str(name)
+            assert error.offset is not None and error.offset >= BLOCK
+            assert error.wanted is not None and error.got is not None and error.got < error.wanted
+            head = bytearray(BLOCK)
+            file.read(head).wait()  # the file stays usable
+            assert bytes(head) == random_bytes(size)[:BLOCK]
+            assert file.stats()["read"]["failures"] > 0
+
+    def test_reserve(self, open_file: Callable[..., File], tmp_path: Path) -> None:
+        name = tmp_path / "file"
+        with open_file(name, "w") as file:
+            file.reserve(1 << 20)
+            assert os.stat(name).st_blocks * 512 >= 1 << 20
+            file.write(b"abc").wait()
+            file.sync()
+        assert name.read_bytes() == b"abc"
+        with open_file(name, "r+") as file, pytest.raises(NvmeError) as caught:
+            file.reserve(1 << 55)
+        assert caught.value.errno == errno.ENOSPC
+
+
+async def _awaited(ticket: Any) -> int:
+    return int(await ticket)

@@ -1,0 +1,164 @@
+"""What each tier may hold, the memory that is nobody's state (buffers, activations), and the refusals.
+
+Integers only. Owns `Budgets`, `Buffers`, `PlanError`; the states themselves are counted in `accounting`.
+
+[Note: Buffers]
+    device  gathered units: two open and one on its way, where a unit is not simply where its parameters lie;
+            the gradient of the unit whose backward runs
+    host    slots for states, gradients and units that lie on nvme, and the rounding of blocks to pages
+Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .accounting import TIERS, Account, Placed, Shape
+from .errors import BudgetError, gib
+from .hardware import Hardware
+from .sizes import ModelSizes
+from .tier import Tier
+
+OPEN_UNITS = 3  # two computed with at a time at most, one being gathered
+POLICIES = ("keep", "recompute", "host", "nvme")
+
+
+class PlanError(BudgetError, ValueError):
+    """A tier is too small for what must lie on it.
+
+    `tier`, `needed_bytes`, `budget_bytes` and `missing_bytes` are those of the first tier that fails.
+    """
+
+    def __init__(self, tier: str, needed_bytes: int, budget_bytes: int, what: str, way_out: str) -> None:
+        self.tier = tier
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes
+        self.missing_bytes = needed_bytes - budget_bytes
+        super().__init__(
+            f"{tier} tier needs {gib(needed_bytes)} a rank ({what}), budget is {gib(budget_bytes)}: "
+            f"{gib(self.missing_bytes)} missing; {way_out}"
+        )
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes a rank may use on each tier. `shared`: the device tier is host memory and counts against `host`."""
+
+    device: int
+    host: int
+    nvme: int
+    shared: bool
+
+    @classmethod
+    def of_rank(cls, hardware: Hardware, host_bytes: int | None = None) -> Budgets:
+        host = hardware.host_bytes if host_bytes is None else host_bytes
+        return cls(hardware.device_bytes, host, hardware.nvme_bytes, hardware.shares_host)
+
+    def of(self, tier: str) -> int | None:
+        """Bytes of `tier`; None for a device that has no budget of its own."""
+        if tier == "device" and self.shared:
+            return None
+        return int(getattr(self, tier))
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes that are not states."""
+
+    device: int = 0
+    host: int = 0
+    activations: Mapping[str, int] = field(default_factory=dict)
+
+    def on(self, tier: str) -> int:
+        return {"device": self.device, "host": self.host}.get(tier, 0)
+
+    @classmethod
+    def needed(
+        cls,
+        sizes: ModelSizes,
+        shape: Shape,
+        placed: Placed,
+        counted: Account,
+        *,
+        shared: bool,
+        stage: int,
+        tokens: int,
+        activations: Sequence[str],
+    ) -> Buffers:
+        """Of a placement. `shared`: the device is the CPU. `tokens`: of one micro-batch."""
+        unit = sizes.largest_unit_numel * shape.parameter_dtype.itemsize
+        below = any(tier is not Tier.DEVICE for run in placed.runs for tier in run.unit.parameter_tiers)
+        in_place = shape.shard_count == 1 and (shared or not below)
+        gathered = 0 if in_place or stage < 3 else OPEN_UNITS * unit
+        host = placed.arena_bytes - counted.held_on("device") - counted.held_on("host")
+        return cls(gathered + unit, host, activation_bytes(sizes, activations, tokens))
+
+
+def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) -> dict[str, int]:
+    """Bytes by tier of what forward keeps for backward, and of the one unit whose backward runs."""
+    kept = sum(policy == "keep" for policy in policies)
+    found = {tier: sizes.checkpoint_bytes_per_token * tokens * sum(p == tier for p in policies) for tier in TIERS[1:]}
+    checkpoints = sum(policy == "recompute" for policy in policies)
+    working = sizes.working_bytes_per_token if kept < len(policies) else 0
+    found["device"] = tokens * (
+        kept * sizes.saved_bytes_per_token
+        + checkpoints * sizes.checkpoint_bytes_per_token
+        + working
+        + sizes.output_bytes_per_token
+    )
+    return found
+
+
+def needed_bytes(counted: Account, buffers: Buffers, budgets: Budgets) -> dict[str, int]:
+    """Bytes by tier that has a budget, device counted as host where they share."""
+    totals = {tier: buffers.on(tier) + buffers.activations.get(tier, 0) for tier in TIERS}
+    for (tier, _), nbytes in counted.held.items():
+        totals[tier] += nbytes
+    if budgets.shared:
+        totals["host"] += totals.pop("device")
+    return totals
+
+
+def check(counted: Account, buffers: Buffers, budgets: Budgets, hardware: Hardware) -> None:
+    """Raise `PlanError` for the first tier (device, host, nvme) that is too small."""
+    for tier, needed in needed_bytes(counted, buffers, budgets).items():
+        budget = budgets.of(tier)
+        assert budget is not None
+        if needed > budget:
+            what = _contents(counted, buffers, tier, budgets.shared)
+            raise PlanError(tier, needed, budget, what, _way_out(tier, counted, buffers, budgets, hardware))
+
+
+def _contents(counted: Account, buffers: Buffers, tier: str, shared: bool) -> str:
+    """ "optimizer 12.0 GiB, buffers 1.0 GiB", largest first."""
+    tiers = ("device", "host") if shared and tier == "host" else (tier,)
+    parts: dict[str, int] = {}
+    for (where, kind), nbytes in counted.held.items():
+        if where in tiers:
+            parts[kind] = parts.get(kind, 0) + nbytes
+    parts["buffers"] = sum(buffers.on(where) for where in tiers)
+    parts["activations"] = sum(buffers.activations.get(where, 0) for where in tiers)
+    ranked = sorted(((nbytes, kind) for kind, nbytes in parts.items() if nbytes), reverse=True)
+    return ", ".join(f"{kind} {gib(nbytes)}" for nbytes, kind in ranked)
+
+
+def _way_out(tier: str, counted: Account, buffers: Buffers, budgets: Budgets, hardware: Hardware) -> str:
+    """What to change, the nearest remedy first."""
+    if tier == "nvme":
+        return "give more nvme paths or room (hardware.nvme_gib, hardware.nvme_paths), or train on more nodes"
+    tiers = ("device", "host") if budgets.shared and tier == "host" else (tier,)
+    held = {kind: n for (where, kind), n in counted.held.items() if where in tiers and n}
+    below = "host" if tier == "device" else "nvme"
+    has_below = below == "host" or budgets.nvme > 0
+    ways = []
+    if held and has_below:
+        ways.append(f"offload.{max(held, key=lambda kind: held[kind])}={below}")
+    elif held and not has_below:
+        ways.append("an nvme tier (offload.nvme_paths, hardware.nvme_gib)")
+    if sum(buffers.activations.get(where, 0) for where in tiers):
+        ways.append("fewer tokens a micro-batch")
+    if sum(buffers.on(where) for where in tiers):
+        ways.append("smaller units (TiledLinear)" if tier == "device" else "fewer slots (offload.slots)")
+    ways.append(f"more ranks than {hardware.ranks} with zero.stage=3")
+    return "lower it with " + ", or ".join(ways)

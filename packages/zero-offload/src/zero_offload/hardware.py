@@ -1,0 +1,131 @@
+"""The hardware as facts: counts, GiB, GB/s, TFLOP/s, and who shares what.
+
+Owns `Hardware`, its dict form (the files of ``conf/hardware``) and each rank's share of what a node has. It measures
+nothing (`probing` does) and makes no choice (the planner does).
+
+[Note: Who shares what]
+    device   memory, link and TFLOP/s are a rank's own
+    host     memory and the update's bandwidth belong to the node; its ranks have equal shares
+    nvme     capacity and bandwidth are given for one path. With at least as many paths as ranks a rank has
+             ``paths // ranks`` of its own; with fewer, the ranks that share a path share its figures too.
+    With ``device_gib=0`` the ranks compute on the CPU: their device tier *is* host memory, and both draw on one budget.
+Units: GiB is 2**30 bytes, GB/s is 1e9 bytes a second, as the data sheets have it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+GIB = 1 << 30
+GB = 10**9
+
+
+class HardwareError(ValueError):
+    """A hardware description that cannot be: which key, its value, what would do."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What one training job runs on. Figures left ``None`` are not known: then no time is predicted from them."""
+
+    name: str = "unnamed"
+    nodes: int = 1
+    ranks_per_node: int = 1
+    device: str = "cpu"  # torch device type that the ranks compute on
+    device_gib: float = 0.0  # a rank; 0: the device tier is host memory
+    device_reserved_gib: float = 1.0  # a rank: context, libraries, the allocator's fragments
+    host_gib: float = 0.0  # a node
+    host_reserved_gib: float = 0.6  # a rank: interpreter, torch, libraries
+    nvme_gib: float = 0.0  # a path
+    nvme_paths: int = 1  # a node
+    tflops: float | None = None  # a rank: what a model's forward and backward reach, not the data sheet's peak
+    device_gbps: float | None = None  # a rank: device memory, for an update on the device
+    link_gbps: float | None = None  # a rank: host to device, each direction; not used on the CPU
+    update_gbps: float | None = None  # a node: bytes an optimizer step on the host moves, see `UpdateTraffic`
+    nvme_read_gbps: float | None = None  # a path
+    nvme_write_gbps: float | None = None  # a path
+    nvme_mixed_gbps: float | None = None  # a path: reads plus writes when both are in flight; None: they take turns
+    network_gbps: float | None = None  # a rank: what a collective moves
+    nvme_endurance_tb: float | None = None  # a path: terabytes it is rated to take in its life
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("nodes", "ranks_per_node", "nvme_paths"):
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                    raise HardwareError(f"{field.name} is {value!r}; it is a count of at least 1")
+            elif field.name not in ("name", "device") and (value is not None or field.default is not None):
+                self._check_quantity(field.name, value)
+
+    def _check_quantity(self, name: str, value: object) -> None:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+            raise HardwareError(f"{name} is {value!r}; it is a finite number")
+        if value < 0 or (value == 0 and not name.endswith("_gib")):
+            raise HardwareError(f"{name} is {value}; give the figure, or leave it out where it is not known")
+
+    # -- counts and each rank's share; bytes and bytes a second -------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def shares_host(self) -> bool:
+        """Whether the device tier is host memory."""
+        return self.device_gib == 0
+
+    @property
+    def device_bytes(self) -> int:
+        """A rank's device budget, what is reserved taken off; 0 where the device tier is host memory."""
+        return max(0, int((self.device_gib - self.device_reserved_gib) * GIB))
+
+    @property
+    def host_bytes(self) -> int:
+        """A rank's share of its node's memory, what is reserved taken off."""
+        return max(0, int((self.host_gib / self.ranks_per_node - self.host_reserved_gib) * GIB))
+
+    @property
+    def paths_per_rank(self) -> float:
+        """Paths that the worst-off rank of a node has, a fraction where it shares one."""
+        if self.nvme_paths >= self.ranks_per_node:
+            return float(self.nvme_paths // self.ranks_per_node)
+        return 1.0 / math.ceil(self.ranks_per_node / self.nvme_paths)
+
+    @property
+    def nvme_bytes(self) -> int:
+        return int(self.nvme_gib * self.paths_per_rank * GIB)
+
+    def rank_rate(self, name: str) -> float | None:
+        """Bytes a second (FLOP a second for ``tflops``) of one rank, everyone at work; None: not known."""
+        value: float | None = getattr(self, name)
+        if value is None:
+            return None
+        if name == "tflops":
+            return value * 1e12
+        if name == "update_gbps":
+            return value * GB / self.ranks_per_node
+        if name.startswith("nvme_"):
+            return value * GB * self.paths_per_rank
+        return value * GB
+
+    # -- the dict form ------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, str | int | float]:
+        """Plain values for a YAML file; what is not known is left out. `from_dict` takes it back."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Hardware:
+        """Raises `HardwareError` naming a key that does not exist, and the nearest one that does."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(known))}"
+                raise HardwareError(f"hardware has no key {key!r}{hint}")
+        return cls(**dict(values))

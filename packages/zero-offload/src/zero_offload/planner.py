@@ -1,0 +1,318 @@
+"""`plan`: from a model's sizes and a hardware description to what lies where, what moves, and how long a step takes.
+
+Owns `Plan`, the budgets and the refusals (`PlanError`); `automatic` makes the choices. Pure: allocates nothing, touches
+no device. Bytes come from `accounting`, seconds from `prediction`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .accounting import KINDS, STATE_KINDS, TIERS, Account, AdamLayout, Cut, Placed, Shape, account
+from .automatic import choose, choose_activations
+from .budgets import Budgets, Buffers, PlanError, check, needed_bytes
+from .footprint import MINIMUM_SLOTS
+from .hardware import Hardware
+from .placement import Placement, shares
+from .prediction import Prediction, predict
+from .protocols import UpdateStep
+from .sizes import ModelSizes
+
+__all__ = ["Plan", "PlanError", "fits", "plan"]
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank keeps where, and what that costs. All bytes are one rank's."""
+
+    placements: Mapping[str, Placement]  # by kind; what `TieredStore` takes
+    activations: tuple[str, ...]  # a unit: keep, recompute, host or nvme
+    shape: Shape
+    placed: Placed
+    account: Account
+    buffers: Buffers
+    budgets: Budgets | None  # None: planned without a hardware description, so nothing is refused
+    hardware: Hardware | None
+    prediction: Prediction | None
+    tokens: int  # of one rank's step
+
+    @property
+    def tile_numel(self) -> int:
+        return self.shape.tile_numel
+
+    @property
+    def slots(self) -> int | None:
+        """Slots to give to `TieredStore`; None where nothing is swapped."""
+        slots = max(self.placed.slots.state_slots, self.placed.slots.gradient_slots)
+        return max(MINIMUM_SLOTS, slots) if slots else None
+
+    def bytes_of(self, tier: str, kind: str) -> int:
+        """Bytes of `kind` (parameters, gradients, optimizer, buffers, activations) on `tier` (device, host, nvme)."""
+        if tier not in TIERS or kind not in (*KINDS, "activations"):
+            raise KeyError(f"no figure for {kind!r} on {tier!r}; tiers {TIERS}, kinds {(*KINDS, 'activations')}")
+        if kind == "buffers":
+            return self.buffers.on(tier)
+        if kind == "activations":
+            return self.buffers.activations.get(tier, 0)
+        return self.account.held.get((tier, kind), 0)
+
+    def total(self, tier: str) -> int:
+        return sum(self.bytes_of(tier, kind) for kind in (*KINDS, "activations"))
+
+    @property
+    def read_bytes_per_step(self) -> int:
+        """Bytes this rank reads from nvme in one step, activations apart."""
+        return self.account.read_bytes
+
+    @property
+    def write_bytes_per_step(self) -> int:
+        """Bytes this rank writes to nvme in one step, activations apart."""
+        return self.account.write_bytes
+
+    @property
+    def setup_write_bytes(self) -> int:
+        """Bytes this rank writes to nvme once, before the first step."""
+        return self.account.setup_write_bytes
+
+    def written_bytes(self, steps: int) -> int:
+        """Bytes this rank writes to nvme in a run of `steps`."""
+        return self.setup_write_bytes + steps * self.write_bytes_per_step
+
+    @property
+    def step_seconds(self) -> float | None:
+        return self.prediction.step_seconds if self.prediction else None
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        return self.prediction.exposed_seconds if self.prediction else None
+
+    @property
+    def hides_from_tokens(self) -> int | None:
+        """Tokens of one rank's step from which every transfer is hidden; None: not known."""
+        return self.prediction.hides_from_tokens if self.prediction else None
+
+    @property
+    def endurance_steps(self) -> int | None:
+        """Steps until an nvme path has taken what it is rated for; None: no rating, or nothing is written."""
+        if self.hardware is None or self.hardware.nvme_endurance_tb is None or not self.write_bytes_per_step:
+            return None
+        rated = self.hardware.nvme_endurance_tb * 1e12 * self.hardware.paths_per_rank
+        return int(max(0.0, rated - self.setup_write_bytes) / self.write_bytes_per_step)
+
+    @property
+    def endurance_days(self) -> float | None:
+        """`endurance_steps` at the predicted speed, in days."""
+        if self.endurance_steps is None or self.step_seconds is None:
+            return None
+        return self.endurance_steps * self.step_seconds / 86400
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Rows to print: a header, then one a tier in GiB, by kind, its total and its budget ("-": none given)."""
+        columns = (*KINDS, "activations")
+        rows: list[tuple[str, ...]] = [("GiB", *columns, "total", "budget")]
+        for tier in TIERS:
+            budget = self.budgets.of(tier) if self.budgets else None
+            cells = [f"{self.bytes_of(tier, kind) / GIB:.2f}" for kind in columns]
+            rows.append(
+                (tier, *cells, f"{self.total(tier) / GIB:.2f}", "-" if budget is None else f"{budget / GIB:.2f}")
+            )
+        return rows
+
+    def facts(self) -> list[tuple[str, str]]:
+        """(name, value) of the traffic, the time and the endurance; what is not known is left out."""
+        rows = [
+            ("nvme read per step", f"{self.read_bytes_per_step / GIB:.2f} GiB"),
+            ("nvme written per step", f"{self.write_bytes_per_step / GIB:.2f} GiB"),
+            ("nvme written by setup", f"{self.setup_write_bytes / GIB:.2f} GiB"),
+        ]
+        if self.prediction:
+            rows.append(("predicted step", f"{self.prediction.step_seconds:.3g} s"))
+            rows.append(("exposed of it", f"{self.prediction.exposed_seconds:.3g} s"))
+        if self.hides_from_tokens is not None:
+            rows.append(("transfers hide from", f"{self.hides_from_tokens} tokens a step"))
+        if self.endurance_steps is not None:
+            days = f" ({self.endurance_days:.3g} days)" if self.endurance_days is not None else ""
+            rows.append(("nvme endurance", f"{self.endurance_steps} steps{days}"))
+        return rows
+
+
+def plan(
+    model: nn.Module | ModelSizes | Sequence[int],
+    hardware: Hardware | None = None,
+    *,
+    parameters: str | Placement = "auto",
+    gradients: str | Placement = "auto",
+    optimizer: str | Placement = "auto",
+    activations: str | Sequence[str] = "auto",
+    step: UpdateStep | None = None,
+    parameter_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    shard_count: int | None = None,
+    stage: int = 3,
+    tile_numel: int = 1 << 22,
+    slots: int | None = None,
+    alignment: int = 4096,
+    prefetch_bytes: int = 128 << 20,
+    units: Sequence[type[nn.Module]] | None = None,
+    tokens: int = 0,
+    accumulate: int = 1,
+    host_bytes: int | None = None,
+    device_whole: bool = True,
+) -> Plan:
+    """Plan one rank's memory and step.
+
+    `model`: a module (on any device, meta too), `ModelSizes`, or elements per unit. Each placement is a tier, fractions
+    of the tiles, or "auto". `step` says what the optimizer states of a tile are (a bound `UpdateStep`); without it Adam
+    in fp32. `units`, `prefetch_bytes`, `stage`, dtypes: as given to `zero_core.shard`. `tokens`: of one rank's step,
+    over its `accumulate` micro-batches. `host_bytes` overrides this rank's share of the host's memory. `device_whole`:
+    "auto" puts either everything on a device apart from the host, or nothing: a `TieredStore` does not share a CUDA
+    device, without a store everything stays there. Without `hardware` nothing is refused, and "auto" means host.
+
+    Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
+    placement that cannot be.
+    """
+    for kind, placement in (("parameters", parameters), ("gradients", gradients), ("optimizer", optimizer)):
+        if placement != "auto":
+            shares(placement, kind)
+    dtype = parameter_dtype or _dtype_of(model)
+    shape = Shape(
+        parameter_dtype=dtype,
+        reduce_dtype=reduce_dtype or dtype,
+        shard_count=shard_count or (hardware.ranks if hardware else 1),
+        tile_numel=tile_numel,
+        alignment=alignment,
+        accumulate=accumulate,
+        prefetch_bytes=prefetch_bytes,
+        step=AdamLayout() if step is None else step,
+    )
+    budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
+    wanted = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
+    given = {kind: placement for kind, placement in wanted.items() if placement != "auto"}
+    trial = _Trial(
+        ModelSizes.of(model, units), shape, budgets, given, stage, tokens // accumulate, activations, device_whole
+    )
+    placed, placements = trial.best(slots)
+    counted, buffers = trial.cost(placed)
+    prediction = None
+    if budgets is not None and hardware is not None:
+        check(counted, buffers, budgets, hardware)
+        if tokens:
+            prediction = predict(
+                trial.sizes,
+                shape,
+                counted,
+                hardware,
+                tokens=tokens,
+                recomputed=_recomputed(trial.sizes, trial.policies),
+                slot_fraction=_slot_fraction(placed, counted),
+            )
+    return Plan(placements, trial.policies, shape, placed, counted, buffers, budgets, hardware, prediction, tokens)
+
+
+def fits(model: nn.Module | ModelSizes | Sequence[int], hardware: Hardware, **options: Any) -> bool:
+    """Whether `plan` with the same arguments accepts."""
+    try:
+        plan(model, hardware, **options)
+    except PlanError:
+        return False
+    return True
+
+
+class _Trial:
+    """What stays the same while placements and slots are tried."""
+
+    def __init__(
+        self,
+        sizes: ModelSizes,
+        shape: Shape,
+        budgets: Budgets | None,
+        given: Mapping[str, Placement],
+        stage: int,
+        tokens: int,
+        activations: str | Sequence[str],
+        device_whole: bool,
+    ) -> None:
+        self.sizes, self.shape, self.budgets, self.given = sizes, shape, budgets, given
+        self._stage, self._tokens, self._device_whole = stage, tokens, device_whole
+        self._cut = Cut(sizes, shape)
+        everything = account(self.place({kind: given.get(kind, "nvme") for kind in STATE_KINDS}, None), shape)
+        self.policies = choose_activations(activations, sizes, tokens, self._room(everything))
+
+    def best(self, slots: int | None) -> tuple[Placed, dict[str, Placement]]:
+        """The fastest placement that fits, and with it as many slots as do, up to a quarter of what is on nvme."""
+        least = slots if slots is not None or self.budgets is None else MINIMUM_SLOTS
+
+        def cost(placements: Mapping[str, Placement]) -> tuple[Account, Mapping[str, int]]:
+            placed = self.place(placements, least)
+            return self.cost(placed)[0], self.needed(placed)
+
+        tile = self.shape.tile_numel / max(1, self._cut.numel)
+        placements = choose(self.given, self.budgets, tile, cost, device_whole=self._device_whole)
+        placed = self.place(placements, least)
+        if slots is not None or self.budgets is None:
+            return placed, placements
+        slot_bytes = placed.slots.state_slot_bytes + placed.slots.gradient_slot_bytes
+        room = self.budgets.host - self.needed(placed)["host"]
+        if slot_bytes and room > 0:
+            quarter = self.place(placements, None).slots
+            most = max(quarter.state_slots, quarter.gradient_slots)
+            placed = self.place(placements, max(MINIMUM_SLOTS, min(most, MINIMUM_SLOTS + room // slot_bytes)))
+        return placed, placements
+
+    def place(self, placements: Mapping[str, Placement], slots: int | None) -> Placed:
+        return self._cut.place(placements, slots)
+
+    def cost(self, placed: Placed) -> tuple[Account, Buffers]:
+        counted = account(placed, self.shape)
+        if self._stage < 3:
+            whole = self.sizes.numel * self.shape.parameter_dtype.itemsize
+            counted = replace(counted, held={**counted.held, ("device", "parameters"): whole})
+        buffers = Buffers.needed(
+            self.sizes,
+            self.shape,
+            placed,
+            counted,
+            shared=self.budgets is None or self.budgets.shared,
+            stage=self._stage,
+            tokens=self._tokens,
+            activations=self.policies,
+        )
+        return counted, buffers
+
+    def needed(self, placed: Placed) -> dict[str, int]:
+        assert self.budgets is not None
+        return needed_bytes(*self.cost(placed), self.budgets)
+
+    def _room(self, given: Account) -> Budgets | None:
+        """The budgets, less the states that are given a tier: what there is for activations, at most."""
+        if self.budgets is None:
+            return None
+        device, host = given.held_on("device"), given.held_on("host")
+        host = self.budgets.host - host - (device if self.budgets.shared else 0)
+        return replace(self.budgets, device=max(0, self.budgets.device - device), host=max(0, host))
+
+
+def _slot_fraction(placed: Placed, counted: Account) -> float:
+    """The share of the states on nvme that slots hold at once."""
+    on_nvme = counted.held.get(("nvme", "optimizer"), 0)
+    return min(1.0, placed.slots.state_slots * placed.slots.state_slot_bytes / on_nvme) if on_nvme else 0.0
+
+
+def _recomputed(sizes: ModelSizes, policies: Sequence[str]) -> float:
+    """The share of the model's compute that backward does again."""
+    again = sum(u.compute_numel for u, policy in zip(sizes.units, policies, strict=True) if policy != "keep")
+    return again / sizes.compute_numel if sizes.compute_numel else 0.0
+
+
+def _dtype_of(model: nn.Module | ModelSizes | Sequence[int]) -> torch.dtype:
+    if isinstance(model, nn.Module):
+        first = next(model.parameters(), None)
+        return torch.float32 if first is None else first.dtype
+    return torch.bfloat16

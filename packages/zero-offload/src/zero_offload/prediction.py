@@ -1,0 +1,185 @@
+"""Seconds: how long a step takes on a given hardware, what of it is exposed, and from how many tokens on nothing is.
+
+Owns the arithmetic of windows. Pure: takes bytes from `accounting` and rates from `hardware`.
+
+[Note: What hides where]
+    forward    of the first micro-batch: states in and out, the update itself, parameters of the forward
+    backward   parameters read again, gradients out; and as much of the state traffic as fits the slots, since the
+               reads of the first tiles may start, and the writes of the last may end, in backward
+Within a window the resources (compute, nvme, link, network, the CPU's update) work side by side, so it lasts as long
+as its busiest one. Where the CPU is the compute device its update competes with compute: I/O hides, arithmetic adds.
+A window is w FLOP per parameter and token: 2 for a forward, 4 for a backward, 6 for one that recomputes. Traffic of B
+bytes per parameter hides in it iff tokens ≥ B·F/(w·BW).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .accounting import Account, Shape
+from .footprint import GRADIENT_BYTES
+from .hardware import Hardware
+from .sizes import ModelSizes
+
+FORWARD_FLOP = 2
+BACKWARD_FLOP = 4
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of one rank's optimizer step. `busy`: seconds of work by resource, hidden or not."""
+
+    step_seconds: float
+    compute_seconds: float
+    update_seconds: float
+    exposed_seconds: float  # step less compute: what overlap does not hide, the CPU's update included
+    hides_from_tokens: int | None  # tokens of one rank's step; None: no number of tokens hides it, or nothing to hide
+    busy: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Bytes (FLOP) a second of one rank. Infinite where the resource is not used."""
+
+    flops: float
+    link: float
+    network: float
+    host_update: float
+    device_update: float
+
+
+def predict(
+    sizes: ModelSizes,
+    shape: Shape,
+    account: Account,
+    hardware: Hardware,
+    *,
+    tokens: int,
+    recomputed: float = 0.0,
+    slot_fraction: float = 0.0,
+) -> Prediction | None:
+    """Predict one step of `tokens` per rank. None where the hardware lacks a figure that this account needs.
+
+    `recomputed`: share of the compute that backward does again. `slot_fraction`: share of the state bytes on nvme that
+    the slots hold at once.
+    """
+    rates = _rates(account, shape, hardware)
+    if rates is None:
+        return None
+    token_flop = sizes.compute_numel / rates.flops  # seconds per FLOP-per-parameter and token
+    micro = tokens / shape.accumulate
+    forward = FORWARD_FLOP * token_flop * micro
+    backward = (BACKWARD_FLOP + FORWARD_FLOP * recomputed) * token_flop * micro
+    compute = (forward + backward) * shape.accumulate
+    on_host = account.updated.get("host", 0) / rates.host_update
+    update = on_host + account.updated.get("device", 0) / rates.device_update
+    windows = _windows(sizes, shape, account, hardware, rates, slot_fraction)
+    arithmetic = update if hardware.shares_host else update - on_host  # takes turns with compute
+    behind = 0.0 if hardware.shares_host else on_host  # runs beside it
+    first = max(forward + arithmetic, behind, *windows["first"].values())
+    later = max(forward, *windows["forward"].values())
+    back = max(backward, *windows["backward"].values())
+    step = first + (shape.accumulate - 1) * later + shape.accumulate * back
+    # State traffic that the slots let slip into backward must find room there; what does not waits in the forward.
+    overflow = max(0.0, windows["slipped"]["nvme"] - (back * shape.accumulate - _total(windows, shape)))
+    step += overflow
+    return Prediction(
+        step_seconds=step,
+        compute_seconds=compute,
+        update_seconds=update,
+        exposed_seconds=step - compute,
+        hides_from_tokens=_hides_from(windows, behind, token_flop, recomputed, shape.accumulate),
+        busy={
+            "compute": compute,
+            "update": update,
+            "nvme": windows["slipped"]["nvme"] + windows["first"]["nvme"] + _later(windows, shape, "nvme"),
+            "link": windows["first"]["link"] + _later(windows, shape, "link"),
+            "network": windows["first"]["network"] + _later(windows, shape, "network"),
+        },
+    )
+
+
+def nvme_seconds(hardware: Hardware, read_bytes: float, write_bytes: float) -> float | None:
+    """Seconds that one rank's share of its nvme paths takes for these bytes; None: rates not known."""
+    if not read_bytes and not write_bytes:
+        return 0.0
+    read, write = hardware.rank_rate("nvme_read_gbps"), hardware.rank_rate("nvme_write_gbps")
+    mixed = hardware.rank_rate("nvme_mixed_gbps")
+    if read is None or write is None:
+        return None
+    if mixed is None:
+        return read_bytes / read + write_bytes / write
+    return max(read_bytes / read, write_bytes / write, (read_bytes + write_bytes) / mixed)
+
+
+def _rates(account: Account, shape: Shape, hardware: Hardware) -> _Rates | None:
+    def rate(name: str, used: bool) -> float | None:
+        return hardware.rank_rate(name) if used else float("inf")
+
+    on_device = bool(account.updated.get("device"))
+    found = (
+        rate("tflops", True),
+        rate("link_gbps", not hardware.shares_host),
+        rate("network_gbps", shape.shard_count > 1),
+        rate("update_gbps", bool(account.updated.get("host")) or (on_device and hardware.shares_host)),
+        rate("update_gbps" if hardware.shares_host else "device_gbps", on_device),
+    )
+    nvme = nvme_seconds(hardware, account.read_bytes, account.write_bytes)
+    if None in found or nvme is None:
+        return None
+    flops, link, network, host_update, device_update = (r for r in found if r is not None)
+    return _Rates(flops, link, network, host_update, device_update)
+
+
+def _windows(
+    sizes: ModelSizes, shape: Shape, account: Account, hardware: Hardware, rates: _Rates, slot_fraction: float
+) -> dict[str, dict[str, float]]:
+    """Seconds of each resource in the first forward, a later forward and a backward, and what slips to backward."""
+    moved, accumulate = account.moved, shape.accumulate
+    held, itemsize = account.held, shape.parameter_dtype.itemsize
+    below = sum(held.get((tier, "parameters"), 0) for tier in ("host", "nvme"))
+    gradients_below = sum(held.get((tier, "gradients"), 0) for tier in ("host", "nvme"))
+    others = (shape.shard_count - 1) / shape.shard_count
+    gather = sizes.numel * itemsize * others / rates.network
+    states = nvme_seconds(hardware, moved["optimizer_read"], moved["optimizer_write"] + moved["parameters_write"]) or 0
+    update_gradients = nvme_seconds(hardware, moved["gradients_read"], 0) or 0
+    slips = min(1.0, slot_fraction)
+    stream = nvme_seconds(hardware, moved["forward_read"] / accumulate, 0) or 0
+    gradient_io = nvme_seconds(
+        hardware,
+        (moved["backward_read"] + moved["accumulate_read"]) / accumulate,
+        moved["gradients_write"] / accumulate,
+    )
+    forward = {"nvme": stream, "link": below / rates.link, "network": gather}
+    return {
+        "first": {**forward, "nvme": stream + (1 - slips) * states + update_gradients},
+        "forward": forward,
+        "backward": {
+            "nvme": gradient_io or 0.0,
+            "link": max(below, gradients_below * shape.reduce_dtype.itemsize / GRADIENT_BYTES) / rates.link,
+            "network": 2 * gather,
+        },
+        "slipped": {"nvme": slips * states, "link": 0.0, "network": 0.0},
+    }
+
+
+def _later(windows: Mapping[str, Mapping[str, float]], shape: Shape, resource: str) -> float:
+    return (shape.accumulate - 1) * windows["forward"][resource] + shape.accumulate * windows["backward"][resource]
+
+
+def _total(windows: Mapping[str, Mapping[str, float]], shape: Shape) -> float:
+    return shape.accumulate * windows["backward"]["nvme"]
+
+
+def _hides_from(
+    windows: Mapping[str, Mapping[str, float]], behind: float, token_flop: float, recomputed: float, accumulate: int
+) -> int | None:
+    """Tokens of a step from which every transfer, and an update beside compute, is hidden."""
+    if not token_flop:
+        return None
+    forward, backward = FORWARD_FLOP * token_flop, (BACKWARD_FLOP + FORWARD_FLOP * recomputed) * token_flop
+    need_forward = max(behind, *windows["first"].values()) / forward
+    need_backward = max(windows["backward"].values()) / backward
+    slack = (windows["slipped"]["nvme"] / accumulate + windows["backward"]["nvme"]) / backward
+    return -int(-max(need_forward, need_backward, slack) * accumulate // 1)

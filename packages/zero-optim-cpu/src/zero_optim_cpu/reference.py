@@ -1,0 +1,284 @@
+"""The slow twin of the kernels: the same operations one by one, in torch, one thread of thought.
+
+Every operation here is rounded once to fp32 as the kernels' is, in the same order, so the two agree bit for bit
+(NaN payloads apart). ``tests/conformance/zero_optim_cpu`` holds them to it. Read this to know what a kernel computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_optim_cpu.layouts import BF16, BLOCK_NUMEL, BYTE8, SPLIT, STOCHASTIC, Field, layout_named
+from zero_optim_cpu.rules import Rule, rule_of
+from zero_optim_cpu.step import Segment, Tile
+
+_MASK32 = 0xFFFFFFFF
+
+
+def float32(value: float) -> float:
+    """A double rounded to fp32."""
+    return torch.tensor(value, dtype=torch.float64).float().item()
+
+
+def exact_sqrt(x: Tensor) -> Tensor:
+    """Correctly rounded in fp32: torch's own may be a vector library's, and 1 ulp off. Double is enough for that."""
+    return x.double().sqrt().float()
+
+
+# ---- rules: (parameter, scaled gradient, states) -> parameter and states, all fp32 -----------------------------------
+
+
+def adam_rule(
+    p: Tensor, g: Tensor, states: dict[str, Tensor], options: Mapping[str, Any], step: int, name: str
+) -> Tensor:
+    """Adam, and AdamW where the options say decoupled. Products of options are taken in double and rounded once."""
+    lr, (beta1, beta2) = float(options["lr"]), options["betas"]
+    decay, decoupled = float(options["weight_decay"]), bool(options.get("decoupled_weight_decay", name == "AdamW"))
+    if decay and not decoupled:
+        g = g + float32(decay) * p
+    m, v = states["exp_avg"], states["exp_avg_sq"]
+    difference = g - m
+    if 1 - beta1 < 0.5:
+        m = m + float32(1 - beta1) * difference
+    else:
+        m = g - float32(beta1) * difference
+    v = float32(beta2) * v + (float32(1 - beta2) * g) * g
+    states["exp_avg"], states["exp_avg_sq"] = m, v
+    denominator = exact_sqrt(v) * float32(1 / (1 - beta2**step) ** 0.5) + float32(options["eps"])
+    update = (float32(lr / (1 - beta1**step)) * m) / denominator
+    if decay and decoupled:
+        update = update + float32(lr * decay) * p
+    return p - update
+
+
+def lion_rule(
+    p: Tensor, g: Tensor, states: dict[str, Tensor], options: Mapping[str, Any], step: int, name: str
+) -> Tensor:
+    """Lion. A direction that is NaN stays NaN."""
+    lr, (beta1, beta2), decay = float(options["lr"]), options["betas"], float(options["weight_decay"])
+    m = states["exp_avg"]
+    direction = float32(beta1) * m + float32(1 - beta1) * g
+    rate = torch.full_like(p, float32(lr))
+    update = torch.where(direction > 0, rate, torch.where(direction < 0, -rate, direction))
+    states["exp_avg"] = float32(beta2) * m + float32(1 - beta2) * g
+    if decay:
+        update = update + float32(lr * decay) * p
+    return p - update
+
+
+def adagrad_rule(
+    p: Tensor, g: Tensor, states: dict[str, Tensor], options: Mapping[str, Any], step: int, name: str
+) -> Tensor:
+    """Adagrad."""
+    if options["weight_decay"]:
+        g = g + float32(options["weight_decay"]) * p
+    states["sum"] = states["sum"] + g * g
+    rate = float32(float(options["lr"]) / (1 + (step - 1) * float(options["lr_decay"])))
+    return p - (rate * g) / (exact_sqrt(states["sum"]) + float32(options["eps"]))
+
+
+def sgd_rule(
+    p: Tensor, g: Tensor, states: dict[str, Tensor], options: Mapping[str, Any], step: int, name: str
+) -> Tensor:
+    """SGD. The first step's buffer is the gradient, undamped."""
+    if options["weight_decay"]:
+        g = g + float32(options["weight_decay"]) * p
+    momentum = float32(options["momentum"])
+    if "momentum_buffer" in states:
+        if step == 1 or momentum == 0:
+            buffer = g
+        else:
+            buffer = momentum * states["momentum_buffer"] + float32(1 - options["dampening"]) * g
+        states["momentum_buffer"] = buffer
+        g = g + momentum * buffer if options["nesterov"] else buffer
+    return p - float32(float(options["lr"])) * g
+
+
+RULES = {"Adam": adam_rule, "AdamW": adam_rule, "Lion": lion_rule, "Adagrad": adagrad_rule, "SGD": sgd_rule}
+
+
+# ---- codecs ----------------------------------------------------------------------------------------------------------
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """fp32 -> its pattern as int64 in [0, 2^32)."""
+    return x.contiguous().view(torch.int32).to(torch.int64) & _MASK32
+
+
+def of_bits(bits: Tensor) -> Tensor:
+    """The inverse of ``bits_of``."""
+    bits = bits & _MASK32
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+
+
+def _int16(bits: Tensor) -> Tensor:
+    low = bits & 0xFFFF
+    return torch.where(low >= 1 << 15, low - (1 << 16), low).to(torch.int16)
+
+
+def to_bf16(x: Tensor) -> Tensor:
+    """Round to nearest, ties away from zero; NaN stays NaN."""
+    rounded = torch.where(x.isnan(), torch.full_like(bits_of(x), 0x7FC0), (bits_of(x) + 0x8000) >> 16)
+    return _int16(rounded).view(torch.bfloat16)
+
+
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 -> bf16 rounded to nearest with ties away, and the signed 16-bit remainder of the pattern."""
+    bits = bits_of(x)
+    return _int16((bits + 0x8000) >> 16).view(torch.bfloat16), _int16(bits)
+
+
+def join(parameter: Tensor, remainder: Tensor) -> Tensor:
+    """The inverse of ``split``, for every pattern."""
+    high = parameter.view(torch.int16).to(torch.int64) & 0xFFFF
+    return of_bits((high << 16) + remainder.to(torch.int64))
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & _MASK32
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & _MASK32
+    return x ^ (x >> 16)
+
+
+def stochastic_bf16(x: Tensor, index: Tensor, step: int) -> Tensor:
+    """fp32 -> bf16, up with the probability of the part cut off; random numbers of (global index, step)."""
+    key = (step * 0x9E3779B9) & _MASK32
+    random = _mix(_mix(index & _MASK32) ^ key) & 0xFFFF
+    bits = torch.where(x.isnan(), torch.full_like(index, 0x7FC00000), bits_of(x))
+    return _int16((bits + random) >> 16).view(torch.bfloat16)
+
+
+def dither(positions: Tensor, step: int) -> Tensor:
+    """What is added to the 20 bits that an 8-bit code cuts off: of the position in the block, and the step."""
+    return ((_mix(positions + 1) + step * 0x9E3779B9) & _MASK32) >> 12
+
+
+def encode_blocks(x: Tensor, noise: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """fp32 (n,) -> codes (n,) uint8 and scales (blocks,): a float of few bits, relative to the block's largest."""
+    numel = x.numel()
+    blocks = -(-numel // BLOCK_NUMEL)
+    padded = torch.zeros(blocks * BLOCK_NUMEL)
+    padded[:numel] = x
+    magnitude = of_bits(bits_of(padded) & 0x7FFFFFFF).view(blocks, BLOCK_NUMEL)
+    scales = torch.where(magnitude.isnan(), torch.zeros(()), magnitude).amax(dim=1)
+    stored = torch.where(scales >= float32(1e-36), scales, torch.zeros(()))
+    inverse = torch.where(stored > 0, torch.full_like(stored, 1.875 + 2**-19) / stored, torch.zeros(()))
+    bits = bits_of((padded.view(blocks, BLOCK_NUMEL) * inverse[:, None]).flatten()[:numel])
+    if signed:
+        code = (((bits & 0x7FFFFFFF) + noise) >> 20) - (0x3FF - 127)
+        code = code.clamp(0, 127) | ((bits >> 24) & 0x80)
+    else:
+        bits = bits & 0x7FFFFFFF
+        code = (((bits + noise) >> 20) - (0x3FF - 255)).clamp(1, 255)
+        code = torch.where(bits == 0, torch.zeros_like(code), code)
+    return code.to(torch.uint8), stored
+
+
+def decode_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    """The inverse of ``encode_blocks`` up to its steps of 12.5 %."""
+    code = codes.to(torch.int64)
+    magnitude = code & 127 if signed else code
+    unit = (scales / 1.875).repeat_interleave(BLOCK_NUMEL)[: codes.numel()]
+    value = of_bits((magnitude + (0x3FF - (127 if signed else 255))) << 20) * unit
+    value = of_bits(
+        torch.where(magnitude == 0, torch.zeros_like(code), bits_of(value) | ((code & 128) << 24 if signed else 0))
+    )
+    return value
+
+
+# ---- the step --------------------------------------------------------------------------------------------------------
+
+
+class ReferenceStep:
+    """As ``CpuStep``, in torch. Slow, and easy to believe."""
+
+    def __init__(self, layout: str = "split") -> None:
+        self._layout = layout_named(layout)
+        self._rule: Rule | None = None
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        self._rule = rule_of(optimizer)
+
+    def layout(self, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
+        return self._layout.fields(self._bound(), numel, parameter_dtype)
+
+    def update(self, tile: Tile, segments: Sequence[Segment], scale: float) -> None:
+        """One step of every segment, in place; see ``CpuStep.update``."""
+        rule = self._bound()
+        numel = tile.parameter.numel()
+        master = self._read_master(tile)
+        states = {name: self._read_moment(tile, name, slot) for name, slot in rule.states}
+        noise = torch.full((numel,), 1 << 19)
+        touched = torch.zeros(-(-numel // BLOCK_NUMEL), dtype=torch.bool)
+        for s in segments:
+            part = slice(s.start, s.stop)
+            sign = -scale if s.options.get("maximize", False) else scale
+            mine = {name: values[part] for name, values in states.items()}
+            gradient = tile.gradient[part].float() * float32(sign)
+            master[part] = RULES[rule.name](master[part], gradient, mine, s.options, s.step, rule.name)
+            for name, values in mine.items():
+                states[name][part] = values
+            self._write_master(tile, master, s)
+            noise[part] = dither(torch.arange(s.start, s.stop) % BLOCK_NUMEL, s.step)
+            if s.stop > s.start:
+                touched[s.start // BLOCK_NUMEL : -(-s.stop // BLOCK_NUMEL)] = True
+        for name, slot in rule.states:
+            self._write_moment(tile, name, slot, states[name], noise, touched, segments)
+
+    def _bound(self) -> Rule:
+        if self._rule is None:
+            raise RuntimeError("call bind(optimizer) first")
+        return self._rule
+
+    def _read_master(self, tile: Tile) -> Tensor:
+        if "remainder" in tile.states:
+            return join(tile.parameter, tile.states["remainder"])
+        return tile.states.get("master", tile.parameter).float().clone()
+
+    def _write_master(self, tile: Tile, master: Tensor, s: Segment) -> None:
+        part = slice(s.start, s.stop)
+        kind = self._layout.master_of(tile.parameter.dtype)
+        values = master[part]
+        if kind == SPLIT:
+            canonical = torch.where(values.isnan(), torch.full_like(values, float("nan")), values)
+            tile.parameter[part], tile.states["remainder"][part] = split(canonical)
+        elif kind == STOCHASTIC:
+            index = int(tile.states["counter"]) + torch.arange(s.start, s.stop)
+            tile.parameter[part] = stochastic_bf16(values, index, s.step)
+        else:
+            if "master" in tile.states:
+                tile.states["master"][part] = values
+            tile.parameter[part] = to_bf16(values) if tile.parameter.dtype == torch.bfloat16 else values
+
+    def _read_moment(self, tile: Tile, name: str, slot: int) -> Tensor:
+        stored = tile.states[name]
+        if self._layout.moments == BYTE8:
+            return decode_blocks(stored, tile.states[f"{name}_scale"], signed=slot == 0)
+        return stored.float().clone()
+
+    def _write_moment(
+        self,
+        tile: Tile,
+        name: str,
+        slot: int,
+        values: Tensor,
+        noise: Tensor,
+        touched: Tensor,
+        segments: Sequence[Segment],
+    ) -> None:
+        stored = tile.states[name]
+        if self._layout.moments == BYTE8:
+            codes, scales = encode_blocks(values, noise if slot == 0 else noise ^ 0xFFFFF, signed=slot == 0)
+            elements = touched.repeat_interleave(BLOCK_NUMEL)[: stored.numel()]
+            stored[elements] = codes[elements]
+            tile.states[f"{name}_scale"][touched] = scales[touched]
+            return
+        for s in segments:
+            part = slice(s.start, s.stop)
+            stored[part] = to_bf16(values[part]) if self._layout.moments == BF16 and slot == 0 else values[part]

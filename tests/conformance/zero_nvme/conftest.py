@@ -1,0 +1,36 @@
+"""The one fixture: every backend that this machine has, and the reason why not."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+
+import pytest
+
+import zero_nvme
+from zero_nvme.probe import attempt
+
+VARIANTS = [  # (backend, direct)
+    ("io_uring", True),
+    ("io_uring", False),
+    ("libaio", True),
+    ("threads", True),
+    ("threads", False),
+    ("aiofiles", False),
+]
+
+
+@functools.cache
+def why_not(backend: str, direct: bool) -> str | None:
+    with tempfile.TemporaryDirectory() as folder:
+        return attempt([folder], zero_nvme.Options(backend=backend, direct=direct))
+
+
+@pytest.fixture(params=VARIANTS, ids=lambda variant: f"{variant[0]}-{'direct' if variant[1] else 'cached'}")
+def variant(request) -> dict[str, object]:
+    """`backend` and `direct` for Slab and File."""
+    backend, direct = request.param
+    failure = why_not(backend, direct)
+    if failure is not None:
+        pytest.skip(f"{backend} does not work here: {failure}")
+    return {"backend": backend, "direct": direct}

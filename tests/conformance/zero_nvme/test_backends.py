@@ -1,0 +1,29 @@
+"""Every backend, with and without O_DIRECT, on one path and striped over several, through the shipped suites."""
+
+from __future__ import annotations
+
+import pytest
+
+import zero_nvme
+from zero_nvme.testing import FileSuite, SlabSuite
+
+
+class TestSlab(SlabSuite):
+    @pytest.fixture
+    def make_slab(self, variant, tmp_path):
+        return lambda **options: zero_nvme.Slab(tmp_path, **{**variant, **options})
+
+
+class TestStripedSlab(SlabSuite):
+    @pytest.fixture
+    def make_slab(self, variant, tmp_path):
+        folders = [tmp_path / name for name in ("a", "b", "c")]
+        for folder in folders:
+            folder.mkdir()
+        return lambda **options: zero_nvme.Slab(folders, **{"weights": [2, 1, 1], **variant, **options})
+
+
+class TestFile(FileSuite):
+    @pytest.fixture
+    def open_file(self, variant):
+        return lambda *arguments, **options: zero_nvme.File(*arguments, **{**variant, **options})

@@ -1,0 +1,87 @@
+"""Any nn.Module, unchanged: what it returns, shares, freezes, leaves out or uses elsewhere.
+
+Each trains beside a dense twin and fails if a gradient is lost, late, doubled, or reduced across the wrong units.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from tests.integration.zero_core import toys
+
+SIZES = pytest.mark.parametrize("size", [1, 2])
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def run(make, **options):
+    toys.train(make, **options)
+
+
+@SIZES
+@pytest.mark.parametrize("kind", list(toys.Returning.WRAP))
+def test_outputs_of_any_kind(ranks, size, kind):
+    ranks(size).run(run, functools.partial(toys.Returning, kind))
+
+
+def run_options(options, make):
+    toys.train(make, **options)
+
+
+@STAGES
+@pytest.mark.parametrize(
+    "make", [toys.Stack, toys.Unused, toys.Frozen, toys.Tied, toys.External, toys.Routed, toys.Twice, toys.InPlace]
+)
+def test_peculiar_models_on_two_ranks(ranks, stage, make):
+    ranks(2).run(run_options, {"stage": stage}, make)
+
+
+@pytest.mark.parametrize(
+    "make", [toys.Stack, toys.Unused, toys.Frozen, toys.Tied, toys.External, toys.Routed, toys.Twice, toys.InPlace]
+)
+def test_peculiar_models_on_one_rank(make):
+    toys.train(make, stage=3)
+
+
+@SIZES
+@pytest.mark.parametrize("segment", [1, 2, 4])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(ranks, size, reentrant, segment):
+    ranks(size).run(run, functools.partial(toys.Checkpointed, reentrant, segment))
+
+
+@SIZES
+@pytest.mark.parametrize("prefetch_bytes", [0, 1, 1 << 20])
+def test_prefetch_depth_changes_nothing(ranks, size, prefetch_bytes):
+    ranks(size).run(run_options, {"prefetch_bytes": prefetch_bytes}, toys.Twice)
+
+
+@SIZES
+@pytest.mark.parametrize("resident_bytes", [0, 3000, 1 << 20])
+def test_residency_budget_changes_nothing(ranks, size, resident_bytes):
+    ranks(size).run(run_options, {"resident_bytes": resident_bytes}, toys.Stack)
+
+
+@SIZES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_parameters_with_gradients_reduced_in_fp32(ranks, size, dtype):
+    options = {"param_dtype": dtype, "reduce_dtype": torch.float32, "loss": loss_in(dtype), "tolerance": 2e-3}
+    ranks(size).run(run_options, options, toys.Stack)
+
+
+def loss_in(dtype):
+    return functools.partial(_loss_in, dtype)
+
+
+def _loss_in(dtype, model, x):
+    return model(x.to(dtype)).float().square().mean()
+
+
+@STAGES
+def test_updates_in_backward_equal_updates_after(ranks, stage):
+    if stage == 1:
+        pytest.skip("refused, see test_bad_input.py")
+    ranks(2).run(run_options, {"stage": stage, "update_in_backward": True}, toys.Unused)
+    toys.train(toys.Unused, stage=stage, update_in_backward=True)

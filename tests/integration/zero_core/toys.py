@@ -1,0 +1,269 @@
+"""Small models with one peculiarity each, and the run that holds a sharded one against its dense twin."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero_core
+from zero_core.reference import Reference
+
+WIDTH = 13  # prime: no shard boundary falls on a parameter's
+
+
+def world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+class Block(nn.Module):
+    """A residual block with an odd number of elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 17)
+        self.down = nn.Linear(17, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Embedding, three blocks, head. `wrap` changes what a block returns, `unwrap` undoes it."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(self.make_block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 3)
+        self.register_buffer("offset", torch.ones(3), persistent=False)
+
+    def make_block(self) -> nn.Module:
+        return Block()
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.head(x) + self.offset
+
+
+Pair = namedtuple("Pair", "hidden extra")
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+    note: str = ""
+
+
+class Returning(Stack):
+    """Blocks that return their hidden state inside something."""
+
+    WRAP: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+        "dict": (lambda x: {"hidden": x, "none": None}, lambda o: o["hidden"]),
+        "namedtuple": (lambda x: Pair(x, 1), lambda o: o.hidden),
+        "tuple": (lambda x: (x, x.detach()), lambda o: o[0]),
+        "list": (lambda x: [[x]], lambda o: o[0][0]),
+        "dataclass": (lambda x: Output(x), lambda o: o.hidden),
+    }
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        super().__init__()
+
+    def make_block(self) -> nn.Module:
+        wrap = self.WRAP[self.kind][0]
+
+        class Wrapping(Block):
+            def forward(self, x: Tensor) -> Any:
+                return wrap(super().forward(x))
+
+        return Wrapping()
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return self.WRAP[self.kind][1](block(x))
+
+
+class Unused(Stack):
+    """A block of which one parameter is never used, and a block that is skipped altogether."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.blocks[0].spare = nn.Parameter(torch.randn(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for k in (0, 1, 3):
+            x = self.blocks[k](x)
+        return self.head(x)
+
+
+class Frozen(Stack):
+    """A wholly frozen block, and one with a frozen matrix and trainable rest (as LoRA makes)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+        self.blocks[1].up.weight.requires_grad_(False)
+
+
+class Tied(Stack):
+    """One matrix in two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
+class External(Stack):
+    """The head's weight and a block's are used outside their modules, before and after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.blocks[1].norm.weight.mean()
+        x = super().forward(x) * scale
+        return x + (self.head.weight.sum(1) + self.blocks[2].down.weight.sum()) * 0.1
+
+
+class Checkpointed(Stack):
+    """Blocks under activation checkpointing; `segment` blocks in one go."""
+
+    def __init__(self, reentrant: bool, segment: int = 1) -> None:
+        super().__init__(4)
+        self.reentrant, self.segment = reentrant, segment
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for start in range(0, 4, self.segment):
+            part = list(self.blocks[start : start + self.segment])
+
+            def run(x: Tensor, part: list[nn.Module] = part) -> Tensor:
+                for block in part:
+                    x = block(x)
+                return x
+
+            x = checkpoint(run, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class Routed(Stack):
+    """Experts in a ModuleList inside each block; ranks choose differently, and one expert is never chosen."""
+
+    def make_block(self) -> nn.Module:
+        class Experts(Block):
+            def __init__(self) -> None:
+                super().__init__()
+                self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = super().forward(x)
+                chosen = int(x.detach().abs().sum() * 1000) % 3
+                return x + self.experts[chosen](x)
+
+        return Experts()
+
+
+class Twice(Stack):
+    """One block called two times in a forward, and an inner stack called on its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for k in (0, 1, 0, 2):
+            x = self.blocks[k](x)
+        return self.head(x)
+
+
+class InPlace(Stack):
+    """The output of a block is changed in place by the next thing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+            x += 1.0
+        return self.head(x)
+
+
+def data(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(97 * step + rank)
+    return torch.randn(6, 5, generator=generator)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def train(
+    make: Callable[[], nn.Module],
+    *,
+    steps: int = 4,
+    loss: Callable[[nn.Module, Tensor], Tensor] = loss_of,
+    micro: int = 1,
+    build: Callable[[Any], torch.optim.Optimizer] = sgd,
+    before: Callable[[nn.Module, int], Any] | None = None,
+    backward: Callable[[nn.Module, int, int, Tensor], None] | None = None,
+    tolerance: float = 1e-5,
+    **options: Any,
+) -> tuple[nn.Module, Any]:
+    """Train sharded and dense side by side; assert equal losses, norms, and at the end equal parameters.
+
+    micro: backwards before each step; the twin averages over ranks and sums over micro-batches. Returns the sharded
+    model and its optimizer.
+    """
+    rank, size = world()
+    torch.manual_seed(1)
+    dense = make()
+    torch.manual_seed(1)
+    model = make()
+    clip = options.setdefault("max_grad_norm", 0.5)
+    if options.get("update_in_backward"):
+        clip = options["max_grad_norm"] = None
+    reference = Reference(dense, build, param_dtype=options.get("param_dtype"), max_grad_norm=clip)
+    optimizer = zero_core.shard(model, build(model.parameters()), **options)
+    for step in range(steps):
+        if before is not None:
+            before(model, step)
+        for m in range(micro):
+            if backward is not None:
+                backward(model, step, m, data(step * micro + m, rank))
+            else:
+                loss(model, data(step * micro + m, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step(
+            [[data(step * micro + m, r) for m in range(micro)] for r in range(size)],
+            lambda dense, parts: sum(loss(dense, part) for part in parts),  # type: ignore[arg-type,misc,return-value]
+        )
+        assert abs(optimizer.grad_norm - reference.grad_norm) <= tolerance * max(reference.grad_norm, 1e-3), step
+    compare(model, reference, tolerance)
+    for unit in zero_core.units(model):
+        assert unit.residency.value == "sharded", f"{unit.name} was left {unit.residency.value}"
+        assert unit.flat.untyped_storage().nbytes() == 0
+    return model, optimizer
+
+
+def compare(model: nn.Module, reference: Reference, tolerance: float) -> None:
+    with zero_core.gathered(model, master=True):
+        for (name, ours), master in zip(model.named_parameters(), reference.masters, strict=True):
+            torch.testing.assert_close(
+                ours.detach(), master.detach(), rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )

@@ -1,0 +1,65 @@
+"""Small runs in this process, and what they leave: shared by the integration tests of zero-train."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import torch
+
+import zero_core
+from zero_train import config, train
+from zero_train.loop import Step
+
+# One thread, so that sums have one order; any filesystem, as /tmp may be memory where the tests run.
+COMMON = ("recipe=tiny", "data=synthetic", "precision=bf16", "run.threads=1", "io.allow_memory=true")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A finished run, small enough to travel between ranks."""
+
+    exit_code: int
+    folder: Path | None
+    losses: tuple[float, ...]
+    steps: tuple[Step, ...]
+    validation: tuple[tuple[int, float], ...]
+    digest: str  # of every parameter's name and bits, gathered
+    sample: str
+
+
+def trained(folder: Path, *overrides: str) -> Trained:
+    """Runs `COMMON` and `overrides` into `folder`, in this process."""
+    digests: list[str] = []
+    composed = config.compose([*COMMON, f"run.dir={folder}", *overrides])
+    threads = torch.get_num_threads()
+    try:
+        outcome = train.run(composed, on_end=lambda engine: digests.append(digest(engine.model)))
+    finally:
+        torch.set_num_threads(threads)
+    steps = tuple(outcome.history.steps)
+    return Trained(
+        outcome.exit_code,
+        outcome.folder,
+        tuple(step.loss for step in steps),
+        steps,
+        tuple(outcome.history.validation),
+        digests[0] if digests else "",
+        outcome.sample,
+    )
+
+
+def digest(model: torch.nn.Module) -> str:
+    """A hash of every parameter's bits. Collective."""
+    total = hashlib.sha256()
+    with torch.no_grad(), zero_core.gathered(model):
+        for name, parameter in model.named_parameters():
+            total.update(name.encode())
+            total.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def left(folder: Path) -> list[str]:
+    """Names of what lies in `folder`, at any depth."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))

@@ -1,0 +1,73 @@
+"""The command line from end to end: a dry run, a sweep, help, other models, and what a run prints and leaves."""
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("zero_nvme")
+pytest.importorskip("zero_optim_cpu")
+
+from tests.integration.zero_train.helpers import COMMON, left, trained
+from zero_train import app
+
+
+def test_a_run_prints_its_plan_first_and_leaves_its_files(capsys, tmp_path):
+    code = app.main(
+        [*COMMON, f"run.dir={tmp_path / 'run'}", "offload=nvme", "run.evaluate_every=5", "run.sample_bytes=8"]
+    )
+    text = capsys.readouterr().out
+    assert code == 0
+    order = ["GB to disk in all", "step 1/5", "step 5/5", "validation after step 5", "--- sample ---", "results in"]
+    positions = [text.index(word) for word in order]
+    assert positions == sorted(positions)
+    for tier in ("device", "host", "nvme"):
+        assert f"\n{tier} " in text[: positions[0]]
+    assert "config.yaml metrics.jsonl report.png timeline.json timeline.png validation.jsonl".split() == left(
+        tmp_path / "run"
+    )
+    trace = json.loads((tmp_path / "run" / "timeline.json").read_text())
+    assert {"swap_in", "swap_out", "update"} <= {event.get("cat") for event in trace["traceEvents"]}
+
+
+def test_a_dry_run_writes_nothing(capsys, tmp_path):
+    code = app.main([*COMMON, f"run.dir={tmp_path / 'run'}", "run.dry=true", "offload=nvme"])
+    assert code == 0
+    assert "GB to disk in all" in capsys.readouterr().out
+    assert left(tmp_path) == []
+
+
+def test_a_sweep_runs_each_job_in_a_folder_of_its_own(capsys, tmp_path):
+    arguments = ["-m", *COMMON, f"run.dir={tmp_path}", "run.steps=2", "zero.stage=0,3", "offload=none,nvme"]
+    assert app.main(arguments) == 0
+    capsys.readouterr()
+    for job in range(4):
+        assert len((tmp_path / str(job) / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_help_lists_groups_and_keys(capsys):
+    assert app.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "offload: auto, host, none, nvme" in text
+    assert "micro_batch" in text
+
+
+@pytest.mark.parametrize("model", ["gpt2", "moe"])
+def test_other_models_train(tmp_path, model):
+    run = trained(tmp_path / "run", f"model={model}", "model.experts=2", "offload=nvme", "run.steps=12")
+    assert run.losses[-1] < run.losses[0] - 0.3
+
+
+def test_every_stage_gives_the_same_losses_on_one_rank(tmp_path):
+    runs = [trained(tmp_path / str(stage), f"zero.stage={stage}", "offload=host", "run.steps=3") for stage in range(4)]
+    assert len({run.losses for run in runs}) == 1
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path):
+    first, again, other = (
+        trained(tmp_path / name, "offload=host", "run.sample_bytes=6", f"run.seed={seed}", "run.evaluate_every=5")
+        for name, seed in (("first", 3), ("again", 3), ("other", 4))
+    )
+    assert (first.losses, first.digest, first.sample) == (again.losses, again.digest, again.sample)
+    assert first.validation == again.validation
+    assert first.digest != other.digest

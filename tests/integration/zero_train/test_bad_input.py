@@ -1,0 +1,118 @@
+"""What cannot run is refused in one line that names the key: exit code 2, no traceback, nothing left behind."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("zero_nvme")
+pytest.importorskip("zero_optim_cpu")
+
+from tests.integration.zero_train.helpers import left
+from zero_train import app
+
+TINY = ["recipe=tiny", "data=synthetic", "io.allow_memory=true"]
+
+
+def refused(capsys, folder, *arguments):
+    """The one line that the command printed, and proof that it did nothing else."""
+    before = left(folder)
+    code = app.main([*TINY, f"run.dir={folder / 'run'}", *arguments])
+    printed = capsys.readouterr()
+    assert code == 2, printed
+    assert printed.err.startswith("zero-train: ") and printed.err.count("\n") == 1, printed.err
+    assert "Traceback" not in printed.err + printed.out
+    assert left(folder) == before
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["run.step=3"], "run.steps"),
+        (["run.steps=many"], "run.steps"),
+        (["zero.stage=4"], "zero.stage"),
+        (["model=lama"], "model"),
+        (["offload=nvme", "offload.nvme_paths=[/nowhere/at/all]"], "offload.nvme_paths"),
+        (["offload=nvme", "offload.nvme_paths=[/proc/self]"], "offload.nvme_paths"),
+        (["data=text", "data.path=/nowhere"], "data.path"),
+        (["model.hidden_size=30", "model.heads=4"], "model.heads"),
+        (["run.resume=/nowhere"], "run.resume"),
+        (["offload=nvme", "offload.tile_numel=1000"], "tile_numel"),
+    ],
+)
+def test_one_line_names_the_key(capsys, tmp_path, arguments, key):
+    assert key in refused(capsys, tmp_path, *arguments)
+
+
+def test_a_folder_without_text(capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "data.path" in refused(capsys, tmp_path, "data=text", f"data.path={tmp_path / 'empty'}")
+
+
+def test_memory_is_refused_as_nvme(capsys, tmp_path):
+    from zero_train import checks
+
+    if checks.memory_filesystem("/dev/shm") is None:
+        pytest.skip("/dev/shm is not tmpfs here")
+    text = refused(capsys, tmp_path, "offload=nvme", "offload.nvme_paths=[/dev/shm]", "io.allow_memory=false")
+    assert "offload.nvme_paths" in text and "tmpfs" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["offload=host", "hardware.host_gib=2"], "host"),
+        (["offload=nvme", "hardware.nvme_gib=1"], "nvme"),
+        (["offload=none", "hardware.host_gib=2"], "host"),
+    ],
+)
+def test_a_model_larger_than_a_tier(capsys, tmp_path, arguments, key):
+    """1.3 B parameters: nothing is allocated for it, the plan alone refuses."""
+    sizes = ["model.hidden_size=2048", "model.intermediate_size=5504", "model.layers=24", "model.heads=16"]
+    text = refused(capsys, tmp_path, *sizes, *arguments)
+    assert key in text and "GiB" in text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
+def test_a_full_disk(capsys, tmp_path):
+    (tmp_path / "small").mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path / "small"], capture_output=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount here: {mounted.stderr.decode().strip()}")
+    try:
+        text = refused(capsys, tmp_path, "offload=nvme", f"offload.nvme_paths=[{tmp_path / 'small'}]")
+        assert "nvme" in text
+    finally:
+        subprocess.run(["umount", tmp_path / "small"], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a read-only filesystem needs root")
+def test_a_read_only_disk(capsys, tmp_path):
+    (tmp_path / "frozen").mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", tmp_path / "frozen"], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount here: {mounted.stderr.decode().strip()}")
+    try:
+        text = refused(capsys, tmp_path, "offload=nvme", f"offload.nvme_paths=[{tmp_path / 'frozen'}]")
+        assert "offload.nvme_paths" in text and "cannot write" in text
+    finally:
+        subprocess.run(["umount", tmp_path / "frozen"], check=True)
+
+
+def test_the_module_itself_exits_with_two(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "zero_train", "run.step=3"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "zero-train: the key run.step does not exist; did you mean 'run.steps'?\n"
+    assert left(tmp_path) == []

@@ -1,0 +1,146 @@
+"""Bytes of tiles: by hand, against `plan_store`, and against what a running store moves.
+
+Fails if a tile, an alignment or a direction is counted once too often.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from zero_offload import MemoryByteStore, PlacementError, TieredStore, TorchStep, plan_store
+from zero_offload.accounting import STATE_KINDS, TIERS, Cut, Shape, account
+from zero_offload.planner import plan
+from zero_offload.sizes import ModelSizes, ParameterSizes, UnitSizes
+
+from . import harness
+
+MI = 1 << 20
+HOST = dict.fromkeys(STATE_KINDS, "host")
+PLACEMENTS = ("host", "nvme", {"host": 0.37, "nvme": 0.63}, {"device": 0.2, "host": 0.3, "nvme": 0.5})
+MIXED = ModelSizes(
+    (
+        UnitSizes("embedding", (ParameterSizes("embedding.weight", MI + 70),), matmul_numel=0),
+        *(
+            UnitSizes(f"layers.{i}", (ParameterSizes(f"layers.{i}.w", 2 * MI + 3), ParameterSizes(f"layers.{i}.b", 5)))
+            for i in range(4)
+        ),
+        UnitSizes("frozen", (ParameterSizes("frozen.w", MI // 2, trained=False),)),
+        UnitSizes("half", (ParameterSizes("half.w", 2 * MI, trained=False), ParameterSizes("half.b", 100))),
+    )
+)
+
+
+def sizes(*numel: int) -> ModelSizes:
+    return ModelSizes.of(list(numel))
+
+
+def count(model: ModelSizes, shape: Shape, placements=HOST):
+    return account(Cut(model, shape).place(placements, None), shape)
+
+
+def specs_of(model: ModelSizes, shape: Shape, rank: int = 0):
+    return [unit.shard(shape.parameter_dtype, shape.shard_count, rank) for unit in model.units]
+
+
+@pytest.mark.parametrize("placements", list(itertools.product(PLACEMENTS, repeat=3)))
+def test_what_is_counted_is_what_the_store_reserves(placements):
+    by_kind = dict(zip(STATE_KINDS, placements, strict=True))
+    for dtype, shards in ((torch.bfloat16, 1), (torch.float32, 2)):
+        shape = Shape(parameter_dtype=dtype, shard_count=shards, tile_numel=MI)
+        truth = plan_store(specs_of(MIXED, shape), shape.step, tile_numel=MI, shard_count=shards, **by_kind)
+        placed = Cut(MIXED, shape).place(by_kind, None)
+        held = account(placed, shape).held
+        for tier, kind in itertools.product(TIERS, STATE_KINDS):
+            assert held.get((tier, kind), 0) == truth.bytes_of(tier, kind), (tier, kind)
+        assert placed.arena_bytes == truth.arena_bytes
+        assert placed.buffer_bytes == truth.buffer_bytes
+
+
+NVME, SPLIT = dict.fromkeys(STATE_KINDS, "nvme"), dict.fromkeys(STATE_KINDS, PLACEMENTS[2])
+
+
+@pytest.mark.parametrize(
+    ("where", "dtype", "accumulate"),
+    [
+        (HOST | {"optimizer": "nvme"}, torch.bfloat16, 1),
+        (NVME, torch.bfloat16, 1),
+        (NVME, torch.float32, 3),
+        (SPLIT, torch.bfloat16, 2),
+    ],
+)
+def test_what_is_counted_is_what_a_step_moves(monkeypatch, where, dtype, accumulate):
+    shape = Shape(parameter_dtype=dtype)
+    model = ModelSizes(MIXED.units[:2] + MIXED.units[5:])
+    specs = specs_of(model, shape)
+    monkeypatch.setattr(harness, "make_specs", lambda *_: specs)
+    numels, frozen = [spec.numel for spec in specs], [2]
+    step = TorchStep()
+    step.bind(torch.optim.AdamW([torch.zeros(1)]))
+    options = {"step": step, "parameter_dtype": dtype, "reduce_dtype": torch.bfloat16, "accumulate": accumulate}
+    options["prefetch_bytes"] = 0  # as the driver says to the store
+    planned = plan(model, **where, tile_numel=MI, **options)
+    store = TieredStore(nvme=MemoryByteStore(), step=TorchStep(), plan=planned)
+    driver = harness.Driver(store, dtype=dtype, numels=numels, frozen=frozen)
+    assert store.stats()["setup_write_bytes"] == planned.setup_write_bytes
+    for steps in (1, 2):
+        driver.step(accumulate)
+        store.wait()
+        stats = store.stats()
+        assert stats["nvme_write_bytes"] == steps * planned.write_bytes_per_step
+        # The first update reads the parameters that later ones hand to their forward.
+        assert stats["nvme_read_bytes"] <= steps * planned.read_bytes_per_step + planned.setup_write_bytes
+    if where["parameters"] == "host":
+        assert stats["nvme_read_bytes"] == 2 * planned.read_bytes_per_step
+    assert store.stats()["host_bytes"] == planned.total("host") - planned.bytes_of("host", "activations")
+    store.close()
+
+
+def test_each_kind_weighs_what_its_dtype_says():
+    held = count(sizes(MI), Shape()).held
+    assert held == {("host", "parameters"): 2 * MI, ("host", "gradients"): 4 * MI, ("host", "optimizer"): 12 * MI}
+    assert count(sizes(MI), Shape(parameter_dtype=torch.float32)).held["host", "optimizer"] == 8 * MI
+
+
+def test_shards_are_padded_to_128_bytes_of_parameters():
+    for dtype, shards, numel in ((torch.bfloat16, 1, 128), (torch.float32, 1, 96), (torch.bfloat16, 4, 64)):
+        held = count(sizes(65), Shape(parameter_dtype=dtype, shard_count=shards)).held
+        assert held["host", "gradients"] == 4 * numel
+
+
+def test_parameters_on_nvme_are_read_for_forward_and_backward_of_every_micro_batch():
+    counted = count(sizes(MI), Shape(accumulate=3), {**HOST, "parameters": "nvme"})
+    assert counted.read_bytes == 3 * 2 * 2 * MI
+    assert counted.write_bytes == counted.setup_write_bytes == 2 * MI
+
+
+def test_gradients_on_nvme_are_written_narrow_first_and_wide_after():
+    nvme = {**HOST, "gradients": "nvme"}
+    one, three = (count(sizes(MI), Shape(accumulate=n), nvme) for n in (1, 3))
+    assert (one.write_bytes, one.read_bytes) == (2 * MI, 2 * MI)
+    assert (three.write_bytes, three.read_bytes) == ((2 + 4 + 4) * MI, (2 + 4 + 4) * MI)
+    assert one.setup_write_bytes == 0
+
+
+def test_a_model_of_ten_thousand_units_counts_as_its_units_do():
+    layers = sizes(*[3 * MI + 128] * 1000)
+    placements = dict.fromkeys(STATE_KINDS, {"host": 0.4321, "nvme": 0.5679})
+    shape = Shape(tile_numel=MI)
+    truth = plan_store(specs_of(layers, shape), shape.step, tile_numel=MI, **placements)
+    placed = Cut(layers, shape).place(placements, None)
+    assert len(placed.runs) < 20
+    assert placed.arena_bytes == truth.arena_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": "disk"}, "'disk' is not a tier"),
+        ({"optimizer": {"host": 0.5, "nvme": 0.6}}, "add up to 1.1"),
+        ({"slots": 2}, "slots=2: at least 3"),
+        ({"tile_numel": 1000}, "tile_numel=1000 is not a multiple of"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(change, message):
+    with pytest.raises(PlacementError, match=message):
+        plan(sizes(MI), **{"optimizer": "nvme", **change})

@@ -1,0 +1,52 @@
+"""`Hardware`: the shares of a node, and the dict form. Fails if a rank is promised what another one has too."""
+
+import pytest
+
+from zero_offload.hardware import GB, GIB, Hardware, HardwareError
+
+
+def test_ranks_share_the_host_and_what_is_reserved_is_taken_off():
+    node = Hardware(ranks_per_node=4, host_gib=64, host_reserved_gib=1, update_gbps=100)
+    assert node.host_bytes == 15 * GIB
+    assert node.rank_rate("update_gbps") == 25 * GB
+
+
+@pytest.mark.parametrize(
+    ("ranks", "paths", "share"), [(1, 1, 1), (1, 4, 4), (4, 4, 1), (8, 4, 0.5), (3, 2, 0.5), (4, 6, 1)]
+)
+def test_the_worst_off_rank_sets_the_share_of_nvme(ranks, paths, share):
+    node = Hardware(ranks_per_node=ranks, nvme_paths=paths, nvme_gib=100, nvme_read_gbps=6)
+    assert node.paths_per_rank == share
+    assert node.nvme_bytes == int(100 * share) * GIB
+    assert node.rank_rate("nvme_read_gbps") == 6 * GB * share
+
+
+def test_a_device_without_memory_of_its_own_shares_the_hosts():
+    assert Hardware(host_gib=24).shares_host
+    assert Hardware(device="cuda", device_gib=24, device_reserved_gib=2).device_bytes == 22 * GIB
+
+
+def test_the_dict_form_comes_back_and_leaves_out_what_is_not_known():
+    node = Hardware(name="laptop", host_gib=24, tflops=0.65)
+    values = node.to_dict()
+    assert "link_gbps" not in values
+    assert all(isinstance(value, (str, int, float)) for value in values.values())
+    assert Hardware.from_dict(values) == node
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"host_gb": 24}, "no key 'host_gb'; did you mean host_gib"),
+        ({"nodes": 0}, "nodes is 0; it is a count of at least 1"),
+        ({"nodes": 1.5}, "nodes is 1.5"),
+        ({"host_gib": -1}, "host_gib is -1"),
+        ({"tflops": 0}, "tflops is 0; give the figure, or leave it out"),
+        ({"tflops": "fast"}, "tflops is 'fast'; it is a finite number"),
+        ({"host_gib": float("nan")}, "host_gib is nan"),
+        ({"host_gib": None}, "host_gib is None"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(values, message):
+    with pytest.raises(HardwareError, match=message):
+        Hardware.from_dict(values)

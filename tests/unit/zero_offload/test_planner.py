@@ -1,0 +1,137 @@
+"""`plan`: explicit and automatic placements, refusals, the printed rows. Fails if a budget is overrun unnoticed."""
+
+import pytest
+import torch
+from torch import nn
+
+from zero_offload.hardware import GIB, Hardware
+from zero_offload.planner import PlanError, fits, plan
+from zero_offload.sizes import ModelSizes
+
+LLAMA = ModelSizes.transformer(
+    layers=8, hidden_size=1024, intermediate_size=2816, gated=True, vocab_size=8192, sequence_length=256
+)
+LAPTOP = Hardware(
+    name="laptop",
+    host_gib=24,
+    nvme_gib=500,
+    tflops=0.65,
+    update_gbps=100,
+    nvme_read_gbps=4.4,
+    nvme_write_gbps=10,
+    nvme_endurance_tb=600,
+)
+TIERS = ("device", "host", "nvme")
+STATES = ("parameters", "gradients", "optimizer")
+
+
+def test_an_explicit_placement_is_taken_as_it_is():
+    found = plan(LLAMA, parameters="host", gradients="host", optimizer="nvme")
+    assert found.placements == {"parameters": "host", "gradients": "host", "optimizer": "nvme"}
+    assert found.bytes_of("host", "parameters") == 2 * LLAMA.numel
+    assert found.bytes_of("nvme", "optimizer") == 12 * LLAMA.numel
+    assert found.write_bytes_per_step == 12 * LLAMA.numel
+    assert found.written_bytes(10) == 11 * 12 * LLAMA.numel
+    assert found.step_seconds is None and found.hides_from_tokens is None
+
+
+def test_everything_that_fits_stays_fast():
+    gpu = Hardware(device="cuda", device_gib=80, host_gib=512, nvme_gib=1000)
+    found = plan(LLAMA, gpu, tokens=2048)
+    assert all(found.placements[kind] == "device" for kind in STATES)
+    assert all(plan(LLAMA, LAPTOP).placements[kind] == {"host": 1.0} for kind in STATES)
+
+
+@pytest.mark.parametrize("host_gib", [1.0, 1.2, 1.5, 1.8])
+def test_what_is_over_goes_down_by_tiles_optimizer_first(host_gib):
+    small = Hardware(host_gib=host_gib, host_reserved_gib=0, nvme_gib=500)
+    found = plan(LLAMA, small)
+    assert found.total("host") + found.total("device") <= host_gib * GIB
+    assert sum(found.bytes_of(tier, "optimizer") for tier in TIERS) == 12 * LLAMA.numel
+    assert found.bytes_of("nvme", "optimizer") > 0
+    if found.bytes_of("nvme", "parameters"):
+        assert found.bytes_of("host", "optimizer") == 0
+
+
+def test_kinds_that_are_given_do_not_move():
+    small = Hardware(host_gib=1.6, host_reserved_gib=0, nvme_gib=500)
+    found = plan(LLAMA, small, gradients="host")
+    assert found.placements["gradients"] == "host"
+    with pytest.raises(PlanError, match="host tier needs"):
+        plan(LLAMA, small, optimizer="host", host_bytes=12 * LLAMA.numel)
+
+
+def test_slots_take_a_quarter_of_the_states_where_there_is_room_and_three_where_there_is_none():
+    roomy = plan(LLAMA, LAPTOP, optimizer="nvme")
+    tiles = -(-LLAMA.numel // roomy.tile_numel)
+    assert roomy.slots == pytest.approx(tiles / 4, abs=len(LLAMA.units))
+    least = plan(LLAMA, Hardware(host_gib=0.9, host_reserved_gib=0, nvme_gib=500))
+    assert least.slots == 3
+
+
+def test_a_refusal_says_which_budget_how_much_is_missing_and_what_to_change():
+    with pytest.raises(PlanError) as raised:
+        plan(LLAMA, LAPTOP, optimizer="host", gradients="host", parameters="host", host_bytes=GIB)
+    error = raised.value
+    assert error.tier == "host" and error.budget_bytes == GIB
+    assert error.missing_bytes == error.needed_bytes - GIB > 0
+    assert "optimizer 1.3 GiB" in str(error) and "budget is 1.0 GiB" in str(error)
+    assert "offload.optimizer=nvme" in str(error)
+
+
+@pytest.mark.parametrize("missing", [1, 4096, 1 << 20])
+def test_the_budget_is_exact(missing):
+    needs = plan(LLAMA, LAPTOP, optimizer="nvme", slots=3)
+    bytes_needed = needs.total("host") + needs.total("device")
+    assert fits(LLAMA, LAPTOP, optimizer="nvme", gradients="host", parameters="host", slots=3, host_bytes=bytes_needed)
+    with pytest.raises(PlanError) as raised:
+        options = {"optimizer": "nvme", "gradients": "host", "parameters": "host", "slots": 3}
+        plan(LLAMA, LAPTOP, **options, host_bytes=bytes_needed - missing)
+    assert raised.value.missing_bytes == missing
+
+
+def test_ranks_that_share_a_path_share_its_room_and_bandwidth():
+    one = Hardware(host_gib=240, nvme_gib=5, tflops=0.65, update_gbps=100, nvme_read_gbps=4, nvme_write_gbps=4)
+    assert fits(LLAMA, one, optimizer="nvme", shard_count=1)
+    four = Hardware(**{**one.to_dict(), "ranks_per_node": 4})
+    with pytest.raises(PlanError, match="nvme tier needs .* hardware.nvme_paths"):
+        plan(LLAMA, four, optimizer="nvme", shard_count=1)
+    assert plan(LLAMA, four, optimizer="nvme", shard_count=4, slots=3).bytes_of("nvme", "optimizer") == 3 * LLAMA.numel
+
+
+def test_the_table_has_a_row_a_tier_and_the_facts_name_what_is_known():
+    found = plan(LLAMA, LAPTOP, parameters="nvme", optimizer="nvme", tokens=2048)
+    header, *rows = found.table()
+    assert [row[0] for row in rows] == list(TIERS)
+    assert all(len(row) == len(header) for row in rows)
+    nvme = dict(zip(header, rows[2], strict=True))
+    assert nvme["optimizer"] == f"{12 * LLAMA.numel / GIB:.2f}"
+    assert nvme["budget"] == "500.00"
+    names = [name for name, _ in found.facts()]
+    assert "predicted step" in names and "nvme endurance" in names
+    assert "predicted step" not in dict(plan(LLAMA, parameters="host", optimizer="host").facts())
+
+
+def test_endurance_is_the_rating_over_what_a_step_writes():
+    found = plan(LLAMA, LAPTOP, optimizer="nvme", tokens=2048)
+    assert found.endurance_steps == int((600e12 - found.setup_write_bytes) / found.write_bytes_per_step)
+    assert found.endurance_days == pytest.approx(found.endurance_steps * found.step_seconds / 86400)
+    assert plan(LLAMA, LAPTOP, tokens=2048).endurance_steps is None  # nothing is written
+
+
+def test_a_module_is_read_on_any_device():
+    def build(device):
+        block = [nn.Linear(64, 64, device=device) for _ in range(3)]
+        return nn.ModuleDict({"embed": nn.Embedding(10, 64, device=device), "layers": nn.ModuleList(block)})
+
+    real, meta = (
+        plan(build(device), parameters="host", gradients="host", optimizer="nvme") for device in ("cpu", "meta")
+    )
+    assert real.account == meta.account
+    assert real.shape.parameter_dtype == torch.float32
+    assert real.bytes_of("host", "parameters") == 4 * (640 + 3 * (64 * 64 + 64))
+
+
+def test_unknown_figures_are_refused_by_name():
+    with pytest.raises(KeyError, match="no figure for 'weights' on 'host'"):
+        plan([128], optimizer="host").bytes_of("host", "weights")

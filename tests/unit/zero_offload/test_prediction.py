@@ -1,0 +1,108 @@
+"""Predicted seconds, by hand and by law. Fails if a transfer is charged to the wrong window or hides for free."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from zero_offload import Field, Hardware, ModelSizes, plan
+
+MIB = 1 << 20
+LAYERS = ModelSizes.of([16 * MIB] * 8)
+CPU = Hardware(host_gib=64, nvme_gib=500, tflops=1, update_gbps=100, nvme_read_gbps=4, nvme_write_gbps=8)
+GPU = replace(CPU, device="cuda", device_gib=80, device_gbps=2000, link_gbps=25, tflops=100, network_gbps=10)
+HOST = {"parameters": "host", "gradients": "host", "optimizer": "host"}
+NVME = HOST | {"optimizer": "nvme"}
+NUMEL = LAYERS.numel
+
+
+def predict(hardware, tokens, **options):
+    return plan(LAYERS, hardware, **{"shard_count": 1, "activations": "keep", **options}, tokens=tokens).prediction
+
+
+def test_compute_is_six_flop_a_parameter_and_token_and_eight_with_recomputation():
+    assert predict(CPU, 1000, **HOST).compute_seconds == pytest.approx(6 * NUMEL * 1000 / 1e12)
+    recomputed = predict(CPU, 1000, **{**HOST, "activations": "recompute"})
+    assert recomputed.compute_seconds == pytest.approx(8 * NUMEL * 1000 / 1e12)
+
+
+def test_on_the_cpu_the_update_adds_to_compute():
+    found = predict(CPU, 100_000, **HOST)
+    assert found.update_seconds == pytest.approx((24 + 4 + 2) * NUMEL / 100e9)
+    assert found.step_seconds == pytest.approx(found.compute_seconds + found.update_seconds)
+
+
+def test_beside_a_device_the_update_hides_from_enough_tokens_on():
+    found = predict(GPU, 100, **HOST)
+    assert found.exposed_seconds > 0
+    enough = predict(GPU, found.hides_from_tokens, **HOST)
+    assert enough.exposed_seconds == pytest.approx(0, abs=1e-9)
+    assert predict(GPU, int(found.hides_from_tokens * 0.9), **HOST).exposed_seconds > 0
+
+
+def test_the_tokens_that_hide_are_the_bytes_over_the_window():
+    few = predict(CPU, 1000, **NVME, slots=3)
+    fraction = 3 * 4 / (NUMEL / MIB)
+    seconds = 12 * NUMEL / 4e9 + 12 * NUMEL / 8e9
+    assert few.hides_from_tokens == pytest.approx((1 - fraction) * seconds * 1e12 / (2 * NUMEL), rel=0.01)
+
+
+@pytest.mark.parametrize("hardware", [CPU, GPU])
+@pytest.mark.parametrize("where", [HOST, NVME, dict.fromkeys(HOST, "nvme")])
+def test_from_those_tokens_on_no_transfer_is_exposed(hardware, where):
+    tokens = max(1, predict(hardware, 1000, **where).hides_from_tokens)
+    found = predict(hardware, tokens, **where)
+    arithmetic = found.update_seconds if hardware.shares_host else 0.0
+    assert found.step_seconds == pytest.approx(found.compute_seconds + arithmetic, rel=1e-3)
+
+
+def test_more_slots_hide_more():
+    times = [predict(CPU, 500, **NVME, slots=slots).step_seconds for slots in (3, 8, 16)]
+    assert times == sorted(times, reverse=True) and times[0] > times[-1]
+
+
+def test_slower_tiers_never_predict_a_faster_step():
+    host, nvme = predict(CPU, 500, **HOST), predict(CPU, 500, **NVME)
+    everything = predict(CPU, 500, **dict.fromkeys(HOST, "nvme"))
+    assert host.step_seconds < nvme.step_seconds < everything.step_seconds
+
+
+def test_accumulation_repeats_compute_and_not_the_update():
+    one, four = predict(CPU, 4000, **NVME), predict(CPU, 16000, accumulate=4, **NVME)
+    assert four.compute_seconds == pytest.approx(4 * one.compute_seconds)
+    assert four.step_seconds < 4 * one.step_seconds
+    assert four.exposed_seconds == pytest.approx(one.exposed_seconds, rel=0.1)
+
+
+def test_reads_and_writes_side_by_side_take_what_the_mixed_figure_says():
+    mixed = replace(CPU, nvme_mixed_gbps=12)
+    alone, together = predict(CPU, 10, **NVME, slots=3), predict(mixed, 10, **NVME, slots=3)
+    assert together.busy["nvme"] == pytest.approx(12 * NUMEL / 4e9, rel=0.01)  # the reads alone take as long
+    assert alone.busy["nvme"] == pytest.approx(1.5 * together.busy["nvme"], rel=0.01)
+
+
+def test_gathering_takes_the_network_and_one_rank_takes_none():
+    assert predict(GPU, 1000, **HOST).busy["network"] == 0
+    eight = predict(replace(GPU, ranks_per_node=8), 1000, **{**HOST, "shard_count": 8})
+    assert eight.busy["network"] == pytest.approx(3 * 2 * NUMEL * 7 / 8 / 10e9)
+
+
+@pytest.mark.parametrize("unknown", ["tflops", "update_gbps", "nvme_read_gbps", "nvme_write_gbps"])
+def test_a_figure_that_is_not_known_gives_no_prediction(unknown):
+    assert predict(replace(CPU, **{unknown: None}), 1000, **NVME) is None
+    if unknown.startswith("nvme"):
+        assert predict(replace(CPU, **{unknown: None}), 1000, **HOST) is not None
+
+
+def test_the_reference_machine_is_predicted_within_a_fifth_of_what_was_measured():
+    """Medians of the 119.6 M Llama, 10 bytes a parameter on nvme, 8 and 16 slots of 4 Mi, from the design notes."""
+
+    class Split:
+        def layout(self, numel, parameter_dtype):
+            return [Field("r", torch.int16, numel), Field("m", torch.float32, numel), Field("v", torch.float32, numel)]
+
+    machine = Hardware(host_gib=24, nvme_gib=100, tflops=0.66, update_gbps=75, nvme_read_gbps=4.4, nvme_write_gbps=10)
+    llama = ModelSizes.transformer(layers=8, hidden_size=1024, intermediate_size=2816, gated=True, vocab_size=8192)
+    for tokens, slots, measured in ((512, 8, 0.74), (512, 16, 0.63), (2048, 8, 2.23), (2048, 16, 2.11)):
+        found = plan(llama, machine, **NVME, step=Split(), slots=slots, tokens=tokens, activations="keep")
+        assert found.step_seconds == pytest.approx(measured, rel=0.2), (tokens, slots)

@@ -1,0 +1,257 @@
+"""The stand-alone optimizers: torch.optim's semantics, groups, schedulers, closures and state dicts."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_optim_cpu
+from tests.unit.zero_optim_cpu.tiles import same
+
+SHAPES = ((33, 7), (1,), (0,), (300, 17), (5,))
+
+TWINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {"lr": 1e-2}),
+    "adamw-options": ("AdamW", {"lr": 1e-2, "betas": (0.3, 0.9), "weight_decay": 0.3, "eps": 1e-4, "maximize": True}),
+    "adam": ("Adam", {"lr": 1e-2}),
+    "adam-decay": ("Adam", {"lr": 1e-2, "weight_decay": 0.1}),
+    "adam-decoupled": ("Adam", {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "adagrad": ("Adagrad", {"lr": 0.1}),
+    "adagrad-options": (
+        "Adagrad",
+        {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5, "maximize": True},
+    ),
+    "sgd": ("SGD", {"lr": 0.1}),
+    "sgd-decay": ("SGD", {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
+    "momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    "dampening": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+    "nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def set_gradients(params: list[torch.nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], seeds: range) -> list[Tensor]:
+    for seed in seeds:
+        set_gradients(params, seed)
+        optimizer.step()
+    return [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize("kind", TWINS)
+def test_twenty_steps_follow_torch(kind: str) -> None:
+    name, options = TWINS[kind]
+    ours, theirs = parameters(), parameters(torch.float64)
+    mine = getattr(zero_optim_cpu, name)(ours, **options)
+    reference = getattr(torch.optim, name)(theirs, **options)
+    got, wanted = train(mine, ours, range(20)), []
+    for seed in range(20):
+        set_gradients(ours, seed)
+        for p, q in zip(ours, theirs, strict=True):
+            q.grad = p.grad.double()
+        reference.step()
+    wanted = [p.detach().float() for p in theirs]
+    for a, b, start in zip(got, wanted, parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+        assert a.numel() == 0 or (a != start).any()
+
+
+def test_lion_follows_its_paper() -> None:
+    p = torch.nn.Parameter(torch.tensor([1.0, 1.0, 1.0]))
+    optimizer = zero_optim_cpu.Lion([p], lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
+    p.grad = torch.tensor([2.0, -3.0, 0.0])
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.tensor([0.85, 1.05, 0.95]))
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"], torch.tensor([0.02, -0.03, 0.0]))
+    p.grad = torch.tensor([-0.01, 1.0, 0.0])  # the momentum of the first element still points the old way
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.tensor([0.85 * 0.95 - 0.1, 1.05 * 0.95 - 0.1, 0.95 * 0.95]))
+
+
+def test_param_groups_schedulers_and_missing_gradients() -> None:
+    def build(module: Any, params: list[torch.nn.Parameter]) -> tuple[Any, Any]:
+        groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0, "lr": 0.05}]
+        optimizer = module.AdamW(groups, lr=0.01)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+
+    results = []
+    for module in (zero_optim_cpu, torch.optim):
+        params = parameters()
+        optimizer, scheduler = build(module, params)
+        for seed in range(6):
+            set_gradients(params, seed)
+            if seed % 2:
+                params[3].grad = None
+            optimizer.step()
+            scheduler.step()
+        assert int(optimizer.state[params[3]]["step"]) == 3
+        results.append([p.detach() for p in params])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
+    p = torch.nn.Parameter(torch.tensor([3.0]))
+    optimizer = zero_optim_cpu.AdamW([p], lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 9.0
+    assert p.item() < 3.0
+
+
+@pytest.mark.parametrize("layout", zero_optim_cpu.LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("copier", ["state_dict", "file", "deepcopy"])
+def test_a_resumed_optimizer_continues_bit_for_bit(layout: str, dtype: torch.dtype, copier: str) -> None:
+    params = parameters(dtype)
+    optimizer = zero_optim_cpu.AdamW(params, lr=0.01, layout=layout)
+    train(optimizer, params, range(3))
+    if copier == "deepcopy":
+        resumed, copies = copy.deepcopy((optimizer, params))
+    else:
+        copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        resumed = zero_optim_cpu.AdamW(copies, lr=0.5, layout=layout)
+        state = optimizer.state_dict()
+        if copier == "file":
+            file = io.BytesIO()
+            torch.save(state, file)
+            file.seek(0)
+            state = torch.load(file)
+        resumed.load_state_dict(state)
+    expected = train(optimizer, params, range(3, 6))
+    for a, b in zip(train(resumed, copies, range(3, 6)), expected, strict=True):
+        assert same(a, b)
+
+
+def test_state_dicts_travel_to_and_from_torch() -> None:
+    ours, theirs = parameters(), parameters()
+    mine, reference = zero_optim_cpu.AdamW(ours, lr=0.01), torch.optim.AdamW(theirs, lr=0.01)
+    train(mine, ours, range(3))
+    train(reference, theirs, range(3))
+    there = torch.optim.AdamW(copy.deepcopy(ours), lr=0.01)
+    there.load_state_dict(mine.state_dict())
+    train(there, there.param_groups[0]["params"], range(3, 5))
+    back = zero_optim_cpu.AdamW(copy.deepcopy(theirs), lr=0.01)
+    back.load_state_dict(reference.state_dict())
+    train(back, back.param_groups[0]["params"], range(3, 5))
+    expected = train(reference, theirs, range(3, 5))
+    for optimizer in (there, back):
+        for a, b in zip(optimizer.param_groups[0]["params"], expected, strict=True):
+            torch.testing.assert_close(a.detach(), b, rtol=2e-6, atol=2e-6)
+
+
+def test_fp32_moments_load_into_coarser_layouts() -> None:
+    params = parameters()
+    reference = torch.optim.AdamW(params, lr=0.01)
+    train(reference, params, range(3))
+    for layout in ("split_bf16m", "split_8bit"):
+        copies = copy.deepcopy(params)
+        optimizer = zero_optim_cpu.AdamW(copies, lr=0.01, layout=layout)
+        optimizer.load_state_dict(reference.state_dict())
+        assert optimizer.state[copies[3]]["exp_avg"].dtype != torch.float32
+        assert optimizer.state[copies[3]]["step"] == 3
+
+
+def test_states_of_another_layout_are_refused_by_name() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = zero_optim_cpu.AdamW(params, layout="split")
+    train(optimizer, params, range(1))
+    other = zero_optim_cpu.AdamW(parameters(torch.bfloat16), layout="fp32")
+    with pytest.raises(ValueError, match="'remainder', which layout 'fp32' has not"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        lambda p, o: None,
+        lambda p, o: p.set_(p.detach().clone()),
+        lambda p, o: o.state[p].update(exp_avg=o.state[p]["exp_avg"].clone()),
+        lambda p, o: setattr(p, "grad", p.grad.T.contiguous().T),
+    ],
+)
+def test_moved_tensors_are_noticed_between_steps(disturb: Callable[[Any, Any], None]) -> None:
+    results = []
+    for act in (lambda p, o: None, disturb):
+        params = parameters()
+        optimizer = zero_optim_cpu.AdamW(params, lr=0.01)
+        for seed in range(4):
+            set_gradients(params, seed)
+            with torch.no_grad():
+                if seed >= 2:
+                    act(params[3], optimizer)
+            optimizer.step()
+        results.append([p.detach() for p in params])
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_scale_and_nonfinite_count() -> None:
+    params, others = parameters(), parameters()
+    one, two = zero_optim_cpu.AdamW(params), zero_optim_cpu.AdamW(others)
+    set_gradients(params, 0)
+    for p, q in zip(params, others, strict=True):
+        q.grad = p.grad * 1024
+    one.step()
+    two.step(scale=2.0**-10)
+    assert all(same(p.detach(), q.detach()) for p, q in zip(params, others, strict=True))
+    assert one.count_nonfinite() == 0
+    params[0].grad[3, 3] = float("nan")
+    params[3].grad[100:102, 5] = float("-inf")
+    assert one.count_nonfinite() == 3
+
+
+def test_bf16_parameters_do_not_lose_small_updates() -> None:
+    p = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    optimizer = zero_optim_cpu.SGD([p], lr=1e-4)
+    for _ in range(100):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    torch.testing.assert_close(p.detach().float(), torch.full((1000,), 0.99), rtol=2**-8, atol=0)
+
+
+def test_momentum_that_a_scheduler_adds_starts_a_buffer() -> None:
+    results = []
+    for module in (zero_optim_cpu, torch.optim):
+        params = parameters()
+        optimizer = module.SGD(params, lr=0.1)
+        train(optimizer, params, range(2))
+        optimizer.param_groups[0].update(momentum=0.9, dampening=0.1)
+        results.append(train(optimizer, params, range(2, 5)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+def test_a_model_trains() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    optimizer = zero_optim_cpu.AdamW(model.parameters(), lr=1e-2)
+    inputs = torch.randn(64, 8)
+    targets = inputs.sin().sum(1, keepdim=True)
+    losses = []
+    for _ in range(200):
+        loss = (model(inputs) - targets).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
