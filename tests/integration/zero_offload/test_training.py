@@ -66,3 +66,26 @@ def test_no_prefetch_and_a_large_one(ranks: Any) -> None:
         case = Case("nvme", shard={"prefetch_bytes": prefetch_bytes})
         assert equal(ranks(1).run(train, case)[0], expected)
         assert equal(ranks(2).run(train, case)[0], ranks(2).run(train, replace(case, placement="host"))[0])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_updates_in_backward_have_the_bits_of_updates_after_it(ranks: Any, size: int) -> None:
+    plain = {"max_grad_norm": None}
+    expected = ranks(size).run(train, Case("host", shard=plain))
+    for placement in ("host", "nvme"):
+        found = ranks(size).run(train, Case(placement, shard=plain | {"update_in_backward": True}))
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.losses == theirs.losses
+            assert all(torch.equal(mine.parameters[name], theirs.parameters[name]) for name in theirs.parameters)
+
+
+def test_units_that_stay_resident_change_nothing(ranks: Any) -> None:
+    expected = ranks(2).run(train, Case("host"))[0]
+    assert equal(ranks(2).run(train, Case("nvme", shard={"resident_bytes": 1 << 30}))[0], expected)
+
+
+def test_loss_scaling_skips_and_recovers(ranks: Any) -> None:
+    """fp16 with a scale that overflows: steps are skipped until it fits, with and without nvme alike."""
+    scaled = {"param_dtype": torch.float16, "loss_scale": "dynamic"}
+    expected = ranks(1).run(train, Case("host", steps=4, shard=scaled))[0]
+    assert equal(ranks(1).run(train, Case("nvme", steps=4, shard=scaled))[0], expected)
