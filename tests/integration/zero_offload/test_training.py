@@ -5,6 +5,7 @@ Fails if a unit's hand-over, its gradients or the order of its updates depend on
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.integration.zero_offload.training import Case, Outcome, train
+from zero_core.scaling import LossScale
 
 EVERYWHERE = ["nvme", {"host": 0.5, "nvme": 0.5}, {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}]
 
@@ -66,3 +68,32 @@ def test_no_prefetch_and_a_large_one(ranks: Any) -> None:
         case = Case("nvme", shard={"prefetch_bytes": prefetch_bytes})
         assert equal(ranks(1).run(train, case)[0], expected)
         assert equal(ranks(2).run(train, case)[0], ranks(2).run(train, replace(case, placement="host"))[0])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_updates_in_backward_have_the_bits_of_updates_after_it(ranks: Any, size: int) -> None:
+    plain = {"max_grad_norm": None}
+    expected = ranks(size).run(train, Case("host", shard=plain))
+    for placement in ("host", "nvme"):
+        found = ranks(size).run(train, Case(placement, shard=plain | {"update_in_backward": True}))
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.losses == theirs.losses
+            assert all(torch.equal(mine.parameters[name], theirs.parameters[name]) for name in theirs.parameters)
+
+
+def test_units_that_stay_resident_change_nothing(ranks: Any) -> None:
+    expected = ranks(2).run(train, Case("host"))[0]
+    assert equal(ranks(2).run(train, Case("nvme", shard={"resident_bytes": 1 << 30}))[0], expected)
+
+
+def test_loss_scaling_skips_and_recovers(ranks: Any) -> None:
+    """fp16 with a scale that overflows at first: those steps change nothing, with and without nvme alike."""
+
+    def run(placement: str) -> Outcome:
+        scaled = {"param_dtype": torch.float16, "loss_scale": LossScale(2.0**19)}
+        return ranks(1).run(train, Case(placement, steps=6, shard=scaled))[0]
+
+    expected, found = run("host"), run("nvme")
+    assert not all(map(math.isfinite, expected.norms)) and math.isfinite(expected.norms[-1])
+    assert found.losses == expected.losses
+    assert all(torch.equal(found.parameters[name], value) for name, value in expected.parameters.items())

@@ -212,6 +212,40 @@ def test_update_in_backward_has_the_bits_of_an_update_after_it() -> None:
     assert same(run("nvme", True), expected)
 
 
+def test_update_in_backward_reads_the_next_unit_ahead() -> None:
+    nvme = FaultyByteStore(MemoryByteStore())
+    driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, driver={"frozen": ()})
+
+    def backward(number: int) -> None:
+        for i in reversed(driver.units):
+            driver.store.accept_gradient(i, torch.ones(NUMELS[i], dtype=torch.bfloat16))
+            driver.store.update(driver.groups(), 1.0, [i], [[number] * 2] * 4)
+
+    backward(1)
+    driver.store.wait()
+    seen = len(nvme.log)
+    driver.store.accept_gradient(3, torch.ones(NUMELS[3], dtype=torch.bfloat16))
+    driver.store.wait()
+    first = [extent.offset_bytes for tile, extent in driver.store._states._extents.items() if tile.unit >= 2]
+    assert [kind for kind, _, _ in nvme.log[seen:]] == ["read"] * 3
+    assert {offset for _, offset, _ in nvme.log[seen:]} > set(first)  # units 3, 2 and the first tile of unit 1
+    driver.store.close()
+
+
+def test_a_plan_decides_placement_tiles_and_slots() -> None:
+    class Plan:
+        placements = {"parameters": "host", "gradients": {"host": 1.0}, "optimizer": "nvme"}
+        tile_numel, slots = 2 * MI, 4
+
+    with pytest.raises(PlacementError, match="optimizer='nvme' needs nvme="):
+        TieredStore(plan=Plan())
+    driver = Driver(TieredStore(plan=Plan(), nvme=MemoryByteStore(), tile_numel=MI))
+    found = driver.store.describe()
+    assert (found.tile_numel, found.state_slots) == (2 * MI, 4)
+    assert found.bytes_of("nvme", "optimizer") > 0 and found.bytes_of("nvme", "parameters") == 0
+    driver.store.close()
+
+
 def test_inference_reads_and_never_writes() -> None:
     driver = make("nvme", driver={"numels": (MI // 2,) * 6, "frozen": (4, 5)})  # six units, three slots
     before = driver.store.stats()["nvme_write_bytes"]

@@ -7,6 +7,9 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+import torch
+
 from zero_offload import Timeline
 
 
@@ -15,7 +18,7 @@ def test_spans_and_transfers_become_a_trace(tmp_path: Path) -> None:
     with timeline.span("compute", "layers.0"):
         pass
     started = time.perf_counter_ns()
-    thread = threading.Thread(target=lambda: timeline.transfer("swap_in", "states", started, 4096), name="other")
+    thread = threading.Thread(target=lambda: timeline.transfer("swap_in", "states", started, started + 5000, 4096))
     thread.start()
     thread.join()
     timeline.save(tmp_path / "trace.json")
@@ -24,7 +27,11 @@ def test_spans_and_transfers_become_a_trace(tmp_path: Path) -> None:
     assert [(e["name"], e["cat"], e["pid"]) for e in spans] == [("compute layers.0", "compute", 3)]
     assert spans[0]["dur"] >= 0
     begin, end = [next(e for e in events if e["ph"] == phase) for phase in "be"]
-    assert begin["id"] == end["id"] and begin["ts"] <= end["ts"] and begin["args"]["bytes"] == 4096
+    assert (
+        begin["id"] == end["id"]
+        and end["ts"] - begin["ts"] == pytest.approx(5.0, abs=1e-2)
+        and begin["args"]["bytes"] == 4096
+    )
     lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert lanes == {threading.current_thread().name, "read"}
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
@@ -52,3 +59,10 @@ def test_old_events_make_room() -> None:
     with timeline.span("wait", "d"):
         pass
     assert timeline.events() == ()
+
+
+def test_spans_are_ranges_of_torchs_profiler() -> None:
+    timeline = Timeline()
+    with torch.profiler.profile() as profile, timeline.span("update", "layers.0"):
+        torch.zeros(2).add_(1)
+    assert "zero::update::layers.0" in {event.key for event in profile.key_averages()}

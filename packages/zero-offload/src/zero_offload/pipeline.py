@@ -14,7 +14,6 @@ waits for (a write, a gradient being stored, a unit in use) ends without it. Hen
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -158,22 +157,19 @@ class Pipeline:
 
     def _run(self, job: UpdateJob) -> None:
         waiting, ahead = deque(job.tasks), deque[_Loaded]()
-        soonest = [task.tile for task in job.tasks if self.states.swapped(task.tile)][: self.states.pool.count]
-        self.states.drop_early(keep=soonest)
+        if len({task.tile.unit for task in job.tasks}) > 1:  # else what was read ahead is for the jobs that follow
+            soonest = [task.tile for task in job.tasks if self.states.swapped(task.tile)][: self.states.pool.count]
+            self.states.drop_early(keep=soonest)
         most = self.states.pool.count + self.gradients.pool.count + 4  # where no slot bounds it: into the next unit
-        try:
-            while waiting or ahead:
-                self._monitor.check_stop()
-                while waiting and len(ahead) < most:
-                    loaded = self._begin(waiting[0], wait=not ahead)
-                    if loaded is None:
-                        break
-                    ahead.append(loaded)
-                    waiting.popleft()
-                self._finish(ahead.popleft(), job.scale)
-        except BaseException:
-            _settle([transfer for loaded in ahead for transfer in loaded.transfers])  # their memory must outlive them
-            raise
+        while waiting or ahead:
+            self._monitor.check_stop()
+            while waiting and len(ahead) < most:
+                loaded = self._begin(waiting[0], wait=not ahead)
+                if loaded is None:
+                    break
+                ahead.append(loaded)
+                waiting.popleft()
+            self._finish(ahead.popleft(), job.scale)
 
     def _begin(self, task: TileTask, *, wait: bool) -> _Loaded | None:
         """Take what the tile needs and start its reads; None, with nothing taken, if that would wait and must not."""
@@ -224,10 +220,3 @@ class Pipeline:
         with self._monitor.condition:
             self._behind[unit] -= 1
             self._monitor.condition.notify_all()
-
-
-def _settle(transfers: Sequence[Transfer]) -> None:
-    """Wait for every transfer, whatever becomes of it."""
-    for transfer in transfers:
-        with contextlib.suppress(Exception):
-            transfer.wait()

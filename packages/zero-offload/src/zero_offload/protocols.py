@@ -135,7 +135,10 @@ class SegmentStep:
 
 @runtime_checkable
 class UpdateStep(Protocol):
-    """An optimizer's arithmetic on tiles. Called from one thread at a time; native code releases the GIL."""
+    """An optimizer's arithmetic on tiles. Native code releases the GIL.
+
+    Two threads call it: one `update`, while another may `accumulate` and take `norm_squared`s.
+    """
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Read type and options. TypeError names a type it does not know, ValueError an option it cannot do."""

@@ -49,9 +49,13 @@ class StateStore:
         early = self._early.pop(tile, None)
         if early is not None:
             return early
-        block = self.pool.take() if wait else self.pool.try_take()
-        if block is None:
+        block = self.pool.try_take()
+        if block is None and not wait:
             return None
+        if block is None:
+            if self._early:  # no slot may come back otherwise; the newest is the farthest from its use
+                self._drop(next(reversed(self._early)))
+            block = self.pool.take()
         assert self._nvme is not None
         written = self._writes.pop(tile, None)
         if written is not None:
@@ -77,8 +81,11 @@ class StateStore:
         """Free the slots of what was read ahead, `keep` apart: the order was not the one expected, or values change."""
         kept = set(keep)
         for tile in [tile for tile in self._early if tile not in kept]:
-            block, transfer = self._early.pop(tile)
-            self.pool.give(block, after=transfer)
+            self._drop(tile)
+
+    def _drop(self, tile: Tile) -> None:
+        block, transfer = self._early.pop(tile)
+        self.pool.give(block, after=transfer)
 
     def views(self, tile: Tile, block: Block | None) -> Mapping[str, Tensor]:
         """The record's fields, in `block` for a swapped tile. Empty for an optimizer without states."""

@@ -230,13 +230,25 @@ class TieredStore:
             found = [(tile, segment_steps(tile, unit.spec.segments, steps[i], groups)) for tile in unit.tiles]
             found = [(tile, segments) for tile, segments in found if segments]
             tasks += [TileTask(tile, segments, taken, tile is found[-1][0]) for tile, segments in found]
-        self._order, self._early_asked = list(order), len(order) <= 1 < len(self._plan.units)
+        self._expect(order)
         if tasks:
             for i in {task.tile.unit for task in tasks}:
                 self._link.drop(i)
             self._pipeline.submit(UpdateJob(tuple(tasks), float(scale)))
         if not self.overlap:
             self.wait()
+
+    def _expect(self, order: Sequence[int]) -> None:
+        """Learn what the next updates read: this order again, or, unit by unit, what followed this unit last time."""
+        if len(order) != 1 or len(self._plan.units) == 1:
+            self._order, self._early_asked = list(order), False
+            return
+        if order[0] in self._order:
+            at = self._order.index(order[0])
+            self._order = [*self._order[at + 1 :], *self._order[: at + 1]]
+        else:
+            self._order.append(order[0])
+        self._early_asked = False
 
     def wait(self) -> None:
         self._monitor.check()
@@ -387,6 +399,7 @@ def _shut_down(pipeline: Pipeline, nvme: Nvme | None, link: Link, arena: Arena) 
     """End the background, then give extents and memory back."""
     pipeline.close()
     if nvme is not None:
+        nvme.settle()
         nvme.free()
     link.close()
     arena.close()

@@ -31,17 +31,37 @@ class Tier(str, Enum):
 class Transfer:
     """A submitted read or write that knows what it moves. Any thread may wait, as often as it likes."""
 
-    __slots__ = ("_buffer", "_done", "_error", "_extent", "_nvme", "_offset", "_start_ns", "_ticket", "kind", "what")
+    __slots__ = (
+        "_buffer",
+        "_done",
+        "_error",
+        "_extent",
+        "_nvme",
+        "_offset",
+        "_seen_ns",
+        "_ticket",
+        "kind",
+        "start_ns",
+        "what",
+    )
 
     def __init__(self, nvme: Nvme, kind: str, what: str, ticket: Ticket, extent: Extent, offset: int, buffer: Tensor):
         self.kind, self.what = kind, what
         self._nvme, self._ticket, self._extent, self._offset, self._buffer = nvme, ticket, extent, offset, buffer
-        self._start_ns = time.perf_counter_ns()
+        self.start_ns = time.perf_counter_ns()
+        self._seen_ns: int | None = None
         self._done = False
         self._error: SwapError | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
+
     def done(self) -> bool:
-        return self._done or self._ticket.done()
+        """Whether wait() would return at once; notes the time of the first yes."""
+        if self._seen_ns is None and (self._done or self._ticket.done()):
+            self._seen_ns = time.perf_counter_ns()
+        return self._seen_ns is not None
 
     def wait(self) -> None:
         """Raises SwapError naming what was moved, where, and why it failed; each time."""
@@ -51,8 +71,8 @@ class Transfer:
             except Exception as error:
                 self._error = self._nvme.explain(error, self.kind, self.what, self._extent, self._offset, self._buffer)
                 self._error.__cause__ = error
-            self._nvme.timeline.transfer(self.kind, self.what, self._start_ns, self._buffer.nbytes)
-            self._done = True
+            self._done = self.done() or True
+            self._nvme.ended(self, self._seen_ns or time.perf_counter_ns())
         if self._error is not None:
             raise self._error
 
@@ -65,6 +85,7 @@ class Nvme:
         self.alignment = int(store.alignment)
         self._lock = threading.Lock()
         self._extents: list[Extent] = []
+        self._outstanding: set[Transfer] = set()  # keeps their memory alive, whoever forgot them
         self._read_bytes = self._write_bytes = 0
 
     def allocate(self, nbytes: int) -> Extent:
@@ -97,7 +118,34 @@ class Nvme:
             raise
         except Exception as error:
             raise self.explain(error, kind, what, extent, offset, buffer) from error
-        return Transfer(self, kind, what, ticket, extent, offset, buffer)
+        transfer = Transfer(self, kind, what, ticket, extent, offset, buffer)
+        with self._lock:
+            self._outstanding.add(transfer)
+        self.poll()
+        return transfer
+
+    def ended(self, transfer: Transfer, stop_ns: int) -> None:
+        """The transfer was waited for."""
+        with self._lock:
+            if transfer not in self._outstanding:
+                return
+            self._outstanding.discard(transfer)
+        self.timeline.transfer(transfer.kind, transfer.what, transfer.start_ns, stop_ns, transfer.nbytes)
+
+    def poll(self) -> None:
+        """Note the time of whatever is complete by now, so that the timeline shows transfers and not waits."""
+        with self._lock:
+            outstanding = tuple(self._outstanding)
+        for transfer in outstanding:
+            transfer.done()
+
+    def settle(self) -> None:
+        """Return when nothing is in flight, whatever becomes of it."""
+        with self._lock:
+            outstanding = tuple(self._outstanding)
+        for transfer in outstanding:
+            with contextlib.suppress(Exception):
+                transfer.wait()
 
     def explain(self, error: Exception, kind: str, what: str, extent: Extent, offset: int, buffer: Tensor) -> SwapError:
         """The error of a transfer, with file and offset from the store's own error where it has them."""

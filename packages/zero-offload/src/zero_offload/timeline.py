@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 __all__ = ["Event", "Timeline"]
 
 
@@ -46,17 +48,21 @@ class Timeline:
 
     @contextmanager
     def span(self, kind: str, unit: str) -> Iterator[None]:
-        """Observer: what the calling thread does inside."""
+        """Observer: what the calling thread does inside. Under torch's profiler also a range of its own."""
         start = time.perf_counter_ns()
         try:
-            yield
+            if torch.autograd._profiler_enabled():
+                with torch.autograd.profiler.record_function(f"zero::{kind}::{unit}"):
+                    yield
+            else:
+                yield
         finally:
             self._add(Event(kind, unit, start, time.perf_counter_ns(), threading.current_thread().name))
 
-    def transfer(self, kind: str, unit: str, start_ns: int, nbytes: int) -> None:
-        """A transfer submitted at `start_ns` and seen complete now."""
+    def transfer(self, kind: str, unit: str, start_ns: int, stop_ns: int, nbytes: int) -> None:
+        """A transfer between its submission and when it was first seen complete (time.perf_counter_ns)."""
         lane = "read" if kind == "swap_in" else "write"
-        self._add(Event(kind, unit, start_ns, time.perf_counter_ns(), lane, overlapping=True, nbytes=nbytes))
+        self._add(Event(kind, unit, start_ns, stop_ns, lane, overlapping=True, nbytes=nbytes))
 
     def _add(self, event: Event) -> None:
         if self.enabled:
