@@ -123,9 +123,9 @@ def test_an_error_names_the_activation_and_the_file(store, kind):
     faulty = FaultyByteStore(store)
     spill = NvmeSpill(Nvme(faulty, Timeline()), slots=2, piece_bytes=PIECE)
     faulty.fail(kind)
-    with pytest.raises(SwapError, match="activation of layers.0 failed: /faulty/slab"):
-        first = spill.pack(torch.ones(1000), "layers.0")
-        for _ in range(2):
-            spill.pack(torch.ones(1000), "layers.1")
-        first.load()
+    with pytest.raises(SwapError, match="activation of layers.0 failed: /faulty/slab, offset 0"):
+        packed = [spill.pack(torch.ones(1000), f"layers.{i}") for i in range(3)]
+        packed[0].load()
+    with pytest.raises(SwapError, match="layers.0"):  # every call after the first failure says so
+        spill.pack(torch.ones(1000), "layers.9")
     spill.close()

@@ -17,6 +17,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -195,6 +197,7 @@ class NvmeSpill:
         self._all: list[Extent] = []
         self._last: weakref.ref[_OnNvme] | None = None
         self._clock = 0
+        self._failure: OSError | None = None
         self._lock = threading.RLock()
         self.dropped: deque[tuple[Extent, list[_Piece]]] = deque()
 
@@ -210,8 +213,7 @@ class NvmeSpill:
 
     def pack(self, tensor: Tensor, what: str) -> Spilled:
         """Begin to write the tensor; its own memory is not needed after this returns."""
-        with self._lock:
-            self._check_open()
+        with self._lock, self._guard():
             self._collect()
             form = _Form.of(tensor)
             values = form.flatten(tensor)
@@ -232,8 +234,7 @@ class NvmeSpill:
 
     def load(self, spilled: _OnNvme) -> Tensor:
         """The tensor again; begins to read the one that was packed before it."""
-        with self._lock:
-            self._check_open()
+        with self._lock, self._guard():
             values = spilled.form.empty()
             raw = values.view(-1).view(torch.uint8)
             for piece in spilled.pieces:
@@ -250,12 +251,13 @@ class NvmeSpill:
         with self._lock:
             if self._arena is None:
                 return
-            self._arena, failure = None, None
+            self._arena = None
+            failure: OSError | None = None
             for slot in self._slots:
                 try:
                     slot.settle()
-                except Exception as error:
-                    failure = failure or error
+                except OSError as error:
+                    failure = failure or (None if self._failure else error)  # raised once already
             for extent in self._all:
                 self._nvme.store.free(extent)
             self._slots.clear()
@@ -325,6 +327,15 @@ class NvmeSpill:
                     slot.settle()
             self._extents.setdefault(extent.nbytes, []).append(extent)
 
-    def _check_open(self) -> None:
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """The first error of a transfer is every later call's too: what is on nvme can no longer be relied on."""
+        if self._failure is not None:
+            raise self._failure
         if self._arena is None:
             raise ClosedError("the activation offload is closed; call offload_activations again")
+        try:
+            yield
+        except OSError as error:
+            self._failure = error
+            raise
