@@ -1,5 +1,6 @@
 """Host and NVMe tiers for models whose parameters, gradients and optimizer states do not fit on the device."""
 
+from .activations import ActivationError, Activations, offload_activations
 from .budgets import PlanError
 from .errors import BudgetError, ClosedError, OffloadError, PlacementError, SwapError
 from .footprint import StorePlan, plan_store
@@ -18,6 +19,8 @@ from .torch_step import TorchStep
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationError",
+    "Activations",
     "BudgetError",
     "ByteStore",
     "ClosedError",
@@ -41,6 +44,7 @@ __all__ = [
     "UnitSizes",
     "UpdateStep",
     "fits",
+    "offload_activations",
     "place",
     "plan",
     "plan_store",

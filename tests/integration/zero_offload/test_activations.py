@@ -1,0 +1,259 @@
+"""`offload_activations` under `zero_core.shard`: the same losses and parameters, bit for bit, whatever the policy.
+
+Fails if a recomputation sees other values, other random numbers, or parameters that are not there.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from zero_offload import ActivationError, MemoryByteStore, Plan, TieredStore, TorchStep, offload_activations, plan
+from zero_offload import activations as module_under_test
+
+WIDTH, LAYERS = 32, 4
+UNITS = ("embedding", *(f"layers.{i}" for i in range(LAYERS)), "head")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner, self.outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+        self.calls = 0
+
+    def forward(self, x, *, scale, mask=None):
+        self.calls += 1
+        y = self.outer(torch.relu(self.inner(self.norm(x)))) * scale["value"]
+        return x + self.dropout(y if mask is None else y * mask)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 50)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        mask = torch.ones(WIDTH, dtype=x.dtype)
+        for layer in self.layers:
+            x = layer(x, scale={"value": torch.tensor(0.5)}, mask=mask)
+        return self.head(x)
+
+
+@pytest.fixture(autouse=True)
+def every_tensor_is_worthwhile(monkeypatch):
+    monkeypatch.setattr(module_under_test, "SMALL_BYTES", 0)
+
+
+def build(placement="host", dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model = Model()
+    store = TieredStore(placement, placement, placement, nvme=MemoryByteStore(), step=TorchStep(), tile_numel=1 << 20)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, store, zero_core.shard(model, optimizer, store=store, param_dtype=dtype, max_grad_norm=1.0)
+
+
+def loss_of(model, step=0):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 50, (3, 9), generator=generator)
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(policy, placement="host", steps=3, accumulate=1, **options):
+    model, store, optimizer = build(placement)
+    losses = []
+    with offload_activations(model, store, policy, **options) as offloaded:
+        torch.manual_seed(1)
+        for step in range(steps):
+            for micro_batch in range(accumulate):
+                loss = loss_of(model, step * accumulate + micro_batch)
+                loss.backward()
+                losses.append(float(loss.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = offloaded.stats()
+    with zero_core.gathered(model):
+        parameters = [p.detach().clone() for p in model.parameters()]
+    optimizer.close()
+    return losses, parameters, stats
+
+
+def same(left, right):
+    return left[0] == right[0] and all(torch.equal(a, b) for a, b in zip(left[1], right[1], strict=True))
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return train("keep")
+
+
+@pytest.mark.parametrize("policy", ["recompute", "host", "nvme"])
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_the_same_bits_under_every_policy(kept, policy, placement):
+    found = train(policy, placement)
+    assert same(found, kept)
+    assert found[2]["recomputed"] == 3 * LAYERS
+    assert (found[2]["spilled_bytes"] > 0) == (policy != "recompute")
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_the_same_bits_through_the_fewest_and_smallest_slots(kept, slots):
+    found = train("nvme", slots=slots, piece_bytes=4096)
+    assert same(found, kept)
+    assert found[2]["host_bytes"] == slots * 4096
+
+
+def test_the_same_bits_with_accumulation():
+    assert same(train("nvme", accumulate=3), train("keep", accumulate=3))
+
+
+def test_units_may_differ(kept):
+    mixed = {"layers.0": "nvme", "layers.1": "host", "layers.2": "recompute", "layers.*": "keep"}
+    found = train(mixed)
+    assert same(found, kept)
+    assert found[2]["recomputed"] == 3 * 3
+
+
+def test_a_plan_chooses(kept):
+    model = Model()
+    chosen = plan(model, optimizer="host", activations=["keep", "nvme", "nvme", "recompute", "keep", "keep"])
+    assert isinstance(chosen, Plan)
+    assert same(train(chosen), kept)
+
+
+def test_only_a_units_own_input_is_set_aside():
+    losses, _, stats = train("nvme", steps=1)
+    assert stats["spilled_bytes"] == LAYERS * 3 * 8 * WIDTH * 2  # bf16 hidden states; no mask, no scale
+
+
+def test_extents_do_not_grow_with_steps_and_slots_not_with_depth():
+    few, many = (train("nvme", steps=steps, piece_bytes=4096)[2] for steps in (2, 6))
+    assert few["nvme_bytes"] == many["nvme_bytes"] > 0
+    assert few["host_bytes"] == many["host_bytes"]
+
+
+def test_what_forward_keeps_is_not_held_beside_its_copy():
+    model, store, optimizer = build()
+    with offload_activations(model, store, "nvme"):
+        alive = []
+
+        def note(block, args):
+            alive.append(args[0])
+
+        handles = [layer.register_forward_pre_hook(note) for layer in model.layers]
+        loss = loss_of(model)
+        import weakref
+
+        inputs = [weakref.ref(x) for x in alive]
+        alive.clear()
+        assert all(ref() is None for ref in inputs)
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+    optimizer.close()
+
+
+def test_two_forwards_before_one_backward_and_a_forward_never_followed_by_one(kept):
+    def run(policy):
+        model, store, optimizer = build()
+        with offload_activations(model, store, policy, slots=2, piece_bytes=4096):
+            torch.manual_seed(1)
+            loss_of(model, 7)  # its graph dies unused
+            (loss_of(model, 0) + loss_of(model, 1)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                value = float(loss_of(model, 2))
+        optimizer.close()
+        return value
+
+    assert run("nvme") == run("keep") == run("recompute")
+
+
+def test_evaluation_recomputes_and_sets_aside_nothing():
+    model, store, optimizer = build()
+    with offload_activations(model, store, "nvme") as offloaded, torch.no_grad():
+        loss_of(model)
+        assert offloaded.stats()["spilled_bytes"] == 0
+    optimizer.close()
+
+
+def test_enclosing_hooks_keep_their_say():
+    model, store, optimizer = build()
+    packed = []
+    with offload_activations(model, store, "host") as offloaded:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.shape) or x, lambda x: x):
+            loss = loss_of(model)
+        loss.backward()
+        assert offloaded.stats()["delegated"] == LAYERS
+        assert offloaded.stats()["recomputed"] == 0
+    assert packed
+    optimizer.close()
+
+
+def test_closing_restores_the_units():
+    model, store, optimizer = build()
+    offloaded = offload_activations(model, store, "recompute")
+    assert "forward" in model.layers[0].__dict__
+    offloaded.close()
+    offloaded.close()
+    assert "forward" not in model.layers[0].__dict__
+    loss_of(model).backward()
+    assert model.layers[0].calls == 1
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("disk", "'disk' is no activation policy; policies are keep, recompute, host, nvme"),
+        ({"layer.*": "host"}, "no unit is called 'layer.\\*'; units: embedding, layers.0"),
+        (["keep"], "1 policies for 6 units"),
+        ({"layers.*": "away"}, "'away' is no activation policy"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(policy, message):
+    model, store, optimizer = build()
+    with pytest.raises(ActivationError, match=message):
+        offload_activations(model, store, policy)
+    optimizer.close()
+
+
+def test_nvme_without_one_self_checkpointing_and_caches_are_refused():
+    model, store, optimizer = build()
+    with pytest.raises(ActivationError, match="needs the TieredStore"):
+        offload_activations(model, None, "nvme")
+    model.layers[1].gradient_checkpointing = True
+    with pytest.raises(ActivationError, match="layers.1 checkpoints itself.*gradient_checkpointing_disable"):
+        offload_activations(model, store, "recompute")
+    model.layers[1].gradient_checkpointing = False
+    with offload_activations(model, store, "recompute"), pytest.raises(ActivationError, match="use_cache=False"):
+        model.layers[0](torch.ones(1, WIDTH), scale={"value": 1}, past_key_values=object())
+    optimizer.close()
+
+
+def test_an_input_changed_in_place_is_named_and_not_computed_on():
+    model, store, optimizer = build()
+    with offload_activations(model, store, "recompute"):
+        x = model.embedding(torch.arange(4))
+        y = model.layers[0](x, scale={"value": 1})
+        with torch.no_grad():
+            x.add_(1)
+        with pytest.raises(RuntimeError, match="input of unit layers.0 was changed in place"):
+            y.sum().backward()
+    optimizer.close()
+
+
+def _on_a_rank(policy):
+    module_under_test.SMALL_BYTES = 0
+    losses, parameters, stats = train(policy)
+    return losses, [p.double().sum().item() for p in parameters], stats["recomputed"]
+
+
+def test_two_ranks_agree_with_what_they_keep(ranks):
+    spilled, kept_there = (ranks(2).run(_on_a_rank, policy) for policy in ("nvme", "keep"))
+    assert [found[:2] for found in spilled] == [found[:2] for found in kept_there]
+    assert [found[2] for found in spilled] == [3 * LAYERS] * 2

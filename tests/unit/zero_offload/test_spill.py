@@ -1,0 +1,131 @@
+"""`NvmeSpill`: tensors come back as they were, through a few slots. Fails if a slot is reused before its write is done,
+a layout is lost, or extents pile up."""
+
+import pytest
+import torch
+
+from zero_offload import ClosedError, MemoryByteStore, SwapError, Timeline
+from zero_offload.spill import ChangedInputError, DeviceSpill, HostSpill, NvmeSpill
+from zero_offload.testing import FaultyByteStore
+from zero_offload.tier import Nvme
+
+PIECE = 4096
+
+
+@pytest.fixture
+def store():
+    made = MemoryByteStore()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def nvme(store):
+    return Nvme(store, Timeline())
+
+
+@pytest.fixture
+def spill(nvme):
+    made = NvmeSpill(nvme, slots=3, piece_bytes=PIECE)
+    yield made
+    made.close()
+
+
+def tensors():
+    torch.manual_seed(0)
+    base = torch.randn(12, 40, 50)
+    yield from (
+        base,
+        base.transpose(0, 2),
+        base[:, ::2],
+        base[3],
+        base.to(torch.bfloat16),
+        base[:, :1].expand(12, 40, 50),
+    )
+    yield from (torch.arange(7), torch.rand(9) > 0.5, torch.tensor(3.0), torch.randn(3, 5, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("kind", [DeviceSpill, HostSpill, "nvme"])
+def test_values_shape_strides_and_dtype_come_back(kind, spill):
+    where = spill if kind == "nvme" else kind()
+    for tensor in tensors():
+        again = where.pack(tensor, "unit").load()
+        assert torch.equal(again, tensor)
+        assert (again.dtype, again.stride()) == (tensor.dtype, tensor.stride())
+
+
+def test_many_tensors_pass_through_few_slots_in_any_order(spill, nvme):
+    values = [torch.randn(3000) for _ in range(20)]
+    packed = [spill.pack(value, str(i)) for i, value in enumerate(values)]
+    assert spill.host_bytes == 3 * PIECE
+    for i in [*reversed(range(20)), 0, 7, 19, 7]:
+        assert torch.equal(packed[i].load(), values[i])
+    assert nvme.write_bytes == 20 * 12288
+
+
+def test_the_last_ones_packed_are_not_read_again(spill, nvme):
+    packed = [spill.pack(torch.full((1000,), float(i)), str(i)) for i in range(3)]
+    for i in reversed(range(3)):
+        assert packed[i].load()[0] == i
+    assert nvme.read_bytes == 0
+
+
+def test_the_one_before_is_read_ahead(spill, nvme):
+    packed = [spill.pack(torch.full((1000,), float(i)), str(i)) for i in range(5)]
+    for i in (4, 3, 2):
+        packed[i].load()
+    assert nvme.read_bytes == PIECE  # number 1, under way already
+    assert packed[1].load()[0] == 1
+    assert nvme.read_bytes == 2 * PIECE  # and number 0; nothing was read twice
+
+
+def test_the_tensor_may_change_as_soon_as_it_is_packed(spill):
+    tensor = torch.ones(5000)
+    packed = spill.pack(tensor, "unit")
+    tensor.zero_()
+    assert packed.load().sum() == 5000
+
+
+def test_a_kept_tensor_that_was_changed_in_place_is_refused():
+    tensor = torch.ones(8)
+    packed = DeviceSpill().pack(tensor, "layers.3")
+    tensor.add_(1)
+    with pytest.raises(ChangedInputError, match="input of unit layers.3 was changed in place"):
+        packed.load()
+
+
+def test_extents_are_used_again_when_nobody_can_ask_for_them(spill):
+    for _ in range(10):
+        packed = [spill.pack(torch.randn(2000), "unit") for _ in range(4)]
+        assert torch.isfinite(packed[2].load()).all()
+        del packed
+    assert spill.extent_bytes == 4 * 8192
+
+
+def test_closing_gives_extents_back_and_ends_use(store, nvme):
+    spill = NvmeSpill(nvme, slots=2, piece_bytes=PIECE)
+    packed = spill.pack(torch.ones(5000), "unit")
+    assert store._used == 20480
+    spill.close()
+    spill.close()
+    assert store._used == 0 and spill.host_bytes == 0
+    with pytest.raises(ClosedError):
+        packed.load()
+
+
+def test_one_slot_is_refused(nvme):
+    with pytest.raises(ValueError, match="slots=1: at least 2"):
+        NvmeSpill(nvme, slots=1)
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_an_error_names_the_activation_and_the_file(store, kind):
+    faulty = FaultyByteStore(store)
+    spill = NvmeSpill(Nvme(faulty, Timeline()), slots=2, piece_bytes=PIECE)
+    faulty.fail(kind)
+    with pytest.raises(SwapError, match="activation of layers.0 failed: /faulty/slab, offset 0"):
+        packed = [spill.pack(torch.ones(1000), f"layers.{i}") for i in range(3)]
+        packed[0].load()
+    with pytest.raises(SwapError, match="layers.0"):  # every call after the first failure says so
+        spill.pack(torch.ones(1000), "layers.9")
+    spill.close()
