@@ -31,7 +31,7 @@ class Entry:
 
 def native_item(rule: Rule, layout: Layout, parameter: Tensor, states: Mapping[str, Any]) -> tuple[Any, int]:
     """The native record of a parameter with its states, every tensor checked, and the kind of its master."""
-    check("parameter", parameter)
+    code = dtype_code("parameter", check("parameter", parameter).dtype)
     numel, kind = parameter.numel(), layout.master_of(parameter.dtype)
     addresses: dict[str, int] = {}
     for field in layout.fields(rule, numel, parameter.dtype):
@@ -44,7 +44,6 @@ def native_item(rule: Rule, layout: Layout, parameter: Tensor, states: Mapping[s
     for name, slot in rule.states:
         slots[slot] = addresses[name]
         scales[slot] = addresses[f"{name}_scale"] if layout.moments == BYTE8 else 0
-    code = dtype_code("parameter", parameter.dtype)
     return _native.Item(parameter.data_ptr(), code, master, slots, scales, numel), kind
 
 
