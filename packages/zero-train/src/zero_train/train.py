@@ -16,7 +16,7 @@ import torch
 
 import zero_core
 import zero_offload
-from zero_train import checks, data, engine, formats, interrupt, planning, progress, report, resume, sampling
+from zero_train import checks, data, engine, formats, interrupt, planning, probing, progress, report, resume, sampling
 from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History, Loop, Step
@@ -72,6 +72,9 @@ class _Run:
         config, ranks = self._config, self._ranks
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
+        if config.run.probe:
+            self._say(_together(ranks, lambda: probing.measured(config, ranks)))
+            return Outcome()
         corpus, draft, plan, checkpoint = _together(ranks, self._prepared)
         self._announce(corpus, draft, plan)
         if config.run.dry:
@@ -138,6 +141,8 @@ class _Run:
                     self._say(f"stopped after step {steps} of {config.run.steps}")
                 else:
                     sample = self._sample(ready)
+                    if config.run.export:
+                        _export(ready, folder, ranks)
                 if self._on_end is not None:
                     self._on_end(ready)
             finally:
@@ -200,6 +205,16 @@ class _Run:
     def _say(self, text: str) -> None:
         if self._ranks.leader:
             _say(text)
+
+
+def _export(ready: engine.Engine, folder: Path, ranks: Ranks) -> None:
+    """Weights as safetensors, and the architecture: what `model=hf model.path=…` and transformers read."""
+    target = folder / "pretrained"
+    if ranks.leader:
+        target.mkdir(exist_ok=True)
+        ready.model.config.save_pretrained(target)  # type: ignore[union-attr, operator]
+    ranks.agree("the folder is there")
+    zero_core.save_pretrained(ready.model, target)
 
 
 def _together(ranks: Ranks, function: Callable[[], Result]) -> Result:
