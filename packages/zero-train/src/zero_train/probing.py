@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import ExitStack
 from typing import Any
 
 from omegaconf import OmegaConf
 
 import zero_offload
-from zero_train import checks, engine, formats, models
+from zero_train import checks, engine, formats, models, planning
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
 from zero_train.schema import Config
@@ -30,8 +31,10 @@ def measured(config: Config, ranks: Ranks) -> str:
         options: dict[str, Any] = {}
         if config.offload.kind != "none":
             options["step"] = engine.make_step(config, engine.make_optimizer(config, models.build(config.model, 16)))
+        folders = []
         if checks.uses_nvme(config):
-            options["nvme"] = engine.make_slab(config, checks.nvme_paths(config, ranks.local_rank), stack)
+            folders = [checks.existing(path) for path in checks.nvme_paths(config, ranks.local_rank)]
+            options["nvme"] = engine.make_slab(config, folders, stack)
         try:
             found = zero_offload.probe(
                 device=ranks.device,
@@ -43,5 +46,8 @@ def measured(config: Config, ranks: Ranks) -> str:
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"run.probe: {error}; change offload.nvme_paths, or choose offload=host") from error
+    if "nvme" in options:  # what zero-nvme's slab took while it was measured is free again
+        room = min(checks.free_bytes(folder) for folder in folders)
+        found = dataclasses.replace(found, nvme_gib=round(room / planning.GIB, 1), nvme_paths=len(folders))
     heading = f"# Measured by zero-train run.probe=true; save as conf/hardware/{found.name}.yaml\n"
     return heading + OmegaConf.to_yaml(OmegaConf.create(found.to_dict())).strip()

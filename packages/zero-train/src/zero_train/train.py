@@ -107,10 +107,11 @@ class _Run:
     def _announce(self, corpus: data.Corpus, draft: engine.Draft, plan: zero_offload.Plan) -> None:
         config, ranks = self._config, self._ranks
         numel = sum(p.numel() for p in draft.model.parameters())
+        planned = planning.described_ranks(plan.hardware, config, ranks)
         words = self._format or config.precision.parameters
         self._say(
             f"{config.model.kind}: {numel / 1e6:.1f} M parameters in {words}; stage "
-            f"{config.zero.stage} on {ranks.world_size} rank{'s' if ranks.world_size > 1 else ''}, {ranks.device.type}"
+            f"{config.zero.stage} on {planned} rank{'s' if planned > 1 else ''}, {plan.hardware.name if plan.hardware else ''}"
         )
         self._say(
             f"data: {corpus.name}; {corpus.training.numel() / 1e6:.1f} MB to train on, "
