@@ -23,7 +23,7 @@ def resolved(tmp_path, device, flags, *overrides):
         (CPU, "flags\t\t: fpu avx512_bf16", ("bf16", "split")),
         (CPU, "Features\t: fp asimd bf16", ("bf16", "split")),
         (CPU, "", ("fp32", "fp32")),
-        (GPU, "flags\t\t: fpu", ("bf16", "fp32")),
+        (GPU, "flags\t\t: fpu", ("bf16", "split")),
     ],
 )
 def test_auto_follows_the_device(tmp_path, device, flags, expected):
@@ -42,3 +42,12 @@ def test_gradients_are_reduced_in_the_parameters_format_unless_said():
     assert formats.reduce_dtype(bf16) == torch.bfloat16
     bf16.precision.reduce = "fp32"
     assert formats.reduce_dtype(bf16) == torch.float32
+
+
+def test_parameters_on_a_gpu_are_not_split(tmp_path):
+    assert resolved(tmp_path, GPU, "", "offload.parameters=device")[:2] == ("bf16", "fp32")
+
+
+def test_a_dry_run_follows_the_hardware_described(tmp_path):
+    assert resolved(tmp_path, CPU, "", "run.dry=true", "hardware=8x80gib")[0] == "bf16"
+    assert resolved(tmp_path, CPU, "", "hardware=8x80gib")[0] == "fp32"

@@ -95,9 +95,14 @@ def sibling(module: str) -> Any:
 
 
 def uses_nvme(config: Config) -> bool:
-    """Whether any tile is placed on nvme; the planner may also place some under offload=auto, where paths are given."""
+    """Whether any tile may lie on nvme. Under offload=auto: where paths are given, or a disk is there."""
     if config.offload.kind == "auto":
-        return bool(config.offload.nvme_paths)
+        if config.offload.nvme_paths:
+            return True
+        return (
+            importlib.util.find_spec("zero_nvme") is not None
+            and memory_filesystem(existing(nvme_paths(config, 0)[0])) is None
+        )
     return config.offload.kind == "placed" and any(on(getattr(config.offload, kind), "nvme") for kind in STATE_KINDS)
 
 
@@ -122,9 +127,7 @@ def nvme(config: Config, local_rank: int) -> None:
     if not uses_nvme(config):
         return
     for path in nvme_paths(config, local_rank):
-        folder = path
-        if not config.offload.nvme_paths:  # the run folder need not exist yet
-            folder = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+        folder = path if config.offload.nvme_paths else existing(path)  # the run folder need not exist yet
         way_out = "name a writable folder on a disk with offload.nvme_paths=[…], or choose offload=host"
         if not folder.exists():
             raise ConfigError(f"offload.nvme_paths: {path} does not exist; {way_out}")
@@ -142,8 +145,7 @@ def nvme(config: Config, local_rank: int) -> None:
 
 def free_bytes(folder: Path) -> int:
     """Bytes that this user may still write to the filesystem of `folder`, or of its nearest parent that exists."""
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    found = os.statvfs(there)
+    found = os.statvfs(existing(folder))
     return found.f_bavail * found.f_frsize
 
 
@@ -159,7 +161,7 @@ def memory_filesystem(folder: Path) -> str | None:
 def run_folder(config: Config) -> None:
     """Can the run folder be made? Raises ConfigError naming run.dir."""
     path = Path(config.run.dir)
-    there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    there = existing(path)
     if not there.is_dir():
         raise ConfigError(f"run.dir={path}: {there} is a file; name another folder with run.dir=…")
     try:
@@ -167,6 +169,11 @@ def run_folder(config: Config) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"run.dir={path}: cannot write in {there}: {error.strerror}; change run.dir") from error
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the nearest of its parents that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def _counts(config: Config) -> None:

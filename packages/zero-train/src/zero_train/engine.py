@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,18 +76,32 @@ def draft(config: Config) -> Draft:
     torch.manual_seed(config.run.seed)
     with zero_core.deferred_init():
         model = models.build(config.model, config.data.sequence_length)
+    if config.model.kind == "hf":
+        _pretrained(model, config.model.path)
     optimizer = make_optimizer(config, model)
-    if config.offload.kind == "none":
-        return Draft(model, optimizer, None)
+    return Draft(model, optimizer, None if config.offload.kind == "none" else make_step(config, optimizer))
+
+
+def make_step(config: Config, optimizer: torch.optim.Optimizer) -> Any:
+    """zero_optim_cpu.CpuStep, bound. Raises ConfigError for an optimizer or a layout that it does not know."""
     zero_optim_cpu = checks.sibling("zero_optim_cpu")
     try:
         step = zero_optim_cpu.CpuStep(layout=config.precision.states, threads=config.optim.threads)
         step.bind(optimizer)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"optim={config.optim.kind} cannot run on the CPU: {error}; change optim or choose offload=none"
+            f"optim={config.optim.kind} with precision.states={config.precision.states} cannot run on the CPU: "
+            f"{error}; change one of them, or choose offload=none"
         ) from error
-    return Draft(model, optimizer, step)
+    return step
+
+
+def _pretrained(model: nn.Module, folder: str | None) -> None:
+    """Notes where the weights are; each rank reads its own slices when the model is sharded."""
+    try:
+        zero_core.load_pretrained(model, str(folder))
+    except (zero_core.ZeroError, OSError) as error:
+        raise ConfigError(f"model.path={folder}: {error}") from error
 
 
 def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
@@ -117,7 +132,7 @@ def assembled(draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Rank
         ConfigError: the slab cannot be made, with its path, or a budget that only the allocation found too small.
     """
     with ExitStack() as stack:
-        slab = _slab(config, ranks, stack)
+        slab = make_slab(config, checks.nvme_paths(config, ranks.local_rank), stack) if plan.total("nvme") else None
         store = None
         try:
             if draft.step is not None:
@@ -144,16 +159,15 @@ def assembled(draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Rank
         yield Engine(draft.model, optimizer, store, timeline, backend, resident)
 
 
-def _slab(config: Config, ranks: Ranks, stack: ExitStack) -> Any | None:
-    if not checks.uses_nvme(config):
-        return None
+def make_slab(config: Config, paths: Sequence[Path], stack: ExitStack) -> Any:
+    """zero_nvme.Slab over `paths`, closed by `stack`. Raises ConfigError with the reason and the keys."""
     zero_nvme = checks.sibling("zero_nvme")
-    paths = checks.nvme_paths(config, ranks.local_rank)
+    names = [str(path) for path in paths]
     try:
-        return stack.enter_context(zero_nvme.Slab([str(path) for path in paths], backend=config.io.backend))
+        return stack.enter_context(zero_nvme.Slab(names, backend=config.io.backend))
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"offload.nvme_paths={[str(path) for path in paths]}, io.backend={config.io.backend}: {error}"
+            f"no slab on offload.nvme_paths={names} with io.backend={config.io.backend}: {error}"
         ) from error
 
 

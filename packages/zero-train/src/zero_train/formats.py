@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from zero_train.checks import on
 from zero_train.schema import Config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -20,18 +21,21 @@ _CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 twice, then Arm
 def resolve(config: Config, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Replaces `auto` in config.precision by a format and a layout. Returns the reason, or nothing if none was asked.
 
-    The layout `split` is for bf16 parameters that the CPU updates; everything else keeps fp32 states.
+    The layout `split` is for bf16 parameters whose shards the CPU holds; everything else keeps fp32 states. A dry run
+    follows the hardware that is described.
     """
     precision, reason = config.precision, ""
+    kind = (config.hardware.device if config.run.dry else None) or device.type
     if precision.parameters == AUTO:
-        if device.type == "cuda":
+        if kind == "cuda":
             precision.parameters, reason = "bf16", "bf16: a GPU"
         elif found := _flags(cpuinfo) & _CPU_FLAGS:
             precision.parameters, reason = "bf16", f"bf16: this CPU has {sorted(found)[0]}"
         else:
             precision.parameters, reason = "fp32", "fp32: this CPU has no bf16 arithmetic"
     if precision.states == AUTO:
-        precision.states = "split" if precision.parameters == "bf16" and device.type == "cpu" else "fp32"
+        held_by_cpu = kind == "cpu" or not on(config.offload.parameters, "device")
+        precision.states = "split" if precision.parameters == "bf16" and held_by_cpu else "fp32"
     return reason
 
 

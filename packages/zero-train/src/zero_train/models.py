@@ -34,8 +34,18 @@ def build(config: ModelConfig, sequence_length: int) -> nn.Module:
     model: Any = BUILDERS[config.kind](config, sequence_length)
     model.config.use_cache = False
     if config.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _recompute(model)
     return cast(nn.Module, model)
+
+
+def _recompute(model: Any) -> None:
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5
+        try:
+            return model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        except TypeError:
+            pass  # the keyword is not settled yet: the old name still does it
+    return model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:

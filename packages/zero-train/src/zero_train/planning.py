@@ -74,14 +74,15 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
         options["step"] = step
     if config.offload.host_bytes is not None:
         options["host_bytes"] = config.offload.host_bytes
+    facts = hardware(config, ranks)
     try:
         return zero_offload.plan(
             model,
-            hardware(config, ranks),
+            facts,
             parameter_dtype=formats.DTYPES[config.precision.parameters],
             reduce_dtype=formats.reduce_dtype(config),
             activations="recompute" if config.model.checkpointing else "keep",
-            shard_count=ranks.world_size if config.zero.stage > 0 else 1,
+            shard_count=described_ranks(facts, config, ranks) if config.zero.stage > 0 else 1,
             stage=config.zero.stage,
             tile_numel=config.offload.tile_numel,
             slots=config.offload.slots,
@@ -91,6 +92,11 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
         )
     except (ValueError, MemoryError, RuntimeError) as error:
         raise ConfigError(refusal(str(error))) from error
+
+
+def described_ranks(facts: zero_offload.Hardware | None, config: Config, ranks: Ranks) -> int:
+    """Ranks that the plan is for: those of this run; if dry, those of the hardware that is described."""
+    return facts.ranks if config.run.dry and facts is not None else ranks.world_size
 
 
 def placements(config: Config) -> Mapping[str, Any]:
@@ -113,20 +119,17 @@ def refusal(text: str) -> str:
 
 def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
     """The plan as people read it: GiB per tier for each kind of state, and what the run writes to disk."""
-    lines = ["plan of each rank" if ranks.world_size > 1 else "plan", table(rows(plan))]
-    tokens = config.run.micro_batch * config.run.accumulate * config.data.sequence_length * ranks.world_size
-    written = written_bytes(plan, config, ranks)
+    count = described_ranks(plan.hardware, config, ranks)
+    lines = [f"plan of each of {count} ranks" if count > 1 else "plan", table(rows(plan))]
+    tokens = config.run.micro_batch * config.run.accumulate * config.data.sequence_length * count
+    saved, written = checkpoint_bytes(plan, config, ranks), written_bytes(plan, config, ranks)
     lines.append(
         f"{config.run.steps} steps of {tokens:,} tokens will write {written / 1e9:.1f} GB to disk in all: "
-        f"{plan.setup_write_bytes * ranks.world_size / 1e9:.2f} GB before the first step, "
-        f"{plan.write_bytes_per_step * ranks.world_size / 1e9:.2f} GB a step"
-        + (
-            f", {checkpoint_bytes(plan, config, ranks) / 1e9:.2f} GB of checkpoints"
-            if config.run.checkpoint_every
-            else ""
-        )
+        f"{plan.setup_write_bytes * count / 1e9:.2f} GB before the first step, "
+        f"{plan.write_bytes_per_step * count / 1e9:.2f} GB a step"
+        + (f", {saved / 1e9:.2f} GB of checkpoints" if saved else "")
     )
-    lines.append(f"each step reads {plan.read_bytes_per_step * ranks.world_size / 1e9:.2f} GB back")
+    lines.append(f"each step reads {plan.read_bytes_per_step * count / 1e9:.2f} GB back")
     if plan.step_seconds is not None:
         lines.append(f"predicted step: {plan.step_seconds:.3g} s, {plan.exposed_seconds or 0:.3g} s of it exposed")
     if plan.hides_from_tokens is not None:
@@ -149,7 +152,8 @@ def rows(plan: zero_offload.Plan) -> list[tuple[str, ...]]:
 
 def written_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> int:
     """Bytes that all ranks write to disk in this run, checkpoints included."""
-    return plan.written_bytes(config.run.steps) * ranks.world_size + checkpoint_bytes(plan, config, ranks)
+    count = described_ranks(plan.hardware, config, ranks)
+    return plan.written_bytes(config.run.steps) * count + checkpoint_bytes(plan, config, ranks)
 
 
 def checkpoint_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> int:
@@ -158,4 +162,4 @@ def checkpoint_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> i
         return 0
     count = -(-config.run.steps // config.run.checkpoint_every)
     each = sum(plan.bytes_of(tier, kind) for tier in checks.TIERS for kind in ("optimizer", "parameters"))
-    return count * each * ranks.world_size
+    return count * each * described_ranks(plan.hardware, config, ranks)

@@ -14,12 +14,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-import zero_core
+from zero_core import ZeroError
 from zero_train.engine import Engine
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
 from zero_train.schema import Config
 
+MANIFEST = ".metadata"  # of torch.distributed.checkpoint: renamed into place when everything else is on disk
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -62,22 +63,26 @@ def found(config: Config) -> Checkpoint | None:
 
 def save(folder: Path, step: int, engine: Engine, config: Config, ranks: Ranks) -> None:
     """Saves the state after `step` under the run folder, then deletes what run.keep_checkpoints does not keep."""
-    zero_core.checkpoint.save(_named(folder, step), engine.model, engine.optimizer, extra={"step": step})
+    from zero_core import checkpoint  # needs torch.distributed, which a run without checkpoints can do without
+
+    checkpoint.save(_named(folder, step), engine.model, engine.optimizer, extra={"step": step})
     if ranks.leader:
         for old in _all(folder)[: -config.run.keep_checkpoints]:
             shutil.rmtree(old.folder, ignore_errors=True)
 
 
-def load(checkpoint: Checkpoint, engine: Engine) -> None:
+def load(found: Checkpoint, engine: Engine) -> None:
     """Puts the engine where it was after the checkpoint's step.
 
     Raises:
         ConfigError: a checkpoint that is damaged or of another model.
     """
+    from zero_core import checkpoint
+
     try:
-        zero_core.checkpoint.load(checkpoint.folder, engine.model, engine.optimizer)
-    except (zero_core.ZeroError, OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"run.resume: cannot load {checkpoint.folder}: {error}") from error
+        checkpoint.load(found.folder, engine.model, engine.optimizer)
+    except (ZeroError, OSError) as error:
+        raise ConfigError(f"run.resume: cannot load {found.folder}: {error}") from error
 
 
 def _named(folder: Path, step: int) -> Path:
@@ -98,20 +103,20 @@ def _newest(folder: Path) -> Checkpoint | None:
 def _one(folder: Path) -> Checkpoint | None:
     """`folder` as a checkpoint, where it is a complete one."""
     named = _NAME.fullmatch(folder.name)
-    if named is None or not zero_core.checkpoint.is_complete(folder):
+    if named is None or not (folder / MANIFEST).is_file():
         return None
     return Checkpoint(folder, int(named.group(1)))
 
 
-def _same_model(checkpoint: Checkpoint, config: Config) -> None:
+def _same_model(found: Checkpoint, config: Config) -> None:
     """Compares the run's config.yaml, where the checkpoint still lies in its run folder, with this run's."""
-    path = checkpoint.folder.parent.parent / "config.yaml"
+    path = found.folder.parent.parent / "config.yaml"
     if not path.is_file():
         return
     before: Any = OmegaConf.load(path)
     for key, value in OmegaConf.structured(config.model).items():
         if key in before.model and before.model[key] != value and key != "checkpointing":
             raise ConfigError(
-                f"run.resume: {checkpoint.folder} was saved with model.{key}={before.model[key]}, this run has "
+                f"run.resume: {found.folder} was saved with model.{key}={before.model[key]}, this run has "
                 f"model.{key}={value}; set model.{key}={before.model[key]}"
             )

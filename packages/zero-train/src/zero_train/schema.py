@@ -39,6 +39,8 @@ class RunConfig:
     """Steps between checkpoints; one more is saved at the end and at Ctrl-C. 0: none at all."""
     keep_checkpoints: int = 2
     """Checkpoints kept in the run folder; older ones are deleted once a newer one is complete."""
+    export: bool = False
+    """After the run, write the model to `pretrained` in the run folder, as transformers reads it."""
     evaluate_every: int = 50
     """Steps between two validation losses; one more is taken at the start and at the end. 0: none at all."""
     evaluate_batches: int = 8

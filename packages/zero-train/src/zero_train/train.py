@@ -16,7 +16,7 @@ import torch
 
 import zero_core
 import zero_offload
-from zero_train import checks, data, engine, formats, interrupt, planning, progress, report, resume, sampling
+from zero_train import checks, data, engine, formats, interrupt, planning, probing, progress, report, resume, sampling
 from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History, Loop, Step
@@ -72,6 +72,9 @@ class _Run:
         config, ranks = self._config, self._ranks
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
+        if config.run.probe:
+            self._say(_together(ranks, lambda: probing.measured(config, ranks)))
+            return Outcome()
         corpus, draft, plan, checkpoint = _together(ranks, self._prepared)
         self._announce(corpus, draft, plan)
         if config.run.dry:
@@ -104,10 +107,11 @@ class _Run:
     def _announce(self, corpus: data.Corpus, draft: engine.Draft, plan: zero_offload.Plan) -> None:
         config, ranks = self._config, self._ranks
         numel = sum(p.numel() for p in draft.model.parameters())
+        planned = planning.described_ranks(plan.hardware, config, ranks)
         words = self._format or config.precision.parameters
         self._say(
             f"{config.model.kind}: {numel / 1e6:.1f} M parameters in {words}; stage "
-            f"{config.zero.stage} on {ranks.world_size} rank{'s' if ranks.world_size > 1 else ''}, {ranks.device.type}"
+            f"{config.zero.stage} on {planned} rank{'s' if planned > 1 else ''}, {plan.hardware.name if plan.hardware else ''}"
         )
         self._say(
             f"data: {corpus.name}; {corpus.training.numel() / 1e6:.1f} MB to train on, "
@@ -138,6 +142,8 @@ class _Run:
                     self._say(f"stopped after step {steps} of {config.run.steps}")
                 else:
                     sample = self._sample(ready)
+                    if config.run.export:
+                        _export(ready, folder, ranks)
                 if self._on_end is not None:
                     self._on_end(ready)
             finally:
@@ -200,6 +206,16 @@ class _Run:
     def _say(self, text: str) -> None:
         if self._ranks.leader:
             _say(text)
+
+
+def _export(ready: engine.Engine, folder: Path, ranks: Ranks) -> None:
+    """Weights as safetensors, and the architecture: what `model=hf model.path=…` and transformers read."""
+    target = folder / "pretrained"
+    if ranks.leader:
+        target.mkdir(exist_ok=True)
+        ready.model.config.save_pretrained(target)  # type: ignore[union-attr, operator]
+    ranks.agree("the folder is there")
+    zero_core.save_pretrained(ready.model, target)
 
 
 def _together(ranks: Ranks, function: Callable[[], Result]) -> Result:

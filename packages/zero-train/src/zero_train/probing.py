@@ -1,0 +1,53 @@
+"""`run.probe=true`: this machine's figures as YAML for conf/hardware. What is measured is zero_offload.probe's."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from typing import Any
+
+from omegaconf import OmegaConf
+
+import zero_offload
+from zero_train import checks, engine, formats, models, planning
+from zero_train.errors import ConfigError
+from zero_train.ranks import Ranks
+from zero_train.schema import Config
+
+
+def measured(config: Config, ranks: Ranks) -> str:
+    """YAML to save as conf/hardware/NAME.yaml; takes some seconds. Only the first rank measures.
+
+    Raises:
+        ConfigError: a folder of offload.nvme_paths that cannot hold a slab.
+    """
+    if not ranks.leader:
+        return ""
+    checks.values(config)
+    formats.resolve(config, ranks.device)
+    checks.packages(config)
+    checks.nvme(config, ranks.local_rank)
+    with ExitStack() as stack:
+        options: dict[str, Any] = {}
+        if config.offload.kind != "none":
+            options["step"] = engine.make_step(config, engine.make_optimizer(config, models.build(config.model, 16)))
+        folders = []
+        if checks.uses_nvme(config):
+            folders = [checks.existing(path) for path in checks.nvme_paths(config, ranks.local_rank)]
+            options["nvme"] = engine.make_slab(config, folders, stack)
+        try:
+            found = zero_offload.probe(
+                device=ranks.device,
+                parameter_dtype=formats.DTYPES[config.precision.parameters],
+                hidden_size=config.model.hidden_size,
+                tokens=config.run.micro_batch * config.data.sequence_length,
+                ranks_per_node=ranks.local_world_size,
+                **options,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"run.probe: {error}; change offload.nvme_paths, or choose offload=host") from error
+    if "nvme" in options:  # what zero-nvme's slab took while it was measured is free again
+        room = min(checks.free_bytes(folder) for folder in folders)
+        found = dataclasses.replace(found, nvme_gib=round(room / planning.GIB, 1), nvme_paths=len(folders))
+    heading = f"# Measured by zero-train run.probe=true; save as conf/hardware/{found.name}.yaml\n"
+    return heading + OmegaConf.to_yaml(OmegaConf.create(found.to_dict())).strip()
