@@ -1,6 +1,6 @@
 """ZeRO stages 0-3 for any PyTorch module."""
 
-from . import memory
+from . import checkpoint, memory
 from .errors import ZeroError
 from .gathered import gathered
 from .heap import keep_freed_memory
@@ -17,6 +17,7 @@ __all__ = [
     "ShardStore",
     "TiledLinear",
     "ZeroError",
+    "checkpoint",
     "deferred_init",
     "gathered",
     "handle",
