@@ -60,12 +60,16 @@ class Pool:
         self._free.clear()
 
 
+def _storage(flat: Tensor) -> Any:
+    return flat.untyped_storage()  # Any: the swap is private
+
+
 def _put_under(flat: Tensor, memory: Tensor) -> None:
     """Give `flat`, of zero bytes, the memory of a contiguous tensor of its size."""
     with torch.inference_mode(False):
         if _CAN_SWAP:
-            alias = torch._C._from_dlpack(torch._C._to_dlpack(memory.detach()))  # type: ignore[attr-defined]
-            flat.untyped_storage()._swap_data_ptr_(alias.untyped_storage())
+            alias = torch._C._from_dlpack(torch._C._to_dlpack(memory.detach()))
+            _storage(flat)._swap_data_ptr_(alias.untyped_storage())
         else:  # older torch: the same states, at the price of a copy
             flat.untyped_storage().resize_(memory.nbytes)
             flat.data.copy_(memory)
@@ -74,7 +78,7 @@ def _put_under(flat: Tensor, memory: Tensor) -> None:
 def _take_away(flat: Tensor) -> None:
     if _CAN_SWAP:
         empty = torch.UntypedStorage(0, device=flat.device)
-        flat.untyped_storage()._swap_data_ptr_(empty)
+        _storage(flat)._swap_data_ptr_(empty)
     else:
         flat.untyped_storage().resize_(0)
 
