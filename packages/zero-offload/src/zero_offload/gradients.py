@@ -75,7 +75,7 @@ class GradientStore:
             self._sums.append([0.0] * -(-unit.spec.numel // CHUNK_NUMEL))
             for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True):
                 if tile.trainable and tier is Tier.NVME and nvme is not None:
-                    self._extents[tile] = nvme.allocate(round_up(tile.numel * GRADIENT_BYTES, plan.alignment))
+                    self._extents[tile] = nvme.own(round_up(tile.numel * GRADIENT_BYTES, plan.alignment))
 
     # -- the training thread ------------------------------------------------------------------------------------
 

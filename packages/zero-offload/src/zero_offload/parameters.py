@@ -64,7 +64,7 @@ class ParameterStore:
             self._memory.append(arena.take(numel * unit.spec.dtype.itemsize))
             self._memory_numel.append(numel)
             behind = round_up((unit.spec.numel - numel) * unit.spec.dtype.itemsize, plan.alignment)
-            self._extents.append(nvme.allocate(behind) if behind and nvme is not None else None)
+            self._extents.append(nvme.own(behind) if behind and nvme is not None else None)
         self._slots = [_UnitSlot(arena.take(plan.unit_slot_bytes)) for _ in range(plan.unit_slots)]
         self._own = {
             i: _UnitSlot(arena.take(round_up(plan.units[i].parameter_bytes, plan.alignment))) for i in plan.own_slots

@@ -29,10 +29,12 @@ from .monitor import Monitor, Stopped
 from .parameters import ParameterStore
 from .protocols import SegmentStep, UpdateStep
 from .states import StateStore
-from .tier import Transfer
+from .tier import Nvme, Transfer
 from .tile import Tile, View
 
 __all__ = ["Pipeline", "TileTask", "UpdateJob"]
+
+POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,11 @@ class Pipeline:
         states: StateStore,
         step: UpdateStep,
         monitor: Monitor,
+        nvme: Nvme | None,
         unit_count: int,
     ) -> None:
         self.parameters, self.gradients, self.states = parameters, gradients, states
-        self._step, self._monitor = step, monitor
+        self._step, self._monitor, self._nvme = step, monitor, nvme
         self._behind = [0] * unit_count
         self._queue: deque[UpdateJob | tuple[Tile, ...]] = deque()
         self._busy = False
@@ -137,7 +140,7 @@ class Pipeline:
                 with self._monitor.condition:
                     self._busy = False
                     self._monitor.condition.notify_all()
-                    self._monitor.condition.wait_for(lambda: self._queue or self._monitor.stopping)
+                    self._idle_until_asked()
                     self._monitor.check_stop()
                     item = self._queue.popleft()
                     self._busy = True
@@ -154,6 +157,12 @@ class Pipeline:
             with self._monitor.condition:
                 self._busy = False
                 self._monitor.condition.notify_all()
+
+    def _idle_until_asked(self) -> None:
+        """Wait for work; while writes trail behind the last job, look when they end. The caller has the condition."""
+        while not self._queue and not self._monitor.stopping:
+            moving = self._nvme is not None and self._nvme.poll()
+            self._monitor.condition.wait(POLL_SECONDS if moving else None)
 
     def _run(self, job: UpdateJob) -> None:
         waiting, ahead = deque(job.tasks), deque[_Loaded]()

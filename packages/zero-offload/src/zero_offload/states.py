@@ -36,7 +36,7 @@ class StateStore:
                     continue
                 self._records[tile] = record
                 if tier is Tier.NVME and nvme is not None:
-                    self._extents[tile] = nvme.allocate(record.nbytes)
+                    self._extents[tile] = nvme.own(record.nbytes)
                 else:
                     self._memory[tile] = record.views(arena.take(record.nbytes))
         self.pool = SlotPool([arena.take(plan.state_slot_bytes) for _ in range(plan.state_slots)], monitor)

@@ -132,7 +132,9 @@ class TieredStore:
         self._parameters = ParameterStore(plan, arena, nvme, monitor)
         self._states = StateStore(plan, arena, nvme, monitor)
         self._gradients = GradientStore(plan, arena, nvme, self.step, monitor, context.reduce_dtype)
-        self._pipeline = Pipeline(self._parameters, self._gradients, self._states, self.step, monitor, len(plan.units))
+        self._pipeline = Pipeline(
+            self._parameters, self._gradients, self._states, self.step, monitor, nvme, len(plan.units)
+        )
         # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
         self._finalizer = weakref.finalize(self, _shut_down, self._pipeline, nvme, self._link, arena)
 

@@ -89,12 +89,17 @@ class Nvme:
         self._read_bytes = self._write_bytes = 0
 
     def allocate(self, nbytes: int) -> Extent:
+        """An extent that the caller frees."""
+        return self.store.allocate(nbytes)
+
+    def own(self, nbytes: int) -> Extent:
+        """An extent that `free` gives back."""
         extent = self.store.allocate(nbytes)
         self._extents.append(extent)
         return extent
 
     def free(self) -> None:
-        """Give every extent back; nothing is in flight."""
+        """Give every owned extent back; nothing is in flight."""
         while self._extents:
             with contextlib.suppress(Exception):  # the ByteStore's owner may have closed it already
                 self.store.free(self._extents.pop())
@@ -132,12 +137,14 @@ class Nvme:
             self._outstanding.discard(transfer)
         self.timeline.transfer(transfer.kind, transfer.what, transfer.start_ns, stop_ns, transfer.nbytes)
 
-    def poll(self) -> None:
-        """Note the time of whatever is complete by now, so that the timeline shows transfers and not waits."""
+    def poll(self) -> bool:
+        """Note the time of whatever is complete by now, so that the timeline shows transfers and not waits.
+
+        True while something is not complete.
+        """
         with self._lock:
             outstanding = tuple(self._outstanding)
-        for transfer in outstanding:
-            transfer.done()
+        return not all([transfer.done() for transfer in outstanding])
 
     def settle(self) -> None:
         """Return when nothing is in flight, whatever becomes of it."""
