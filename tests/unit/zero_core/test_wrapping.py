@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from zero_core.wrapping import plan_units
 
 from tests.integration.zero_core import toys
+from zero_core.wrapping import plan_units
 
 
 def names(model: nn.Module, **options) -> dict[str, set[str]]:
