@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from .collectives import Ranks
 from .errors import ChangedParameterError
 from .outputs import hook_outputs, not_traced
+from .pool import Pool
 from .recompute import Recomputations
 from .residents import Residents
 from .scaling import LossScale, scale_gradients
 from .schedule import Forecast, Pass, Visit
 from .stages import StageRow
 from .store import ShardStore
-from .unit import Pool, Reduction, Residency, Unit
+from .unit import Reduction, Residency, Unit
 
 __all__ = ["Engine", "Node", "in_backward"]
 
