@@ -221,6 +221,26 @@ def test_the_interpreter_may_end_in_mid_update(ending: str, tmp_path: Any) -> No
     assert "Fatal" not in done.stderr and ("Traceback" in done.stderr) == (ending[0] == "r"), done.stderr
 
 
+def test_a_forked_child_leaves_the_parents_store_alone(tmp_path: Any) -> None:
+    done = run_python(
+        """
+        import os, sys
+        driver = make("nvme", slots=3, driver={"numels": (MI, MI // 2), "frozen": ()})
+        driver.step()
+        child = os.fork()
+        if child == 0:
+            sys.exit(7)
+        _, status = os.waitpid(child, 0)
+        driver.step()
+        driver.store.wait()
+        driver.store.close()
+        print("child", os.waitstatus_to_exitcode(status))
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0 and "child 7" in done.stdout, done.stderr
+
+
 def test_a_tier_is_named_before_the_store_is_touched() -> None:
     with pytest.raises(PlacementError, match="'disc' is not a tier"):
         TieredStore(optimizer="disc", nvme=MemoryByteStore())

@@ -205,6 +205,9 @@ class GradientStore:
 
     def _swap_out(self, tile: Tile, block: Block, values: Tensor) -> None:
         assert self._nvme is not None
+        before = self._writes.pop(tile, None)
+        if before is not None:  # of a gradient that was discarded: two writes of the same bytes have no order
+            before.wait()
         source = block.raw(0, round_up(values.nbytes, self._plan.alignment))
         transfer = self._nvme.write(self._extents[tile], source, f"gradient of {tile}")
         self._writes[tile] = transfer

@@ -37,7 +37,7 @@ class _UnitSlot:
     updating: bool = False
     used: int = 0
     reads: list[Transfer] = field(default_factory=list)
-    writes: list[Transfer] = field(default_factory=list)
+    writes: dict[Tile, Transfer] = field(default_factory=dict)
 
     @property
     def busy(self) -> bool:
@@ -45,7 +45,7 @@ class _UnitSlot:
 
     def settle(self) -> None:
         """Return when nothing is in flight. Raises the first transfer's error."""
-        for transfer in (*self.reads, *self.writes):
+        for transfer in (*self.reads, *self.writes.values()):
             transfer.wait()
         self.reads.clear()
         self.writes.clear()
@@ -155,12 +155,15 @@ class ParameterStore:
             return True
 
     def for_update(self, tile: Tile) -> Tensor:
-        """(tile.numel,) to be changed in place; waits for its read."""
+        """(tile.numel,) to be changed in place; waits for its read, and for its last write."""
         dtype = self._plan.units[tile.unit].spec.dtype
         if not self.streamed(tile.unit):
             return self._memory[tile.unit].view(dtype, tile.numel, tile.start * dtype.itemsize)
         slot = self._by_unit[tile.unit]
         self._arrived(slot)
+        written = slot.writes.pop(tile, None)
+        if written is not None:
+            written.wait()
         return slot.block.view(dtype, tile.numel, tile.start * dtype.itemsize)
 
     def changed(self, tile: Tile) -> None:
@@ -172,7 +175,7 @@ class ParameterStore:
         if unit.parameter_tiers[tile.index] is Tier.NVME:
             start = tile.start * size
             stop = start + round_up(tile.numel * size, self._plan.alignment)
-            slot.writes.append(self._write(tile.unit, slot.block.raw(start, stop), start, f"parameters of {tile}"))
+            slot.writes[tile] = self._write(tile.unit, slot.block.raw(start, stop), start, f"parameters of {tile}")
         else:
             home = self._memory[tile.unit].view(unit.spec.dtype, tile.numel, tile.start * size)
             home.copy_(slot.block.view(unit.spec.dtype, tile.numel, tile.start * size))

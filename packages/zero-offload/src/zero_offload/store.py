@@ -5,6 +5,7 @@ Owns the wiring and the order of calls. Bytes are the tiers', the background the
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -136,7 +137,7 @@ class TieredStore:
             self._parameters, self._gradients, self._states, self.step, monitor, nvme, len(plan.units)
         )
         # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
-        self._finalizer = weakref.finalize(self, _shut_down, self._pipeline, nvme, self._link, arena)
+        self._finalizer = weakref.finalize(self, _shut_down, os.getpid(), self._pipeline, nvme, self._link, arena)
 
     def _refuse_device_tier(self, context: StoreContext) -> None:
         if context.device.type == "cpu":
@@ -397,8 +398,10 @@ class _Guard:
             self._monitor.fail(error)
 
 
-def _shut_down(pipeline: Pipeline, nvme: Nvme | None, link: Link, arena: Arena) -> None:
-    """End the background, then give extents and memory back."""
+def _shut_down(process: int, pipeline: Pipeline, nvme: Nvme | None, link: Link, arena: Arena) -> None:
+    """End the background, then give extents and memory back. In a forked child all of it is the parent's."""
+    if os.getpid() != process:
+        return
     pipeline.close()
     if nvme is not None:
         nvme.settle()

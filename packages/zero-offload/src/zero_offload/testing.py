@@ -61,7 +61,7 @@ class FaultyByteStore:
     fail("read" or "write", after=n): the request after the next n fails with EIO, and every one after that.
     hold(): requests stay pending until release(), and touch their buffer only then.
     `log`: ("read" | "write", offset, nbytes) in order of submission.
-    `overtaken`: reads submitted while a write of the same bytes was pending; stays empty for a correct user.
+    `overtaken`: requests submitted while a write of the same bytes was pending; stays empty for a correct user.
     """
 
     def __init__(self, inner: ByteStore, path: str = "/faulty/slab") -> None:
@@ -108,10 +108,9 @@ class FaultyByteStore:
         with self._lock:
             nbytes = buffer.nbytes if isinstance(buffer, Tensor) else memoryview(buffer).nbytes
             self.log.append((kind, at, nbytes))
-            if kind == "read":
-                self._writing = {a: (n, ticket) for a, (n, ticket) in self._writing.items() if not ticket.done()}
-                if any(a < at + nbytes and at < a + n for a, (n, _) in self._writing.items()):
-                    self.overtaken.append((at, nbytes))
+            self._writing = {a: (n, ticket) for a, (n, ticket) in self._writing.items() if not ticket.done()}
+            if any(a < at + nbytes and at < a + n for a, (n, _) in self._writing.items()):
+                self.overtaken.append((at, nbytes))
             if kind in self._countdown:
                 self._countdown[kind] -= 1
                 if self._countdown[kind] < 0:
