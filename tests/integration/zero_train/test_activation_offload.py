@@ -12,7 +12,7 @@ from zero_offload import activations
 zero_nvme = pytest.importorskip("zero_nvme")
 zero_optim_cpu = pytest.importorskip("zero_optim_cpu")
 
-WIDTH, LAYERS, TOKENS = 256, 6, 512
+WIDTH, LAYERS, TOKENS = 64, 3, 128
 KINDS = ("parameters", "gradients", "optimizer")
 
 
