@@ -73,7 +73,7 @@ def test_a_real_process_whose_parent_ignores_ctrl_c(tmp_path):
             lines.append(line)
             if line.startswith("step 3/"):
                 process.send_signal(signal.SIGINT)
-        code = process.wait(timeout=120)
+        code = process.wait(timeout=240)
     finally:
         process.kill()
         process.wait()

@@ -199,7 +199,7 @@ class _Run:
         try:
             yield folder
         except (ConfigError, KeyboardInterrupt):
-            if self._ranks.leader and fresh:
+            if self._ranks.leader and fresh and not (folder / "metrics.jsonl").exists():
                 config_file.unlink(missing_ok=True)
                 for path in made:
                     if not any(path.iterdir()):
