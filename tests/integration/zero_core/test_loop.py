@@ -306,3 +306,30 @@ def hybrid(stage, shape):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_hybrid_sharding_on_a_mesh_of_two_dimensions(ranks, stage):
     assert ranks(4).run(hybrid, stage, (2, 2)) == [2] * 4
+
+
+def penalise_gradients(stage):
+    """A second-order loss: backward through a backward, over parameters that stage 3 would have taken away."""
+
+    def loss(model, x):
+        x = x.detach().requires_grad_(True)
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    toys.train(toys.Stack, stage=stage, loss=loss)
+    torch.manual_seed(0)
+    model, dense = toys.Stack(), toys.Stack()
+    dense.load_state_dict(model.state_dict())
+    zero_core.shard(model, toys.sgd(model.parameters()), stage=stage)
+    ours, theirs = (
+        torch.autograd.grad(toys.loss_of(m, toys.data(0, 0)), [m.blocks[1].up.weight, m.head.bias])
+        for m in (model, dense)
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@SIZES
+@pytest.mark.parametrize("stage", [1, 3])
+def test_second_order_gradients(ranks, size, stage):
+    ranks(size).run(penalise_gradients, stage)

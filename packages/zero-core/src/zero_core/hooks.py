@@ -75,6 +75,7 @@ class Engine:
         self._reduction: Reduction | None = None
         self._loose: list[int] = []  # units with a parameter used outside of any forward
         self._handles: list[Any] = []
+        self._keeping = stage.keeps_parameters  # memory stays between uses
         self._owners: list[tuple[str, nn.Module, str, Tensor | None]] = []
 
     # -- attaching -------------------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ class Engine:
 
     def _let_go(self, unit: Unit) -> None:
         """Nothing uses the unit now: stage 3 takes its memory away."""
-        if unit.users == 0 and not self.stage.keeps_parameters and unit.residency is not Residency.SHARDED:
+        if unit.users == 0 and not self._keeping and unit.residency is not Residency.SHARDED:
             cyclic = self._pass is not None and not self._pass.grad
             for evicted in self.residents.admit(unit, evict=not cyclic):
                 if evicted.users == 0:
@@ -194,7 +195,7 @@ class Engine:
 
     def _let_all_go(self) -> None:
         """What was gathered ahead and not used goes; what the budget keeps stays."""
-        if self.stage.keeps_parameters:
+        if self._keeping:
             return
         for unit in self.units:
             if unit.residency is not Residency.SHARDED and unit.users == 0 and unit not in self.residents:
@@ -227,6 +228,8 @@ class Engine:
 
     def _open(self, current: Pass, visit: Visit) -> None:
         backward = self._ensure_backward()
+        if torch.is_grad_enabled():
+            self._keeping = True  # create_graph=True: the graph being made holds parameters; they stay until the step
         if current is not backward.current:
             if backward.current is not None:
                 self._drain(backward.current)
@@ -402,16 +405,15 @@ class Engine:
         if self._backward is not None:
             self.abandon_backward()
         self.residents.clear()
+        self._keeping = self.stage.keeps_parameters
         for unit in self.units:
             unit.seal()
             unit.reshard()
 
     def reduce_kept(self) -> None:
         """Reduce what stage 1 and no_sync kept, in the order of backward."""
-        if not any(unit.kept is not None for unit in self.units):
-            return
         for unit in reversed(self.units):
-            if unit.trainable:
+            if unit.owing:
                 self._reduce(unit)
         self._finish_reduction()
 

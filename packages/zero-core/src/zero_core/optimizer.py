@@ -210,10 +210,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Finish updates under way and give the store's memory back. The model cannot be used after."""
-        self.engine.settle()
-        self.engine.detach()
-        self.engine.store.close()
-        self.engine.pool.clear()
+        try:
+            self.engine.settle()
+        finally:
+            self.engine.detach()
+            self.engine.store.close()
+            self.engine.pool.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedOptimizerError("pickling a ShardedOptimizer: use zero_core.checkpoint.save, or state_dict()")

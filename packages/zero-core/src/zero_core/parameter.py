@@ -223,6 +223,7 @@ _METADATA: set[Any] = _getters(
     *(Tensor.storage_offset, Tensor.is_signed, Tensor.is_inference, Tensor.type, _T._backward_hooks.__set__),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, Tensor.is_same_size),
     *(torch.is_tensor, Tensor.is_shared, Tensor._is_view),
+    *(torch.autograd.grad, torch.autograd.backward, Tensor.backward),  # they want the parameter's place in the graph
 }
 _METADATA -= {Tensor.type}
 

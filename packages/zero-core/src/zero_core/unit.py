@@ -87,6 +87,7 @@ class Unit:
         self.gradient: Tensor | None = None  # (numel,) reduce dtype: this backward's, not reduced
         self.filled: set[int] = set()
         self.kept: Tensor | None = None  # (numel,) reduce dtype, fp32 once added to: earlier backwards', not reduced
+        self.owing = False  # a backward kept its gradient, on every rank, also where nothing arrived
         self._lent = False
         self._memory: Tensor | None = None
         self._pooled = False  # the memory is a buffer of the pool, not the store's
@@ -208,11 +209,9 @@ class Unit:
             self.gradient = self._gradient_memory()
             self.filled.clear()
         into = self.gradient[slot.offset : slot.stop].view(slot.shape)
-        if k in self.filled:
-            into.add_(gradient)
-        else:
-            into.copy_(gradient)
-            self.filled.add(k)
+        with torch.no_grad():  # backward(create_graph=True) runs with gradients enabled
+            into.add_(gradient) if k in self.filled else into.copy_(gradient)
+        self.filled.add(k)
         self.used[k] = True
 
     def _gradient_memory(self) -> Tensor:
@@ -240,6 +239,7 @@ class Unit:
 
     def keep_gradient(self) -> None:
         """Add this backward's gradient to the local fp32 sum; nothing is reduced."""
+        self.owing = True
         if self.gradient is None:
             return
         whole = self.whole_gradient()
@@ -249,7 +249,7 @@ class Unit:
             return
         if self.kept.dtype != torch.float32:
             wide = self.pool.take(self.layout.numel, torch.float32).copy_(self.kept)
-            self.drop_kept()
+            self.pool.give(self.kept)
             self.kept = wide
         self.kept.add_(whole)
         self.drop_gradient()
@@ -262,6 +262,7 @@ class Unit:
         self.filled.clear()
 
     def drop_kept(self) -> None:
+        self.owing = False
         if self.kept is not None:
             self.pool.give(self.kept)
             self.kept = None
@@ -278,6 +279,7 @@ class Unit:
                 self.gradient, self.kept = self.kept, None
             self.filled = set(range(len(self.parameters)))
         whole = self.whole_gradient()
+        self.owing = False
         self.gradient = None
         self.filled.clear()
         return Reduction(self, whole, self._lent)
