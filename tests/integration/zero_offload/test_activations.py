@@ -194,6 +194,27 @@ def test_enclosing_hooks_keep_their_say():
     optimizer.close()
 
 
+def test_blocks_that_share_a_parameter_follow_together():
+    def run(policy):
+        torch.manual_seed(0)
+        model = Model()
+        model.layers[2].inner.weight = model.layers[0].inner.weight
+        store = TieredStore(step=TorchStep(), tile_numel=1 << 20)
+        optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), store=store)
+        with offload_activations(model, store, policy) as offloaded:
+            torch.manual_seed(1)
+            for step in range(2):
+                loss_of(model, step).backward()
+                optimizer.step()
+            last = float(loss_of(model, 9).detach())
+            counted = offloaded.stats()["recomputed"]
+        optimizer.close()
+        return last, counted
+
+    kept, found = run("keep"), run("recompute")
+    assert found == (kept[0], 2 * LAYERS)
+
+
 def test_closing_restores_the_units():
     model, store, optimizer = build()
     offloaded = offload_activations(model, store, "recompute")

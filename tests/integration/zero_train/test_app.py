@@ -14,7 +14,14 @@ from zero_train import app
 
 def test_a_run_prints_its_plan_first_and_leaves_its_files(capsys, tmp_path):
     code = app.main(
-        [*COMMON, f"run.dir={tmp_path / 'run'}", "offload=nvme", "run.evaluate_every=5", "run.sample_bytes=8"]
+        [
+            *COMMON,
+            f"run.dir={tmp_path / 'run'}",
+            "offload=nvme",
+            "run.evaluate_every=5",
+            "run.sample_bytes=8",
+            "run.plots=true",
+        ]
     )
     text = capsys.readouterr().out
     assert code == 0

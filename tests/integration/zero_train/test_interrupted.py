@@ -29,7 +29,7 @@ def test_the_step_under_way_is_the_last(tmp_path, monkeypatch, number, code):
 
     monkeypatch.setattr(progress.Plain, "step", step)
     before = signal.getsignal(number)
-    run = trained(tmp_path / "run", "offload=nvme", "run.steps=1000", "run.sample_bytes=10")
+    run = trained(tmp_path / "run", "offload=nvme", "run.steps=1000", "run.sample_bytes=10", "run.plots=true")
     assert run.exit_code == code
     assert [s.step for s in report.read_steps(run.folder)] == [1, 2, 3]
     assert left(run.folder) == LEFT
@@ -46,14 +46,14 @@ def test_a_validation_loss_is_left_after_its_batch(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(progress.Plain, "say", say)
-    run = trained(tmp_path / "run", "offload=host", "run.steps=1000", "run.evaluate_every=2")
+    run = trained(tmp_path / "run", "offload=host", "run.steps=1000", "run.evaluate_every=2", "run.plots=true")
     assert run.exit_code == 130
     assert [number for number, _ in report.read_validation(run.folder)] == [0, 2]
     assert left(run.folder) == LEFT
 
 
 def test_a_real_process_whose_parent_ignores_ctrl_c(tmp_path):
-    command = [sys.executable, "-u", "-m", "zero_train", *COMMON, "offload=nvme", "run.steps=1000000"]
+    command = [sys.executable, "-u", "-m", "zero_train", *COMMON, "offload=nvme", "run.steps=1000000", "run.plots=true"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child inherits it
     try:
@@ -73,7 +73,7 @@ def test_a_real_process_whose_parent_ignores_ctrl_c(tmp_path):
             lines.append(line)
             if line.startswith("step 3/"):
                 process.send_signal(signal.SIGINT)
-        code = process.wait(timeout=120)
+        code = process.wait(timeout=240)
     finally:
         process.kill()
         process.wait()

@@ -120,6 +120,28 @@ def test_fp32_and_accumulation_agree_over_tiers_too(tmp_path):
     assert runs[0].digest == runs[1].digest
 
 
+@pytest.mark.parametrize("optim", ["adam", "lion", "adagrad", "sgd"])
+def test_other_optimizers_agree_over_tiers(tmp_path, optim):
+    """adamw is what every other test runs. The device store rounds elsewhere, and Lion turns rounding into steps."""
+    runs = {
+        place: trained(tmp_path / place, f"optim={optim}", f"offload={place}", "run.steps=6")
+        for place in ("none", "host", "nvme")
+    }
+    assert runs["host"].losses == runs["nvme"].losses
+    assert runs["host"].digest == runs["nvme"].digest
+    assert runs["none"].losses == pytest.approx(runs["host"].losses, abs=1e-2)
+    assert runs["host"].losses[-1] < runs["host"].losses[0]
+
+
+def test_fp16_scales_its_loss(tmp_path):
+    runs = [
+        trained(tmp_path / place, "precision=fp16", f"offload={place}", "run.steps=6") for place in ("host", "nvme")
+    ]
+    assert runs[0].losses == runs[1].losses
+    assert runs[0].digest == runs[1].digest
+    assert runs[0].losses[-1] < runs[0].losses[0]
+
+
 def test_the_instruction_set_changes_no_bit(tmp_path, monkeypatch):
     from zero_optim_cpu import available_isas
 

@@ -161,7 +161,7 @@ def test_a_bare_state_dict_needs_only_its_key(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_tile_boxes_cover_the_range_in_order_and_stay_small(data) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 7), max_size=4)))

@@ -135,3 +135,40 @@ def test_a_module_is_read_on_any_device():
 def test_unknown_figures_are_refused_by_name():
     with pytest.raises(KeyError, match="no figure for 'weights' on 'host'"):
         plan([128], optimizer="host").bytes_of("host", "weights")
+
+
+TRANSFORMER = ModelSizes.transformer(layers=24, hidden_size=2048, vocab_size=32000, heads=16, sequence_length=2048)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "device_gib", "host_gib", "expected"),
+    [
+        (2048, 80, 512, {"keep"}),
+        (3 * 2048, 80, 512, {"recompute", "keep"}),
+        (16 * 2048, 40, 512, {"recompute"}),
+        (24 * 2048, 40, 512, {"host"}),
+        (24 * 2048, 40, 20, {"nvme"}),
+    ],
+)
+def test_activations_are_kept_where_there_is_room_and_go_down_where_there_is_not(
+    tokens, device_gib, host_gib, expected
+):
+    gpu = Hardware(device="cuda", device_gib=device_gib, host_gib=host_gib, nvme_gib=1000)
+    found = plan(TRANSFORMER, gpu, optimizer="nvme", gradients="nvme", parameters="nvme", tokens=tokens)
+    assert set(found.activations[1:-1]) == expected
+    assert found.activations[0] == found.activations[-1] == "keep"  # embedding and head
+    below = found.bytes_of("nvme", "activations")
+    assert below == (24 * 2 * 2048 * tokens if expected == {"nvme"} else 0)
+    assert found.write_bytes_per_step == found.account.write_bytes + below
+
+
+def test_activations_that_are_given_are_counted_as_they_are():
+    kept, again = (plan(TRANSFORMER, optimizer="host", activations=p, tokens=4096) for p in ("keep", "recompute"))
+    per_layer = (34 * 2048 + 5 * 16 * 2048) * 4096
+    output = 6 * 32000 * 4096
+    assert kept.bytes_of("device", "activations") == 24 * per_layer + output
+    assert again.bytes_of("device", "activations") == 24 * 2 * 2048 * 4096 + per_layer + output
+    with pytest.raises(ValueError, match="'drop' is no policy"):
+        plan(TRANSFORMER, activations="drop")
+    with pytest.raises(ValueError, match="1 activation policies for 26 units"):
+        plan(TRANSFORMER, activations=["keep"])

@@ -123,7 +123,9 @@ def load(
     step = int(run["step_count"]) if run else max(steps.values(), default=0)
     if optimizer is not None:
         _restore_optimizer(view, optimizer, step, steps, options)
-        _restore_loss_scale(optimizer, run.get("loss_scale"))
+        scale = view.handle.engine.loss_scale
+        if scale is not None and run.get("loss_scale") is not None:
+            scale.load_state_dict(run["loss_scale"])
     if scheduler is not None and run:
         scheduler.load_state_dict(run["scheduler"])
     if random_state and (own := small.objects.get(f"zero.rng.{view.ranks.rank}")) is not None:
@@ -225,26 +227,16 @@ def _groups(view: ShardView) -> list[dict[str, Any]]:
 
 
 def _run_state(view: ShardView, optimizer: Any, scheduler: Any, extra: Any) -> dict[str, Any]:
+    scale = view.handle.engine.loss_scale
     return {
         "format": _FORMAT,
         "world_size": view.ranks.size,
         "step_count": view.handle.optimizer.step_count,
         "groups": _groups(view) if optimizer is not None else None,
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
-        "loss_scale": _loss_scale(optimizer),
+        "loss_scale": scale.state_dict() if scale is not None else None,
         "extra": extra,
     }
-
-
-def _loss_scale(optimizer: Any) -> Any:
-    scaler = getattr(optimizer, "loss_scaler", None)
-    return None if scaler is None else scaler.state_dict()
-
-
-def _restore_loss_scale(optimizer: Any, state: Any) -> None:
-    scaler = getattr(optimizer, "loss_scaler", None)
-    if scaler is not None and state is not None:
-        scaler.load_state_dict(state)
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

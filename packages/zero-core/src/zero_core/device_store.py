@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import StoreError, UnsupportedOptimizerError
-from .precision import round_to, sum_of_squares
+from .precision import round_to, sum_of_squares, widen_scaled
 from .store import GroupStep, ShardSpec, StoreContext
 
 __all__ = ["DeviceStore", "tensor_states"]
@@ -167,8 +167,8 @@ class _Shard:
         assert self.gradient is not None
         gradient = self.gradient
         if gradient.dtype != torch.float32:
-            gradient = scratch[: self.spec.numel].copy_(gradient)
-        if scale != 1.0:
+            gradient = widen_scaled(gradient, scale, scratch[: self.spec.numel])
+        elif scale != 1.0:
             gradient.mul_(scale)
         for group in self.optimizer.param_groups:
             options = groups[group["zero_group"]].options

@@ -2,11 +2,6 @@
 
 Owns the engine that the hooks call. What a unit does is `unit`'s, which comes next is `schedule`'s, when the optimizer
 runs is `optimizer`'s. See [Note: the order of collectives] in schedule.py.
-
-[Note: forward inside backward]
-Checkpointing runs a module's forward again during backward, and its hooks with it. Such a call is no new visit: it only
-needs the memory, which stays ("lingers") until the next unit is wanted. Being inside backward is asked of autograd, not
-remembered, because a backward that raised would leave a wrong memory.
 """
 
 from __future__ import annotations
@@ -20,13 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import Ranks
+from .errors import ChangedParameterError
 from .outputs import hook_outputs, not_traced
+from .pool import Pool
+from .recompute import Recomputations
 from .residents import Residents
 from .scaling import LossScale, scale_gradients
 from .schedule import Forecast, Pass, Visit
 from .stages import StageRow
 from .store import ShardStore
-from .unit import Pool, Reduction, Residency, Unit
+from .unit import Reduction, Residency, Unit
 
 __all__ = ["Engine", "Node", "in_backward"]
 
@@ -47,16 +45,6 @@ class _Backward:
 
     current: Pass | None = None
     passes: list[Pass] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class _Recomputation:
-    """A module called inside backward. Its units linger until something else is wanted."""
-
-    node: Node
-    sequence: int
-    entered: list[Unit]
-    done: bool = False
 
 
 def in_backward() -> bool:
@@ -83,10 +71,11 @@ class Engine:
         self._pass: Pass | None = None
         self._live: list[Pass] = []  # passes with a graph, for recomputations that no output hook announced
         self._backward: _Backward | None = None
-        self._recomputing: list[_Recomputation] = []
+        self._recomputed = Recomputations()
         self._reduction: Reduction | None = None
         self._loose: list[int] = []  # units with a parameter used outside of any forward
         self._handles: list[Any] = []
+        self._owners: list[tuple[str, nn.Module, str, Tensor | None]] = []
 
     # -- attaching -------------------------------------------------------------------------------------------------
 
@@ -99,6 +88,13 @@ class Engine:
                 node.module.register_forward_pre_hook(not_traced(before, node.module), prepend=True),
                 node.module.register_forward_hook(not_traced(after, node.module), always_call=True),
             ]
+        mine = {id(p) for unit in self.units for p in unit.parameters}
+        self._owners = [
+            (f"{path}.{key}".lstrip("."), module, key, parameter)
+            for path, module in self.model.named_modules()
+            for key, parameter in module._parameters.items()
+            if id(parameter) in mine
+        ]
         for unit in self.units:
             for k, parameter in enumerate(unit.parameters):
                 if unit.groups[k] is None:
@@ -125,7 +121,7 @@ class Engine:
             self._begin_pass(node)
         assert self._pass is not None
         parent = self._stack[-1] if self._stack else None
-        visit = Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        visit = Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr())
         for u in node.units:
             self.units[u].enter()
             self._forecast.used(u)
@@ -158,12 +154,22 @@ class Engine:
     def _begin_pass(self, node: Node) -> None:
         if self._backward is not None:
             self.abandon_backward()
+        if node.module is self.model:
+            self._check_owners()
         grad = torch.is_grad_enabled()
         self._forecast = self.forecasts.setdefault((node.index, grad), Forecast())
         self._forecast.begin()
         self._pass = Pass(grad)
         if grad:
             self._live = [*self._live[-15:], self._pass]
+
+    def _check_owners(self) -> None:
+        for name, module, key, parameter in self._owners:
+            if module._parameters.get(key) is not parameter:
+                raise ChangedParameterError(
+                    f"{name} is not the parameter that was sharded: the module was moved, or the parameter replaced, "
+                    "after zero_core.shard; do it before, or write values inside zero_core.gathered"
+                )
 
     def _end_pass(self) -> None:
         assert self._pass is not None
@@ -216,7 +222,7 @@ class Engine:
     def _ensure_backward(self) -> _Backward:
         if self._backward is None:
             self._backward = _Backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
 
     def _open(self, current: Pass, visit: Visit) -> None:
@@ -313,7 +319,7 @@ class Engine:
     def abandon_backward(self) -> None:
         """A backward raised: forget what it left half done. What it already reduced stays, as torch keeps p.grad."""
         self._backward = None
-        self._recomputing.clear()
+        self._recomputed.clear()
         if self._reduction is not None:
             self._finish_reduction()
         for unit in self.units:
@@ -328,16 +334,18 @@ class Engine:
         for unit in entered:
             unit.enter()
         self._stop_lingering()
-        sequence = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        self._recomputing.append(_Recomputation(node, sequence, entered))
+        self._recomputed.begin(node.index, torch._C._autograd._get_sequence_nr(), entered)
 
     def _end_recomputation(self, node: Node, output: Any) -> None:
-        for each in reversed(self._recomputing):
-            if each.node is node and not each.done:
-                each.done = True
-                if torch.is_grad_enabled():
-                    hook_outputs(output, each.sequence, partial(self._before_recomputed, node))
-                return
+        sequence = self._recomputed.end(node.index)
+        if sequence is not None and torch.is_grad_enabled():
+            hook_outputs(output, sequence, partial(self._before_recomputed, node))
+
+    def _stop_lingering(self, everything: bool = False) -> None:
+        for unit in self._recomputed.stop(everything):
+            if unit.users:
+                unit.leave()
+            self._let_go(unit)
 
     def _before_recomputed(self, node: Node, gradient: Tensor) -> None:
         """A gradient reached an output that reentrant checkpointing computed anew: find the visit it stands for."""
@@ -353,18 +361,6 @@ class Engine:
             if visit is not None:
                 self._open(candidate, visit)
                 return
-
-    def _stop_lingering(self, everything: bool = False) -> None:
-        kept = []
-        for each in self._recomputing:
-            if not (each.done or everything):
-                kept.append(each)
-                continue
-            for unit in each.entered:
-                if unit.users:
-                    unit.leave()
-                self._let_go(unit)
-        self._recomputing = kept
 
     # -- a parameter used outside its unit: see place.py ---------------------------------------------------------------
 

@@ -132,7 +132,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine = self.engine
         if unit.index in self._updated:
             raise GradientError(
-                f"a second backward reached unit {unit.name!r}, updated since the last step() by update_in_backward=True: "
+                f"a second backward reached unit {unit.name!r}, updated since the last step() in backward already: "
                 "accumulate in one backward, or leave update_in_backward out"
             )
         self._updated.add(unit.index)

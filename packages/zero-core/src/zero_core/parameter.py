@@ -22,6 +22,7 @@ from .errors import ChangedParameterError, GradientError, ShardedParameterError
 __all__ = ["HeldGradient", "Home", "Sharded", "home_of", "settle"]
 
 _HOME = "_zero_home"
+_T: Any = Tensor  # its attributes are descriptors with __get__ and __set__, which their annotations hide
 
 
 class Home(Protocol):
@@ -66,7 +67,7 @@ class HeldGradient(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"HeldGradient({tuple(Tensor.shape.__get__(self))})"
+        return f"HeldGradient({tuple(_T.shape.__get__(self))})"
 
 
 class _Gather(torch.autograd.Function):
@@ -218,8 +219,8 @@ _METADATA: set[Any] = _getters(
 ) | {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.ndimension),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device, Tensor.requires_grad_),
-    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad.__set__, Tensor.__len__),
-    *(Tensor.storage_offset, Tensor.is_signed, Tensor.is_inference, Tensor.type, Tensor._backward_hooks.__set__),
+    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, _T.requires_grad.__set__, Tensor.__len__),
+    *(Tensor.storage_offset, Tensor.is_signed, Tensor.is_inference, Tensor.type, _T._backward_hooks.__set__),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, Tensor.is_same_size),
     *(torch.is_tensor, Tensor.is_shared, Tensor._is_view),
 }
@@ -229,9 +230,9 @@ _METADATA -= {Tensor.type}
 _DETACHING: set[Any] = {Tensor.detach, torch.detach, Tensor.numpy, Tensor.cpu, Tensor.to}
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    Tensor.grad.__get__: _get_grad,
-    Tensor.grad.__set__: _set_grad,
-    Tensor.data.__set__: _set_data,
+    _T.grad.__get__: _get_grad,
+    _T.grad.__set__: _set_grad,
+    _T.data.__set__: _set_data,
     Tensor.data_ptr: _refuse_address,
     Tensor.untyped_storage: _refuse_address,
     Tensor.share_memory_: _refuse_address,

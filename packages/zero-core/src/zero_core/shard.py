@@ -19,10 +19,11 @@ from .layout import UnitLayout
 from .optimizer import ShardedOptimizer
 from .parameter import settle
 from .place import Place
+from .pool import Pool
 from .scaling import LossScale
 from .stages import STAGES
 from .store import NullObserver, Observer, Segment, ShardSpec, ShardStore, StoreContext
-from .unit import Pool, Unit
+from .unit import Unit
 from .wrapping import UnitPlan, plan_units, unit_modules
 
 __all__ = ["Handle", "handle", "no_sync", "shard", "units"]

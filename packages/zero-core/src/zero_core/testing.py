@@ -69,7 +69,7 @@ class RankPool:
             deadline = time.monotonic() + timeout_seconds
             while len(results) < self.size:
                 waiting = [p for r, p in enumerate(self._pipes) if r not in results]
-                ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+                ready: list[Any] = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
                 if not ready:
                     missing = sorted(set(range(self.size)) - set(results))
                     raise RankError(f"ranks {missing} of {self.size} did not finish in {timeout_seconds} s")

@@ -19,9 +19,10 @@ from .collectives import Ranks
 from .errors import ChangedParameterError
 from .layout import UnitLayout
 from .parameter import Sharded
+from .pool import Pool
 from .store import Observer, ShardStore
 
-__all__ = ["Pool", "Residency", "Unit"]
+__all__ = ["Reduction", "Residency", "Unit"]
 
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
@@ -34,38 +35,16 @@ class Residency(Enum):
     UNSHARDED = "unsharded"
 
 
-class Pool:
-    """Buffers used again and again: a large block freed on the CPU costs page faults at its next use."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self.bytes = 0
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        free = self._free.get((numel, dtype))
-        if free:
-            return free.pop()
-        self.bytes += numel * dtype.itemsize
-        with torch.inference_mode(False):
-            return torch.empty(numel, dtype=dtype, device=self._device)
-
-    def give(self, buffer: Tensor) -> None:
-        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
-
-    def clear(self) -> None:
-        for buffers in self._free.values():
-            for buffer in buffers:
-                self.bytes -= buffer.nbytes
-        self._free.clear()
+def _storage(flat: Tensor) -> Any:
+    return flat.untyped_storage()  # Any: the swap is private
 
 
 def _put_under(flat: Tensor, memory: Tensor) -> None:
     """Give `flat`, of zero bytes, the memory of a contiguous tensor of its size."""
     with torch.inference_mode(False):
         if _CAN_SWAP:
-            alias = torch._C._from_dlpack(torch._C._to_dlpack(memory.detach()))  # type: ignore[attr-defined]
-            flat.untyped_storage()._swap_data_ptr_(alias.untyped_storage())
+            alias = torch._C._from_dlpack(torch._C._to_dlpack(memory.detach()))
+            _storage(flat)._swap_data_ptr_(alias.untyped_storage())
         else:  # older torch: the same states, at the price of a copy
             flat.untyped_storage().resize_(memory.nbytes)
             flat.data.copy_(memory)
@@ -74,7 +53,7 @@ def _put_under(flat: Tensor, memory: Tensor) -> None:
 def _take_away(flat: Tensor) -> None:
     if _CAN_SWAP:
         empty = torch.UntypedStorage(0, device=flat.device)
-        flat.untyped_storage()._swap_data_ptr_(empty)
+        _storage(flat)._swap_data_ptr_(empty)
     else:
         flat.untyped_storage().resize_(0)
 
@@ -107,7 +86,7 @@ class Unit:
         self.used = [False] * len(self.parameters)  # since the last step, on this rank
         self.gradient: Tensor | None = None  # (numel,) reduce dtype: this backward's, not reduced
         self.filled: set[int] = set()
-        self.kept: Tensor | None = None  # (numel,) fp32: earlier backwards', not reduced
+        self.kept: Tensor | None = None  # (numel,) reduce dtype, fp32 once added to: earlier backwards', not reduced
         self._lent = False
         self._memory: Tensor | None = None
         self._pooled = False  # the memory is a buffer of the pool, not the store's
@@ -265,10 +244,14 @@ class Unit:
             return
         whole = self.whole_gradient()
         if self.kept is None:
-            self.kept = self.pool.take(self.layout.numel, torch.float32)
-            self.kept.copy_(whole)
-        else:
-            self.kept.add_(whole)
+            self.kept, self.gradient = whole, None  # the first keeps its dtype: nothing has been added yet
+            self.filled.clear()
+            return
+        if self.kept.dtype != torch.float32:
+            wide = self.pool.take(self.layout.numel, torch.float32).copy_(self.kept)
+            self.drop_kept()
+            self.kept = wide
+        self.kept.add_(whole)
         self.drop_gradient()
 
     def drop_gradient(self) -> None:
@@ -285,11 +268,16 @@ class Unit:
 
     def start_reduce(self) -> Reduction:
         """Begin the collective that turns the whole gradient into this rank's shard of the mean."""
-        whole = self.whole_gradient()
         if self.kept is not None:
-            self.kept.add_(whole)
-            whole.copy_(self.kept)
-            self.drop_kept()
+            if self.gradient is not None:
+                self.keep_gradient()
+            if self.kept.dtype != self.reduce_dtype:
+                self.gradient = self._gradient_memory().copy_(self.kept)
+                self.drop_kept()
+            else:
+                self.gradient, self.kept = self.kept, None
+            self.filled = set(range(len(self.parameters)))
+        whole = self.whole_gradient()
         self.gradient = None
         self.filled.clear()
         return Reduction(self, whole, self._lent)

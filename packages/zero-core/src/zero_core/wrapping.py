@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .tiling import TiledLinear
+
 __all__ = ["UnitPlan", "plan_units", "unit_modules"]
 
 _APART = 0.01  # an embedding or a head with this share of the model's elements is a unit of its own
@@ -38,9 +40,11 @@ def unit_modules(model: nn.Module, classes: Sequence[type[nn.Module]] | None = N
                 continue
             if classes is not None:
                 if isinstance(child, tuple(classes)):
+                    found.update(_tiles(path, child))
                     found[path] = child
                     continue
             elif isinstance(module, nn.ModuleList) and _callable(child) and _has_parameters(child):
+                found.update(_tiles(path, child))
                 found[path] = child
                 continue
             descend(path, child)
@@ -50,6 +54,16 @@ def unit_modules(model: nn.Module, classes: Sequence[type[nn.Module]] | None = N
         found.update(_large_leaves(model, found))
     found[""] = model
     return found
+
+
+def _tiles(prefix: str, unit: nn.Module) -> dict[str, nn.Module]:
+    """The tiles of tiled linears inside a unit, units of their own: unlike experts they run on every rank."""
+    return {
+        ".".join(filter(None, (prefix, name, "tiles", str(index)))): tile
+        for name, module in unit.named_modules()
+        if isinstance(module, TiledLinear)
+        for index, tile in enumerate(module.tiles)
+    }
 
 
 def _callable(module: nn.Module) -> bool:
@@ -81,7 +95,7 @@ def plan_units(
     owner: dict[int, str] = {}  # id(module) -> nearest enclosing unit module
     for path, module in modules.items():
         for inner in module.modules():
-            # found modules do not nest but for the root, which comes last and takes what is left
+            # found modules nest only where the outer comes later and takes what is left: the root, blocks of tiles
             owner.setdefault(id(inner), path)
     skipped = {id(p) for p in ignored}
     homes: dict[int, list[str]] = {}  # id(parameter) -> unit modules that hold it

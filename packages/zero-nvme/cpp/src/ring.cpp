@@ -6,11 +6,18 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 namespace zero_nvme {
+namespace {
+
+constexpr unsigned kExclusive = uring::kSetupDisabled | uring::kSetupSingleIssuer | uring::kSetupDeferTaskrun;
+
+}  // namespace
 
 Mapping::Mapping(int fd, std::size_t nbytes, std::uint64_t offset) : nbytes_(nbytes) {
   address_ = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, static_cast<off_t>(offset));
@@ -38,9 +45,14 @@ int Ring::setup(unsigned entries, unsigned flags) noexcept {
 
 Ring::Ring(unsigned entries) {
   // Completions without interrupting the thread (6.1), or plain (5.6).
-  int fd = setup(entries, uring::kSetupDisabled | uring::kSetupSingleIssuer | uring::kSetupDeferTaskrun);
-  disabled_ = fd >= 0;
-  if (fd == -EINVAL) fd = setup(entries, 0);
+  int fd = setup(entries, kExclusive);
+  disabled_ = fd != -EINVAL;
+  if (!disabled_) fd = setup(entries, 0);
+  // A ring just closed gives its locked memory back a little later.
+  for (int tries = 0; fd == -ENOMEM && tries < 20; ++tries) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    fd = setup(entries, disabled_ ? kExclusive : 0);
+  }
   if (fd < 0) throw std::system_error(-fd, std::generic_category(), "io_uring_setup");
   fd_ = fd;
   try {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401  registers its exit handler first, so that it runs after the one below
 import errno
 import os
 import threading
@@ -23,8 +24,9 @@ _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 class Engine:
     """Owns the descriptors in `paths`, and the threads that move bytes to and from them.
 
-    `pattern`: one period of the striping, indices of paths. `durable`: at interpreter exit, what is queued is written
-    and not dropped.
+    `pattern`: one period of the striping, indices of paths. `finish`: called by close() when all is settled, before the
+    descriptors go; and at interpreter exit what is queued is then moved, not dropped. Raises OSError naming the call
+    that the kernel refused.
     """
 
     def __init__(
@@ -35,13 +37,13 @@ class Engine:
         *,
         backend: str,
         pattern: Sequence[int] = (0,),
-        durable: bool = False,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.paths = tuple(paths)
         self.backend = backend
         self.options = options
-        self.durable = durable
+        self.finish = finish
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
@@ -103,7 +105,7 @@ class Engine:
             self._registered["bytes"] += memory.nbytes
             self._registered["reason"] = ""
         else:
-            self._registered["reason"] = f"io_uring_register: {os.strerror(-error)}"
+            self._registered["reason"] = f"io_uring_register: {errno.errorcode.get(-error, error)}"
         return error == 0
 
     def statistics(self) -> list[dict[str, Any]]:
@@ -117,7 +119,7 @@ class Engine:
     def closed(self) -> bool:
         return self._closed
 
-    def close(self, before_descriptors: Callable[[], None] | None = None) -> None:
+    def close(self) -> None:
         """Waits for what was submitted, stops the threads, closes the descriptors. Twice is fine; in a child too."""
         if os.getpid() != self._process:
             return
@@ -129,8 +131,8 @@ class Engine:
             self._final_stats = self._store.statistics()
             self._store.close()
             try:
-                if before_descriptors is not None:
-                    before_descriptors()
+                if self.finish is not None:
+                    self.finish()
             finally:
                 for path in self.paths:
                     os.close(path.fd)
@@ -176,7 +178,7 @@ def _at_exit() -> None:
     for engine in list(_live):
         if engine.closed or os.getpid() != engine._process:
             continue
-        if not engine.durable:
+        if engine.finish is None:
             engine._store.cancel()
         engine.close()
 
@@ -186,5 +188,6 @@ def _after_fork() -> None:
         engine.abandon()
 
 
-atexit.register(_at_exit)
+# Before atexit's own: by then Python's executors, which aiofiles needs, refuse to work.
+getattr(threading, "_register_atexit", atexit.register)(_at_exit)
 os.register_at_fork(after_in_child=_after_fork)

@@ -63,3 +63,9 @@ def describe(error: OSError) -> str:
     """`io_uring_setup: EPERM`: the call that failed and errno's name."""
     call = str(error.strerror or error).split(":")[0]
     return f"{call}: {errno.errorcode.get(error.errno or 0, error.errno)}"
+
+
+def unavailable(what: str, error: OSError) -> BackendUnavailable:
+    """For a backend that worked when it was probed, and does not any more."""
+    code = error.errno or errno.EIO
+    return BackendUnavailable(code, f"{what}: {describe(error)}; name another backend, or lower depth")

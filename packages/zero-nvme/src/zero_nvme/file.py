@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
 from zero_nvme import probe, stats
 from zero_nvme.buffers import as_memory
 from zero_nvme.engine import Engine
-from zero_nvme.errors import NvmeError
-from zero_nvme.filesystem import DEFAULT_ALIGNMENT, open_path, preallocate
+from zero_nvme.errors import NvmeError, unavailable
+from zero_nvme.filesystem import DEFAULT_ALIGNMENT, open_path, preallocate, size_of
 from zero_nvme.options import Options
 from zero_nvme.ticket import Ticket
 
@@ -25,7 +27,9 @@ _FLAGS = {
 
 
 class File:
-    """`mode`: `r` reads; `r+` also writes; `w` creates or empties, reads and writes; `x` creates what must not exist.
+    """A file, or a block device.
+
+    `mode`: `r` reads; `r+` also writes; `w` creates or empties, reads and writes; `x` creates what must not exist.
 
     Written bytes are on the device once sync() has returned, and survive kill -9 and a power cut from then on. A
     process killed before that may leave up to one page of zeros behind the last byte written.
@@ -53,29 +57,30 @@ class File:
         self._folder = os.path.dirname(os.path.abspath(self.name))
         if not mode.startswith(("w", "x")) and not os.path.exists(self.name):
             raise NvmeError(errno.ENOENT, f"{self.name} does not exist; mode 'w' creates it", path=self.name)
-        choice = probe.choose([self._folder], asked)
+        if mode == "r" or stat.S_ISBLK(_mode_of(self.name)):
+            choice = probe.choose([self.name], asked, reading=True)
+        else:
+            choice = probe.choose([self._folder], asked)
         self.backend, self.reason, self.direct = choice.backend, choice.reason, choice.direct
         self.options = replace(asked, backend=choice.backend, direct=choice.direct)
         opened = open_path(self.name, _FLAGS[mode], 0o666, direct=self.direct, label=self.name)
         self.alignment = max(DEFAULT_ALIGNMENT, opened.alignment)
+        self._end = _End(self.name, opened.fd, writable=mode != "r")
         try:
-            self._end = os.fstat(opened.fd).st_size
-            name = f"File({self.name})"
-            self._engine = Engine(name, [opened], self.options, backend=self.backend, durable=True)
-        except BaseException:
+            self._engine = Engine(
+                f"File({self.name})", [opened], self.options, backend=self.backend, finish=self._end.trim
+            )
+        except OSError as error:
             os.close(opened.fd)
-            raise
-        self._lock = threading.Lock()
+            raise unavailable(self.name, error) from None
         if mode in ("w", "x"):
             _sync_folder(self._folder)
 
     @property
     def size(self) -> int:
         """Bytes up to the last one written, writes in flight included."""
-        if self.mode == "r":
-            self._usable()
-            return os.fstat(self._engine.paths[0].fd).st_size
-        return self._end
+        self._usable()
+        return self._end.bytes if self.mode != "r" else size_of(self._engine.paths[0].fd)
 
     def read(self, buffer: Any, offset: int = 0) -> Ticket:
         """Starts reading bytes [offset, offset + size of buffer) of the file.
@@ -105,8 +110,7 @@ class File:
             raise ValueError(f"{self.name} was opened with mode 'r'; open it with 'r+' to write")
         memory = as_memory(buffer, writable=False)
         _check_offset(offset)
-        with self._lock:
-            self._end = max(self._end, offset + memory.nbytes)
+        self._end.raise_to(offset + memory.nbytes)
         return self._engine.submit(True, offset, memory)
 
     def reserve(self, nbytes: int) -> None:
@@ -123,18 +127,9 @@ class File:
         Errors of single requests are their tickets' to raise.
         """
         self._engine.drain()
-        self._finish(sync=True)
-
-    def _finish(self, *, sync: bool) -> None:
-        fd = self._engine.paths[0].fd
-        try:
-            if self.mode != "r" and os.fstat(fd).st_size > self._end:
-                os.ftruncate(fd, self._end)  # what direct I/O padded, what reserve() allocated
-            if sync and self.mode != "r":
-                os.fsync(fd)
-        except OSError as error:
-            code = error.errno or errno.EIO
-            raise NvmeError(code, f"sync {self.name}: {os.strerror(code)}", path=self.name) from None
+        self._end.trim()
+        if self.mode != "r":
+            _checked(self.name, os.fsync, self._engine.paths[0].fd)
 
     def register(self, buffer: Any) -> bool:
         """As Slab.register."""
@@ -159,7 +154,7 @@ class File:
 
     def close(self) -> None:
         """Waits for what is in flight and closes. Does not sync. Twice is fine."""
-        self._engine.close(lambda: self._finish(sync=False))
+        self._engine.close()
 
     def _usable(self) -> None:
         self._engine.check_process()
@@ -176,9 +171,41 @@ class File:
         return f"<{self._engine.name}, mode {self.mode}, {self.backend}{', closed' if self.closed else ''}>"
 
 
+class _End:
+    """The logical end of an open file. The engine trims the file to it when it closes, at interpreter exit too."""
+
+    def __init__(self, name: str, fd: int, *, writable: bool) -> None:
+        self.bytes = size_of(fd)
+        self._name = name
+        self._fd = fd
+        self._trimmed = writable and stat.S_ISREG(os.fstat(fd).st_mode)
+        self._lock = threading.Lock()
+
+    def raise_to(self, end: int) -> None:
+        with self._lock:
+            self.bytes = max(self.bytes, end)
+
+    def trim(self) -> None:
+        """Cuts off what direct I/O padded and what reserve() allocated in vain."""
+        if self._trimmed and os.fstat(self._fd).st_size > self.bytes:
+            _checked(self._name, os.ftruncate, self._fd, self.bytes)
+
+
+def _checked(name: str, call: Callable[..., object], *arguments: int) -> None:
+    try:
+        call(*arguments)
+    except OSError as error:
+        code = error.errno or errno.EIO
+        raise NvmeError(code, f"{call.__name__} {name}: {os.strerror(code)}", path=name) from None
+
+
 def _check_offset(offset: int) -> None:
     if offset < 0:
         raise ValueError(f"offset={offset} cannot be negative")
+
+
+def _mode_of(name: str) -> int:
+    return os.stat(name).st_mode if os.path.exists(name) else 0
 
 
 def _sync_folder(folder: str) -> None:

@@ -124,6 +124,14 @@ def _cannot_create(error: OSError, folder: str) -> NvmeError:
     return NvmeError(code, f"cannot create a file in {folder}: {os.strerror(code)}", path=folder)
 
 
+def size_of(fd: int) -> int:
+    """Bytes of a file or of a block device."""
+    try:
+        return os.lseek(fd, 0, os.SEEK_END)
+    except OSError:
+        return os.fstat(fd).st_size  # files of the kernel have no end
+
+
 def free_bytes(fd: int) -> int:
     """Bytes that this process may still allocate on the file's filesystem."""
     facts = os.fstatvfs(fd)

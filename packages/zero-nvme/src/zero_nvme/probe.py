@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from zero_nvme.buffers import as_memory, empty
 from zero_nvme.engine import Engine
 from zero_nvme.errors import BackendUnavailable, NvmeError, describe
-from zero_nvme.filesystem import OpenPath, open_nameless
+from zero_nvme.filesystem import OpenPath, open_nameless, open_path, size_of
 from zero_nvme.options import BACKENDS, Options
 from zero_nvme.ticket import wait_all
 
@@ -24,9 +24,10 @@ class Choice:
     reason: str
 
 
-def choose(folders: Sequence[str], options: Options) -> Choice:
+def choose(targets: Sequence[str], options: Options, *, reading: bool = False) -> Choice:
     """The first backend that writes and reads back a block in each folder, with O_DIRECT if at all possible.
 
+    `reading`: the targets are files, of which the first block is read and nothing is written.
     `reason` names what failed before it (`io_uring_setup: EPERM`), or says what was tried.
     Raises BackendUnavailable when the named backend, O_DIRECT if it was demanded, or all fail; NvmeError when no file
     can be created in a folder or it is full.
@@ -36,10 +37,11 @@ def choose(folders: Sequence[str], options: Options) -> Choice:
         for backend in BACKENDS if options.backend == "auto" else (options.backend,):
             if direct and backend == "aiofiles":
                 continue  # it has no way to align
-            failure = attempt(folders, replace(options, backend=backend, direct=direct))
+            failure = attempt(targets, replace(options, backend=backend, direct=direct), reading=reading)
             if failure is None:
                 how = "with O_DIRECT" if direct else "through the page cache"
-                tried = f"{backend} wrote and read {PROBE_BYTES >> 10} KiB back {how}"
+                did = "read the first block" if reading else f"wrote {PROBE_BYTES >> 10} KiB and read them back"
+                tried = f"{backend} {did} {how}"
                 return Choice(backend, direct, "; ".join(dict.fromkeys(failures)) or tried)
             failures.append(failure)
             if failure.startswith("open O_DIRECT"):
@@ -48,19 +50,19 @@ def choose(folders: Sequence[str], options: Options) -> Choice:
         failures.append("aiofiles cannot do O_DIRECT; leave direct out")
     raise BackendUnavailable(
         errno.EOPNOTSUPP,
-        f"backend={options.backend} does not work on {', '.join(folders)}: {'; '.join(dict.fromkeys(failures))}; "
+        f"backend={options.backend} does not work on {', '.join(targets)}: {'; '.join(dict.fromkeys(failures))}; "
         "leave backend and direct out to take what works",
-        path=folders[0],
+        path=targets[0],
     )
 
 
-def attempt(folders: Sequence[str], options: Options) -> str | None:
-    """None if the backend in `options` moved a block to and from each folder, else why not, in a few words."""
+def attempt(targets: Sequence[str], options: Options, *, reading: bool = False) -> str | None:
+    """None if the backend in `options` moved a block for each target, else why not, in a few words."""
     paths: list[OpenPath] = []
     direct = bool(options.direct)
     try:
-        for folder in folders:
-            paths.append(open_nameless(folder, direct=direct))
+        for target in targets:
+            paths.append(_open(target, direct=direct, reading=reading))
     except NvmeError as error:
         _close(paths)
         if direct and error.errno == errno.EINVAL:
@@ -73,9 +75,24 @@ def attempt(folders: Sequence[str], options: Options) -> str | None:
         _close(paths)
         return describe(error)
     try:
-        return _round_trip(engine, len(paths) * PROBE_BYTES)
+        return _read_first(engine) if reading else _round_trip(engine, len(paths) * PROBE_BYTES)
     finally:
         engine.close()
+
+
+def _open(target: str, *, direct: bool, reading: bool) -> OpenPath:
+    if reading:
+        return open_path(target, os.O_RDONLY, 0, direct=direct, label=target)
+    return open_nameless(target, direct=direct)
+
+
+def _read_first(engine: Engine) -> str | None:
+    nbytes = min(PROBE_BYTES, size_of(engine.paths[0].fd))
+    try:
+        engine.submit(False, 0, as_memory(empty(nbytes), writable=True)).wait()
+    except NvmeError as error:
+        return f"{engine.backend}: {errno.errorcode.get(error.errno or 0, error.errno)} on the first block"
+    return None
 
 
 def _round_trip(engine: Engine, nbytes: int) -> str | None:

@@ -14,7 +14,7 @@ from zero_nvme import probe, stats, striping
 from zero_nvme.buffers import as_memory, empty
 from zero_nvme.checksums import Checksums
 from zero_nvme.engine import Engine
-from zero_nvme.errors import NvmeError
+from zero_nvme.errors import NvmeError, unavailable
 from zero_nvme.extents import Allocator, Extent
 from zero_nvme.filesystem import DEFAULT_ALIGNMENT, IN_MEMORY, OpenPath, filesystem_name, open_nameless, preallocate
 from zero_nvme.options import Options
@@ -91,10 +91,10 @@ class Slab:
                 opened.append(open_nameless(folder, direct=self.direct))
             name = f"Slab({', '.join(folders)})"
             return Engine(name, opened, self.options, backend=self.backend, pattern=self.pattern)
-        except BaseException:
+        except OSError as error:
             for path in opened:
                 os.close(path.fd)
-            raise
+            raise error if isinstance(error, NvmeError) else unavailable(f"Slab on {folders[0]}", error) from None
 
     # -- space
 

@@ -185,35 +185,34 @@ def offload_activations(
     has one.
     """
     behind = handle(model)
-    modules = {node.units: (node.name, node.module) for node in behind.engine.nodes if node.module is not model}
     names = [unit.name for unit in behind.units]
-    wanted = _resolve(policy, names, {behind.units[u].name: m for us, (_, m) in modules.items() for u in us})
-    by_module: dict[str, tuple[nn.Module, str]] = {}
-    for members, (name, module) in modules.items():
-        found = {wanted[names[u]] for u in members} - {"keep"}
-        if len(found) > 1:
-            raise ActivationError(f"{name or 'the root'} opens units with different policies: {sorted(found)}")
-        if found:
-            by_module[name] = (module, found.pop())
-    covered = {names[u] for members in modules for u in members}
-    for name, chosen in wanted.items():
-        if chosen != "keep" and name not in covered and not isinstance(policy, (str, Plan)):
+    nodes = [node for node in behind.engine.nodes if node.module is not model]
+    blocks = {names[u] for node in nodes if next(node.module.children(), None) is not None for u in node.units}
+    wanted = _resolve(policy, names, blocks)
+    if not isinstance(policy, (str, Plan)):
+        opened = {names[u] for node in nodes for u in node.units}
+        for name in (name for name, chosen in wanted.items() if chosen != "keep" and name not in opened):
             raise ActivationError(f"unit {name} is what is left of the model and contains the others; it can only keep")
-    _refuse_own_checkpointing(by_module)
-    spills, nvme = _spills({chosen for _, chosen in by_module.values()}, store, slots, piece_bytes)
-    placed = {name: by_module[name][1] if name in by_module else "keep" for name in [n for n, _ in modules.values()]}
-    made = Activations(placed, spills, nvme)
-    for name, (module, chosen) in by_module.items():
-        made._wrap(name, module, chosen)
+    chosen: dict[str, tuple[nn.Module, str]] = {}
+    for node in nodes:
+        found = {wanted[names[u]] for u in node.units}
+        if len(found) > 1:
+            raise ActivationError(f"{node.name} opens units with different policies: {', '.join(sorted(found))}")
+        chosen[node.name] = (node.module, found.pop() if found else "keep")
+    _refuse_own_checkpointing(chosen)
+    spills, nvme = _spills({each for _, each in chosen.values()}, store, slots, piece_bytes)
+    made = Activations({name: each for name, (_, each) in chosen.items()}, spills, nvme)
+    for name, (module, each) in chosen.items():
+        if each != "keep":
+            made._wrap(name, module, each)
     return made
 
 
-def _resolve(policy: Policy, names: Sequence[str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
+def _resolve(policy: Policy, names: Sequence[str], blocks: set[str]) -> dict[str, str]:
     """The policy of each unit, by name."""
     if isinstance(policy, Plan):
         policy = policy.activations
     if isinstance(policy, str):
-        blocks = {name for name, module in modules.items() if next(module.children(), None) is not None}
         found = {name: policy if name in blocks else "keep" for name in names}
     elif isinstance(policy, Mapping):
         for pattern in policy:
@@ -230,11 +229,11 @@ def _resolve(policy: Policy, names: Sequence[str], modules: Mapping[str, nn.Modu
     return found
 
 
-def _refuse_own_checkpointing(by_module: Mapping[str, tuple[nn.Module, str]]) -> None:
-    for name, (module, chosen) in by_module.items():
-        if getattr(module, "gradient_checkpointing", False):
+def _refuse_own_checkpointing(chosen: Mapping[str, tuple[nn.Module, str]]) -> None:
+    for name, (module, policy) in chosen.items():
+        if policy != "keep" and getattr(module, "gradient_checkpointing", False):
             raise ActivationError(
-                f"{name} checkpoints itself, which would hide it from {chosen!r}; "
+                f"{name} checkpoints itself, which would hide it from {policy!r}; "
                 "call model.gradient_checkpointing_disable() and let the policy recompute"
             )
 

@@ -20,7 +20,7 @@ from .sizes import ModelSizes
 __all__ = ["choose", "choose_activations"]
 
 DEMOTED = ("optimizer", "gradients", "parameters")
-KEEP_SHARE = 0.3  # of the device's room, for activations that are kept rather than recomputed
+KEEP_SHARE = 0.3  # of the room that one unit's compute leaves on the device, for activations that are kept
 CHECKPOINT_SHARE = 0.2  # of a tier's room, for checkpoints
 MOST_PASSES = 64  # each moves a tile or ends; a handful is what happens
 
@@ -90,29 +90,37 @@ def choose_activations(
     "auto" is the first that fits of: all kept; the last units kept and the rest recomputed; recomputed from checkpoints
     on host; from checkpoints on nvme.
     """
-    count = len(sizes.units)
     if wanted != "auto":
-        return _given_activations(wanted, count)
+        return _given_activations(wanted, sizes)
+    count = sizes.blocks
     if room is None or not tokens or not sizes.saved_bytes_per_token:
-        return ("keep",) * count
+        return _of_blocks(sizes, ("keep",) * count)
+
     device = room.host if room.shared else room.device
-    if activation_bytes(sizes, ("keep",) * count, tokens)["device"] <= KEEP_SHARE * device:
-        return ("keep",) * count
-    checkpoints = activation_bytes(sizes, ("recompute",) * count, tokens)["device"]
-    if checkpoints <= CHECKPOINT_SHARE * device or (room.shared and not room.nvme):
-        per_unit = max(1, (sizes.saved_bytes_per_token - sizes.checkpoint_bytes_per_token) * tokens)
-        kept = min(count, max(0, int((KEEP_SHARE * device - checkpoints) // per_unit)))
-        return ("recompute",) * (count - kept) + ("keep",) * kept
-    below = activation_bytes(sizes, ("host",) * count, tokens)["host"]
-    on_host = not room.shared and (below <= CHECKPOINT_SHARE * room.host or not room.nvme)
-    return (TIERS[1] if on_host else TIERS[2],) * count
+    # Whatever the policy, one unit is computed with and the output is there.
+    free = device - activation_bytes(sizes, ("host",) * len(sizes.units), tokens)["device"]
+    saved, checkpoint = sizes.saved_bytes_per_token * tokens, sizes.checkpoint_bytes_per_token * tokens
+    if count * saved <= KEEP_SHARE * free:
+        return _of_blocks(sizes, ("keep",) * count)
+    if count * checkpoint <= CHECKPOINT_SHARE * free or (room.shared and not room.nvme):
+        kept = min(count, max(0, int((KEEP_SHARE * free - count * checkpoint) // max(1, saved - checkpoint))))
+        return _of_blocks(sizes, ("recompute",) * (count - kept) + ("keep",) * kept)
+    on_host = not room.shared and (count * checkpoint <= CHECKPOINT_SHARE * room.host or not room.nvme)
+    return _of_blocks(sizes, (TIERS[1] if on_host else TIERS[2],) * count)
 
 
-def _given_activations(wanted: str | Sequence[str], count: int) -> tuple[str, ...]:
-    policies = (wanted,) * count if isinstance(wanted, str) else tuple(wanted)
-    for policy in policies:
+def _of_blocks(sizes: ModelSizes, policies: Sequence[str]) -> tuple[str, ...]:
+    """One policy a unit, from one a block; the other units keep."""
+    following = iter(policies)
+    return tuple(next(following) if unit.is_block else "keep" for unit in sizes.units)
+
+
+def _given_activations(wanted: str | Sequence[str], sizes: ModelSizes) -> tuple[str, ...]:
+    for policy in (wanted,) if isinstance(wanted, str) else wanted:
         if policy not in POLICIES:
             raise ValueError(f"activations={policy!r} is no policy; policies are auto, {', '.join(POLICIES)}")
-    if len(policies) != count:
-        raise ValueError(f"{len(policies)} activation policies for {count} units; give one, or one a unit")
-    return policies
+    if isinstance(wanted, str):
+        return _of_blocks(sizes, (wanted,) * sizes.blocks)
+    if len(wanted) != len(sizes.units):
+        raise ValueError(f"{len(wanted)} activation policies for {len(sizes.units)} units; give one, or one a unit")
+    return tuple(wanted)

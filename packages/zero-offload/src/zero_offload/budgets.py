@@ -11,6 +11,7 @@ Where a rank computes on the CPU and has all shards, a unit's slot becomes its s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -96,14 +97,16 @@ class Buffers:
 
 
 def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) -> dict[str, int]:
-    """Bytes by tier of what forward keeps for backward, and of the one unit whose backward runs."""
-    kept = sum(policy == "keep" for policy in policies)
-    found = {tier: sizes.checkpoint_bytes_per_token * tokens * sum(p == tier for p in policies) for tier in TIERS[1:]}
-    checkpoints = sum(policy == "recompute" for policy in policies)
-    working = sizes.working_bytes_per_token if kept < len(policies) else 0
+    """Bytes by tier of what forward keeps for backward, and of the one unit whose backward runs.
+
+    `policies`: one a unit; only those of blocks count. `tokens`: of one micro-batch.
+    """
+    chosen = Counter(policy for unit, policy in zip(sizes.units, policies, strict=True) if unit.is_block)
+    found = {tier: sizes.checkpoint_bytes_per_token * tokens * chosen[tier] for tier in TIERS[1:]}
+    working = sizes.working_bytes_per_token if chosen["keep"] < chosen.total() else 0
     found["device"] = tokens * (
-        kept * sizes.saved_bytes_per_token
-        + checkpoints * sizes.checkpoint_bytes_per_token
+        chosen["keep"] * sizes.saved_bytes_per_token
+        + chosen["recompute"] * sizes.checkpoint_bytes_per_token
         + working
         + sizes.output_bytes_per_token
     )

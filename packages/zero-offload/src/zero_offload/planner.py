@@ -67,14 +67,19 @@ class Plan:
         return sum(self.bytes_of(tier, kind) for kind in (*KINDS, "activations"))
 
     @property
+    def activation_bytes_per_step(self) -> int:
+        """Bytes of checkpoints that one step writes to nvme and reads again: an estimate from the model's facts."""
+        return self.bytes_of("nvme", "activations") * self.shape.accumulate
+
+    @property
     def read_bytes_per_step(self) -> int:
-        """Bytes this rank reads from nvme in one step, activations apart."""
-        return self.account.read_bytes
+        """Bytes this rank reads from nvme in one step, at most: what is still in a slot is not read."""
+        return self.account.read_bytes + self.activation_bytes_per_step
 
     @property
     def write_bytes_per_step(self) -> int:
-        """Bytes this rank writes to nvme in one step, activations apart."""
-        return self.account.write_bytes
+        """Bytes this rank writes to nvme in one step. Exact, but for activations."""
+        return self.account.write_bytes + self.activation_bytes_per_step
 
     @property
     def setup_write_bytes(self) -> int:
@@ -212,6 +217,7 @@ def plan(
                 tokens=tokens,
                 recomputed=_recomputed(trial.sizes, trial.policies),
                 slot_fraction=_slot_fraction(placed, counted),
+                spilled=buffers.activations,
             )
     return Plan(placements, trial.policies, shape, placed, counted, buffers, budgets, hardware, prediction, tokens)
 

@@ -34,7 +34,7 @@ class Prediction:
     compute_seconds: float
     update_seconds: float
     exposed_seconds: float  # step less compute: what overlap does not hide, the CPU's update included
-    hides_from_tokens: int | None  # tokens of one rank's step; None: no number of tokens hides it, or nothing to hide
+    hides_from_tokens: int | None  # tokens of one rank's step; None: no compute to hide behind. Activations apart
     busy: Mapping[str, float]
 
 
@@ -58,14 +58,16 @@ def predict(
     tokens: int,
     recomputed: float = 0.0,
     slot_fraction: float = 0.0,
+    spilled: Mapping[str, int] | None = None,
 ) -> Prediction | None:
     """Predict one step of `tokens` per rank. None where the hardware lacks a figure that this account needs.
 
     `recomputed`: share of the compute that backward does again. `slot_fraction`: share of the state bytes on nvme that
-    the slots hold at once.
+    the slots hold at once. `spilled`: bytes of checkpoints by tier, of one micro-batch.
     """
+    spilled = spilled or {}
     rates = _rates(account, shape, hardware)
-    if rates is None:
+    if rates is None or nvme_seconds(hardware, spilled.get("nvme", 0), 0) is None:
         return None
     token_flop = sizes.compute_numel / rates.flops  # seconds per FLOP-per-parameter and token
     micro = tokens / shape.accumulate
@@ -74,7 +76,7 @@ def predict(
     compute = (forward + backward) * shape.accumulate
     on_host = account.updated.get("host", 0) / rates.host_update
     update = on_host + account.updated.get("device", 0) / rates.device_update
-    windows = _windows(sizes, shape, account, hardware, rates, slot_fraction)
+    windows = _windows(sizes, shape, account, hardware, rates, slot_fraction, spilled)
     arithmetic = update if hardware.shares_host else update - on_host  # takes turns with compute
     behind = 0.0 if hardware.shares_host else on_host  # runs beside it
     first = max(forward + arithmetic, behind, *windows["first"].values())
@@ -89,7 +91,13 @@ def predict(
         compute_seconds=compute,
         update_seconds=update,
         exposed_seconds=step - compute,
-        hides_from_tokens=_hides_from(windows, behind, token_flop, recomputed, shape.accumulate),
+        hides_from_tokens=_hides_from(
+            _windows(sizes, shape, account, hardware, rates, slot_fraction, {}),
+            behind,
+            token_flop,
+            recomputed,
+            shape.accumulate,
+        ),
         busy={
             "compute": compute,
             "update": update,
@@ -133,7 +141,13 @@ def _rates(account: Account, shape: Shape, hardware: Hardware) -> _Rates | None:
 
 
 def _windows(
-    sizes: ModelSizes, shape: Shape, account: Account, hardware: Hardware, rates: _Rates, slot_fraction: float
+    sizes: ModelSizes,
+    shape: Shape,
+    account: Account,
+    hardware: Hardware,
+    rates: _Rates,
+    slot_fraction: float,
+    spilled: Mapping[str, int],
 ) -> dict[str, dict[str, float]]:
     """Seconds of each resource in the first forward, a later forward and a backward, and what slips to backward."""
     moved, accumulate = account.moved, shape.accumulate
@@ -144,20 +158,21 @@ def _windows(
     gather = sizes.numel * itemsize * others / rates.network
     states = nvme_seconds(hardware, moved["optimizer_read"], moved["optimizer_write"] + moved["parameters_write"]) or 0
     update_gradients = nvme_seconds(hardware, moved["gradients_read"], 0) or 0
-    slips = min(1.0, slot_fraction)
-    stream = nvme_seconds(hardware, moved["forward_read"] / accumulate, 0) or 0
+    slips, narrow = min(1.0, slot_fraction), shape.reduce_dtype.itemsize / GRADIENT_BYTES
+    aside, away = spilled.get("nvme", 0), (spilled.get("nvme", 0) + spilled.get("host", 0)) / rates.link
+    stream = nvme_seconds(hardware, moved["forward_read"] / accumulate, aside) or 0
     gradient_io = nvme_seconds(
         hardware,
-        (moved["backward_read"] + moved["accumulate_read"]) / accumulate,
+        (moved["backward_read"] + moved["accumulate_read"]) / accumulate + aside,
         moved["gradients_write"] / accumulate,
     )
-    forward = {"nvme": stream, "link": below / rates.link, "network": gather}
+    forward = {"nvme": stream, "link": max(below / rates.link, away), "network": gather}
     return {
         "first": {**forward, "nvme": stream + (1 - slips) * states + update_gradients},
         "forward": forward,
         "backward": {
             "nvme": gradient_io or 0.0,
-            "link": max(below, gradients_below * shape.reduce_dtype.itemsize / GRADIENT_BYTES) / rates.link,
+            "link": max(below / rates.link + away, gradients_below * narrow / rates.link),  # full duplex
             "network": 2 * gather,
         },
         "slipped": {"nvme": slips * states, "link": 0.0, "network": 0.0},

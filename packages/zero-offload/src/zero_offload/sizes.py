@@ -37,11 +37,14 @@ class UnitSizes:
     name: str
     parameters: tuple[ParameterSizes, ...]
     matmul_numel: int | None = None  # elements every token is multiplied with; None: all. An embedding has 0.
+    is_block: bool = True  # has activations worth a policy; embeddings, heads and what is left over keep theirs
 
     @classmethod
-    def whole(cls, name: str, numel: int, *, trained: bool = True, matmul_numel: int | None = None) -> UnitSizes:
+    def whole(
+        cls, name: str, numel: int, *, trained: bool = True, matmul_numel: int | None = None, is_block: bool = True
+    ) -> UnitSizes:
         """A unit of which nothing but the number of elements is known."""
-        return cls(name, (ParameterSizes(name, numel, trained),), matmul_numel)
+        return cls(name, (ParameterSizes(name, numel, trained),), matmul_numel, is_block)
 
     @cached_property
     def numel(self) -> int:
@@ -87,6 +90,11 @@ class ModelSizes:
         return sum(unit.compute_numel for unit in self.units)
 
     @cached_property
+    def blocks(self) -> int:
+        """Units with activations worth a policy."""
+        return sum(unit.is_block for unit in self.units)
+
+    @cached_property
     def largest_unit_numel(self) -> int:
         return max((unit.numel for unit in self.units), default=0)
 
@@ -120,9 +128,10 @@ class ModelSizes:
         pieces = 1 if tiles == 1 else math.ceil(vocabulary * tiles / layer)
         piece = math.ceil(vocabulary / max(1, pieces))
         embedding = [
-            UnitSizes.whole(f"embedding.{i}", piece, matmul_numel=0) for i in range(pieces if vocab_size else 0)
+            UnitSizes.whole(f"embedding.{i}", piece, matmul_numel=0, is_block=False)
+            for i in range(pieces if vocab_size else 0)
         ]
-        head = [UnitSizes.whole(f"head.{i}", piece) for i in range(len(embedding))]
+        head = [UnitSizes.whole(f"head.{i}", piece, is_block=False) for i in range(len(embedding))]
         scores = 5 * heads * sequence_length if heads else 0
         return cls(
             units=tuple(embedding + block + head),
@@ -134,16 +143,20 @@ class ModelSizes:
 
     @classmethod
     def of(
-        cls, model: nn.Module | ModelSizes | Sequence[int], classes: Sequence[type[nn.Module]] | None = None
+        cls,
+        model: nn.Module | ModelSizes | Sequence[int],
+        classes: Sequence[type[nn.Module]] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> ModelSizes:
         """Read a module (on any device, meta and deferred ones too) or a sequence of elements per unit.
 
         `classes` form units, as `zero_core.shard(units=...)` has them. A parameter that requires no gradient is frozen.
+        `dtype`: of activations, None: 16 bits. Their size is an estimate, from ``model.config`` where there is one.
         """
         if isinstance(model, ModelSizes):
             return model
         if isinstance(model, nn.Module):
-            return _of_module(model, classes)
+            return _of_module(model, classes, dtype)
         units = tuple(UnitSizes.whole(f"unit.{i}", int(numel)) for i, numel in enumerate(model))
         for unit in units:
             if unit.numel < 0:
@@ -151,14 +164,17 @@ class ModelSizes:
         return cls(units)
 
 
-def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None) -> ModelSizes:
+def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtype: torch.dtype | None) -> ModelSizes:
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}  # a tied embedding is multiplied too
     units = []
     for unit in plan_units(model, classes):
         rows = tuple(ParameterSizes(name, p.numel(), p.requires_grad) for name, p in unit.parameters.items())
         looked_up = sum(p.numel() for p in unit.parameters.values() if id(p) in embeddings and id(p) not in heads)
-        units.append(UnitSizes(unit.name, rows, sum(row.numel for row in rows) - looked_up))
+        is_block = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
+        units.append(UnitSizes(unit.name, rows, sum(row.numel for row in rows) - looked_up, is_block))
     config = getattr(model, "config", None)
     hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))
-    return ModelSizes(tuple(units), 2 * hidden, 34 * hidden, 34 * hidden, 6 * vocabulary)
+    wider = (dtype or torch.bfloat16).itemsize / 2  # the formula counts 16-bit activations
+    saved = int(34 * hidden * wider)
+    return ModelSizes(tuple(units), int(2 * hidden * wider), saved, saved, int(6 * vocabulary * wider))

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -259,7 +259,8 @@ class NvmeSpill:
                 except OSError as error:
                     failure = failure or (None if self._failure else error)  # raised once already
             for extent in self._all:
-                self._nvme.store.free(extent)
+                with suppress(Exception):  # its owner may have closed it already
+                    self._nvme.store.free(extent)
             self._slots.clear()
             self._all.clear()
             self._extents.clear()

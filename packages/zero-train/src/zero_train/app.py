@@ -9,6 +9,7 @@ for Ctrl-C, 143 for SIGTERM). Hydra is used here and in config.py only.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,5 +76,9 @@ def _job(composed: DictConfig) -> int:
 
 
 def _complain(error: Exception) -> None:
-    sys.stderr.write(f"zero-train: {error}\n")
+    """One line on stderr. What is wrong with a configuration is the same on every rank, so only the first says it."""
+    rank = os.environ.get("RANK", "0")
+    if isinstance(error, ConfigError) and rank != "0":
+        return
+    sys.stderr.write(f"zero-train: {'' if rank == '0' else f'rank {rank}: '}{error}\n")
     sys.stderr.flush()

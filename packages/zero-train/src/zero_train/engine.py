@@ -109,7 +109,10 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     optim = config.optim
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     vectors = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": optim.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     betas = (optim.betas[0], optim.betas[1])
     if optim.kind == "adamw":
@@ -120,7 +123,15 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adagrad(groups, lr=optim.lr, eps=optim.eps)
     if optim.kind == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
-    lion: torch.optim.Optimizer = checks.sibling("zero_optim_cpu").Lion(groups, lr=optim.lr, betas=betas)  # not torch's
+    return _lion(groups, lr=optim.lr, betas=betas)
+
+
+def _lion(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+    """torch has no Lion; zero-optim-cpu's takes CPU tensors only, so it is built over stand-ins for the deferred ones."""
+    stand_ins = [{**group, "params": [torch.zeros(1, requires_grad=True)]} for group in groups]
+    lion: torch.optim.Optimizer = checks.sibling("zero_optim_cpu").Lion(stand_ins, **options)
+    for made, group in zip(lion.param_groups, groups, strict=True):
+        made["params"] = group["params"]
     return lion
 
 

@@ -53,6 +53,8 @@ class RunConfig:
     """What the generated text begins with."""
     sample_temperature: float = 0.7
     """Divides the logits when the sample is drawn. 0: the likeliest byte each time."""
+    plots: bool = True
+    """Draw report.png and timeline.png at the end."""
     threads: Optional[int] = None
     """Compute threads of a rank; null leaves torch's own choice."""
 

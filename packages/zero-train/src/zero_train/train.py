@@ -108,10 +108,11 @@ class _Run:
         config, ranks = self._config, self._ranks
         numel = sum(p.numel() for p in draft.model.parameters())
         planned = planning.described_ranks(plan.hardware, config, ranks)
+        machine = plan.hardware.name if plan.hardware else ranks.device.type
         words = self._format or config.precision.parameters
         self._say(
             f"{config.model.kind}: {numel / 1e6:.1f} M parameters in {words}; stage "
-            f"{config.zero.stage} on {planned} rank{'s' if planned > 1 else ''}, {plan.hardware.name if plan.hardware else ''}"
+            f"{config.zero.stage} on {planned} rank{'s' if planned > 1 else ''}, {machine}"
         )
         self._say(
             f"data: {corpus.name}; {corpus.training.numel() / 1e6:.1f} MB to train on, "
@@ -177,6 +178,8 @@ class _Run:
             ("timeline.json", lambda: ready.timeline.save(folder / "timeline.json")),
             ("timeline.png", lambda: report.draw_timeline(folder / "timeline.png", ready.timeline.events(), seconds)),
         ):
+            if name.endswith(".png") and not self._config.run.plots:
+                continue
             try:
                 write()
             except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -196,7 +199,7 @@ class _Run:
         try:
             yield folder
         except (ConfigError, KeyboardInterrupt):
-            if self._ranks.leader and fresh:
+            if self._ranks.leader and fresh and not (folder / "metrics.jsonl").exists():
                 config_file.unlink(missing_ok=True)
                 for path in made:
                     if not any(path.iterdir()):

@@ -1,0 +1,100 @@
+"""Says what this kernel, filesystem and container allow. Looks and tries; changes nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import re
+import resource
+
+from zero_nvme import probe
+from zero_nvme.buffers import HUGE_PAGE_BYTES, as_memory, empty
+from zero_nvme.errors import NvmeError
+from zero_nvme.extension import native
+from zero_nvme.filesystem import IN_MEMORY, filesystem_name, free_bytes, open_nameless
+from zero_nvme.options import BACKENDS, Options
+from zero_nvme.slab import Slab
+
+Finding = tuple[str, str, str]  # "ok", "slow" or "no"; what; the fact and the way out
+
+
+def examine(folder: str) -> list[Finding]:
+    """Findings about a folder, most basic first. Raises NvmeError if it cannot be looked at."""
+    findings: list[Finding] = [("ok", "kernel", platform.release())]
+    if native is None:
+        findings.append(("slow", "extension", "not built: only the aiofiles backend works; reinstall with a compiler"))
+    name = filesystem_name(folder)
+    if name in IN_MEMORY:
+        findings.append(("no", "filesystem", f"{folder} is on {name}, which is memory; name a folder on a disk"))
+    else:
+        findings.append(("ok", "filesystem", name))
+    try:
+        findings += _direct(folder)
+        findings += [_backend(folder, backend) for backend in BACKENDS]
+        findings.append(_registration(folder))
+    except NvmeError as error:
+        findings.append(("no", "files", str(error)))
+    findings.append(_huge_pages())
+    return findings
+
+
+def _direct(folder: str) -> list[Finding]:
+    try:
+        path = open_nameless(folder, direct=True)
+    except NvmeError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return [("slow", "O_DIRECT", f"refused on {folder}: I/O goes through the page cache")]
+    try:
+        free = free_bytes(path.fd)
+        text = f"offsets aligned to {path.alignment} bytes, addresses to {path.memory_alignment}"
+        return [("ok", "O_DIRECT", text), ("ok", "free space", f"{free / 2**30:.1f} GiB")]
+    finally:
+        os.close(path.fd)
+
+
+def _backend(folder: str, backend: str) -> Finding:
+    direct = backend != "aiofiles"
+    failure = probe.attempt([folder], Options(backend=backend, direct=direct))
+    how = "with O_DIRECT" if direct else "through the page cache"
+    return ("ok", backend, f"writes and reads back {how}") if failure is None else ("no", backend, failure)
+
+
+def _registration(folder: str) -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "no memlock limit" if soft == resource.RLIM_INFINITY else f"memlock limit {soft >> 10} KiB"
+    with Slab(folder, allow_memory=True) as slab:
+        done = slab.register(empty(16 << 20))
+        reason = slab.stats()["registered"]["reason"]
+    if done:
+        return ("ok", "registered buffers", f"16 MiB ({limit})")
+    return ("slow", "registered buffers", f"{reason} ({limit}); costs some CPU, no throughput")
+
+
+def _huge_pages() -> Finding:
+    buffer = empty(4 * HUGE_PAGE_BYTES)
+    buffer[::4096] = bytes(len(buffer) // 4096)
+    address = as_memory(buffer, writable=True).address
+    kib = _anonymous_huge_kib(address)
+    text = f"{kib} of {len(buffer) >> 10} KiB of a buffer are on 2 MiB pages"
+    if kib:
+        return ("ok", "huge pages", text)
+    return (
+        "slow",
+        "huge pages",
+        f"{text}; direct I/O can be 3 times slower: set /sys/kernel/mm/transparent_hugepage/enabled to madvise",
+    )
+
+
+def _anonymous_huge_kib(address: int) -> int:
+    """AnonHugePages of the mapping that holds the address, from /proc/self/smaps."""
+    inside = False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            header = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+            if header:
+                inside = int(header[1], 16) <= address < int(header[2], 16)
+            elif inside and line.startswith("AnonHugePages:"):
+                return int(line.split()[1])
+    return 0

@@ -1,0 +1,73 @@
+"""Timed reads and writes of a prepared, nameless file. The clock and nothing else; what to try is the callers'."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import Literal
+
+from zero_nvme import probe
+from zero_nvme.buffers import as_memory, empty
+from zero_nvme.engine import Engine
+from zero_nvme.filesystem import open_nameless, opened, preallocate
+from zero_nvme.options import Options
+from zero_nvme.ticket import wait_all
+
+MIB = 1 << 20
+
+
+class Testbed:
+    """A file of `nbytes` in a folder, allocated, and written once with what does not compress. A context manager."""
+
+    def __init__(self, folder: str, nbytes: int, options: Options) -> None:
+        choice = probe.choose([folder], options)
+        self.backend, self.direct, self.reason = choice.backend, choice.direct, choice.reason
+        self.nbytes = nbytes
+        self._options = replace(options, backend=choice.backend, direct=choice.direct)
+        self._path = open_nameless(folder, direct=choice.direct)
+        self.buffer = empty(min(nbytes, 64 * MIB))
+        try:
+            preallocate(self._path, nbytes)
+            self.buffer[:] = os.urandom(len(self.buffer))
+            self.seconds(write=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def seconds(self, *, write: bool, block_bytes: int | None = None, inflight_bytes: int | None = None) -> float:
+        """Time to move the whole file once, from the first request to the last completion."""
+        options = replace(
+            self._options,
+            block_bytes=block_bytes or self._options.block_bytes,
+            inflight_bytes=inflight_bytes or self._options.inflight_bytes,
+        )
+        path = opened(os.dup(self._path.fd), self._path.label, direct=self.direct)
+        engine = Engine("measurement", [path], options, backend=self.backend)
+        try:
+            start = time.perf_counter()
+            wait_all(
+                [
+                    engine.submit(write, offset, as_memory(self._part(offset), writable=not write))
+                    for offset in range(0, self.nbytes, len(self.buffer))
+                ]
+            )
+            return time.perf_counter() - start
+        finally:
+            engine.close()
+
+    def _part(self, offset: int) -> memoryview:
+        return self.buffer[: min(len(self.buffer), self.nbytes - offset)]
+
+    def gigabytes_per_second(self, seconds: float) -> float:
+        return self.nbytes / seconds / 1e9
+
+    def close(self) -> None:
+        os.close(self._path.fd)
+
+    def __enter__(self) -> Testbed:
+        return self
+
+    def __exit__(self, *exception: object) -> Literal[False]:
+        self.close()
+        return False

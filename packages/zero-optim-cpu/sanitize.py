@@ -1,0 +1,115 @@
+"""The kernels under sanitizers, and the NEON ones under an emulator: ``python sanitize.py [address|thread|neon ...]``.
+
+Each builds ``cpp/selftest.cpp`` (every kernel against the scalar one, and the pool) in a temporary folder and runs it.
+``address`` also runs the Python tests of threads and bad input on a sanitized module. ``neon`` wants a cross compiler
+and qemu (Debian: ``apt-get install g++-aarch64-linux-gnu qemu-user``) and is skipped, with a line, without them; its
+digest of all results must be the native one's: the same bits on both architectures.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+ROOT = PACKAGE.parent.parent
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def build(folder: Path, *definitions: str) -> None:
+    """Configure and build in ``folder``; raises CalledProcessError."""
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    options = [f"-D{definition}" for definition in definitions]
+    subprocess.run(
+        ["cmake", "-S", str(PACKAGE), "-B", str(folder), *generator, *options], check=True, stdout=sys.stderr
+    )
+    subprocess.run(["cmake", "--build", str(folder), "--parallel", "2"], check=True, stdout=sys.stderr)
+
+
+def selftest(folder: Path, *launcher: str, numel: int = 70_001, **environment: str) -> str:
+    """Run the built self-test; its digest."""
+    command = [*launcher, str(folder / "zero_optim_selftest"), str(numel)]
+    done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=False)
+    say(done.stdout.rstrip())
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}")
+    return done.stdout.split("digest ")[-1].strip()
+
+
+def address(work: Path) -> None:
+    """AddressSanitizer and UBSan: the self-test, then the Python module under some of its tests."""
+    import pybind11
+
+    build(
+        work,
+        "ZERO_OPTIM_SANITIZE=address,undefined",
+        "ZERO_OPTIM_TEST_PROGRAM=ON",
+        f"Python_EXECUTABLE={sys.executable}",
+        f"pybind11_DIR={pybind11.get_cmake_dir()}",
+    )
+    selftest(work, UBSAN_OPTIONS="halt_on_error=1")
+    site = work / "site" / "zero_optim_cpu"
+    shutil.copytree(PACKAGE / "src" / "zero_optim_cpu", site, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for module in work.glob("_native*.so"):
+        shutil.copy(module, site)
+    compiler = os.environ.get("CXX", "g++")
+    find = [compiler, "-print-file-name=libasan.so"]
+    runtime = subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(work / "site"), str(ROOT)]),
+        "LD_PRELOAD": runtime,
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+        "UBSAN_OPTIONS": "halt_on_error=1",
+    }
+    tests = [f"tests/unit/zero_optim_cpu/test_{name}.py" for name in ("bad_input", "step", "threads")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True)
+
+
+def thread(work: Path) -> None:
+    """ThreadSanitizer: the self-test."""
+    build(work, "ZERO_OPTIM_SANITIZE=thread", "ZERO_OPTIM_MODULE=OFF", "ZERO_OPTIM_TEST_PROGRAM=ON")
+    selftest(work, TSAN_OPTIONS="halt_on_error=1")
+
+
+def neon(work: Path) -> None:
+    """The AArch64 build under an emulator, its digest compared with the native build's."""
+    missing = [tool for tool in (CROSS, EMULATOR) if shutil.which(tool) is None]
+    if missing:
+        say(f"neon: skipped, no {' and no '.join(missing)}; apt-get install g++-aarch64-linux-gnu qemu-user")
+        return
+    common = ("ZERO_OPTIM_MODULE=OFF", "ZERO_OPTIM_TEST_PROGRAM=ON")
+    cross = ("CMAKE_SYSTEM_NAME=Linux", "CMAKE_SYSTEM_PROCESSOR=aarch64", f"CMAKE_CXX_COMPILER={CROSS}")
+    build(work / "native", *common)
+    build(work / "neon", *common, *cross, "CMAKE_EXE_LINKER_FLAGS=-static")
+    here, there = selftest(work / "native", numel=5001), selftest(work / "neon", EMULATOR, numel=5001)
+    if here != there:
+        raise SystemExit(f"neon: digest {there}, native digest {here}: the architectures differ")
+    say("neon: the same bits as the native build")
+
+
+STEPS = {"address": address, "thread": thread, "neon": neon}
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(STEPS)
+    unknown = [name for name in names if name not in STEPS]
+    if unknown:
+        raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(STEPS)}")
+    for name in names:
+        say(f"== {name}")
+        with tempfile.TemporaryDirectory(prefix=f"zero_optim_{name}_") as work:
+            STEPS[name](Path(work))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Tiled linears inside the blocks of a sharded model: small units, the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from tests import models
+from tests.integration.zero_core import checkpoint_runs as runs
+
+
+def train_tiled(threshold: int) -> tuple[int, list[float]]:
+    """Three steps of a Llama, its large linears tiled or not; the largest unit and the losses."""
+    torch.manual_seed(0)
+    model = models.build("llama")
+    if threshold:
+        assert len(zero_core.tile_linear(model, threshold)) > 6
+    optimizer = zero_core.shard(model, runs.adamw(model.parameters()), stage=3, max_grad_norm=runs.CLIP)
+    losses = runs.train(model, optimizer, 0, 3)
+    largest = max(sum(p.numel() for p in unit.parameters) for unit in zero_core.units(model))
+    optimizer.close()
+    return largest, losses
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tiles_are_units_and_change_no_number(ranks, size: int) -> None:
+    whole = ranks(size).run(train_tiled, 0)[0]
+    tiled = ranks(size).run(train_tiled, 600)[0]
+    assert tiled[1] == pytest.approx(whole[1], rel=1e-6)
+    assert tiled[0] < whole[0] / 2
+
+
+def test_a_layer_too_large_to_gather_is_never_whole() -> None:
+    model = nn.Sequential(nn.ModuleList([nn.Linear(64, 4)])[0], nn.Linear(4, 640))
+    zero_core.tile_linear(model, 300)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    assert all(u.layout.numel <= 512 for u in zero_core.units(model) if "tiles" in u.name)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    optimizer.close()

@@ -1,0 +1,123 @@
+"""Real faults to test with: small filesystems, devices that fail, processes that are denied things or killed.
+
+Each skips, with the reason, where the machine does not allow it, and cleans up after itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+def call(*command: str) -> str:
+    """Runs a command; skips the test if that is not possible here."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"{command[0]} cannot be run here: {error}")
+    if done.returncode != 0:
+        pytest.skip(f"{' '.join(command)} failed here: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def loop_device(image: pathlib.Path) -> Iterator[str]:
+    device = call("losetup", "--find", "--show", str(image))
+    try:
+        yield device
+    finally:
+        subprocess.run(["losetup", "--detach", device], check=False, timeout=60)
+
+
+@contextlib.contextmanager
+def small_ext4(folder: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
+    """A mounted ext4 filesystem of so many bytes, without journal or reserved blocks."""
+    image, mount = folder / "image", folder / "mount"
+    with open(image, "wb") as file:
+        file.truncate(nbytes)
+    mount.mkdir()
+    call("mkfs.ext4", "-q", "-F", "-b", "4096", "-O", "^has_journal", "-m", "0", str(image))
+    with loop_device(image) as device:
+        call("mount", "-t", "ext4", device, str(mount))
+        try:
+            yield mount
+        finally:
+            subprocess.run(["umount", str(mount)], check=False, timeout=60)
+
+
+@contextlib.contextmanager
+def small_zram(nbytes: int, memory_limit_bytes: int) -> Iterator[str]:
+    """A zram device of `nbytes` that fails writes once it holds more than the limit."""
+    control = pathlib.Path("/sys/class/zram-control")
+    try:
+        index = int((control / "hot_add").read_text())
+    except OSError as error:
+        pytest.skip(f"no zram here: {error}")
+    settings = pathlib.Path(f"/sys/block/zram{index}")
+    try:
+        (settings / "disksize").write_text(str(nbytes))
+        (settings / "mem_limit").write_text(str(memory_limit_bytes))
+        if not os.path.exists(f"/dev/zram{index}"):
+            pytest.skip(f"the container has no /dev/zram{index}")
+        yield f"/dev/zram{index}"
+    finally:
+        with contextlib.suppress(OSError):
+            (settings / "reset").write_text("1")
+            (control / "hot_remove").write_text(str(index))
+
+
+def start_python(script: str, *arguments: str) -> subprocess.Popen[str]:
+    """A Python process in a session of its own, which sees what this one sees."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def run_python(script: str, *arguments: str) -> str:
+    """Its output. Fails the test if it fails or says anything on stderr."""
+    process = start_python(script, *arguments)
+    try:
+        output, errors = process.communicate(timeout=200)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    assert process.returncode == 0 and not errors, (process.returncode, output, errors)
+    return output.strip()
+
+
+DENY = '''
+import ctypes, struct
+
+def deny(numbers, code=1):
+    """A seccomp filter that fails these x86-64 system calls with an errno, as container profiles do."""
+    instruction = lambda op, yes, no, value: struct.pack("HBBI", op, yes, no, value)
+    program = instruction(0x20, 0, 0, 0)
+    for number in numbers:
+        program += instruction(0x15, 0, 1, number) + instruction(0x06, 0, 0, 0x00050000 | code)
+    program += instruction(0x06, 0, 0, 0x7FFF0000)
+    buffer = ctypes.create_string_buffer(program)
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, header, 0, 0):
+        print("SKIP seccomp:", ctypes.get_errno())
+        raise SystemExit(0)
+'''
+
+
+def skip_if_told(output: str) -> None:
+    if output.startswith("SKIP"):
+        pytest.skip(output)

@@ -1,0 +1,83 @@
+"""Devices that fail, files that are cut, bits that flip: the request that is hit says so, the others complete."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+import zero_nvme
+from tests.integration.zero_nvme.faults import loop_device, small_zram
+
+MIB = 1 << 20
+NATIVE = ("io_uring", "libaio", "threads")
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_read_error(tmp_path, backend):
+    """A loop device over a file that was truncated underneath returns EIO for what is gone."""
+    image = tmp_path / "image"
+    data = os.urandom(8 * MIB)
+    image.write_bytes(data)
+    with loop_device(image) as device, zero_nvme.File(device, "r", backend, block_bytes=MIB) as file:
+        assert file.size == 8 * MIB
+        os.truncate(image, 4 * MIB)
+        back = [zero_nvme.empty(MIB) for _ in range(8)]
+        tickets = [file.read(piece, index * MIB) for index, piece in enumerate(back)]
+        for index, ticket in enumerate(tickets):
+            if index < 4:
+                ticket.wait()
+                assert back[index] == data[index * MIB : (index + 1) * MIB]
+            else:
+                with pytest.raises(zero_nvme.NvmeError) as caught:
+                    ticket.wait()
+                assert (caught.value.errno, caught.value.path) == (errno.EIO, device)
+                assert caught.value.offset == index * MIB and caught.value.wanted == MIB
+        again = bytearray(MIB)
+        file.read(again).wait()
+        assert again == data[:MIB]
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_write_error(backend):
+    """A zram device at its memory limit fails writes of what does not compress."""
+    with small_zram(16 * MIB, 4 * MIB) as device:
+        with zero_nvme.File(device, "r+", backend, block_bytes=MIB, inflight_bytes=MIB) as file:
+            data = zero_nvme.empty(MIB)
+            data[:] = os.urandom(MIB)
+            tickets = [file.write(data, index * MIB) for index in range(16)]
+            file.drain()
+            errors = [ticket.exception() for ticket in tickets]
+            assert errors[0] is None
+            assert errors[-1] is not None and errors[-1].errno in (errno.EIO, errno.ENOMEM, errno.ENOSPC)
+            assert errors[-1].offset >= 15 * MIB and errors[-1].path == device
+            back = zero_nvme.empty(MIB)
+            file.read(back).wait()
+            assert back == data
+
+
+@pytest.mark.parametrize("backend", zero_nvme.BACKENDS)
+def test_flipped_bit(tmp_path, backend):
+    """The checksum names the extent and the chunk; other extents still read."""
+    with zero_nvme.Slab(tmp_path, 8 * MIB, backend, checksum=True) as slab:
+        extents = [slab.allocate(2 * MIB) for _ in range(2)]
+        data = os.urandom(2 * MIB)
+        for extent in extents:
+            slab.write(extent, data).wait()
+        where = extents[1].offset_bytes + MIB + 12345
+        fd = os.open(f"/proc/self/fd/{slab._engine.paths[0].fd}", os.O_RDWR)
+        os.pwrite(fd, bytes([data[MIB + 12345] ^ 16]), where)
+        os.fsync(fd)
+        os.close(fd)
+        back = bytearray(2 * MIB)
+        slab.read(extents[0], back).wait()
+        assert back == data
+        ticket = slab.read(extents[1], back)
+        for _ in range(2):
+            with pytest.raises(zero_nvme.ChecksumError, match="chunk 1") as caught:
+                ticket.wait()
+            assert str(extents[1]) in str(caught.value)
+        slab.read(extents[1], bytearray(MIB)).wait()  # its first chunk is sound
+        slab.write(extents[1], data).wait()
+        slab.read(extents[1], back).wait()

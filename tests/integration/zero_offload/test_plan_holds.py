@@ -1,0 +1,89 @@
+"""A plan made before `zero_core.shard`, against the store that came of it. Fails if the planner cuts other units, lays
+out other shards or counts other transfers than the run."""
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from zero_offload import MemoryByteStore, TieredStore, TorchStep, plan
+
+MI = 1 << 20
+PLACEMENTS = {
+    "host": dict.fromkeys(("parameters", "gradients", "optimizer"), "host"),
+    "nvme": dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme"),
+    "optimizer": {"parameters": "host", "gradients": "host", "optimizer": {"host": 0.5, "nvme": 0.5}},
+}
+
+
+class Tied(nn.Module):
+    """An embedding tied to its head, blocks, a final norm, and a frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(300, 128)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128)) for _ in range(3)
+        )
+        self.norm = nn.LayerNorm(128)
+        self.head = nn.Linear(128, 300, bias=False)
+        self.head.weight = self.embedding.weight
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))
+
+
+def check(placement, dtype, shard_count):
+    torch.manual_seed(0)
+    model = Tied()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    step = TorchStep()
+    step.bind(optimizer)
+    planned = plan(
+        model, **PLACEMENTS[placement], step=step, parameter_dtype=dtype, shard_count=shard_count, tile_numel=MI
+    )
+    store = TieredStore(plan=planned, nvme=MemoryByteStore(), step=step)
+    optimizer = zero_core.shard(model, optimizer, store=store, param_dtype=dtype, max_grad_norm=1.0)
+    reserved = store.describe()
+    for tier in ("device", "host", "nvme"):
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert planned.bytes_of(tier, kind) == reserved.bytes_of(tier, kind), (tier, kind)
+    assert store.stats()["host_bytes"] == planned.total("host")
+    assert store.stats()["setup_write_bytes"] == planned.setup_write_bytes
+    written = 0
+    for number in range(2):
+        tokens = torch.arange(8).view(1, 8) + number
+        nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        store.wait()
+        written += planned.write_bytes_per_step
+        assert store.stats()["nvme_write_bytes"] == written
+    # The first update reads the parameters that later ones hand to their forward.
+    assert store.stats()["nvme_read_bytes"] <= 2 * planned.read_bytes_per_step + planned.setup_write_bytes
+    optimizer.close()
+    return True
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_run_holds_what_the_plan_says(placement, dtype):
+    assert check(placement, dtype, 1)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_on_two_ranks_too(ranks, placement):
+    assert ranks(2).run(check, placement, torch.bfloat16, 2) == [True, True]
+
+
+def test_a_model_that_was_never_built_has_the_same_plan():
+    with torch.device("meta"):
+        ghost = Tied()
+    ghost.head.weight = ghost.embedding.weight
+    options = PLACEMENTS["nvme"] | {"tile_numel": MI, "parameter_dtype": torch.bfloat16}
+    assert plan(ghost, **options).account == plan(Tied(), **options).account

@@ -1,0 +1,105 @@
+"""A run that was stopped or killed goes on as if it had not been: the same losses, the same bits."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("zero_nvme")
+pytest.importorskip("zero_optim_cpu")
+pytest.importorskip("zero_core.checkpoint")
+
+from tests.integration.zero_train.helpers import COMMON, trained
+from zero_train import config, progress, report, resume
+from zero_train.errors import ConfigError
+
+STEPS = 8
+RUN = (f"run.steps={STEPS}", "run.checkpoint_every=3")
+
+
+def numbers(folder):
+    return [step.step for step in report.read_steps(folder)]
+
+
+@pytest.mark.parametrize("place", ["none", "host", "nvme"])
+def test_after_ctrl_c_the_rest_is_the_same(tmp_path, monkeypatch, place):
+    whole = trained(tmp_path / "whole", f"offload={place}", *RUN)
+    shown = progress.Plain.step
+
+    def step(self, line):
+        shown(self, line)
+        if line.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.Plain, "step", step)
+        stopped = trained(tmp_path / "run", f"offload={place}", *RUN)
+    assert stopped.exit_code == 130 and len(stopped.losses) == 4
+    rest = trained(tmp_path / "run", f"offload={place}", *RUN, "run.resume=auto")
+    assert stopped.losses + rest.losses == whole.losses
+    assert rest.digest == whole.digest
+    assert numbers(tmp_path / "run") == list(range(1, STEPS + 1))
+
+
+def test_after_kill_9_the_rest_is_the_same(tmp_path):
+    whole = trained(tmp_path / "whole", "offload=nvme", *RUN)
+    arguments = [*COMMON, "offload=nvme", *RUN, f"run.dir={tmp_path / 'run'}"]
+    program = (
+        "import os, signal\n"
+        "from zero_train import app, progress\n"
+        "shown = progress.Plain.step\n"
+        "def step(self, line):\n"
+        "    shown(self, line)\n"
+        "    if line.step == 5:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "progress.Plain.step = step\n"
+        f"app.main({arguments!r})\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    killed = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert numbers(tmp_path / "run") == [1, 2, 3, 4, 5]
+    rest = trained(tmp_path / "run", "offload=nvme", *RUN, "run.resume=auto")
+    assert [step.step for step in rest.steps] == [4, 5, 6, 7, 8]  # from the checkpoint after step 3
+    assert rest.losses == whole.losses[3:]
+    assert rest.digest == whole.digest
+    assert numbers(tmp_path / "run") == list(range(1, STEPS + 1))
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "step_0000006",
+        "step_0000008",
+    ]
+
+
+def test_auto_without_a_checkpoint_begins_anew(tmp_path):
+    run = trained(tmp_path / "run", "offload=host", "run.steps=2", "run.resume=auto")
+    assert len(run.losses) == 2
+
+
+def test_refusals_name_run_resume(tmp_path):
+    done = trained(tmp_path / "run", "offload=host", "run.steps=2", "run.checkpoint_every=2")
+    options = [*COMMON, f"run.dir={tmp_path / 'other'}", f"run.resume={done.folder}"]
+    with pytest.raises(ConfigError, match=r"run\.resume: .* is after step 2 of run\.steps=2"):
+        resume.found(config.compose([*options, "run.steps=2"]))
+    with pytest.raises(ConfigError, match=r"saved with model\.layers=2, this run has model\.layers=3"):
+        resume.found(config.compose([*options, "run.steps=4", "model.layers=3"]))
+    assert resume.found(config.compose([*options, "run.steps=4"])).step == 2
+    (done.folder / "checkpoints" / "step_0000002" / resume.MANIFEST).unlink()  # as if killed while it was written
+    with pytest.raises(ConfigError, match=r"run\.resume=.* holds no complete checkpoint"):
+        resume.found(config.compose([*options, "run.steps=4"]))
+
+
+def test_an_exported_model_streams_back_in(tmp_path):
+    first = trained(tmp_path / "first", "offload=nvme", "run.export=true", "run.evaluate_every=5")
+    again = trained(
+        tmp_path / "again",
+        "offload=nvme",
+        "model=hf",
+        f"model.path={tmp_path / 'first' / 'pretrained'}",
+        "run.evaluate_every=5",
+        "run.steps=1",
+    )
+    assert again.validation[0][1] == pytest.approx(first.validation[-1][1], abs=1e-3)
+    assert first.validation[-1][1] < first.validation[0][1] - 0.1

@@ -1,0 +1,71 @@
+"""Rounding to bf16 is to nearest, ties away; the sum of squares is a double's."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+
+from zero_core.precision import round_to, sum_of_squares, widen_scaled
+from zero_core.store import CHUNK_NUMEL
+
+
+def slow_round(value: float) -> int:
+    """bf16 bits of an fp32 value by the definition, in integers."""
+    bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    sign, magnitude = bits & 0x80000000, bits & 0x7FFFFFFF
+    if magnitude > 0x7F800000:
+        return -1  # NaN, any
+    return (sign | (magnitude + 0x8000 if magnitude < 0x7F800000 else magnitude)) >> 16
+
+
+def rounded(values: torch.Tensor) -> list[int]:
+    out = torch.empty(values.numel(), dtype=torch.bfloat16)
+    round_to(values, out)
+    bits = [int(b) & 0xFFFF for b in out.view(torch.int16)]
+    return [-1 if math.isnan(v) else b for v, b in zip(out.float().tolist(), bits, strict=True)]
+
+
+FINITE = [0.0, -0.0, 1.0, 1.0 + 2**-8, -1.0 - 2**-8, 1.0 + 3 * 2**-8, 1.0 + 2**-8 - 2**-23, 1e-40, -1e-45, 2.0**-126]
+SPECIAL = [math.inf, -math.inf, math.nan, 3.4028234663852886e38, -3.3961775292304957e38]
+
+
+@pytest.mark.parametrize("values", [FINITE, FINITE + SPECIAL, SPECIAL])
+def test_rounding_is_ties_away(values):
+    tensor = torch.tensor(values)
+    assert rounded(tensor) == [slow_round(v) for v in tensor.tolist()]
+
+
+def test_rounding_of_every_low_half():
+    bits = (torch.arange(1 << 16) | 0x3F800000).to(torch.int32)
+    values = torch.cat([bits, (bits.long() + 0x10000).to(torch.int32)]).view(torch.float32)
+    assert rounded(values) == [slow_round(v) for v in values.tolist()]
+
+
+def test_fp16_rounds_as_copy_does():
+    values = torch.randn(1000)
+    out = torch.empty(1000, dtype=torch.float16)
+    round_to(values, out)
+    assert torch.equal(out, values.half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [0, 1, 1000, CHUNK_NUMEL + 7])
+def test_sum_of_squares_is_a_doubles(dtype, numel):
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = float(values.double().square().sum())
+    assert float(sum_of_squares(values)) == pytest.approx(expected, rel=1e-13)
+    if numel:
+        values[-1] = math.inf
+        assert not torch.isfinite(sum_of_squares(values))
+
+
+def test_squares_that_overflow_fp32_do_not():
+    assert float(sum_of_squares(torch.full((4,), 1e30))) == pytest.approx(4e60, rel=1e-6)
+
+
+def test_widening_multiplies_in_fp32():
+    values = torch.randn(1000).bfloat16()
+    assert torch.equal(widen_scaled(values, 0.3, torch.empty(1000)), values.float() * 0.3)

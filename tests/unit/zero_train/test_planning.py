@@ -1,0 +1,84 @@
+"""The plan: machine's facts filled in, tiers too small refused, and the text that is printed."""
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("zero_offload")
+
+import zero_core
+from zero_train import config, models, planning
+from zero_train.errors import ConfigError
+from zero_train.ranks import Ranks
+
+SIZES = ["model.hidden_size=1024", "model.intermediate_size=2816", "model.layers=8", "model.heads=16"]  # 103 M
+
+
+def planned(*overrides, ranks=Ranks()):  # noqa: B008  (frozen)
+    composed = config.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *SIZES, *overrides])
+    with zero_core.deferred_init():
+        model = models.build(composed.model, composed.data.sequence_length)
+    return composed, planning.make(composed, model, ranks, None)
+
+
+def test_kinds_lie_where_they_were_put():
+    _, plan = planned("offload=host", "offload.optimizer=nvme", "hardware.nvme_gib=100", "hardware.host_gib=20")
+    assert plan.bytes_of("nvme", "optimizer") > 100e6 * 8
+    assert plan.bytes_of("nvme", "parameters") == 0
+    assert plan.bytes_of("host", "parameters") == pytest.approx(103e6 * 2, rel=0.02)
+
+
+def test_auto_spills_to_nvme_only_where_memory_ends():
+    options = ("offload=auto", "offload.nvme_paths=[/]", "hardware.nvme_gib=100")
+    assert planned(*options, "hardware.host_gib=100")[1].total("nvme") == 0
+    assert planned(*options, "hardware.host_gib=2")[1].total("nvme") > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [("offload=host hardware.host_gib=1.2", "offload."), ("offload=nvme hardware.nvme_gib=0.5", "hardware.nvme_gib")],
+)
+def test_a_tier_too_small_is_refused_with_a_key(overrides, key):
+    with pytest.raises(ConfigError) as caught:
+        planned("hardware.host_gib=20", *overrides.split())
+    assert key in str(caught.value) and "GiB" in str(caught.value)
+
+
+def test_a_figure_that_cannot_be_names_its_key():
+    with pytest.raises(ConfigError, match=r"hardware\.host_gib"):
+        planned("offload=host", "hardware.host_gib=-1")
+
+
+def test_the_text_says_what_will_be_written():
+    composed, plan = planned("offload=nvme", "run.steps=10", "hardware.nvme_gib=100")
+    text = planning.described(plan, composed, Ranks())
+    total = plan.setup_write_bytes + 10 * plan.write_bytes_per_step
+    assert planning.written_bytes(plan, composed, Ranks()) == total
+    assert f"will write {total / 1e9:.1f} GB to disk in all" in text
+    assert "checkpoints" not in text
+    composed.run.checkpoint_every = 5
+    assert planning.checkpoint_bytes(plan, composed, Ranks()) >= 2 * 103e6 * 12
+    assert "GB of checkpoints" in planning.described(plan, composed, Ranks())
+
+
+def test_two_ranks_write_together():
+    composed, plan = planned("offload=nvme", "hardware.nvme_gib=100", ranks=Ranks(0, 2, 0, 2))
+    alone = planned("offload=nvme", "hardware.nvme_gib=100")[1]
+    assert plan.write_bytes_per_step == pytest.approx(alone.write_bytes_per_step / 2, rel=0.02)
+    assert planning.written_bytes(plan, composed, Ranks(0, 2, 0, 2)) == pytest.approx(
+        planning.written_bytes(alone, composed, Ranks()), rel=0.02
+    )
+    assert "plan of each of 2 ranks" in planning.described(plan, composed, Ranks(0, 2, 0, 2))
+
+
+def test_the_default_run_writes_less_than_100_gigabytes():
+    composed = config.compose(["run.dir=runs/x", "hardware.nvme_gib=1000", "hardware.host_gib=16"])
+    for parameters in ("fp32", "bf16"):
+        composed.precision.parameters = parameters
+        with zero_core.deferred_init():
+            model = models.build(composed.model, composed.data.sequence_length)
+        plan = planning.make(composed, model, Ranks(), None)
+        assert planning.written_bytes(plan, composed, Ranks()) < 100e9
+
+
+def test_memory_is_asked_of_the_machine():
+    assert 1 << 28 < planning.available_bytes() < 1 << 50
