@@ -328,27 +328,18 @@ def test_an_updated_unit_is_handed_over_from_memory() -> None:
 
 
 def test_no_request_overtakes_a_write_of_the_same_bytes() -> None:
-    """Writes are held until something waits for them: whoever does not wait is caught."""
-    nvme = FaultyByteStore(MemoryByteStore())
+    """Transfers happen only when something waits for them: whoever does not wait is caught."""
+    nvme = FaultyByteStore(MemoryByteStore(), lazy=True)
     driver = make("nvme", nvme, slots=3, driver={"numels": (MI + 640, MI // 2, 896)})
 
-    def late(*_: Any) -> None:
-        nvme.hold()
-        threading.Timer(0.02, nvme.release).start()
-
-    for number in range(3):
-        late()
-        driver.step(accumulate=1 + number % 2)
-        late()
-        driver.forward()
-        driver.backward()
-        driver.store.discard_gradients()
-        late()
-        driver.step()
-    for i in (1, 1):  # the same unit twice, still in its slot
-        late()
-        driver.store.accept_gradient(i, torch.ones(MI // 2, dtype=torch.bfloat16))
-        driver.store.update(driver.groups(), 1.0, [i], [[9, 9]] * 3)
+    driver.step(accumulate=2)
+    driver.step()
+    gradient = torch.ones(MI // 2, dtype=torch.bfloat16)
+    driver.store.accept_gradient(1, gradient)
+    driver.store.discard_gradients()
+    for _ in range(2):  # the same unit again, its first gradient and its parameters still on their way
+        driver.store.accept_gradient(1, gradient)
+        driver.store.update(driver.groups(), 1.0, [1], [[9, 9]] * 3)
     driver.everything()
     assert nvme.overtaken == []
     driver.store.close()

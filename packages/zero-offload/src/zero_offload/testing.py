@@ -22,10 +22,10 @@ __all__ = ["ByteStoreSuite", "FaultyByteStore", "HeldTicket", "UpdateStepSuite"]
 
 
 class HeldTicket:
-    """The ticket of a request that `FaultyByteStore` keeps back until `release`."""
+    """The ticket of a request that `FaultyByteStore` keeps back until `release`, or until it is waited for."""
 
-    def __init__(self, begin: Callable[[], Ticket], gate: threading.Event) -> None:
-        self._begin, self._gate = begin, gate
+    def __init__(self, begin: Callable[[], Ticket], gate: threading.Event, *, lazy: bool = False) -> None:
+        self._begin, self._gate, self._lazy = begin, gate, lazy
         self._ticket: Ticket | None = None
         self._lock = threading.Lock()
 
@@ -36,6 +36,8 @@ class HeldTicket:
             return self._ticket
 
     def done(self) -> bool:
+        if self._lazy and self._ticket is None:
+            return False
         return self._gate.is_set() and self._inner().done()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -59,13 +61,14 @@ class FaultyByteStore:
     """Passes everything to `inner` until told to fail. Errors carry `path` and `offset`, as a file's do.
 
     fail("read" or "write", after=n): the request after the next n fails with EIO, and every one after that.
-    hold(): requests stay pending until release(), and touch their buffer only then.
+    hold(): requests stay pending until release(), and touch their buffer only then. lazy: they stay pending until
+    somebody waits for their ticket, so that whoever relies on a transfer without waiting for it is found out.
     `log`: ("read" | "write", offset, nbytes) in order of submission.
     `overtaken`: requests submitted while a write of the same bytes was pending; stays empty for a correct user.
     """
 
-    def __init__(self, inner: ByteStore, path: str = "/faulty/slab") -> None:
-        self.inner, self.path = inner, path
+    def __init__(self, inner: ByteStore, path: str = "/faulty/slab", *, lazy: bool = False) -> None:
+        self.inner, self.path, self.lazy = inner, path, lazy
         self.alignment = inner.alignment
         self.log: list[tuple[str, int, int]] = []
         self.overtaken: list[tuple[int, int]] = []
@@ -118,10 +121,11 @@ class FaultyByteStore:
                     error.offset = at  # type: ignore[attr-defined]
                     return _FailedTicket(error)
         submit = self.inner.read if kind == "read" else self.inner.write
-        if self._gate.is_set():
+        ticket: Ticket
+        if self._gate.is_set() and not self.lazy:
             ticket = submit(extent, buffer, offset)
         else:
-            ticket = HeldTicket(lambda: submit(extent, buffer, offset), self._gate)
+            ticket = HeldTicket(lambda: submit(extent, buffer, offset), self._gate, lazy=self.lazy)
         if kind == "write":
             with self._lock:
                 self._writing[at] = (nbytes, ticket)
