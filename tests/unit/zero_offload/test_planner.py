@@ -39,6 +39,8 @@ def test_everything_that_fits_stays_fast():
     gpu = Hardware(device="cuda", device_gib=80, host_gib=512, nvme_gib=1000)
     found = plan(LLAMA, gpu, tokens=2048)
     assert all(found.placements[kind] == "device" for kind in STATES)
+    assert not found.needs_store
+    assert plan(LLAMA, gpu, optimizer="host").needs_store and plan(LLAMA, LAPTOP).needs_store
     assert all(plan(LLAMA, LAPTOP).placements[kind] == {"host": 1.0} for kind in STATES)
 
 
@@ -130,6 +132,12 @@ def test_a_module_is_read_on_any_device():
     assert real.account == meta.account
     assert real.shape.parameter_dtype == torch.float32
     assert real.bytes_of("host", "parameters") == 4 * (640 + 3 * (64 * 64 + 64))
+
+
+@pytest.mark.parametrize("change", [{"accumulate": 0}, {"tokens": -1}])
+def test_a_step_that_cannot_be_is_refused(change):
+    with pytest.raises(ValueError, match="at least one micro-batch"):
+        plan(LLAMA, **change)
 
 
 def test_unknown_figures_are_refused_by_name():

@@ -53,6 +53,12 @@ class Plan:
         slots = max(self.placed.slots.state_slots, self.placed.slots.gradient_slots)
         return max(MINIMUM_SLOTS, slots) if slots else None
 
+    @property
+    def needs_store(self) -> bool:
+        """False where all states stay on a device apart from the host: then `zero_core.shard` is given no store."""
+        shared = self.budgets is None or self.budgets.shared
+        return shared or any(placement not in ("device", {"device": 1.0}) for placement in self.placements.values())
+
     def bytes_of(self, tier: str, kind: str) -> int:
         """Bytes of `kind` (parameters, gradients, optimizer, buffers, activations) on `tier` (device, host, nvme)."""
         if tier not in TIERS or kind not in (*KINDS, "activations"):
@@ -183,9 +189,11 @@ def plan(
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
     """
-    for kind, placement in (("parameters", parameters), ("gradients", gradients), ("optimizer", optimizer)):
-        if placement != "auto":
-            shares(placement, kind)
+    given = _given(parameters=parameters, gradients=gradients, optimizer=optimizer)
+    if accumulate < 1 or tokens < 0:
+        raise ValueError(
+            f"tokens={tokens}, accumulate={accumulate}: tokens of a step, and at least one micro-batch in it"
+        )
     dtype = parameter_dtype or _dtype_of(model)
     shape = Shape(
         parameter_dtype=dtype,
@@ -198,11 +206,8 @@ def plan(
         step=AdamLayout() if step is None else step,
     )
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
-    wanted = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
-    given = {kind: placement for kind, placement in wanted.items() if placement != "auto"}
-    trial = _Trial(
-        ModelSizes.of(model, units), shape, budgets, given, stage, tokens // accumulate, activations, device_whole
-    )
+    sizes = ModelSizes.of(model, units, dtype)
+    trial = _Trial(sizes, shape, budgets, given, stage, tokens // accumulate, activations, device_whole)
     placed, placements = trial.best(slots)
     counted, buffers = trial.cost(placed)
     prediction = None
@@ -210,12 +215,12 @@ def plan(
         check(counted, buffers, budgets, hardware)
         if tokens:
             prediction = predict(
-                trial.sizes,
+                sizes,
                 shape,
                 counted,
                 hardware,
                 tokens=tokens,
-                recomputed=_recomputed(trial.sizes, trial.policies),
+                recomputed=_recomputed(sizes, trial.policies),
                 slot_fraction=_slot_fraction(placed, counted),
                 spilled=buffers.activations,
             )
@@ -229,6 +234,14 @@ def fits(model: nn.Module | ModelSizes | Sequence[int], hardware: Hardware, **op
     except PlanError:
         return False
     return True
+
+
+def _given(**wanted: str | Placement) -> dict[str, Placement]:
+    """The placements that are not left to the planner. Raises PlacementError for one that cannot be."""
+    given = {kind: placement for kind, placement in wanted.items() if placement != "auto"}
+    for kind, placement in given.items():
+        shares(placement, kind)
+    return given
 
 
 class _Trial:
