@@ -10,6 +10,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -48,7 +49,13 @@ def small_ext4(folder: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
         try:
             yield mount
         finally:
-            subprocess.run(["umount", str(mount)], check=False, timeout=60)
+            for _ in range(50):  # the kernel may hold a closed file for a moment
+                if subprocess.run(["umount", str(mount)], capture_output=True, timeout=60).returncode == 0:
+                    break
+                time.sleep(0.1)
+            else:
+                subprocess.run(["umount", "--lazy", str(mount)], capture_output=True, timeout=60)
+                pytest.fail(f"{mount} stays busy: something still holds a file there")
 
 
 @contextlib.contextmanager
@@ -67,9 +74,15 @@ def small_zram(nbytes: int, memory_limit_bytes: int) -> Iterator[str]:
             pytest.skip(f"the container has no /dev/zram{index}")
         yield f"/dev/zram{index}"
     finally:
-        with contextlib.suppress(OSError):
-            (settings / "reset").write_text("1")
-            (control / "hot_remove").write_text(str(index))
+        for _ in range(50):  # the kernel may hold a closed device for a moment
+            try:
+                (settings / "reset").write_text("1")
+                (control / "hot_remove").write_text(str(index))
+                break
+            except OSError:
+                time.sleep(0.1)
+        else:
+            pytest.fail(f"zram{index} stays busy: something still holds it")
 
 
 def start_python(script: str, *arguments: str) -> subprocess.Popen[str]:

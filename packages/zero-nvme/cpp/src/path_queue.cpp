@@ -69,11 +69,12 @@ void PathQueue::run() {
   for (;;) {
     const bool stopping = take_incoming();
     issue();
-    if (stopping && blocks_in_flight_ == 0 && pending_[0].empty() && pending_[1].empty()) return;
+    if (stopping && blocks_in_flight_ == 0 && pending_[0].empty() && pending_[1].empty()) break;
     completed.clear();
     backend_->wait(completed);
     for (const Completion& completion : completed) settle(completion);
   }
+  backend_->end();
 }
 
 bool PathQueue::take_incoming() {

@@ -31,6 +31,12 @@ class UringBackend final : public Backend {
     arm_wake();
   }
 
+  // The kernel tears a closed ring down in the background, and until then a filesystem could not be unmounted.
+  void end() override {
+    if (registered_file_) ring_.call_register(uring::kUnregisterFiles, nullptr, 0);
+    if (buffer_table_ >= 0) ring_.call_register(uring::kUnregisterBuffers, nullptr, 0);
+  }
+
   void start(Transfer* transfer) override {
     uring::Sqe* sqe = ring_.next();
     if (sqe == nullptr || begin_error_ < 0) {  // more than `depth` at a time, or a ring that never started

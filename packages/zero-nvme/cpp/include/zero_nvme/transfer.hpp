@@ -33,6 +33,8 @@ class Backend {
  public:
   virtual ~Backend() = default;
   virtual void begin() {}
+  // Nothing is in flight any more: gives back what the kernel holds of the file, now and not some time later.
+  virtual void end() {}
   // Takes a transfer; it may be handed to the kernel as late as the next wait(). At most `depth` at a time.
   virtual void start(Transfer* transfer) = 0;
   // Hands over what was started, blocks until something completed or wake() was called, appends completions.

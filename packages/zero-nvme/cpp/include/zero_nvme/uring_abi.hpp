@@ -14,6 +14,7 @@ constexpr std::uint32_t kFeatureSingleMmap = 1u << 0, kFeatureNoDrop = 1u << 1;
 constexpr std::uint32_t kEnterGetEvents = 1u << 0;
 constexpr std::uint8_t kReadFixed = 4, kWriteFixed = 5, kRead = 22, kWrite = 23;
 constexpr std::uint8_t kFixedFile = 1u << 0;
+constexpr std::uint32_t kUnregisterBuffers = 1, kUnregisterFiles = 3;
 constexpr std::uint32_t kRegisterFiles = 2, kRegisterEnableRings = 12, kRegisterBuffers2 = 15, kBuffersUpdate = 16;
 constexpr std::uint32_t kRegisterSparse = 1u << 0;
 constexpr std::uint64_t kOffsetSqRing = 0, kOffsetCqRing = 0x8000000, kOffsetSqes = 0x10000000;

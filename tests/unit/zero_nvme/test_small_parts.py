@@ -1,0 +1,106 @@
+"""Options, percentiles, buffers, names of filesystems, the command line."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+
+import zero_nvme
+from zero_nvme.__main__ import main
+from zero_nvme.buffers import HUGE_PAGE_BYTES, _portable_empty, as_memory
+from zero_nvme.filesystem import filesystem_name
+from zero_nvme.stats import percentile
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"backend": "aio"}, "choose auto or one of io_uring"),
+        ({"block_bytes": 1000}, "multiple of 4096"),
+        ({"inflight_bytes": 0}, "must be positive"),
+        ({"depth": 100000}, "at most 4096"),
+    ],
+)
+def test_options_name_the_keyword(change, text, tmp_path):
+    with pytest.raises(ValueError, match=text) as caught:
+        zero_nvme.Slab(tmp_path, **change)
+    assert next(iter(change)) in str(caught.value)
+
+
+def test_percentiles():
+    histogram = {10: 50, 20: 40, 1000: 10}
+    assert [percentile(histogram, q) for q in (1, 50, 51, 90, 91, 100)] == [10, 10, 20, 20, 1000, 1000]
+    assert percentile({}, 50) == 0
+
+
+@pytest.mark.parametrize("make", [zero_nvme.empty, _portable_empty])
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, HUGE_PAGE_BYTES + 1])
+def test_empty_is_aligned_zeroed_and_of_its_size(make, nbytes):
+    buffer = make(nbytes)
+    assert buffer.nbytes == nbytes and not buffer.readonly and bytes(buffer) == bytes(nbytes)
+    if nbytes:
+        assert as_memory(buffer, writable=True).address % HUGE_PAGE_BYTES == 0
+        part = buffer[nbytes - 1 :]
+        del buffer
+        part[0] = 7  # a view keeps the mapping
+        assert part[0] == 7
+
+
+def test_empty_refuses_negative_sizes():
+    with pytest.raises(ValueError, match="cannot be negative"):
+        zero_nvme.empty(-1)
+
+
+def test_memory_of_many_kinds():
+    for buffer in (bytearray(8), memoryview(bytearray(8)), mmap.mmap(-1, 8)):
+        assert as_memory(buffer, writable=True).nbytes == 8
+    assert as_memory(b"12345678", writable=False).nbytes == 8
+    with pytest.raises(TypeError):
+        as_memory(8, writable=False)
+
+
+def test_tensors_elsewhere_are_refused():
+    class Device:
+        type = "cuda"
+
+        def __str__(self):
+            return "cuda:0"
+
+    class Tensor:
+        nbytes = 8
+        device = Device()
+
+        def data_ptr(self):
+            return 0
+
+    with pytest.raises(TypeError, match="cuda:0 has no CPU address"):
+        as_memory(Tensor(), writable=True)
+
+
+def test_filesystem_names(tmp_path):
+    assert filesystem_name("/proc") == "0x9fa0"
+    assert filesystem_name(str(tmp_path))
+    with pytest.raises(zero_nvme.NvmeError, match="No such file"):
+        filesystem_name(str(tmp_path / "missing"))
+
+
+def test_errors_are_os_errors():
+    error = zero_nvme.NvmeError(28, "full", path="/x", offset=1, wanted=2, got=0)
+    assert isinstance(error, OSError) and error.errno == 28 and str(error) == "[ENOSPC] full"
+    assert (error.path, error.offset, error.wanted, error.got) == ("/x", 1, 2, 0)
+
+
+def test_doctor_and_its_exit_status(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path)]) in (0, 1)  # 1 where the temporary folder is in memory
+    assert "filesystem" in capsys.readouterr().out
+    assert main(["doctor", str(tmp_path / "missing")]) == 1
+    assert "missing" in capsys.readouterr().err
+
+
+def test_tune_prints_yaml(tmp_path, capsys):
+    assert main(["tune", str(tmp_path), "--mib", "2"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    found = dict(line.split(": ") for line in lines)
+    assert found["backend"] in zero_nvme.BACKENDS
+    zero_nvme.Options(block_bytes=int(found["block_bytes"]), inflight_bytes=int(found["inflight_bytes"]))
