@@ -35,14 +35,14 @@ class Model(torch.nn.Module):
 
 
 @functools.cache
-def final_loss(name: str, layout: str, dtype: torch.dtype) -> float:
+def final_loss(layout: str) -> float:
     """Mean loss over held-out windows after training, nats a byte."""
     torch.manual_seed(0)
     inputs, targets = windows()
     held_out = torch.arange(inputs.shape[0]) % 10 == 0
     train_inputs, train_targets = inputs[~held_out], targets[~held_out]
-    model = Model().to(dtype)
-    optimizer = getattr(zero_optim_cpu, name)(model.parameters(), lr={"AdamW": 3e-3, "Lion": 6e-4}[name], layout=layout)
+    model = Model()
+    optimizer = zero_optim_cpu.AdamW(model.parameters(), lr=3e-3, layout=layout)
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         rows = torch.randint(train_inputs.shape[0], (BATCH,), generator=generator)
@@ -54,16 +54,8 @@ def final_loss(name: str, layout: str, dtype: torch.dtype) -> float:
         return torch.nn.functional.cross_entropy(model(inputs[held_out]), targets[held_out]).item()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Lion"])
 @pytest.mark.parametrize("layout", ["split_bf16m", "split_8bit"])
-def test_moments_of_fewer_bits_cost_less_than_one_percent(name: str, layout: str) -> None:
-    exact = final_loss(name, "fp32", torch.float32)
+def test_moments_of_fewer_bits_cost_less_than_one_percent(layout: str) -> None:
+    exact = final_loss("fp32")
     assert exact < 2.6  # a table of byte pairs has about 2.6 on such text; untrained: 5.5
-    assert final_loss(name, layout, torch.float32) < 1.01 * exact
-
-
-def test_split_masters_make_bf16_parameters_train_like_fp32_masters() -> None:
-    """Bit for bit the same; and stochastic rounding, without a master, within five percent."""
-    whole = final_loss("AdamW", "fp32", torch.bfloat16)
-    assert final_loss("AdamW", "split", torch.bfloat16) == whole
-    assert final_loss("AdamW", "bf16_stochastic", torch.bfloat16) < 1.05 * whole
+    assert final_loss(layout) < 1.01 * exact
