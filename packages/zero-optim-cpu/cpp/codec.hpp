@@ -4,18 +4,18 @@
 constexpr std::int64_t prefetch_bytes = 2048;       // MACHINE.md: 512 bytes ahead costs 5-12 %
 constexpr std::int64_t prefetch_bytes_fp32 = 1024;  // more streams of whole lines: nearer is better
 
-inline void prefetch(const void* base, std::int64_t byte, std::int64_t ahead) {
+ZERO_OPTIM_INLINE void prefetch(const void* base, std::int64_t byte, std::int64_t ahead) {
     __builtin_prefetch(static_cast<const char*>(base) + byte + ahead, 1, 3);
 }
 
 // ---- bf16: nearest, ties away from zero; NaN stays NaN ----------------------------------------------------------
 
-template <class V> typename V::F bf16_to_float(typename V::I x) {
+template <class V> ZERO_OPTIM_INLINE typename V::F bf16_to_float(typename V::I x) {
     return V::from_bits(V::template shl<16>(x));
 }
 
 // Adding half to the magnitude bits carries into the exponent, up to infinity; NaN must not wrap, so it is replaced.
-template <class V> typename V::I float_to_bf16(typename V::F x) {
+template <class V> ZERO_OPTIM_INLINE typename V::I float_to_bf16(typename V::F x) {
     const typename V::I rounded = V::template shr<16>(V::iadd(V::bits(x), V::seti(0x8000u)));
     return V::iselect(V::is_nan(x), V::seti(0x7fc0u), rounded);
 }
@@ -23,9 +23,11 @@ template <class V> typename V::I float_to_bf16(typename V::F x) {
 struct F32 {
     float* p;
     static constexpr int bytes = 4;
-    template <class V> typename V::F load(std::int64_t i) const { return V::load(p + i); }
-    template <class V> void store(std::int64_t i, typename V::F x) const { V::store(p + i, x); }
-    void ahead(std::int64_t i) const {
+    template <class V>
+    ZERO_OPTIM_INLINE typename V::F load(std::int64_t i) const { return V::load(p + i); }
+    template <class V>
+    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x) const { V::store(p + i, x); }
+    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const {
         prefetch(p, 4 * i, prefetch_bytes_fp32);
         prefetch(p, 4 * i + 64, prefetch_bytes_fp32);
     }
@@ -34,25 +36,31 @@ struct F32 {
 struct Bf16 {
     std::uint16_t* p;
     static constexpr int bytes = 2;
-    template <class V> typename V::F load(std::int64_t i) const { return bf16_to_float<V>(V::load_u16(p + i)); }
-    template <class V> void store(std::int64_t i, typename V::F x) const { V::store_u16(p + i, float_to_bf16<V>(x)); }
-    void ahead(std::int64_t i) const { prefetch(p, 2 * i, prefetch_bytes); }
+    template <class V>
+    ZERO_OPTIM_INLINE typename V::F load(std::int64_t i) const { return bf16_to_float<V>(V::load_u16(p + i)); }
+    template <class V>
+    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x) const { V::store_u16(p + i, float_to_bf16<V>(x)); }
+    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const { prefetch(p, 2 * i, prefetch_bytes); }
 };
 
 struct F16 {
     std::uint16_t* p;
     static constexpr int bytes = 2;
-    template <class V> typename V::F load(std::int64_t i) const { return V::load_f16(p + i); }
-    template <class V> void store(std::int64_t i, typename V::F x) const { V::store_f16(p + i, x); }
-    void ahead(std::int64_t i) const { prefetch(p, 2 * i, prefetch_bytes); }
+    template <class V>
+    ZERO_OPTIM_INLINE typename V::F load(std::int64_t i) const { return V::load_f16(p + i); }
+    template <class V>
+    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x) const { V::store_f16(p + i, x); }
+    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const { prefetch(p, 2 * i, prefetch_bytes); }
 };
 
 // No stream: a moment that the rule does not have.
 struct Nothing {
     static constexpr int bytes = 0;
-    template <class V> typename V::F load(std::int64_t) const { return V::set(0.0f); }
-    template <class V> void store(std::int64_t, typename V::F) const {}
-    void ahead(std::int64_t) const {}
+    template <class V>
+    ZERO_OPTIM_INLINE typename V::F load(std::int64_t) const { return V::set(0.0f); }
+    template <class V>
+    ZERO_OPTIM_INLINE void store(std::int64_t, typename V::F) const {}
+    ZERO_OPTIM_INLINE void ahead(std::int64_t) const {}
 };
 
 // ---- masters -----------------------------------------------------------------------------------------------------
@@ -67,14 +75,16 @@ struct Full {
         const bool half = t.parameter_dtype == DType::f16;
         return {static_cast<float*>(t.master), static_cast<std::uint16_t*>(t.parameter), half};
     }
-    template <class V> typename V::F load(std::int64_t i) const { return V::load(p + i); }
-    template <class V> void store(std::int64_t i, typename V::F x, const Coefficients&) const {
+    template <class V>
+    ZERO_OPTIM_INLINE typename V::F load(std::int64_t i) const { return V::load(p + i); }
+    template <class V>
+    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x, const Coefficients&) const {
         V::store(p + i, x);
         if (out == nullptr) return;
         if (half) V::store_f16(out + i, x);
         else V::store_u16(out + i, float_to_bf16<V>(x));
     }
-    void ahead(std::int64_t i) const {
+    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const {
         F32{p}.ahead(i);
         if (out != nullptr) prefetch(out, 2 * i, prefetch_bytes);
     }
@@ -89,22 +99,24 @@ struct Split {
     static Split of(const Item& t) {
         return {static_cast<std::uint16_t*>(t.parameter), static_cast<std::uint16_t*>(t.master)};
     }
-    template <class V> typename V::F load(std::int64_t i) const {
+    template <class V>
+    ZERO_OPTIM_INLINE typename V::F load(std::int64_t i) const {
         return V::from_bits(V::iadd(V::template shl<16>(V::load_u16(high + i)), V::load_i16(low + i)));
     }
-    template <class V> void store(std::int64_t i, typename V::F x, const Coefficients&) const {
+    template <class V>
+    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x, const Coefficients&) const {
         const typename V::I b = V::iselect(V::is_nan(x), V::seti(0x7fc00000u), V::bits(x));
         V::store_u16(high + i, V::template shr<16>(V::iadd(b, V::seti(0x8000u))));
         V::store_u16(low + i, b);
     }
-    void ahead(std::int64_t i) const {
+    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const {
         prefetch(high, 2 * i, prefetch_bytes);
         prefetch(low, 2 * i, prefetch_bytes);
     }
 };
 
 // Two multiplications and three shifts: every input bit reaches the low 16 output bits (avalanche of murmur3's end).
-template <class V> typename V::I mix(typename V::I x) {
+template <class V> ZERO_OPTIM_INLINE typename V::I mix(typename V::I x) {
     x = V::ixor(x, V::template shr<16>(x));
     x = V::imul(x, V::seti(0x85ebca6bu));
     x = V::ixor(x, V::template shr<13>(x));
@@ -117,8 +129,10 @@ struct Stochastic {
     std::uint16_t* p;
     std::uint64_t counter;
     static Stochastic of(const Item& t) { return {static_cast<std::uint16_t*>(t.parameter), t.counter}; }
-    template <class V> typename V::F load(std::int64_t i) const { return bf16_to_float<V>(V::load_u16(p + i)); }
-    template <class V> void store(std::int64_t i, typename V::F x, const Coefficients& c) const {
+    template <class V>
+    ZERO_OPTIM_INLINE typename V::F load(std::int64_t i) const { return bf16_to_float<V>(V::load_u16(p + i)); }
+    template <class V>
+    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x, const Coefficients& c) const {
         // Modulo 2^32: elements that far apart share their numbers, and no vector has to care where it wraps.
         const typename V::I index = V::iadd(V::seti(std::uint32_t(counter + std::uint64_t(i))), V::iota());
         const typename V::I key = V::seti(c.key * 0x9e3779b9u);
@@ -126,7 +140,7 @@ struct Stochastic {
         const typename V::I b = V::iselect(V::is_nan(x), V::seti(0x7fc00000u), V::bits(x));
         V::store_u16(p + i, V::template shr<16>(V::iadd(b, random)));
     }
-    void ahead(std::int64_t i) const { prefetch(p, 2 * i, prefetch_bytes); }
+    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const { prefetch(p, 2 * i, prefetch_bytes); }
 };
 
 // ---- 8-bit codes: a float of few bits, relative to the largest of the block -------------------------------------
@@ -150,7 +164,8 @@ constexpr std::uint32_t dither_nearest = 1u << 19;
 // `unit` is scale / top, `inverse` is top_up / scale.
 struct SignedCode {
     std::uint8_t* p;
-    template <class V> typename V::F load(std::int64_t i, float unit) const {
+    template <class V>
+    ZERO_OPTIM_INLINE typename V::F load(std::int64_t i, float unit) const {
         const typename V::I code = V::load_u8(p + i);
         const typename V::I magnitude = V::iand(code, V::seti(127u));
         const typename V::I sign = V::template shl<24>(V::iand(code, V::seti(128u)));
@@ -159,7 +174,8 @@ struct SignedCode {
         const typename V::I zero = V::seti(0u);
         return V::from_bits(V::iselect(V::ieq(magnitude, zero), zero, V::ior(V::bits(y), sign)));
     }
-    template <class V> void store(std::int64_t i, typename V::F x, float inverse, typename V::I dither) const {
+    template <class V>
+    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x, float inverse, typename V::I dither) const {
         const typename V::I b = V::bits(V::mul(x, V::set(inverse)));
         const typename V::I sign = V::template shr<24>(V::iand(b, V::seti(0x80000000u)));
         const typename V::I cut = V::template shr<20>(V::iadd(V::iand(b, V::seti(0x7fffffffu)), dither));
@@ -170,7 +186,8 @@ struct SignedCode {
 
 struct UnsignedCode {
     std::uint8_t* p;
-    template <class V> typename V::F load(std::int64_t i, float unit) const {
+    template <class V>
+    ZERO_OPTIM_INLINE typename V::F load(std::int64_t i, float unit) const {
         const typename V::I code = V::load_u8(p + i);
         const typename V::F x = V::from_bits(V::template shl<20>(V::iadd(code, V::seti(unsigned_offset))));
         const typename V::I zero = V::seti(0u);
@@ -178,7 +195,8 @@ struct UnsignedCode {
         return V::from_bits(V::iselect(V::ieq(code, zero), zero, y));
     }
     // A value above zero is never stored as zero: the root of it divides.
-    template <class V> void store(std::int64_t i, typename V::F x, float inverse, typename V::I dither) const {
+    template <class V>
+    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x, float inverse, typename V::I dither) const {
         const typename V::I b = V::iand(V::bits(V::mul(x, V::set(inverse))), V::seti(0x7fffffffu));
         const typename V::I cut = V::isub(V::template shr<20>(V::iadd(b, dither)), V::seti(unsigned_offset));
         const typename V::I code = V::imin(V::imax(cut, V::seti(1u)), V::seti(255u));

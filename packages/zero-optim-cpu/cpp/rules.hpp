@@ -10,7 +10,7 @@ template <class V> struct Lerp {
     bool from_end;
     explicit Lerp(const Coefficients& c)
         : weight(V::set(c.c1)), rest(V::set(c.beta1)), from_end(c.lerp_from_gradient) {}
-    F operator()(F start, F end) const {
+    ZERO_OPTIM_INLINE F operator()(F start, F end) const {
         const F difference = V::sub(end, start);
         if (from_end) return V::sub(end, V::mul(rest, difference));
         return V::add(start, V::mul(weight, difference));
@@ -26,8 +26,8 @@ template <class V> struct Decay {
     explicit Decay(const Coefficients& c)
         : coupled(V::set(c.coupled)), decoupled(V::set(c.decoupled)), has_coupled(c.coupled != 0.0f),
           has_decoupled(c.decoupled != 0.0f) {}
-    F gradient(F g, F p) const { return has_coupled ? V::add(g, V::mul(coupled, p)) : g; }
-    F apply(F p, F update) const {
+    ZERO_OPTIM_INLINE F gradient(F g, F p) const { return has_coupled ? V::add(g, V::mul(coupled, p)) : g; }
+    ZERO_OPTIM_INLINE F apply(F p, F update) const {
         return V::sub(p, has_decoupled ? V::add(update, V::mul(decoupled, p)) : update);
     }
 };
@@ -42,7 +42,7 @@ template <class V> struct AdamRule {
     explicit AdamRule(const Coefficients& c)
         : decay(c), lerp(c), c2(V::set(c.c2)), beta2(V::set(c.beta2)), step_size(V::set(c.step_size)),
           denominator_scale(V::set(c.denominator_scale)), eps(V::set(c.eps)) {}
-    void operator()(F& p, F g, F& a, F& b) const {
+    ZERO_OPTIM_INLINE void operator()(F& p, F g, F& a, F& b) const {
         g = decay.gradient(g, p);
         a = lerp(a, g);
         b = V::add(V::mul(beta2, b), V::mul(V::mul(c2, g), g));
@@ -60,7 +60,7 @@ template <class V> struct LionRule {
     explicit LionRule(const Coefficients& c)
         : decay(c), c1(V::set(c.c1)), beta1(V::set(c.beta1)), c2(V::set(c.c2)), beta2(V::set(c.beta2)),
           lr(V::set(c.step_size)), minus_lr(V::set(-c.step_size)) {}
-    void operator()(F& p, F g, F& a, F&) const {
+    ZERO_OPTIM_INLINE void operator()(F& p, F g, F& a, F&) const {
         const F zero = V::set(0.0f);
         const F direction = V::add(V::mul(beta1, a), V::mul(c1, g));
         // Neither above nor below zero: zero or NaN, which is passed on.
@@ -77,7 +77,7 @@ template <class V> struct AdagradRule {
     Decay<V> decay;
     F step_size, eps;
     explicit AdagradRule(const Coefficients& c) : decay(c), step_size(V::set(c.step_size)), eps(V::set(c.eps)) {}
-    void operator()(F& p, F g, F&, F& b) const {
+    ZERO_OPTIM_INLINE void operator()(F& p, F g, F&, F& b) const {
         g = decay.gradient(g, p);
         b = V::add(b, V::mul(g, g));
         p = V::sub(p, V::div(V::mul(step_size, g), V::add(V::sqrt(b), eps)));
@@ -94,7 +94,7 @@ template <class V> struct MomentumRule {
     explicit MomentumRule(const Coefficients& c)
         : decay(c), momentum(V::set(c.beta1)), undamped(V::set(c.c1)), lr(V::set(c.step_size)), nesterov(c.nesterov),
           first(c.first_step) {}
-    void operator()(F& p, F g, F& a, F&) const {
+    ZERO_OPTIM_INLINE void operator()(F& p, F g, F& a, F&) const {
         g = decay.gradient(g, p);
         a = first ? g : V::add(V::mul(momentum, a), V::mul(undamped, g));
         const F direction = nesterov ? V::add(g, V::mul(momentum, a)) : a;
@@ -108,5 +108,5 @@ template <class V> struct SgdRule {
     Decay<V> decay;
     F lr;
     explicit SgdRule(const Coefficients& c) : decay(c), lr(V::set(c.step_size)) {}
-    void operator()(F& p, F g, F&, F&) const { p = V::sub(p, V::mul(lr, decay.gradient(g, p))); }
+    ZERO_OPTIM_INLINE void operator()(F& p, F g, F&, F&) const { p = V::sub(p, V::mul(lr, decay.gradient(g, p))); }
 };

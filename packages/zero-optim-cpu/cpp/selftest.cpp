@@ -43,11 +43,12 @@ struct Tile {
     std::vector<float> master = std::vector<float>(numel), moments[2];
     std::vector<std::uint16_t> parameter = std::vector<std::uint16_t>(numel), low = std::vector<std::uint16_t>(numel);
     std::vector<std::uint32_t> gradient = std::vector<std::uint32_t>(numel);
-    std::vector<float> scales[2] = {std::vector<float>(std::size_t(blocks())), std::vector<float>(std::size_t(blocks()))};
+    std::vector<float> scales[2];
     Item item{};
 
     Tile(Master kind, DType parameter_dtype, DType gradient_dtype) {
         for (auto& moment : moments) moment.resize(numel);
+        for (auto& scale : scales) scale.resize(std::size_t(blocks()));
         item.numel = numel;
         item.parameter_dtype = parameter_dtype;
         item.gradient_dtype = gradient_dtype;
@@ -169,7 +170,8 @@ int main(int argc, char** argv) {
         failures += reductions_digest(table) != reductions_digest(scalar);
         for (int r = 0; r < rule_count; ++r) {
             for (int c = 0; c < master_count * moments_count * dtype_count; ++c) {
-                const int m = c / (moments_count * dtype_count), s = c / dtype_count % moments_count, d = c % dtype_count;
+                const int m = c / (moments_count * dtype_count), s = c / dtype_count % moments_count;
+                const int d = c % dtype_count;
                 if (scalar->update[r][m][s][d] == nullptr) continue;
                 const DType parameter = Master(m) == Master::full ? DType(d) : DType::bf16;
                 const auto digest = [&](const Table* t, Pool& p) {

@@ -23,7 +23,7 @@ template <template <class> class R, class MasterStream, class G, class A, class 
     A a;
     B b;
 
-    template <class V> void one(const R<V>& rule, const Coefficients& c, std::int64_t i) const {
+    template <class V> ZERO_OPTIM_INLINE void one(const R<V>& rule, const Coefficients& c, std::int64_t i) const {
         typename V::F p = master.template load<V>(i);
         const typename V::F g = V::mul(gradient.template load<V>(i), V::set(c.scale));
         typename V::F x = a.template load<V>(i), y = b.template load<V>(i);
@@ -85,14 +85,15 @@ template <class V, template <class> class R, class MasterStream, DType D> struct
     float* scale_a;
     float* scale_b;
 
-    template <class W> void decode(Block& block, std::int64_t base, std::int64_t k, float unit_a, float unit_b) const {
+    template <class W>
+    ZERO_OPTIM_INLINE void decode(Block& block, std::int64_t base, std::int64_t k, float unit_a, float unit_b) const {
         if constexpr (has_a) W::store(block.a + k, a.template load<W>(base + k, unit_a));
         if constexpr (has_b) W::store(block.b + k, b.template load<W>(base + k, unit_b));
     }
 
     template <class W>
-    void one(const R<W>& rule, const Coefficients& c, Block& block, std::int64_t base, std::int64_t k, float unit_a,
-             float unit_b) const {
+    ZERO_OPTIM_INLINE void one(const R<W>& rule, const Coefficients& c, Block& block, std::int64_t base, std::int64_t k,
+                               float unit_a, float unit_b) const {
         typename W::F p = master.template load<W>(base + k);
         const typename W::F g = W::mul(gradient.template load<W>(base + k), W::set(c.scale));
         typename W::F x = W::set(0.0f), y = W::set(0.0f);
@@ -112,7 +113,7 @@ template <class V, template <class> class R, class MasterStream, DType D> struct
         for (; k < stop; ++k) one<Scalar>(last, c, block, base, k, unit_a, unit_b);
     }
 
-    static float largest(const float* x, std::int64_t count) {
+    static ZERO_OPTIM_INLINE float largest(const float* x, std::int64_t count) {
         const typename V::I magnitude = V::seti(0x7fffffffu);
         typename V::F most = V::set(0.0f);
         std::int64_t k = 0;
@@ -127,7 +128,8 @@ template <class V, template <class> class R, class MasterStream, DType D> struct
     }
 
     template <class W>
-    void encode(const Block& block, std::int64_t base, std::int64_t k, float to_a, float to_b) const {
+    ZERO_OPTIM_INLINE void encode(const Block& block, std::int64_t base, std::int64_t k, float to_a,
+                                  float to_b) const {
         const typename W::I dither = W::load_i32(block.dither + k);
         if constexpr (has_a) a.template store<W>(base + k, W::load(block.a + k), to_a, dither);
         if constexpr (has_b) {
