@@ -3,7 +3,8 @@
     python tests/benchmarks/test_rss.py [--steps 3] [--json FILE]
 
 Claim: what the plan puts on nvme leaves memory, at least 60 % of it; the rest is slots, arena and allocator. Slots are
-the fewest that zero-offload accepts: by default they take a quarter of the state bytes, for speed. The peak is VmHWM of the training process, from its metrics.jsonl. Needs the packages installed or on PYTHONPATH.
+the fewest that zero-offload accepts: by default they take a quarter of the state bytes, for speed. The peak is VmHWM
+of the training process, from its metrics.jsonl. Needs the packages installed or on PYTHONPATH.
 """
 
 from __future__ import annotations
