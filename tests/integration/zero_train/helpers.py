@@ -13,7 +13,15 @@ from zero_train import config, train
 from zero_train.loop import Step
 
 # One thread, so that sums have one order; any filesystem, as /tmp may be memory where the tests run.
-COMMON = ("recipe=tiny", "data=synthetic", "precision=bf16", "run.threads=1", "io.allow_memory=true", "run.plots=false")
+COMMON = (
+    "recipe=tiny",
+    "data=synthetic",
+    "precision=bf16",
+    "run.threads=1",
+    "io.allow_memory=true",
+    "run.plots=false",
+    "run.bar=false",
+)
 
 
 @dataclasses.dataclass(frozen=True)

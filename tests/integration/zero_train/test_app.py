@@ -52,6 +52,18 @@ def test_a_sweep_runs_each_job_in_a_folder_of_its_own(capsys, tmp_path):
         assert len((tmp_path / str(job) / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_a_probe_prints_hardware_that_composes(capsys, tmp_path):
+    from omegaconf import OmegaConf
+
+    from zero_train.schema import HardwareConfig
+
+    assert app.main([*COMMON, f"run.dir={tmp_path / 'run'}", "run.probe=true", "offload=host"]) == 0
+    text = capsys.readouterr().out
+    figures = OmegaConf.merge(OmegaConf.structured(HardwareConfig), OmegaConf.create(text))
+    assert figures.tflops > 0 and figures.update_gbps > 0 and figures.host_gib > 0
+    assert left(tmp_path) == []
+
+
 def test_help_lists_groups_and_keys(capsys):
     assert app.main(["--help"]) == 0
     text = capsys.readouterr().out

@@ -1,12 +1,12 @@
 """The bytes that metrics.jsonl reports are those of the tiles in use, and the kernel counted them too."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
-
-import torch
 
 import zero_core
 from tests.integration.zero_train.helpers import trained
@@ -31,6 +31,8 @@ def aligned(nbytes: int) -> int:
 
 
 def test_written_bytes_are_the_tiles(tmp_path):
+    if not Path("/proc/self/io").exists():
+        pytest.skip("this kernel keeps no I/O counters of processes")
     before = written_by_process()
     run = trained(tmp_path / "run", "offload=nvme", f"run.steps={STEPS}", *LARGE)
     counted = written_by_process() - before
@@ -61,7 +63,7 @@ def unit_numels() -> list[int]:
         model = models.build(composed.model, composed.data.sequence_length)
     total = sum(p.numel() for p in model.parameters())
     blocks = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
-    assert blocks == [4_958_080 + 0 * total] or blocks[0] > TILE_NUMEL
+    assert len(blocks) == 1 and TILE_NUMEL < blocks[0] < 2 * TILE_NUMEL
     rest = [p.numel() for name, p in model.named_parameters() if ".layers." not in name]
-    assert torch.tensor(blocks + rest).sum().item() == total
+    assert sum(blocks + rest) == total
     return blocks + rest

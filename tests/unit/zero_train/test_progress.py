@@ -35,6 +35,11 @@ def test_a_terminal_gets_a_bar_with_the_figures():
     assert "loss" in out.getvalue()
 
 
+def test_the_configuration_can_choose():
+    assert isinstance(progress.reporter(True, 1, 0, 1, bar=False, out=Terminal()), progress.Plain)
+    assert isinstance(progress.reporter(True, 1, 0, 1, bar=True, out=io.StringIO()), progress.Bar)
+
+
 def test_other_ranks_are_silent(capsys):
     with progress.reporter(False, steps=1, done=0, every=1) as shown:
         shown.step(line(1))

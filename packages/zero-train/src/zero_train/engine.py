@@ -127,7 +127,7 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _lion(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-    """torch has no Lion; zero-optim-cpu's takes CPU tensors only, so it is built over stand-ins for the deferred ones."""
+    """torch has none; zero-optim-cpu's takes CPU tensors only, so it is built over stand-ins for deferred ones."""
     stand_ins = [{**group, "params": [torch.zeros(1, requires_grad=True)]} for group in groups]
     lion: torch.optim.Optimizer = checks.sibling("zero_optim_cpu").Lion(stand_ins, **options)
     for made, group in zip(lion.param_groups, groups, strict=True):

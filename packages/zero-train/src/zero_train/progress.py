@@ -109,12 +109,14 @@ class Bar:
         self._progress.console.print(text, markup=False, highlight=False)
 
 
-def reporter(leader: bool, steps: int, done: int, every: int, out: TextIO | None = None) -> Reporter:
-    """The one that fits where `out` (standard output) leads."""
+def reporter(
+    leader: bool, steps: int, done: int, every: int, bar: bool | None = None, out: TextIO | None = None
+) -> Reporter:
+    """The one that fits where `out` (standard output) leads; `bar` says it instead where it is not None."""
     out = out or sys.stdout
     if not leader:
         return Silent()
-    return Bar(steps, done, out) if out.isatty() else Plain(steps, every, out)
+    return Bar(steps, done, out) if (out.isatty() if bar is None else bar) else Plain(steps, every, out)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

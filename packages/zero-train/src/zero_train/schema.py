@@ -45,8 +45,10 @@ class RunConfig:
     """Steps between two validation losses; one more is taken at the start and at the end. 0: none at all."""
     evaluate_batches: int = 8
     """Micro-batches of one validation loss, over all ranks."""
+    bar: Optional[bool] = None
+    """Show a progress bar rather than plain lines; null: where the output is a terminal."""
     report_every: int = 10
-    """Steps between two plain progress lines, where the output is not a terminal."""
+    """Steps between two plain progress lines."""
     sample_bytes: int = 160
     """Length of the text generated after the run. 0: none."""
     sample_prompt: str = "def "

@@ -126,7 +126,7 @@ class _Run:
         config, ranks = self._config, self._ranks
         loop = Loop(ready, corpus, config, ranks, self._asked)
         sample = ""
-        shown = progress.reporter(ranks.leader, config.run.steps, first - 1, config.run.report_every)
+        shown = progress.reporter(ranks.leader, config.run.steps, first - 1, config.run.report_every, config.run.bar)
         with ExitStack() as stack:
             metrics = stack.enter_context(report.Metrics(folder, first)) if ranks.leader else None
             stack.enter_context(self._asked.gentle())
