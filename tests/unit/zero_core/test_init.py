@@ -1,7 +1,9 @@
 """Deferred construction: same distributions, same buffers, no memory, values that depend on the seed alone."""
 
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from zero_core.deferred import deferred_init
+from zero_core.deferred import deferred_init, recording_of
 from zero_core.errors import DeferredInitError
 from zero_core.init import Initialiser, become, materialise
 from zero_core.layout import UnitLayout
@@ -241,3 +243,11 @@ def test_hooks_are_gone_after_the_context_even_when_it_raises() -> None:
     with pytest.raises(KeyError), deferred_init():
         raise KeyError("x")
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_recordings_are_let_go_once_every_value_is_taken() -> None:
+    model = deferred(Custom)
+    recording = weakref.ref(recording_of(model.first))
+    materialise(model)
+    gc.collect()
+    assert recording() is None

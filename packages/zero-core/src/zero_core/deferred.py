@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from .errors import DeferredInitError
 
-__all__ = ["Recording", "Source", "continue_recording", "deferred_init", "recording_of"]
+__all__ = ["Recording", "Source", "continue_recording", "deferred_init", "forget_recording", "recording_of"]
 
 _ATTRIBUTE = "_zero_core_recording"  # on modules that own a deferred parameter
 _UNINITIALISED = (
@@ -266,6 +266,11 @@ def _recording_into(recording: Recording) -> Iterator[None]:
 def recording_of(module: nn.Module) -> Recording | None:
     """The recording that made this module's own parameters, if any."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+def forget_recording(module: nn.Module) -> None:
+    """The module's own parameters have their values now."""
+    module.__dict__.pop(_ATTRIBUTE, None)
 
 
 class _Recorder(TorchDispatchMode):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .deferred import Recording, deferred_init, recording_of
+from .deferred import Recording, deferred_init, forget_recording, recording_of
 from .errors import DeferredInitError
 from .layout import UnitLayout
 
@@ -31,8 +31,11 @@ class Initialiser:
     def __init__(self, model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
         self._recordings: dict[int, Recording] = {}
         self._names: dict[int, str] = {}
+        self._owners: list[nn.Module] = []
         unknown, uninitialised = [], []
         for prefix, module in model.named_modules():
+            if recording_of(module) is not None:
+                self._owners.append(module)
             for name, parameter in module.named_parameters(prefix, recurse=False):
                 if not parameter.is_meta or id(parameter) in self._names:
                     continue
@@ -95,6 +98,13 @@ class Initialiser:
                 target.copy_(self.values(parameter).reshape(-1)[piece.slot_start : piece.slot_stop])
         return shard
 
+    def release(self) -> None:
+        """Let go of the recordings, with whatever memory and files they keep: every value has been taken."""
+        for module in self._owners:
+            forget_recording(module)
+        self._owners.clear()
+        self._recordings.clear()
+
 
 def become(parameter: nn.Parameter, data: Tensor) -> None:
     """Give `parameter` the memory `data`, of its shape: identity, requires_grad and attributes stay, also from meta."""
@@ -117,6 +127,7 @@ def materialise(module: nn.Module) -> None:
     for parameter in list(module.parameters()):
         if parameter.is_meta:
             become(parameter, initialiser.values(parameter))
+    initialiser.release()
 
 
 _WAY_OUT = "initialise it where the module is built, or give it values with load_pretrained before shard()"

@@ -28,6 +28,7 @@ from .shards import ShardView, view_of
 __all__ = ["PretrainedReport", "load_pretrained", "save_pretrained"]
 
 _TILE_NUMEL = 1 << 22
+_Kind = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -168,19 +169,17 @@ def save_pretrained(
     if view is not None:
         view.barrier()
     if first:
-        _publish(model, folder, files, dtype)
+        _publish(model, folder, files)
     if view is not None:
         view.barrier()
 
 
-def _plan_files(
-    model: nn.Module, dtype: torch.dtype | None, max_file_bytes: int
-) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+def _plan_files(model: nn.Module, dtype: torch.dtype | None, max_file_bytes: int) -> dict[str, dict[str, _Kind]]:
     """File names with their tensors, filled in the model's order up to `max_file_bytes` each."""
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    tensors: dict[str, _Kind] = {}
     for parts, shape, own in whole_tensors(model).values():
         tensors.setdefault(parts[0].name, (dtype if dtype is not None and own.is_floating_point else own, shape))
-    groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
+    groups: list[dict[str, _Kind]] = [{}]
     filled = 0
     for name, (kind, shape) in tensors.items():
         nbytes = torch.Size(shape).numel() * kind.itemsize
@@ -223,12 +222,7 @@ def _write_values(model: nn.Module, view: ShardView | None, writers: Mapping[str
                 put(slice_.name, start, view.parameter_values(slice_, start, stop))
 
 
-def _publish(
-    model: nn.Module,
-    folder: Path,
-    files: Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]],
-    dtype: object,
-) -> None:
+def _publish(model: nn.Module, folder: Path, files: Mapping[str, Mapping[str, _Kind]]) -> None:
     """Give the files their names, drop those of an earlier save, write the index and the config."""
     for stale in (*folder.glob("model-*-of-*.safetensors"), folder / INDEX_NAME, folder / SINGLE_NAME):
         if stale.name not in files:
@@ -239,8 +233,9 @@ def _publish(
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__]
-        if isinstance(dtype, torch.dtype):
-            config.dtype = dtype
+        kinds = {kind for tensors in files.values() for kind, _ in tensors.values() if kind.is_floating_point}
+        if len(kinds) == 1:  # what from_pretrained builds the model in
+            setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", kinds.pop())
         config.save_pretrained(folder)
         generation: Any = getattr(model, "generation_config", None)
         if hasattr(generation, "save_pretrained"):

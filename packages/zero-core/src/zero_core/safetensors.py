@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +153,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._files: dict[Path, io.FileIO] = {}
+        self._finalizer = weakref.finalize(self, _close_all, self._files)  # a deferred model's reader has no `with`
         self.read_bytes = 0  # so far, headers apart
 
     def read(self, entry: Entry, start: int, stop: int) -> Tensor:
@@ -176,15 +178,19 @@ class Reader:
         return values
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        _close_all(self._files)
 
     def __enter__(self) -> Reader:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _close_all(files: dict[Path, io.FileIO]) -> None:
+    for file in files.values():
+        file.close()
+    files.clear()
 
 
 def layout_entries(

@@ -105,6 +105,7 @@ def shard(
     engine.prefetch_bytes, engine.residents.budget_bytes = prefetch_bytes, resident_bytes
     engine.loss_scale = scale
     made.attach_store(initialiser, prefetch_bytes)
+    initialiser.release()
     for unit in made.units:
         for k, parameter in enumerate(unit.parameters):
             settle(parameter, Place(engine, unit, k))

@@ -1,0 +1,114 @@
+"""Deferred and pretrained models in shards: the same weights at every world size and stage, and out again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from tests import models
+from tests.integration.zero_core import checkpoint_runs as runs
+from zero_core.errors import DeferredInitError
+from zero_core.precision import round_to
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    with zero_core.gathered(model, master=True):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def shard(model: nn.Module, stage: int, **options):
+    return zero_core.shard(model, runs.adamw(model.parameters()), stage=stage, **options)
+
+
+def deferred_values(name: str, stage: int, seed: int | None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(4 if seed is None else runs.world()[0])
+    with zero_core.deferred_init(seed=seed):
+        model = models.build(name)
+    optimizer = shard(model, stage)
+    values = whole(model)
+    runs.train(model, optimizer, 0, 1)
+    optimizer.close()
+    return values
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "moe", "t5"])
+def test_the_same_seed_gives_the_same_weights_everywhere(ranks, name: str) -> None:
+    expected = deferred_values(name, 0, 4)
+    cases = [(1, 3, 4), (1, 3, None), (2, 3, 4), (2, 1, 4)]
+    for size, stage, seed in cases if name == "llama" else cases[2:3]:
+        for values in ranks(size).run(deferred_values, name, stage, seed):
+            assert all(torch.equal(values[key], expected[key]) for key in expected), (size, stage, seed)
+
+
+def different_seeds() -> str:
+    try:
+        deferred_values_by_rank = runs.world()[0]
+        with zero_core.deferred_init(seed=deferred_values_by_rank):
+            model = models.build("llama")
+        shard(model, 3)
+    except DeferredInitError as error:
+        return str(error)
+    return "nothing raised"
+
+
+def test_ranks_with_different_seeds_are_told(ranks) -> None:
+    for text in ranks(2).run(different_seeds):
+        assert "different seeds, [[0], [1]]" in text
+
+
+def into_shards(folder: Path, how: str, stage: int, dtype) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    if how == "deferred":
+        with zero_core.deferred_init():
+            model = models.build("llama")
+        zero_core.load_pretrained(model, folder)
+        optimizer = shard(model, stage, param_dtype=dtype)
+    else:
+        model = models.build("llama")
+        optimizer = shard(model, stage, param_dtype=dtype)
+        runs.train(model, optimizer, 0, 1)
+        report = zero_core.load_pretrained(model, folder)
+        numel = sum(p.numel() for p in model.parameters())
+        assert report.read_bytes <= 4 * (numel // (runs.world()[1] if stage else 1) + 4096)
+    values = whole(model)
+    optimizer.close()
+    return values
+
+
+def out_of_shards(folder: Path, stage: int, dtype) -> dict[str, torch.Tensor]:
+    model, optimizer = runs.make("llama", stage, seed=1, dtype=dtype)
+    runs.train(model, optimizer, 0, 2)
+    zero_core.save_pretrained(model, folder, max_file_bytes=40_000)
+    values = whole(model)
+    optimizer.close()
+    return values
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_pretrained_weights_go_in_and_out_slice_by_slice(ranks, tmp_path: Path, size: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trained = ranks(size).run(out_of_shards, tmp_path, 3, None)[0]
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 and not list(tmp_path.glob("*.partial"))
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    assert loaded.keys() == trained.keys()
+    assert all(torch.equal(loaded[key], trained[key]) for key in trained)
+    for how, stage, dtype in (("deferred", 3, None), ("sharded", 3, torch.bfloat16), ("sharded", 1, None)):
+        for values in ranks(size).run(into_shards, tmp_path, how, stage, dtype):
+            assert all(torch.equal(values[key], trained[key]) for key in trained), (how, stage)
+
+
+def test_bf16_parameters_are_saved_as_the_model_computes_with_them(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    masters = out_of_shards(tmp_path, 3, torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    for key, parameter in loaded.named_parameters():
+        expected = torch.empty_like(parameter)
+        round_to(masters[key].flatten(), expected.view(-1))
+        assert torch.equal(parameter, expected), key
