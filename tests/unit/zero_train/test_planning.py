@@ -70,12 +70,14 @@ def test_two_ranks_write_together():
     assert "plan of each of 2 ranks" in planning.described(plan, composed, Ranks(0, 2, 0, 2))
 
 
-def test_the_default_run_writes_less_than_100_gigabytes():
-    composed = config.compose(["run.dir=runs/x", "hardware.nvme_gib=1000", "hardware.host_gib=16"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "moe"])
+def test_the_default_run_writes_less_than_100_gigabytes(kind):
+    composed = config.compose([f"model={kind}", "run.dir=runs/x", "hardware.nvme_gib=1000", "hardware.host_gib=16"])
     for parameters in ("fp32", "bf16"):
         composed.precision.parameters = parameters
         with zero_core.deferred_init():
             model = models.build(composed.model, composed.data.sequence_length)
+        assert 20e6 < sum(p.numel() for p in model.parameters()) < 30e6
         plan = planning.make(composed, model, Ranks(), None)
         assert planning.written_bytes(plan, composed, Ranks()) < 100e9
 

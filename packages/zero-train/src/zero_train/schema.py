@@ -67,13 +67,13 @@ class ModelConfig:
 
     kind: str = MISSING
     """llama, gpt2, moe or hf: the function of models.py that builds it."""
-    hidden_size: int = 512
+    hidden_size: int = 768
     """Width of the residual stream."""
-    intermediate_size: int = 1376
+    intermediate_size: int = 1728
     """Width of the feed-forward layer."""
-    layers: int = 8
+    layers: int = 4
     """Transformer blocks."""
-    heads: int = 8
+    heads: int = 12
     """Attention heads; hidden_size is a multiple of it."""
     key_value_heads: Optional[int] = None
     """Heads of keys and values (grouped-query attention); null: as many as heads. llama and moe."""
@@ -81,7 +81,7 @@ class ModelConfig:
     """Size of the vocabulary; the data are bytes, so at least 256."""
     tie_embeddings: bool = False
     """One matrix for embedding and head."""
-    experts: int = 8
+    experts: int = 4
     """Experts of a block. moe only."""
     experts_per_token: int = 2
     """Experts that each token is routed to. moe only."""
