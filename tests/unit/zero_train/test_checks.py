@@ -109,12 +109,15 @@ def test_a_missing_sibling_names_the_extra(monkeypatch, overrides, module, extra
         checks.packages(changed(*overrides))
 
 
-def test_only_what_is_on_nvme_needs_a_disk():
+@pytest.mark.parametrize("disk", [True, False])
+def test_only_what_is_on_nvme_needs_a_disk(monkeypatch, disk):
+    monkeypatch.setattr(checks, "memory_filesystem", lambda folder: None if disk else "tmpfs")
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object())
     assert checks.uses_nvme(changed("offload=nvme"))
     assert checks.uses_nvme(changed("offload=host", "offload.optimizer={host: 0.5, nvme: 0.5}"))
     assert not checks.uses_nvme(changed("offload=host"))
     assert not checks.uses_nvme(changed("offload=none", "offload.optimizer=nvme"))
-    assert not checks.uses_nvme(changed("offload=auto"))
+    assert checks.uses_nvme(changed("offload=auto")) == disk
     assert checks.uses_nvme(changed("offload=auto", "offload.nvme_paths=[/x]"))
 
 
