@@ -120,7 +120,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def minimums(session: nox.Session) -> None:
     """The unit tests on the lowest versions that the packages allow; torch 2.8 comes from the registry."""
-    lowest = ["torch==2.8.0", "hydra-core==1.3.2", "omegaconf==2.3.0", "aiofiles==23.1.0", "pybind11==2.12.0"]
+    lowest = ["torch==2.8.0", "hydra-core==1.3.2", "omegaconf==2.3.0", "aiofiles==23.2.1", "pybind11==2.12.0"]
     folders = [f"./packages/{name}" + ("[nvme,cpu,hf]" if name == "zero-train" else "") for name in SIBLINGS]
     session.install("--quiet", *TEST_TOOLS, "numpy", "safetensors", *lowest, *folders)
     session.run("pytest", "tests/unit", *session.posargs)
@@ -143,8 +143,9 @@ def native(session: nox.Session) -> None:
         "cmake",
         "ninja",
     )
-    for package in ("zero-nvme", "zero-optim-cpu"):
-        session.run("python", f"packages/{package}/sanitize.py", *session.posargs)
+    for sanitizer in ("address", "thread"):
+        session.run("python", "packages/zero-nvme/scripts/sanitize.py", sanitizer, *session.posargs)
+    session.run("python", "packages/zero-optim-cpu/sanitize.py")
 
 
 @nox.session
@@ -157,9 +158,9 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The benchmark programs under tests/benchmarks: `nox -s bench -- core|step|nvme|optim [arguments]`."""
+    """The benchmark programs under tests/benchmarks: `nox -s bench -- core|nvme|optim|rss [arguments]`."""
     everything(session)
-    names = ["core", "step", "nvme", "optim"]
+    names = ["core", "nvme", "optim", "rss"]
     chosen = [word for word in session.posargs[:1] if word in names]
     rest = session.posargs[len(chosen) :]
     (ROOT / "runs").mkdir(exist_ok=True)

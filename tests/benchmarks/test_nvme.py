@@ -115,7 +115,7 @@ def run(folder: str, nbytes: int, pairs: int, *, blocks=BLOCKS, depths=DEPTHS, e
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path")
+    parser.add_argument("path", nargs="?", default=".")
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--json", help="also write the report to this file")
