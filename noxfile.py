@@ -101,18 +101,8 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """mypy over the sources of every package, against the real torch."""
     session.install("--quiet", "--upgrade", "pip")
-    session.install(
-        "--quiet",
-        "-c",
-        "constraints.txt",
-        "mypy",
-        "torch",
-        "hydra-core",
-        "omegaconf",
-        "rich",
-        "aiofiles",
-        "types-aiofiles",
-    )
+    needs = ["mypy", "torch", "hydra-core", "omegaconf", "rich", "aiofiles", "types-aiofiles", "pytest"]
+    session.install("--quiet", "-c", "constraints.txt", *needs)
     modules = [argument for name in SIBLINGS for argument in ("-p", name.replace("-", "_"))]
     session.run("mypy", *modules, *session.posargs, env={"MYPYPATH": sources()})
 

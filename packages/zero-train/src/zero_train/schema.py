@@ -115,8 +115,8 @@ class ZeroConfig:
     """0: nothing. 1: optimizer states. 2: and gradients. 3: and parameters."""
     resident_bytes: int = 0
     """Stage 3: bytes of units that may stay unsharded between forward and backward."""
-    prefetch_bytes: Optional[int] = None
-    """Bytes of units gathered ahead of their use; null leaves zero-core's own choice."""
+    prefetch_bytes: Optional[int] = 64 << 20
+    """Bytes of units gathered ahead of their use, each a slot of a tiered store; null leaves zero-core's own choice."""
     update_in_backward: bool = False
     """Start a unit's update when its gradient arrives; excludes optim.max_grad_norm."""
 
