@@ -148,16 +148,15 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The benchmark programs under tests/benchmarks: `nox -s bench -- core|nvme|optim|rss [arguments]`."""
+    """pytest-benchmark over the tiers, JSON saved; or one program: `-- core|nvme|optim|rss [arguments]`."""
     everything(session)
-    names = ["core", "nvme", "optim", "rss"]
-    chosen = [word for word in session.posargs[:1] if word in names]
-    rest = session.posargs[len(chosen) :]
     (ROOT / "runs").mkdir(exist_ok=True)
-    for name in chosen or names:
-        program = ROOT / "tests" / "benchmarks" / f"test_{name}.py"
-        if program.exists():
-            session.run("python", str(program), "--json", f"runs/bench_{name}.json", *rest)
+    if session.posargs and session.posargs[0] in ("core", "nvme", "optim", "rss"):
+        name, *rest = session.posargs
+        session.run("python", f"tests/benchmarks/test_{name}.py", "--json", f"runs/bench_{name}.json", *rest)
+        return
+    saved = "--benchmark-json=runs/benchmark.json"
+    session.run("pytest", "--benchmark-enable", saved, "tests/benchmarks/test_step.py", *session.posargs)
 
 
 @nox.session(name="bench-gpu", venv_backend="none")
