@@ -9,8 +9,9 @@ bool Gate::try_enter() {
   return true;
 }
 
-void Gate::leave() noexcept {
+void Gate::leave(std::atomic<bool>& done) noexcept {
   std::lock_guard lock(mutex_);
+  done.store(true, std::memory_order_release);
   --count_;
   changed_.notify_all();
 }
@@ -50,13 +51,13 @@ void Request::fail(const Failure& failure) noexcept {
   dropped_.store(true, std::memory_order_release);
 }
 
-// The gate is left first: whoever sees done() also sees its room.
+// One moment under the gate's lock: whoever sees done() also finds its room, and whoever sees the gate empty finds
+// every request done. Waiters are woken under the request's own lock, after that.
 void Request::complete() noexcept {
-  gate_->leave();
+  gate_->leave(done_);
   decltype(notified_) notified;
   {
     std::lock_guard lock(mutex_);
-    done_.store(true, std::memory_order_release);
     notified.swap(notified_);
     completed_.notify_all();
   }

@@ -223,10 +223,10 @@ class PortableStore:
             else:
                 await self._move(block, handle)
             if request.finish(block.memory.nbytes):
+                request.complete()  # first: whoever finds nothing live finds every request done
                 with self._changed:
                     self._live.discard(request)
                     self._changed.notify_all()
-                request.complete()
 
     async def _move(self, block: _Block, handle: Any) -> None:
         counters = self._counters[block.path]

@@ -31,7 +31,7 @@ class Gate {
  public:
   explicit Gate(std::size_t limit) : limit_(limit) {}
   bool try_enter();
-  void leave() noexcept;
+  void leave(std::atomic<bool>& done) noexcept;  // sets `done` in the same moment: see Request::complete
   bool wait_for_room(std::chrono::milliseconds timeout);
   bool wait_for_empty(std::chrono::milliseconds timeout);
   std::size_t inside() const;
