@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -213,13 +212,6 @@ def test_update_in_backward_has_the_bits_of_an_update_after_it() -> None:
     assert same(run("nvme", True), expected)
 
 
-def wait_for_log(nvme: FaultyByteStore, length: int) -> None:
-    """Reads ahead begin on the update thread, whenever it gets to run; `wait` does not wait for them."""
-    deadline = time.monotonic() + 120
-    while len(nvme.log) < length and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-
 def test_update_in_backward_reads_the_next_unit_ahead() -> None:
     nvme = FaultyByteStore(MemoryByteStore())
     driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, driver={"frozen": ()})
@@ -234,11 +226,11 @@ def test_update_in_backward_reads_the_next_unit_ahead() -> None:
     seen = len(nvme.log)
     driver.store.accept_gradient(3, torch.ones(NUMELS[3], dtype=torch.bfloat16))
     driver.store.wait()
-    wait_for_log(nvme, seen + 1)
-    ahead = list(nvme.log[seen:])
-    assert 1 <= len(ahead) <= 3 and {kind for kind, _, _ in ahead} == {"read"}  # at most a read a slot, and no write
-    near = [extent.offset_bytes for tile, extent in driver.store._states._extents.items() if tile.unit >= 1]
-    assert {offset for _, offset, _ in ahead} <= set(near)  # of units 3, 2 and the first tile of unit 1
+    # As many tiles as there are slots are in hand before their update; which were read in this backward, and which had
+    # been in the last, depends on when slots fell free.
+    in_hand = list(driver.store._states._early)
+    assert 1 <= len(in_hand) <= 3
+    assert {kind for kind, _, _ in nvme.log[seen:]} <= {"read"}
     driver.store.close()
 
 
@@ -311,9 +303,8 @@ def test_reads_begin_during_backward() -> None:
     seen = len(nvme.log)
     driver.backward()
     driver.store.wait()
-    wait_for_log(nvme, seen + 1)
-    ahead = list(nvme.log[seen:])
-    assert 1 <= len(ahead) <= 3 and {kind for kind, _, _ in ahead} == {"read"}  # before any norm is known
+    ahead = nvme.log[seen:]
+    assert [kind for kind, _, _ in ahead] == ["read"] * 3  # as many as there are slots, before any norm is known
     driver.update()
     driver.store.wait()
     kinds = [kind for kind, _, _ in nvme.log[seen:]]
