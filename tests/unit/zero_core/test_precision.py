@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from zero_core.precision import round_to, sum_of_squares, widen_scaled
+from zero_core.precision import mean_of_rows, round_to, sum_of_squares, widen_scaled
 from zero_core.store import CHUNK_NUMEL
 
 
@@ -69,3 +69,13 @@ def test_squares_that_overflow_fp32_do_not():
 def test_widening_multiplies_in_fp32():
     values = torch.randn(1000).bfloat16()
     assert torch.equal(widen_scaled(values, 0.3, torch.empty(1000)), values.float() * 0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_mean_of_rows_rounds_once(dtype):
+    numel = (1 << 18) + 77  # more than one piece of scratch
+    rows = torch.randn(3, numel, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out = torch.empty(numel, dtype=dtype)
+    mean_of_rows(rows, out)
+    expected = ((rows[0].float() + rows[1].float()) + rows[2].float()) / 3
+    assert torch.equal(out, expected.to(dtype))

@@ -4,6 +4,11 @@
 Two ranks that call collectives of one size in different orders exchange wrong data without an error. Every collective
 here therefore extends a short digest (which unit, which kind, in which order). The digests ride with the norm's
 all-reduce, and `step()` raises before it updates anything if they differ.
+
+[Note: reduce-scatter on gloo]
+gloo's own takes twice the time of moving the bytes (59 MB over loopback, 2 ranks: 109 ms against 53) and rounds to the
+gradient's dtype after every addition. There the ranks exchange their slices instead, as many bytes on the wire, and
+each adds up its own in fp32, in the order of the ranks, rounding once. It costs one buffer of a unit's size.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import CollectiveError, StageError
+from .pool import Pool
+from .precision import mean_of_rows
 
 __all__ = ["Ranks"]
 
@@ -43,6 +50,7 @@ class Ranks:
         self.device = device
         self.digest = 0
         self.sent_numel: Counter[str] = Counter()  # elements this rank sends, by collective; a ring's share
+        self._adds_here = shard.group is not None and f"{device.type}:gloo" in dist.get_backend_config(shard.group)
 
     @classmethod
     def build(cls, mesh: Any, *, sharded: bool, device: torch.device) -> Ranks:
@@ -99,10 +107,15 @@ class Ranks:
         with self._naming("all_gather", unit, index):
             return _all_gather(whole, part, group=self.shard.group, async_op=True)
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor, unit: str, index: int) -> Any:
-        """part (n,) <- this rank's slice of the mean of `whole` over the shard ranks; returns the work."""
+    def reduce_scatter(self, part: Tensor, whole: Tensor, unit: str, index: int, pool: Pool) -> Any:
+        """part (n,) <- this rank's slice of the mean of `whole` over the shard ranks; returns the work to wait for.
+
+        `pool` lends memory until then, see [Note: reduce-scatter on gloo].
+        """
         self.sent_numel["reduce_scatter"] += part.numel() * (self.shard.size - 1)
         with self._naming("reduce_scatter", unit, index):
+            if self._adds_here:
+                return _Exchange(part, whole, self.shard, pool)
             return _reduce_scatter(part, whole, op=dist.ReduceOp.AVG, group=self.shard.group, async_op=True)
 
     def average_replicas(self, values: Tensor, unit: str, index: int) -> Any:
@@ -124,6 +137,20 @@ class Ranks:
             with self._naming("broadcast", unit, 0):
                 dist.broadcast(values, src=source)
         return values
+
+
+class _Exchange:
+    """A reduce-scatter whose sum this rank makes when it is waited for."""
+
+    def __init__(self, part: Tensor, whole: Tensor, axis: Axis, pool: Pool) -> None:
+        self._part, self._pool, self._size = part, pool, axis.size
+        self._slices = pool.take(whole.numel(), whole.dtype)
+        self._work = dist.all_to_all_single(self._slices, whole, group=axis.group, async_op=True)
+
+    def wait(self) -> None:
+        self._work.wait()
+        mean_of_rows(self._slices.view(self._size, -1), self._part)
+        self._pool.give(self._slices)
 
 
 def _all_gather(whole: Tensor, part: Tensor, **options: Any) -> Any:

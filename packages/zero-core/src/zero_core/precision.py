@@ -1,4 +1,4 @@
-"""Rounding a master to the parameter dtype, and the double-precision sum of squares. Single calls, no state.
+"""Rounding a master to the parameter dtype, sums and means that round once. Single calls, no state.
 
 [Note: ties away]
 Every master -> bf16 rounding of this project is to nearest, ties AWAY from zero, so that a 16-bit remainder can rebuild
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .store import CHUNK_NUMEL
 
-__all__ = ["round_to", "sum_of_squares", "widen_scaled"]
+__all__ = ["mean_of_rows", "round_to", "sum_of_squares", "widen_scaled"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _ROUND_NUMEL = 1 << 18  # 1 MiB of fp32 scratch: half a core's second-level cache
@@ -62,3 +62,20 @@ def widen_scaled(values: Tensor, scale: float, out: Tensor) -> Tensor:
         if scale != 1.0:
             part.mul_(scale)
     return out
+
+
+@torch.no_grad()
+def mean_of_rows(rows: Tensor, out: Tensor) -> None:
+    """out (n,) <- the mean of `rows` (m, n) of any float dtype: added in fp32 in the rows' order, rounded once."""
+    count, numel = rows.shape
+    step = _ROUND_NUMEL if rows.device.type == "cpu" else max(numel, 1)
+    scratch = torch.empty(min(step, numel), dtype=torch.float32, device=rows.device)
+    for start in range(0, numel, step):
+        part = out[start : start + step]
+        total = part if out.dtype == torch.float32 else scratch[: part.numel()]
+        total.copy_(rows[0, start : start + step])
+        for row in rows[1:]:
+            total.add_(row[start : start + step])
+        total.div_(count)
+        if total is not part:
+            part.copy_(total)

@@ -298,7 +298,7 @@ class Reduction:
                 out = unit.store.gradient_buffer(unit.index)
                 self._pooled = out is None
                 self.part = unit.pool.take(unit.layout.shard_numel, unit.reduce_dtype) if out is None else out
-                self._work = ranks.reduce_scatter(self.part, whole, unit.name, unit.index)
+                self._work = ranks.reduce_scatter(self.part, whole, unit.name, unit.index, unit.pool)
             elif ranks.replicate.size > 1:
                 self._work = ranks.average_replicas(whole, unit.name, unit.index)
 
