@@ -7,7 +7,7 @@ import torch
 
 from zero_core.device_store import DeviceStore
 from zero_core.errors import UnsupportedOptimizerError
-from zero_core.store import ShardStore, StoreContext
+from zero_core.store import ScalarStates, ShardStore, StoreContext
 from zero_core.testing import ShardStoreSuite
 
 
@@ -32,8 +32,26 @@ class TestDeviceStoreFused(ShardStoreSuite):
         return torch.optim.AdamW(groups, lr=1e-2, fused=True, amsgrad=True)
 
 
+class TestDeviceStoreWithNumbers(ShardStoreSuite):
+    """NAdam keeps the product of its momenta, a number a parameter, which decides the next step too."""
+
+    def make_store(self):
+        return DeviceStore()
+
+    def make_optimizer(self, groups):
+        return torch.optim.NAdam(groups, lr=1e-2)
+
+
+class TestDeviceStoreWithAverages(ShardStoreSuite):
+    def make_store(self):
+        return DeviceStore()
+
+    def make_optimizer(self, groups):
+        return torch.optim.ASGD(groups, lr=1e-2, t0=1)
+
+
 def test_it_satisfies_the_protocol():
-    assert isinstance(DeviceStore(), ShardStore)
+    assert isinstance(DeviceStore(), ShardStore) and isinstance(DeviceStore(), ScalarStates)
 
 
 def test_optimizers_that_need_whole_tensors_are_refused_by_name():

@@ -7,7 +7,7 @@ A checkpoint is a folder that stock `torch.distributed.checkpoint` reads, laid o
 `{"model": get_model_state_dict(m), "optim": get_optimizer_state_dict(m, o)}` is, plus objects of ours under "zero.":
 
     model.NAME                 fp32 master of a parameter (under each of its names where it is tied), or a buffer
-    optim.state.NAME.STATE     exp_avg ..., fp32, and step
+    optim.state.NAME.STATE     exp_avg ..., fp32; step, and other numbers an optimizer keeps (NAdam's mu_product)
     optim.param_groups.I.KEY   options of group I
     zero.state, zero.rng.RANK  what `load` restores besides
 """
@@ -34,7 +34,7 @@ from .checkpoint_match import FORMAT, STATE, Finder, groups_of, options_of, step
 from .checkpoint_plan import TILE_NUMEL, Contents, Sliced, StreamingLoadPlanner, StreamingSavePlanner, Wanted
 from .errors import CheckpointError, ZeroError
 from .keys import Named, named_tensors
-from .shards import MASTER, ShardView, clean_name, view_of
+from .shards import MASTER, ShardSlice, ShardView, clean_name, view_of
 
 __all__ = ["Loaded", "load", "save"]
 
@@ -117,6 +117,8 @@ def load(
         for named in names:
             if named.is_buffer and finder.found.get(named.name) in small.tensors:
                 named.tensor.copy_(small.tensors[finder.found[named.name]])
+    for part, name, value in finder.scalars(small, steps):
+        view.write_scalar(part, name, value)
     step = int(run["step_count"]) if run else max(steps.values(), default=0)
     if optimizer is not None:
         _restore_optimizer(view, optimizer, step, steps, options)
@@ -188,9 +190,15 @@ def _contents(view: ShardView, names: Sequence[Named], *, with_optimizer: bool, 
             name = clean_name(named.name)
             value = named.tensor if named.is_buffer else torch.empty(named.tensor.shape)
             contents.tensors[f"model.{name}"] = (("model", name), value)
-            for state in states if not named.is_buffer and named.tensor.requires_grad else ():
-                contents.tensors[f"optim.state.{name}.{state}"] = (("optim", "state", name, state), value)
+            if named.is_buffer or not named.tensor.requires_grad or not with_optimizer:
+                continue
+            kept = dict.fromkeys(states, value) | dict.fromkeys(view.scalar_names, torch.zeros(()))
+            for state, empty in kept.items():
+                contents.tensors[f"optim.state.{name}.{state}"] = (("optim", "state", name, state), empty)
     if with_optimizer:
+        for part, scalar, number in _scalars(view):
+            path = ("optim", "state", clean_name(part.name), scalar)
+            contents.tensors[".".join(path)] = (path, torch.tensor(number))
         for name, step in steps_of(view).items():
             path = ("optim", "state", name, "step")
             contents.tensors[".".join(path)] = (path, torch.tensor(float(step)))
@@ -200,6 +208,21 @@ def _contents(view: ShardView, names: Sequence[Named], *, with_optimizer: bool, 
                 into: dict[str, Any] = contents.tensors if isinstance(value, Tensor) else contents.objects
                 into[".".join(entry)] = (entry, value)
     return contents
+
+
+def _scalars(view: ShardView) -> Iterator[tuple[ShardSlice, str, float]]:
+    """The numbers besides the step count of this rank's slices, as torch has them before the first step too."""
+    for part in view.slices():
+        unit = view.handle.units[part.unit]
+        group = unit.groups[part.index]
+        if group is None:
+            continue
+        for name in view.scalar_names:
+            value = view.read_scalar(part, name) if unit.steps[part.index] else None
+            if value is None:
+                options = view.handle.optimizer.param_groups[group]
+                value = float(options["lr"]) if name == "eta" else 1.0  # ASGD; its mu and NAdam's mu_product
+            yield part, name, value
 
 
 def _run_state(view: ShardView, optimizer: Any, scheduler: Any, extra: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Owns the comparison and its complaints. Reads no tensor and changes nothing.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from .checkpoint_plan import Sliced, StreamingLoadPlanner, Wanted, shapes_of
 from .errors import CheckpointError
 from .keys import Named
-from .shards import MASTER, ShardView, clean_name
+from .shards import MASTER, ShardSlice, ShardView, clean_name
 
 __all__ = ["FORMAT", "STATE", "Finder", "groups_of", "options_of", "steps_of", "unpickle"]
 
@@ -48,15 +48,19 @@ class Finder:
         shapes, everything = shapes_of(metadata), metadata.state_dict_metadata
         missing, mismatched, used = self._match(shapes)
         tensors = [self.found[n.name] for n in self._names if n.is_buffer and n.name in self.found]
+        unknown: list[str] = []
         if self._states is not None:
-            missing += self._match_states(shapes)
-            tensors += [f"{p}.step" for p in self._state_name.values() if f"{p}.step" in shapes]
+            absent, unknown = self._match_states(shapes)
+            missing += absent
+            numbers = ("step", *self._view.scalar_names)
+            tensors += [f"{p}.{s}" for p in self._state_name.values() for s in numbers if f"{p}.{s}" in shapes]
         mine = [n for n in shapes if n.startswith(self._model) and not (self._model == "" and self._foreign(n))]
         unexpected = [n for n in mine if n not in used]
         complaints = [f"shapes differ: {_some(mismatched)}"] if mismatched else []
         if self._strict:
             complaints += [f"missing from the checkpoint: {_some(missing)}"] if missing else []
             complaints += [f"not in the model: {_some(unexpected)}"] if unexpected else []
+            complaints += [f"states that this optimizer does not keep: {_some(unknown)}"] if unknown else []
         if complaints:
             raise CheckpointError(
                 f"{self._folder} is of another model: {' | '.join(complaints)}{self._way_out(shapes)}"
@@ -88,24 +92,31 @@ class Finder:
                 self.found[named.name] = present[0]
         return missing, mismatched, used
 
-    def _match_states(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Where each parameter's states are; names states that are absent while others are there."""
+    def _match_states(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[str], list[str]]:
+        """Where each parameter's states are; names of states absent while others are there, and of those unknown."""
         missing: list[str] = []
+        unknown: list[str] = []
         assert self._states is not None
+        wanted = (*self._states, *self._view.scalar_names)
+        saved: dict[str, list[str]] = {}
+        for fqn in shapes:
+            prefix, _, state = fqn.rpartition(".")
+            saved.setdefault(prefix, []).append(state)
         trained = set(steps_of(self._view))
         for named in self._names:
             if named.is_buffer or clean_name(named.name) not in trained:
                 continue
             for name in named.names:
                 prefix = f"{self._optimizer}state.{clean_name(name)}"
-                held = [s for s in self._states if f"{prefix}.{s}" in shapes]
-                if held or f"{prefix}.step" in shapes:
-                    missing += [f"{prefix}.{s}" for s in self._states if s not in held and named.tensor.numel()]
+                held = saved.get(prefix, [])
+                unknown += [f"{prefix}.{s}" for s in held if s not in wanted and s != "step"]
+                if "step" in held or any(s in held for s in wanted):
+                    missing += [f"{prefix}.{s}" for s in wanted if s not in held and named.tensor.numel()]
                     self._state_name[named.name] = prefix
                     break
         if trained and self._states and not self._state_name:
             missing.append(f"{self._optimizer}state.* (it was saved without its optimizer; load it without one)")
-        return missing
+        return missing, unknown
 
     def decode(self, small: StreamingLoadPlanner) -> tuple[dict[str, Any], dict[str, int]]:
         """Our own record of the run ({} if there is none), and the steps that each parameter had taken."""
@@ -117,6 +128,15 @@ class Finder:
             step = small.tensors.get(f"{prefix}.step")
             steps[name] = 1 if step is None else int(step)  # SGD has states and counts no steps
         return run, steps
+
+    def scalars(self, small: StreamingLoadPlanner, steps: Mapping[str, int]) -> Iterator[tuple[ShardSlice, str, float]]:
+        """This rank's slices of parameters that have stepped, with the numbers saved of them besides the step."""
+        for part in self._view.slices():
+            if steps.get(part.name):
+                for name in self._view.scalar_names:
+                    value = small.tensors.get(f"{self._state_name[part.name]}.{name}")
+                    if value is not None:
+                        yield part, name, float(value)
 
     def slices(self, metadata: Metadata, steps: Mapping[str, int]) -> list[Sliced]:
         """What this rank reads. States of a parameter that never stepped are left out: its optimizer makes them."""

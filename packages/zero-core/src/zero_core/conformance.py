@@ -6,14 +6,14 @@ here with the user's torch optimizer on plain fp32 tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .precision import round_to, sum_of_squares
-from .store import GroupStep, Segment, ShardSpec, ShardStore, StoreContext
+from .store import GroupStep, ScalarStates, Segment, ShardSpec, ShardStore, StoreContext
 
 __all__ = ["ShardStoreSuite"]
 
@@ -124,11 +124,14 @@ class ShardStoreSuite:
             names = trial.store.state_names()
             assert names[0] == "master"
             saved = {(i, n): trial.store.read_state(i, n, 0, size) for i, size in enumerate(_SIZES) for n in names}
+            numbers = trial.numbers()
             trial.step(seed=1)
             after = [trial.copy_of(i) for i in range(len(_SIZES))]
             for (i, name), values in saved.items():
                 for start in range(0, _SIZES[i], 96):
                     trial.store.write_state(i, name, start, values[start : start + 96])
+            trial.write_numbers(numbers)
+            assert trial.numbers() == numbers
             for (i, name), values in saved.items():
                 part = trial.store.read_state(i, name, 16, _SIZES[i] - 16)
                 for segment in trial.specs[i].segments:
@@ -251,6 +254,23 @@ class _Trial:
         """The store's last step again, after its state was written back."""
         self.counts = [[c - 1 if c else 0 for c in counts] for counts in self.counts]
         self.step(seed)
+
+    def numbers(self) -> dict[tuple[int, int, str], float | None]:
+        """What a store that has scalars keeps besides tensors, by shard, segment and name; of what is not frozen."""
+        if not isinstance(self.store, ScalarStates):
+            return {}
+        return {
+            (i, k, name): self.store.read_scalar(i, k, name)
+            for i, spec in enumerate(self.specs)
+            for k, segment in enumerate(spec.segments)
+            if segment.group is not None
+            for name in self.store.scalar_names()
+        }
+
+    def write_numbers(self, numbers: Mapping[tuple[int, int, str], float | None]) -> None:
+        for (i, k, name), number in numbers.items():
+            assert isinstance(self.store, ScalarStates) and number is not None, (i, k, name)
+            self.store.write_scalar(i, k, name, number)
 
     def copy_of(self, i: int) -> Tensor:
         self.store.prefetch(i)

@@ -7,23 +7,18 @@ a time.
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .errors import StoreError, UnsupportedOptimizerError
+from .elementwise import kept_states, over_segments
+from .errors import StoreError
 from .precision import round_to, sum_of_squares, widen_scaled
 from .store import GroupStep, ShardSpec, StoreContext
 
-__all__ = ["DeviceStore", "tensor_states"]
-
-# They look at a parameter's shape, or at all parameters together: a slice of one is not enough for them.
-_NOT_ELEMENTWISE = ("LBFGS", "SparseAdam", "Adafactor", "Muon", "Shampoo", "SOAP")
+__all__ = ["DeviceStore"]
 
 
 class DeviceStore:
@@ -33,6 +28,7 @@ class DeviceStore:
         self._shards: list[_Shard] = []
         self._closed = False
         self._names: tuple[str, ...] = ()
+        self._scalars: tuple[str, ...] = ()
 
     def attach(
         self,
@@ -44,9 +40,9 @@ class DeviceStore:
     ) -> None:
         if self._shards or self._closed:
             raise StoreError("DeviceStore.attach called twice: make a new DeviceStore for each zero_core.shard")
-        refuse_unless_elementwise(optimizer)
+        kept = kept_states(optimizer, context.device)
         self._context = context
-        self._names = ("master", *tensor_states(optimizer, context.device))
+        self._names, self._scalars = ("master", *kept.tensors), kept.scalars
         for i, spec in enumerate(shards):
             self._shards.append(_Shard(spec, initial(i), optimizer, context))
         widest = max((s.spec.numel for s in self._shards if s.needs_scratch), default=0)
@@ -107,6 +103,17 @@ class DeviceStore:
         self._check()
         self._shards[i].write(self._known(name), start, values)
 
+    def scalar_names(self) -> tuple[str, ...]:
+        return self._scalars
+
+    def read_scalar(self, i: int, k: int, name: str) -> float | None:
+        self._check()
+        return self._shards[i].read_scalar(k, name)
+
+    def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
+        self._check()
+        self._shards[i].write_scalar(k, name, value)
+
     def close(self) -> None:
         self._shards.clear()
         self._scratch = torch.empty(0)
@@ -140,7 +147,8 @@ class _Shard:
         self._own: dict[torch.dtype, Tensor] = {}  # gradient memory, kept between steps
         self._spare: Tensor | None = None
         self.views = [nn.Parameter(self.master[s.start : s.stop]) for s in spec.segments]
-        self.optimizer = build_optimizer(optimizer, self.views, [s.group for s in spec.segments])
+        self.optimizer = over_segments(optimizer, self.views, [s.group for s in spec.segments])
+        self._made_at_first_step = not self.optimizer.state  # Adagrad makes its state when it is built
 
     def _memory(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._own:
@@ -186,12 +194,19 @@ class _Shard:
 
     def _align_step(self, view: nn.Parameter, step: int) -> None:
         """torch counts steps in the state; after a checkpoint was loaded the caller's count is the right one."""
-        count = self.optimizer.state[view].get("step") if view in self.optimizer.state else None
+        if step == 1 and self._made_at_first_step:
+            self.optimizer.state.pop(view, None)
+            return
+        state = self._state_of(view)
+        count = state.get("step")
         if isinstance(count, Tensor):
             if int(count) != step - 1:
                 count.fill_(step - 1)
         elif count is not None:
-            self.optimizer.state[view]["step"] = step - 1
+            state["step"] = step - 1
+
+    def _state_of(self, view: nn.Parameter) -> dict[str, Any]:
+        return self.optimizer.state[view] if view in self.optimizer.state else {}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         if name == "master":
@@ -199,7 +214,7 @@ class _Shard:
         values = torch.zeros(stop - start, dtype=torch.float32, device=self.master.device)
         for segment, view in zip(self.spec.segments, self.views, strict=True):
             low, high = max(start, segment.start), min(stop, segment.stop)
-            state = self.optimizer.state[view].get(name) if view in self.optimizer.state else None
+            state = self._state_of(view).get(name)
             if low < high and state is not None:
                 values[low - start : high - start] = state[low - segment.start : high - segment.start]
         return values
@@ -215,82 +230,30 @@ class _Shard:
         for segment, view in zip(self.spec.segments, self.views, strict=True):
             low, high = max(start, segment.start), min(stop, segment.stop)
             if low < high and segment.group is not None:
-                state = self._state_of(view, name)
+                state = self._made_state(view, name)[name]
                 state[low - segment.start : high - segment.start].copy_(values[low - start : high - start])
 
-    def _state_of(self, view: nn.Parameter, name: str) -> Tensor:
-        """The state tensor, made by a step that changes nothing where the optimizer has none yet."""
-        state = self.optimizer.state[view] if view in self.optimizer.state else {}
-        if state.get(name) is None:
-            kept, others = view.detach().clone(), [v.grad for v in self.views]
-            for other in self.views:
-                other.grad = None
+    def read_scalar(self, k: int, name: str) -> float | None:
+        value = self._state_of(self.views[k]).get(name)
+        return None if value is None else float(value)
+
+    @torch.no_grad()
+    def write_scalar(self, k: int, name: str, value: float) -> None:
+        state = self._made_state(self.views[k], name)
+        if isinstance(state[name], Tensor):
+            state[name].fill_(value)
+        else:
+            state[name] = type(state[name])(value)
+
+    def _made_state(self, view: nn.Parameter, name: str) -> dict[str, Any]:
+        """The view's state, made by a step that changes nothing else where the optimizer has none yet."""
+        if self._state_of(view).get(name) is None:
+            kept = view.detach().clone()
             view.grad = torch.zeros_like(view)
-            self.optimizer.step()
+            self.optimizer.step()  # no other view has a gradient outside update()
             view.grad = None
             view.data.copy_(kept)
-            for other, gradient in zip(self.views, others, strict=True):
-                other.grad = gradient
-            state = self.optimizer.state[view]
-            for value in state.values():
+            for value in self.optimizer.state[view].values():
                 if isinstance(value, Tensor) and value.shape == view.shape:
                     value.zero_()
-        return state[name]
-
-
-def build_optimizer(
-    optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter], groups: Sequence[int | None]
-) -> Any:
-    """An optimizer of the user's class over `views`, in its groups; every group keeps its index as "zero_group"."""
-    members: dict[int, list[nn.Parameter]] = defaultdict(list)
-    for view, group in zip(views, groups, strict=True):
-        if group is not None:
-            members[group].append(view)
-    made = [
-        {**{k: v for k, v in optimizer.param_groups[g].items() if k != "params"}, "params": params, "zero_group": g}
-        for g, params in sorted(members.items())
-    ]
-    if not made:
-        return _NoOptimizer()
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    defaults = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-    try:
-        return type(optimizer)(made, **defaults)
-    except TypeError:  # a class of the user's, built from other arguments: the same object, over other parameters
-        clone = copy.copy(optimizer)
-        clone.state = defaultdict(dict)
-        clone.param_groups = made
-        return clone
-
-
-class _NoOptimizer:
-    """What a unit without optimized parameters has."""
-
-    def __init__(self) -> None:
-        self.param_groups: list[dict[str, Any]] = []
-        self.state: dict[Any, Any] = {}
-
-    def step(self) -> None:
-        pass
-
-
-def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    name = type(optimizer).__name__
-    if name in _NOT_ELEMENTWISE:
-        raise UnsupportedOptimizerError(
-            f"{name} is not elementwise: it needs whole parameters, a rank has slices. Use AdamW, Adam, SGD, Lion ..."
-        )
-
-
-def tensor_states(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[str, ...]:
-    """Names of the states that have the parameter's shape, found by one step of a throw-away parameter."""
-    names: list[str] = []
-    for group in range(len(optimizer.param_groups)):
-        probe = nn.Parameter(torch.zeros(2, device=device))
-        trial = build_optimizer(optimizer, [probe], [group])
-        probe.grad = torch.zeros_like(probe)
-        trial.step()
-        for name, value in trial.state[probe].items():
-            if isinstance(value, Tensor) and value.shape == probe.shape and name not in names:
-                names.append(name)
-    return tuple(names)
+        return self.optimizer.state[view]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .precision import round_to
+from .store import ScalarStates
 
 if TYPE_CHECKING:
     from .shard import Handle
@@ -34,6 +35,7 @@ class ShardSlice:
     stop: int
     unit: int
     index: int  # of the parameter in its unit
+    segment: int  # of the shard
     shard_start: int
 
 
@@ -55,7 +57,7 @@ class ShardView:
         """This rank's, in the store's order. Frozen parameters too; they have a master and no other state."""
         for unit in self.handle.units:
             places = {slot.name: k for k, slot in enumerate(unit.layout.slots)}
-            for piece in unit.layout.pieces(self.ranks.shard.rank):
+            for segment, piece in enumerate(unit.layout.pieces(self.ranks.shard.rank)):
                 slot = piece.slot
                 yield ShardSlice(
                     slot.name,
@@ -64,6 +66,7 @@ class ShardView:
                     piece.slot_stop,
                     unit.index,
                     places[slot.name],
+                    segment,
                     piece.shard_start,
                 )
 
@@ -78,6 +81,20 @@ class ShardView:
     def write(self, part: ShardSlice, state: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)) of the parameter's `state`."""
         self.store.write_state(part.unit, state, part.shard_start - part.start + start, values)
+
+    @property
+    def scalar_names(self) -> tuple[str, ...]:
+        """Numbers that the optimizer keeps of a parameter besides its step count."""
+        return self.store.scalar_names() if isinstance(self.store, ScalarStates) else ()
+
+    def read_scalar(self, part: ShardSlice, name: str) -> float | None:
+        """None where the parameter has taken no step."""
+        assert isinstance(self.store, ScalarStates)
+        return self.store.read_scalar(part.unit, part.segment, name)
+
+    def write_scalar(self, part: ShardSlice, name: str, value: float) -> None:
+        assert isinstance(self.store, ScalarStates)
+        self.store.write_scalar(part.unit, part.segment, name, value)
 
     def parameter_values(self, part: ShardSlice, start: int, stop: int) -> Tensor:
         """As `read`, of the parameter itself, in its dtype: the master rounded as the store rounds it."""

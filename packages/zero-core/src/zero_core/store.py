@@ -19,6 +19,7 @@ __all__ = [
     "NullObserver",
     "Observer",
     "ProfilerObserver",
+    "ScalarStates",
     "Segment",
     "ShardSpec",
     "ShardStore",
@@ -167,3 +168,20 @@ class ShardStore(Protocol):
 
     def close(self) -> None:
         """Give all memory back. Idempotent."""
+
+
+@runtime_checkable
+class ScalarStates(Protocol):
+    """Optional part of a store whose optimizer keeps numbers of a parameter besides its step count (NAdam, ASGD).
+
+    `k` is the segment's place in the spec of shard `i`. Write them after the tensors of that segment.
+    """
+
+    def scalar_names(self) -> tuple[str, ...]:
+        """Names of those numbers: ("mu_product",) for NAdam; most optimizers have none."""
+
+    def read_scalar(self, i: int, k: int, name: str) -> float | None:
+        """The number; None while the segment has taken no step. Waits first."""
+
+    def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
+        """Overwrite it."""
