@@ -131,6 +131,13 @@ class Ranks:
                 dist.all_reduce(values)
         return values
 
+    def agree(self, value: int, what: str) -> bool:
+        """Whether all ranks of the mesh have the same `value`, of which the lowest bits are compared."""
+        value %= 1 << _DIGEST_BITS
+        sums = torch.tensor([value, value * value], dtype=torch.float64, device=self.device)
+        total, squares = self.sum_everywhere(sums, what).tolist()
+        return squares * self.size == total * total
+
     def broadcast(self, values: Tensor, unit: str, source: int = 0) -> Tensor:
         """values <- rank `source`'s, in place."""
         if self.size > 1:

@@ -36,7 +36,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine = engine
         self.max_grad_norm = max_grad_norm
         self.grad_norm = math.nan
-        self.step_count = 0
+        self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # what was carried over
         self._updated: set[int] = set()  # units that update_in_backward has updated since the last step
         self._squared = 0.0
         self._observer = observer

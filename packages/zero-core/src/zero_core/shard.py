@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .carried import carry_over
 from .collectives import Ranks
 from .device_store import DeviceStore
 from .errors import AlreadyShardedError, StageError, ZeroError
@@ -88,6 +89,7 @@ def shard(
     max_grad_norm: exact global clipping. resident_bytes: stage 3 keeps that much unsharded between uses.
     prefetch_bytes: how much is gathered ahead; 0: nothing. update_in_backward: a unit is updated when its gradient
     arrives; not with clipping, loss scaling or stage 1. store: None is a DeviceStore. observer: told of every span.
+    What `optimizer` keeps already (it has stepped, or was loaded) moves into the store, rank 0's to every rank.
     Raises StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
     """
     _check(model, optimizer, stage, param_dtype)
@@ -109,6 +111,7 @@ def shard(
     for unit in made.units:
         for k, parameter in enumerate(unit.parameters):
             settle(parameter, Place(engine, unit, k))
+    carry_over(optimizer, made.units, made.store, ranks)
     engine.attach(made.nodes(unit_modules(model, units)))
     sharded = ShardedOptimizer(optimizer, engine, max_grad_norm=max_grad_norm, observer=observer)
     if update_in_backward:
@@ -236,6 +239,12 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, param
     for name, parameter in model.named_parameters():
         if "_zero_home" in parameter.__dict__:
             raise AlreadyShardedError(f"{name} is sharded already: call zero_core.shard once, on the whole model")
+    pending = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    if pending:
+        raise ZeroError(
+            f"{len(pending)} parameters have gradients already ({pending[0]} ...), which shard() would lose: call "
+            "optimizer.step() or zero_grad() before"
+        )
     strangers = [p.shape for g in optimizer.param_groups for p in g["params"] if id(p) not in mine]
     if strangers:
         raise ZeroError(
