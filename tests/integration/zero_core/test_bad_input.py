@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import time
 
@@ -114,13 +115,26 @@ def test_a_parameter_that_changes_between_steps():
 
 def test_copying_and_pickling_are_refused_by_name():
     model, optimizer = sharded()
-    for refused in (lambda: copy.deepcopy(model), lambda: pickle.dumps(model.head.weight)):
+    whole = (copy.deepcopy, pickle.dumps, lambda each: torch.save(each, io.BytesIO()))
+    for refused in whole:
+        with pytest.raises(ShardedParameterError, match=r"a sharded Stack.*load that into a new model"):
+            refused(model)
+        with pytest.raises(ShardedParameterError, match="a sharded Block"):
+            refused(model.blocks)
+        with pytest.raises(ShardedParameterError, match="a sharded Block"), zero_core.gathered(model):
+            refused(model.blocks[1])
         with pytest.raises(ShardedParameterError, match="Sharded parameter of shape"):
-            refused()
+            refused(model.blocks[0].up)
+        with pytest.raises(ShardedParameterError, match="Sharded parameter of shape"):
+            refused(model.head.weight)
     with pytest.raises(ShardedParameterError, match="zero_core.gathered"):
         model.head.weight.data_ptr()
     with pytest.raises(UnsupportedOptimizerError, match="pickling a ShardedOptimizer"):
         pickle.dumps(optimizer)
+    kept = io.BytesIO()
+    torch.save(model.state_dict(), kept)  # the way out that the texts name
+    kept.seek(0)
+    toys.Stack().load_state_dict(torch.load(kept, weights_only=True))
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -78,9 +78,13 @@ class Ranks:
             raise StageError(f"mesh of {size} ranks in a world of {dist.get_world_size()}: it must hold every rank")
         return cls(shard, replicate, dist.get_rank() if size > 1 else 0, size, device)
 
+    def fold(self, value: int) -> None:
+        """Extend the digest by something that every rank must do in the same order."""
+        self.digest = (self.digest * 31 + value) % (1 << _DIGEST_BITS)
+
     @contextmanager
     def _naming(self, collective: str, unit: str, index: int) -> Iterator[None]:
-        self.digest = (self.digest * 31 + index * 8 + len(collective) + 1) % (1 << _DIGEST_BITS)
+        self.fold(index * 8 + len(collective) + 1)
         try:
             yield
         except RuntimeError as error:

@@ -102,6 +102,21 @@ class ShardStoreSuite:
             trial.step(seed=1)
             trial.compare_parameters()
 
+    def test_part_of_a_gradient_can_be_discarded(self) -> None:
+        for reduce_dtype in self.reduce_dtypes:
+            for times in (1, 2):
+                with _Trial(self, torch.float32, reduce_dtype) as trial:
+                    trial.store.discard_gradient(0, 128, 320)  # none there yet
+                    for seed in range(times):
+                        trial.give_gradients(seed, poison=float("inf"))
+                    trial.discard(1, 0, 700)  # with all that is not finite
+                    trial.discard(0, 128, 320)
+                    expected = sum(float(sum_of_squares(g)) for g in trial.gradients if g is not None)
+                    found = float(trial.store.gradient_norm_squared())
+                    assert abs(found - expected) <= 1e-12 * expected, (found, expected)
+                    trial.update(1.0, skip=((0, 1), (1, 0)))
+                    trial.compare_parameters()
+
     def test_skipped_segments_and_missing_gradients_change_nothing(self) -> None:
         with _Trial(self, torch.float32, torch.float32) as trial:
             trial.step(seed=0)
@@ -223,6 +238,12 @@ class _Trial:
             self.store.accept_gradient(i, given)
             if overwrite:
                 given.fill_(1e9)
+
+    def discard(self, i: int, start: int, stop: int) -> None:
+        self.store.discard_gradient(i, start, stop)
+        gradient = self.gradients[i]
+        assert gradient is not None
+        gradient[start:stop] = 0.0
 
     def update(self, scale: float, skip: Sequence[tuple[int, int]] = ()) -> None:
         steps = self._apply(scale, skip)

@@ -1,8 +1,8 @@
 """`DeviceStore`: every shard, gradient and optimizer state stays on the compute device. The default store.
 
 The user's optimizer class runs, one instance a unit, on one parameter per segment: views of the flat fp32 master.
-Its options (fused, foreach, betas ...) are kept. Where the reduce dtype is 16-bit, fp32 gradients exist for one unit at
-a time.
+Its options (fused, foreach, betas ...) are kept. Where the reduce dtype is 16-bit and nothing accumulates, fp32
+gradients exist for one unit at a time; once a unit's gradients have accumulated, they are fp32 from the first on.
 """
 
 from __future__ import annotations
@@ -70,6 +70,12 @@ class DeviceStore:
         self._check()
         for shard in self._shards:
             shard.gradient = None
+
+    def discard_gradient(self, i: int, start: int, stop: int) -> None:
+        self._check()
+        gradient = self._shards[i].gradient
+        if gradient is not None:
+            gradient[start:stop].zero_()
 
     def gradient_norm_squared(self) -> Tensor:
         self._check()
@@ -144,31 +150,28 @@ class _Shard:
         self.reduce_dtype = context.reduce_dtype
         self.needs_scratch = context.reduce_dtype != torch.float32
         self.gradient: Tensor | None = None  # (numel,) reduce dtype, or fp32 once accumulated
-        self._own: dict[torch.dtype, Tensor] = {}  # gradient memory, kept between steps
-        self._spare: Tensor | None = None
+        self._own = torch.empty(0, dtype=context.reduce_dtype, device=context.device)  # its memory between steps
         self.views = [nn.Parameter(self.master[s.start : s.stop]) for s in spec.segments]
         self.optimizer = over_segments(optimizer, self.views, [s.group for s in spec.segments])
         self._made_at_first_step = not self.optimizer.state  # Adagrad makes its state when it is built
 
-    def _memory(self, dtype: torch.dtype) -> Tensor:
-        if dtype not in self._own:
-            self._own[dtype] = torch.empty(self.spec.numel, dtype=dtype, device=self.master.device)
-        return self._own[dtype]
+    def _memory(self) -> Tensor:
+        if self._own.numel() != self.spec.numel:
+            self._own = self._own.new_empty(self.spec.numel)
+        return self._own
 
     def lend(self) -> Tensor | None:
-        """The gradient's own memory while it is free; nothing once a gradient is there."""
-        return self._memory(self.reduce_dtype) if self.gradient is None else None
+        """The gradient's own memory while it is free; nothing once a gradient is there, or is wider than reduced."""
+        return self._memory() if self.gradient is None and self._own.dtype == self.reduce_dtype else None
 
     def accept(self, gradient: Tensor) -> None:
         if self.gradient is None:
-            self.gradient = self._memory(gradient.dtype)
-            if gradient.data_ptr() != self.gradient.data_ptr():
+            self.gradient = self._memory()
+            if gradient is not self.gradient:
                 self.gradient.copy_(gradient)
             return
         if self.gradient.dtype != torch.float32:
-            wide = self._memory(torch.float32)
-            wide.copy_(self.gradient)
-            self.gradient = wide
+            self._own = self.gradient = self.gradient.float()
         self.gradient.add_(gradient)
 
     def update(self, groups: Sequence[GroupStep], scale: float, steps: Sequence[int], scratch: Tensor) -> None:

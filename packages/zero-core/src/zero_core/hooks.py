@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .collectives import Ranks
 from .errors import ChangedParameterError
 from .outputs import hook_outputs, not_traced
+from .parameter import refuse_copies
 from .pool import Pool
 from .recompute import Recomputations
 from .residents import Residents
@@ -89,6 +90,7 @@ class Engine:
                 node.module.register_forward_pre_hook(not_traced(before, node.module), prepend=True),
                 node.module.register_forward_hook(not_traced(after, node.module), always_call=True),
             ]
+            refuse_copies(node.module)
         mine = {id(p) for unit in self.units for p in unit.parameters}
         self._owners = [
             (f"{path}.{key}".lstrip("."), module, key, parameter)
@@ -411,8 +413,9 @@ class Engine:
             unit.reshard()
 
     def reduce_kept(self) -> None:
-        """Reduce what stage 1 and no_sync kept, in the order of backward."""
+        """Reduce what stage 1 and no_sync kept, in the order of backward; forget what was dropped."""
         for unit in reversed(self.units):
+            unit.forget_dropped()
             if unit.owing:
                 self._reduce(unit)
         self._finish_reduction()
@@ -423,14 +426,16 @@ class Engine:
         for unit in self.units:
             unit.drop_gradient()
             unit.drop_kept()
-            unit.used = [False] * len(unit.used)
+            unit.consumed()
         self.store.discard_gradients()
 
     def drop_gradient(self, unit: Unit, k: int) -> None:
         """`p.grad = None` on one parameter: it is not updated. When that was the last one, all gradients go."""
-        unit.used[k] = False
-        if not any(flag for each in self.units for flag in each.used):
-            self.discard_gradients()
+        unit.drop(k)
+        for each in (unit, *self.units):
+            if any(each.holds_gradient(j) for j in range(len(each.parameters))):
+                return
+        self.discard_gradients()
 
     def next_use(self) -> list[int]:
         """Every unit, in the order in which the next forward will want it."""

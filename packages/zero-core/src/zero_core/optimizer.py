@@ -236,7 +236,7 @@ def _count_step(unit: Unit) -> list[int]:
         if unit.used[k] and group is not None:
             unit.steps[k] += 1
     numbers = [unit.steps[k] if unit.used[k] and unit.groups[k] is not None else 0 for k in segment_slots(unit)]
-    unit.used = [False] * len(unit.used)
+    unit.consumed()
     return numbers
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from .errors import ChangedParameterError, GradientError, ShardedParameterError
 
-__all__ = ["HeldGradient", "Home", "Sharded", "home_of", "settle"]
+__all__ = ["HeldGradient", "Home", "Sharded", "home_of", "refuse_copies", "settle"]
 
 _HOME = "_zero_home"
 _T: Any = Tensor  # its attributes are descriptors with __get__ and __set__, which their annotations hide
@@ -38,7 +38,7 @@ class Home(Protocol):
         """The parameter takes part in a graph outside its unit; returns what its gradient goes through."""
 
     def holds_gradient(self, parameter: Tensor) -> bool:
-        """Whether a gradient of this parameter waits for step()."""
+        """Whether a gradient of this parameter waits for step(), as far as this rank knows."""
 
     def drop_gradient(self, parameter: Tensor) -> None:
         """`p.grad = None` was asked."""
@@ -106,6 +106,19 @@ class Sharded(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardedParameterError(f"pickling a {self!r}: use zero_core.checkpoint.save, or model.state_dict()")
+
+
+def refuse_copies(module: nn.Module) -> None:
+    """Let deepcopy and pickle of a module that opens units say why not; its hooks would fail with less to say."""
+    kind = type(module).__name__
+
+    def refuse(*args: Any) -> Any:
+        raise ShardedParameterError(
+            f"copying or pickling a sharded {kind}: its values are in shards. Copy it before zero_core.shard; to keep "
+            "values, use zero_core.checkpoint.save, or torch.save(model.state_dict()) and load that into a new model"
+        )
+
+    module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = refuse
 
 
 def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

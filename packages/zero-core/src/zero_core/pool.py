@@ -22,7 +22,7 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: list[tuple[int, int, Tensor]] = []  # (size in bytes, number, buffer), sorted
-        self._lent: dict[int, Tensor] = {}  # data pointer -> buffer
+        self._lent: dict[int, Tensor] = {}  # storage -> buffer
         self._number = 0
         self.nbytes = 0
 
@@ -36,16 +36,14 @@ class Pool:
             else:
                 buffer = torch.empty(wanted, dtype=torch.uint8, device=self._device)
                 self.nbytes += wanted
-            if wanted:
-                self._lent[buffer.data_ptr()] = buffer
+            self._lent[buffer.untyped_storage()._cdata] = buffer
             return buffer[:wanted].view(dtype)
 
     def give(self, tensor: Tensor) -> None:
         """Back from the taker."""
-        if tensor.numel():
-            buffer = self._lent.pop(tensor.data_ptr())
-            self._number += 1
-            bisect.insort(self._free, (buffer.numel(), self._number, buffer))
+        buffer = self._lent.pop(tensor.untyped_storage()._cdata)
+        self._number += 1
+        bisect.insort(self._free, (buffer.numel(), self._number, buffer))
 
     def clear(self) -> None:
         """Free what is not lent."""

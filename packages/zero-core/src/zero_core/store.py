@@ -74,7 +74,11 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class StoreContext:
-    """Where a store lives. `rank` is this rank's shard index, `shard_count` the number of shards."""
+    """Where a store lives. `rank` is this rank's shard index, `shard_count` the number of shards.
+
+    prefetch_bytes: of whole units, how much is asked for ahead of its use; on one shard also how much stays in use
+    between forward and backward. The store lends that much at once, and two units more.
+    """
 
     device: torch.device
     local_rank: int = 0
@@ -141,6 +145,9 @@ class ShardStore(Protocol):
 
     def discard_gradients(self) -> None:
         """Forget every gradient: overflow, or zero_grad()."""
+
+    def discard_gradient(self, i: int, start: int, stop: int) -> None:
+        """Elements [start, stop) of shard i's gradient become zero, where there is one: nobody will step them."""
 
     def gradient_norm_squared(self) -> Tensor:
         """() float64 on the compute device: chunks of CHUNK_NUMEL shard elements summed in double, added in order."""

@@ -84,6 +84,8 @@ class Unit:
         self.users = 0  # open visits; the class of the parameters is nn.Parameter while there is one
         self.steps = [0] * len(self.parameters)
         self.used = [False] * len(self.parameters)  # since the last step, on this rank
+        self.arrived = False  # a gradient since the last step, on every rank
+        self.dropped: set[int] = set()  # parameters whose `.grad` was set to None after it arrived
         self.gradient: Tensor | None = None  # (numel,) reduce dtype: this backward's, not reduced
         self.filled: set[int] = set()
         self.kept: Tensor | None = None  # (numel,) reduce dtype, fp32 once added to: earlier backwards', not reduced
@@ -237,9 +239,38 @@ class Unit:
             self.gradient[start:stop].zero_()
         return self.gradient
 
+    def holds_gradient(self, k: int) -> bool:
+        """Whether parameter k may have a gradient, which on several ranks may be another rank's."""
+        anywhere = self.used[k] or (self.arrived and self.ranks.size > 1)
+        return anywhere and self.groups[k] is not None and k not in self.dropped
+
+    def drop(self, k: int) -> None:
+        """`p.grad = None`: the parameter is not stepped, nor counted in the norm. See forget_dropped."""
+        self.dropped.add(k)
+        self.used[k] = False
+
+    def forget_dropped(self) -> None:
+        """Zero what was dropped. Late, because where all is dropped there is no need to."""
+        for k in sorted(self.dropped):
+            self.ranks.fold(self.index * 8191 + k)
+            slot = self.layout.slots[k]
+            if self.kept is not None:
+                self.kept[slot.offset : slot.stop].zero_()
+            for piece in self.layout.pieces(self.ranks.shard.rank):
+                if piece.slot is slot:
+                    self.store.discard_gradient(self.index, piece.shard_start, piece.shard_stop)
+        self.dropped.clear()
+
+    def consumed(self) -> None:
+        """Every gradient was stepped or discarded."""
+        self.used = [False] * len(self.used)
+        self.arrived = False
+        self.dropped.clear()
+
     def keep_gradient(self) -> None:
         """Add this backward's gradient to the local fp32 sum; nothing is reduced."""
-        self.owing = True
+        self.forget_dropped()
+        self.owing = self.arrived = True
         if self.gradient is None:
             return
         whole = self.whole_gradient()
@@ -269,6 +300,8 @@ class Unit:
 
     def start_reduce(self) -> Reduction:
         """Begin the collective that turns the whole gradient into this rank's shard of the mean."""
+        self.forget_dropped()
+        self.arrived = True
         if self.kept is not None:
             if self.gradient is not None:
                 self.keep_gradient()

@@ -108,6 +108,28 @@ class GradientStore:
         for sums in self._sums:
             sums[:] = [0.0] * len(sums)
 
+    def zero(self, i: int, start: int, stop: int) -> None:
+        """Elements [start, stop) of unit i's gradient become zero, on whatever tier they are."""
+        held = self._held[i]
+        if held is Held.NONE:
+            return
+        dtype, numel = (self.dtype if held is Held.REDUCED else torch.float32), self._memory_numel[i]
+        memory = self._memory[i]
+        if memory is not None and start < numel:
+            kept = memory.view(dtype, numel)
+            kept[start : min(stop, numel)].zero_()
+            first, last = start // CHUNK_NUMEL * CHUNK_NUMEL, min(round_up(stop, CHUNK_NUMEL), numel)
+            self._sum_chunks(i, first, kept[first:last])
+        for tile in self._plan.units[i].tiles:
+            low, high = max(start, tile.start), min(stop, tile.stop)
+            if tile in self._extents and low < high:
+                block, transfer = self._begin_read(tile, dtype, self._slot(tile))
+                transfer.wait()
+                kept = block.view(dtype, tile.numel)
+                kept[low - tile.start : high - tile.start].zero_()
+                self._sum_chunks(i, tile.start, kept)
+                self._swap_out(tile, block, kept)
+
     def norm_squared(self) -> float:
         """Chunk sums of all units, in order."""
         total = 0.0

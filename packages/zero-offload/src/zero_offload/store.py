@@ -214,6 +214,12 @@ class TieredStore:
         self._monitor.check()
         self._gradients.discard()
 
+    def discard_gradient(self, i: int, start: int, stop: int) -> None:
+        self._monitor.check()
+        self._wait_for(i)
+        with torch.no_grad(), self._guard():
+            self._gradients.zero(i, start, stop)
+
     def gradient_norm_squared(self) -> Tensor:
         self._monitor.check()
         return torch.tensor(self._gradients.norm_squared(), dtype=torch.float64, device=self._context.device)

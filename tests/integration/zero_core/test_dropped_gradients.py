@@ -1,0 +1,92 @@
+"""`p.grad = None` between backward and step, on some parameters: as torch has it, not counted and not stepped."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import zero_core
+from tests.integration.zero_core import toys
+from zero_core.errors import CollectiveError
+
+
+def drop(model):
+    for parameter in (model.blocks[1].up.weight, model.blocks[1].norm.bias, model.head.bias):
+        assert parameter.grad is not None
+        parameter.grad = None
+        assert parameter.grad is None
+
+
+def drop_between(stage, when, quiet):
+    """Two backwards a step; some gradients are dropped after the first (the second counts) or after the last."""
+    torch.manual_seed(0)
+    dense = toys.Stack()
+    model = copy.deepcopy(dense)
+    theirs = toys.sgd(dense.parameters())
+    ours = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage, max_grad_norm=0.3)
+    for step in range(3):
+        for micro in range(2):
+            for each in (dense, model):
+                loss = toys.loss_of(each, toys.data(2 * step + micro, 0))
+                if each is model and quiet and micro == 0:
+                    with zero_core.no_sync(model):
+                        loss.backward()
+                else:
+                    loss.backward()
+                if when == micro:
+                    drop(each)
+        norm = torch.nn.utils.clip_grad_norm_(dense.parameters(), 0.3)
+        for each in (theirs, ours):
+            each.step()
+            each.zero_grad()
+        assert abs(ours.grad_norm - float(norm)) <= 1e-5 * float(norm)
+    with zero_core.gathered(model):
+        for a, b in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("when", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_dropped_gradient_is_neither_counted_nor_stepped(ranks, stage, when, quiet):
+    ranks(2).run(drop_between, stage, when, quiet)
+    drop_between(stage, when, quiet)
+
+
+def zero_one_module():
+    torch.manual_seed(0)
+    model = toys.Stack()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    model.blocks[0].zero_grad()
+    optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) == name.startswith("blocks.0."), name
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.step()
+    assert optimizer.grad_norm == 0.0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_zero_grad_of_a_module_and_of_all(ranks, size):
+    ranks(size).run(zero_one_module)
+
+
+def drop_on_one_rank():
+    torch.manual_seed(0)
+    model = toys.Stack()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    if toys.world()[0] == 1:
+        model.head.bias.grad = None
+    with pytest.raises(CollectiveError, match="did not call the same collectives"):
+        optimizer.step()
+
+
+def test_ranks_that_drop_different_gradients_are_told(ranks):
+    ranks(2).run(drop_on_one_rank)
