@@ -86,6 +86,14 @@ def test_units_that_stay_resident_change_nothing(ranks: Any) -> None:
     assert equal(ranks(2).run(train, Case("nvme", shard={"resident_bytes": 1 << 30}))[0], expected)
 
 
+@pytest.mark.parametrize("resident_bytes", [5 << 20, 1 << 30])
+def test_units_that_stay_resident_on_one_rank_have_slots(ranks: Any, resident_bytes: int) -> None:
+    """There the core keeps the slots themselves: the store must have them beside those of units that pass through."""
+    expected = ranks(1).run(train, Case("host", layers=8))[0]
+    resident = {"resident_bytes": resident_bytes, "prefetch_bytes": 0}
+    assert equal(ranks(1).run(train, Case("nvme", layers=8, shard=resident))[0], expected)
+
+
 def test_loss_scaling_skips_and_recovers(ranks: Any) -> None:
     """fp16 with a scale that overflows at first: those steps change nothing, with and without nvme alike."""
 

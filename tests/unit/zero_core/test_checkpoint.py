@@ -19,6 +19,7 @@ import zero_core
 from zero_core import checkpoint
 from zero_core.checkpoint_plan import tile_boxes
 from zero_core.errors import CheckpointError, ZeroError
+from zero_core.scaling import LossScale
 
 
 class Small(nn.Module):
@@ -106,6 +107,49 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, dtype, tm
     with zero_core.gathered(model, master=True), zero_core.gathered(other, master=True):
         for (key, ours), theirs in zip(other.named_parameters(), model.parameters(), strict=True):
             assert torch.equal(ours, theirs), key
+
+
+def scaled_losses(model: nn.Module, optimizer, scale: LossScale, count: int) -> list[tuple[float, float, int]]:
+    found = []
+    for step in range(count):
+        loss = model(torch.full((2, 3), step % 7)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), scale.value, scale.finite_steps))
+    return found
+
+
+def test_a_dynamic_loss_scale_goes_on_within_its_window(tmp_path: Path) -> None:
+    def run() -> tuple:
+        scale = LossScale(2.0**22, window=4)
+        return *make(0, param_dtype=torch.float16, loss_scale=scale, optimizer=OPTIMIZERS["momentum"]), scale
+
+    model, optimizer, scale = run()
+    before = 0
+    while scale.finite_steps != 3:  # overflows first; then stop one step before it doubles
+        scaled_losses(model, optimizer, scale, 1)
+        before += 1
+    assert scale.value < 2.0**22 and optimizer.step_count < before
+    checkpoint.save(tmp_path, model, optimizer)
+    expected = scaled_losses(model, optimizer, scale, 6)
+    assert expected[0][1] == 2 * scale.value or expected[0][2] == 0
+    other, again, fresh = run()
+    assert checkpoint.load(tmp_path, other, again).step == again.step_count < before
+    assert (fresh.value, fresh.finite_steps) != (2.0**22, 0) and fresh.finite_steps == 3
+    assert scaled_losses(other, again, fresh, 6) == expected
+
+
+def test_a_constant_loss_scale_stays_what_the_user_gave(tmp_path: Path) -> None:
+    model, optimizer = make(0, loss_scale=64.0)
+    checkpoint.save(tmp_path, model, optimizer)
+    other, again = make(0, loss_scale=8.0)
+    checkpoint.load(tmp_path, other, again)
+    assert zero_core.handle(other).engine.loss_scale.value == 8.0
+    shorter = LossScale(2.0, window=2)
+    shorter.load_state_dict({"value": 4.0, "finite_steps": 5})
+    shorter.succeeded()
+    assert shorter.value == 8.0, "a counter beyond a shorter window doubles, instead of never"
 
 
 def test_weights_alone(tmp_path: Path) -> None:

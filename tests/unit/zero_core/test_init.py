@@ -21,6 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import zero_core
 from zero_core.deferred import deferred_init, recording_of
 from zero_core.errors import DeferredInitError
 from zero_core.init import Initialiser, become, materialise
@@ -234,9 +235,10 @@ def test_uninitialised_parameters_are_named() -> None:
 def test_meta_parameters_of_other_makes_are_named() -> None:
     with pytest.raises(DeferredInitError, match=r"weight, bias are on the meta device"):
         Initialiser(nn.Linear(2, 2, device="meta"))
-    converted = deferred(lambda: nn.Linear(2, 2)).to(torch.bfloat16)
-    with pytest.raises(DeferredInitError, match="build and convert the model inside"):
-        Initialiser(converted)
+    replaced = deferred(lambda: nn.Linear(2, 2))
+    replaced.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
+    with pytest.raises(DeferredInitError, match=r"weight are on the meta device.*build the model inside"):
+        Initialiser(replaced)
 
 
 def test_hooks_are_gone_after_the_context_even_when_it_raises() -> None:
@@ -251,3 +253,30 @@ def test_recordings_are_let_go_once_every_value_is_taken() -> None:
     materialise(model)
     gc.collect()
     assert recording() is None
+
+
+def test_a_deferred_model_is_cast_outside_the_context() -> None:
+    def build() -> nn.Module:
+        with zero_core.deferred_init(seed=3):
+            return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.LSTM(4, 2))
+
+    cast_early, cast_late = build().to(torch.bfloat16), build()
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in cast_early.parameters())
+    zero_core.materialise(cast_early)
+    zero_core.materialise(cast_late)
+    for early, late in zip(cast_early.parameters(), cast_late.to(torch.bfloat16).parameters(), strict=True):
+        assert torch.equal(early, late)
+    model = build().half()
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert {unit.dtype for unit in zero_core.units(model)} == {torch.float16}
+    optimizer.close()
+
+
+def test_writes_after_the_context_are_not_lost_in_silence() -> None:
+    with zero_core.deferred_init(seed=3):
+        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+        nn.init.zeros_(model[0].bias)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(DeferredInitError, match=r"0\.weight were written after deferred_init\(\) was left"):
+        zero_core.materialise(model)

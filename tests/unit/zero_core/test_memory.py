@@ -11,13 +11,24 @@ PSI = 1 << 20
 
 
 def test_bytes_of_each_stage_in_mixed_precision() -> None:
-    """The table of the paper: 2 + 4 + 12 bytes a parameter (fp32 accumulation), each divided where it is sharded."""
-    rows = {
-        stage: memory.estimate(PSI, 8, stage, param_dtype=torch.bfloat16, optimizer="adamw") for stage in (0, 1, 2, 3)
-    }
-    assert [r.parameters_bytes for r in rows.values()] == [2 * PSI, 2 * PSI, 2 * PSI, 2 * PSI // 8]
-    assert [r.gradients_bytes for r in rows.values()] == [4 * PSI, 4 * PSI, 4 * PSI // 8, 4 * PSI // 8]
-    assert [r.optimizer_bytes for r in rows.values()] == [12 * PSI] + [12 * PSI // 8] * 3
+    """The table of the paper: 2 + 2 + 12 bytes a parameter, each divided where it is sharded; fp32 sums: 4 for 2.
+
+    Whole parameters and gradients over sharded states have the store's own shard beside them.
+    """
+    whole, shard = PSI, PSI // 8
+    for accumulate, itemsize in ((1, 2), (3, 4)):
+        rows = [
+            memory.estimate(PSI, 8, stage, param_dtype=torch.bfloat16, optimizer="adamw", accumulate=accumulate)
+            for stage in (0, 1, 2, 3)
+        ]
+        assert [r.parameters_bytes for r in rows] == [2 * whole, 2 * (whole + shard), 2 * (whole + shard), 2 * shard]
+        assert [r.gradients_bytes for r in rows] == [
+            itemsize * whole,
+            itemsize * whole + 2 * shard,
+            itemsize * shard,
+            itemsize * shard,
+        ]
+        assert [r.optimizer_bytes for r in rows] == [12 * whole] + [12 * shard] * 3
 
 
 def test_fp32_parameters_are_their_own_master() -> None:
@@ -53,10 +64,12 @@ def test_replicas_add_an_all_reduce_of_the_shard() -> None:
 def test_unsharded_units_are_counted_at_stage_3_only_and_never_exceed_the_model() -> None:
     unit = PSI // 4
     three = memory.estimate(PSI, 4, 3, largest_unit_numel=unit, prefetch_bytes=100)
-    assert three.unsharded_bytes == 4 * unit + 100
+    assert three.unsharded_bytes == 2 * 4 * unit + 100
     assert memory.estimate(PSI, 4, 2, largest_unit_numel=unit, prefetch_bytes=100).unsharded_bytes == 0
     assert memory.estimate(PSI, 4, 3, largest_unit_numel=unit, resident_bytes=1 << 40).unsharded_bytes == 4 * PSI
-    assert three.total_bytes == 16 * PSI // 4 + 4 * unit + 100 + 4 * unit
+    assert three.total_bytes == 16 * PSI // 4 + 2 * 4 * unit + 100 + 2 * 4 * unit
+    two_bytes = memory.estimate(PSI, 4, 3, param_dtype=torch.bfloat16, largest_unit_numel=unit)
+    assert two_bytes.transient_bytes == 2 * 2 * unit + 4 * unit // 4  # the shard that is stepped, widened
 
 
 def test_frozen_parameters_have_neither_gradient_nor_state() -> None:

@@ -1,7 +1,7 @@
 """The run of a step: what happens before and after a unit's module, in forward and in backward.
 
-Owns the engine that the hooks call. What a unit does is `unit`'s, which comes next is `schedule`'s, when the optimizer
-runs is `optimizer`'s. See [Note: the order of collectives] in schedule.py.
+Owns the engine that the hooks call. What a unit does is `unit`'s, which comes next is `schedule`'s, where a complete
+gradient goes is `reducer`'s, when the optimizer runs `optimizer`'s; [Note: the order of collectives] is in schedule.py.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from .outputs import hook_outputs, not_traced
 from .parameter import refuse_copies
 from .pool import Pool
 from .recompute import Recomputations
+from .reducer import Reducer
 from .residents import Residents
 from .scaling import LossScale, scale_gradients
 from .schedule import Forecast, Pass, Visit
 from .stages import StageRow
 from .store import ShardStore
-from .unit import Reduction, Residency, Unit
+from .unit import Residency, Unit
 
 __all__ = ["Engine", "Node", "in_backward"]
 
@@ -61,10 +62,9 @@ class Engine:
     ) -> None:
         self.model, self.units, self.ranks, self.store, self.pool, self.stage = model, units, ranks, store, pool, stage
         self.prefetch_bytes = 0
-        self.synchronising = True  # False inside no_sync
         self.loss_scale: LossScale | None = None
-        self.on_reduced: Callable[[Unit], None] | None = None  # update_in_backward
         self.residents = Residents()
+        self.reducer = Reducer(units, ranks, store, keeps=stage.keeps_gradients)
         self.nodes: list[Node] = []
         self.forecasts: dict[tuple[int, bool], Forecast] = {}
         self._forecast = Forecast()
@@ -73,7 +73,6 @@ class Engine:
         self._live: list[Pass] = []  # passes with a graph, for recomputations that no output hook announced
         self._backward: _Backward | None = None
         self._recomputed = Recomputations()
-        self._reduction: Reduction | None = None
         self._loose: list[int] = []  # units with a parameter used outside of any forward
         self._handles: list[Any] = []
         self._keeping = stage.keeps_parameters  # memory stays between uses
@@ -262,7 +261,7 @@ class Engine:
             self.units[u].leave()
         for u in current.closed(visit):
             if u not in current.external:
-                self._retire(self.units[u])
+                self.reducer.retire(self.units[u])
         for u in visit.units:
             self._let_go(self.units[u])
 
@@ -271,31 +270,6 @@ class Engine:
             self._open_one(current, visit)
         for visit in current.leave_for(None):
             self._close(current, visit)
-
-    def _retire(self, unit: Unit) -> None:
-        """This backward's gradient of the unit is complete."""
-        if not unit.trainable:
-            return
-        if self.ranks.size > 1 and (self.stage.keeps_gradients or not self.synchronising):
-            unit.keep_gradient()
-        else:
-            self._reduce(unit)
-
-    def _reduce(self, unit: Unit) -> None:
-        if self.ranks.size == 1 and unit.gradient is None:
-            return
-        reduction = unit.start_reduce()
-        self._finish_reduction()
-        self._reduction = reduction
-        if self.ranks.size == 1:
-            self._finish_reduction()
-
-    def _finish_reduction(self) -> None:
-        if self._reduction is not None:
-            reduction, self._reduction = self._reduction, None
-            reduction.finish()
-            if self.on_reduced is not None:
-                self.on_reduced(reduction.unit)
 
     def _collect(self, unit: Unit, k: int, parameter: Tensor) -> None:
         if in_backward():
@@ -311,11 +285,11 @@ class Engine:
             self._drain(backward.current)
         external = [u for each in backward.passes for u in each.external] + self._loose
         for u in dict.fromkeys(reversed(external)):
-            self._retire(self.units[u])
+            self.reducer.retire(self.units[u])
         for unit in reversed(self.units):
             if unit.gradient is not None:
-                self._retire(unit)
-        self._finish_reduction()
+                self.reducer.retire(unit)
+        self.reducer.finish()
         self._stop_lingering(everything=True)
         self._loose.clear()
         self._backward = None
@@ -325,8 +299,7 @@ class Engine:
         """A backward raised: forget what it left half done. What it already reduced stays, as torch keeps p.grad."""
         self._backward = None
         self._recomputed.clear()
-        if self._reduction is not None:
-            self._finish_reduction()
+        self.reducer.finish()
         for unit in self.units:
             unit.drop_gradient()
             unit.seal()
@@ -412,30 +385,15 @@ class Engine:
             unit.seal()
             unit.reshard()
 
-    def reduce_kept(self) -> None:
-        """Reduce what stage 1 and no_sync kept, in the order of backward; forget what was dropped."""
-        for unit in reversed(self.units):
-            unit.forget_dropped()
-            if unit.owing:
-                self._reduce(unit)
-        self._finish_reduction()
-
     def discard_gradients(self) -> None:
         if self._backward is not None:
             self.abandon_backward()  # a reduction of it may still be under way
-        for unit in self.units:
-            unit.drop_gradient()
-            unit.drop_kept()
-            unit.consumed()
-        self.store.discard_gradients()
+        self.reducer.discard()
 
     def drop_gradient(self, unit: Unit, k: int) -> None:
         """`p.grad = None` on one parameter: it is not updated. When that was the last one, all gradients go."""
-        unit.drop(k)
-        for each in (unit, *self.units):
-            if any(each.holds_gradient(j) for j in range(len(each.parameters))):
-                return
-        self.discard_gradients()
+        if not self.reducer.drop(unit, k):
+            self.discard_gradients()
 
     def next_use(self) -> list[int]:
         """Every unit, in the order in which the next forward will want it."""

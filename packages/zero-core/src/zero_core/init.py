@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .deferred import Recording, deferred_init, forget_recording, recording_of
+from .deferred import deferred_init, forget_recording, recording_of
 from .errors import DeferredInitError
 from .layout import UnitLayout
+from .recording import Recording
 
 __all__ = ["Initialiser", "become", "deferred_init", "materialise"]
 
@@ -32,7 +33,7 @@ class Initialiser:
         self._recordings: dict[int, Recording] = {}
         self._names: dict[int, str] = {}
         self._owners: list[nn.Module] = []
-        unknown, uninitialised = [], []
+        unknown, uninitialised, changed = [], [], []
         for prefix, module in model.named_modules():
             if recording_of(module) is not None:
                 self._owners.append(module)
@@ -45,12 +46,19 @@ class Initialiser:
                     unknown.append(name)
                     continue
                 self._recordings[id(parameter)] = recording
+                if recording.changed_since(parameter):
+                    changed.append(name)
                 if recording.source(parameter) is None and not recording.initialises(parameter):
                     uninitialised.append(name)
         if unknown:
             raise DeferredInitError(
                 f"{_listed(unknown)} are on the meta device and were not made there by deferred_init(): "
-                "build and convert the model inside `with zero_core.deferred_init():`"
+                "build the model inside `with zero_core.deferred_init():`"
+            )
+        if changed:
+            raise DeferredInitError(
+                f"{_listed(changed)} were written after deferred_init() was left, which nothing recorded: write them "
+                "inside the context, or after shard() inside zero_core.gathered"
             )
         if uninitialised:
             raise DeferredInitError(f"nothing initialises {_listed(uninitialised)}: {_WAY_OUT}")

@@ -9,6 +9,8 @@ With Psi parameters and N shards, between uses and up to the padding of a unit:
     2       whole        shard                    shard              2 Psi
     3       shard        shard                    shard              3 Psi   (all-gather twice, reduce-scatter)
 
+Where something is whole beside sharded states (parameters of stages 1 and 2, gradients of stage 1), the shard that the
+store keeps of it comes on top. Gradients are in the reduce dtype; in fp32 once micro-batches accumulate.
 After Rajbhandari et al., "ZeRO", 2020, section 5 and 7. Hybrid sharding adds an all-reduce of the shard over replicas.
 """
 
@@ -59,8 +61,8 @@ class Estimate:
     parameters_bytes: int  # between uses
     gradients_bytes: int  # at their most, between backward and step
     optimizer_bytes: int  # fp32 master, where the parameter is not itself one, and the optimizer's states
-    unsharded_bytes: int  # stage 3: units whole at the same time, beyond the shards
-    transient_bytes: int  # one unit's gradient before it is reduced, in the reduce dtype
+    unsharded_bytes: int  # stage 3: the two units whole at a turn, and those gathered ahead or resident
+    transient_bytes: int  # two units' gradients before they are reduced; one shard's in fp32 while it is stepped
     moved: Movement
 
     @property
@@ -137,8 +139,9 @@ def estimate(
     """Bytes per rank and kind, and elements moved, of `numel` parameters over `world_size` shards (see the note above).
 
     trainable_numel: of the `numel`, those with gradients and states; all by default. largest_unit_numel: the unit that
-    is whole while it computes. Gradients accumulate in fp32; before that one unit's is in `reduce_dtype`
-    (`param_dtype` unless given). Raises StageError for a stage other than 0, 1, 2, 3.
+    is whole while it computes. reduce_dtype: `param_dtype` unless given. accumulate: backwards added up in a step. This
+    is a `DeviceStore`'s account; zero_offload.plan has that of a store with tiers. Raises StageError for a stage other
+    than 0, 1, 2, 3.
     """
     _check(numel, world_size, stage, replicas)
     trainable = numel if trainable_numel is None else trainable_numel
@@ -146,20 +149,25 @@ def estimate(
         raise ValueError(f"trainable_numel={trainable}, largest_unit_numel={largest_unit_numel} exceed numel={numel}")
     shards = 1 if stage == 0 else world_size
 
-    def part(elements: int, sharded: bool) -> int:
-        return -(-elements // shards) if sharded else elements
+    def held(elements: int, itemsize: int, sharded: bool, own_itemsize: int = 0) -> int:
+        """A shard, or everything and, of another `own_itemsize`, the store's own shard."""
+        shard = -(-elements // shards)
+        return shard * itemsize if sharded or shards == 1 else elements * itemsize + shard * own_itemsize
 
-    itemsize, reduce_itemsize = param_dtype.itemsize, (reduce_dtype or param_dtype).itemsize
+    itemsize, reduced = param_dtype.itemsize, (reduce_dtype or param_dtype).itemsize
+    kept = 4 if accumulate > 1 else reduced
     state_bytes = 4 * optimizer_states(optimizer) + (4 if param_dtype != torch.float32 else 0)
     unsharded = 0
     if stage == 3 and shards > 1:
-        unsharded = min(largest_unit_numel * itemsize + prefetch_bytes + resident_bytes, numel * itemsize)
+        unsharded = min(2 * largest_unit_numel * itemsize + prefetch_bytes + resident_bytes, numel * itemsize)
+    largest = min(largest_unit_numel, trainable)
+    widened = 4 * -(-largest // shards) if reduced != 4 else 0
     return Estimate(
-        parameters_bytes=part(numel, stage == 3) * itemsize,
-        gradients_bytes=part(trainable, stage >= 2) * 4,
-        optimizer_bytes=part(trainable, stage >= 1) * state_bytes,
+        parameters_bytes=held(numel, itemsize, stage == 3, itemsize),
+        gradients_bytes=held(trainable, kept, stage != 1, reduced),
+        optimizer_bytes=held(trainable, state_bytes, sharded=True),
         unsharded_bytes=unsharded,
-        transient_bytes=min(largest_unit_numel, trainable) * reduce_itemsize,
+        transient_bytes=min(2 * largest, trainable) * reduced + widened,
         moved=movement(
             trainable,
             world_size,

@@ -55,8 +55,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._refuse_while_busy()
             engine.settle()
-            engine.reduce_kept()
-            if engine.on_reduced is not None:
+            engine.reducer.reduce_kept()
+            if engine.reducer.on_reduced is not None:
                 self._finish_updates()
                 return loss
             self.grad_norm = self._exchange_norm()

@@ -45,6 +45,10 @@ class Pool:
         self._number += 1
         bisect.insort(self._free, (buffer.numel(), self._number, buffer))
 
+    def drop(self, tensor: Tensor) -> None:
+        """Back from the taker, and not wanted again: its memory is freed."""
+        self.nbytes -= self._lent.pop(tensor.untyped_storage()._cdata).numel()
+
     def clear(self) -> None:
         """Free what is not lent."""
         self.nbytes -= sum(size for size, _, _ in self._free)

@@ -42,13 +42,16 @@ class LossScale:
         if not self.dynamic:
             return
         self.finite_steps += 1
-        if self.finite_steps == self.window:
+        if self.finite_steps >= self.window:  # more than, where a checkpoint was saved with a longer window
             self.value, self.finite_steps = self.value * 2, 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value, "finite_steps": self.finite_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a dynamic scale was; a constant one stays what the user gave."""
+        if not self.dynamic:
+            return
         self.value, self.finite_steps = float(state["value"]), int(state["finite_steps"])
 
 

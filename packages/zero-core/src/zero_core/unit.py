@@ -89,6 +89,7 @@ class Unit:
         self.gradient: Tensor | None = None  # (numel,) reduce dtype: this backward's, not reduced
         self.filled: set[int] = set()
         self.kept: Tensor | None = None  # (numel,) reduce dtype, fp32 once added to: earlier backwards', not reduced
+        self._accumulates = False  # a kept gradient was added to once: fp32 from the first on, and no other memory
         self.owing = False  # a backward kept its gradient, on every rank, also where nothing arrived
         self._lent = False
         self._memory: Tensor | None = None
@@ -275,13 +276,17 @@ class Unit:
             return
         whole = self.whole_gradient()
         if self.kept is None:
-            self.kept, self.gradient = whole, None  # the first keeps its dtype: nothing has been added yet
-            self.filled.clear()
+            if self._accumulates and whole.dtype != torch.float32:
+                self.kept = self.pool.take(self.layout.numel, torch.float32).copy_(whole)
+                self.drop_gradient()
+            else:  # the first keeps its dtype: nothing has been added yet
+                self.kept, self.gradient = whole, None
+                self.filled.clear()
             return
         if self.kept.dtype != torch.float32:
             wide = self.pool.take(self.layout.numel, torch.float32).copy_(self.kept)
-            self.pool.give(self.kept)
-            self.kept = wide
+            self.pool.drop(self.kept)
+            self.kept, self._accumulates = wide, True
         self.kept.add_(whole)
         self.drop_gradient()
 

@@ -1,0 +1,72 @@
+"""Where a unit's complete gradient goes: kept on this rank, or reduced into the store, one reduction at a time.
+
+Owns that decision and the dropping of gradients. When a gradient is complete is `hooks`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .collectives import Ranks
+from .store import ShardStore
+from .unit import Reduction, Unit
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """The gradients of one sharded model. keeps: whole gradients stay until the step (stage 1)."""
+
+    def __init__(self, units: Sequence[Unit], ranks: Ranks, store: ShardStore, *, keeps: bool) -> None:
+        self._units, self._ranks, self._store, self._keeps = units, ranks, store, keeps
+        self._under_way: Reduction | None = None
+        self.synchronising = True  # False inside no_sync
+        self.on_reduced: Callable[[Unit], None] | None = None  # update_in_backward
+
+    def retire(self, unit: Unit) -> None:
+        """This backward's gradient of the unit is complete."""
+        if not unit.trainable:
+            return
+        if self._ranks.size > 1 and (self._keeps or not self.synchronising):
+            unit.keep_gradient()
+        else:
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        if self._ranks.size == 1 and unit.gradient is None:
+            return
+        reduction = unit.start_reduce()
+        self.finish()
+        self._under_way = reduction
+        if self._ranks.size == 1:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the reduction under way, if there is one."""
+        if self._under_way is not None:
+            reduction, self._under_way = self._under_way, None
+            reduction.finish()
+            if self.on_reduced is not None:
+                self.on_reduced(reduction.unit)
+
+    def reduce_kept(self) -> None:
+        """Reduce what stage 1 and no_sync kept, in the order of backward; forget what was dropped."""
+        for unit in reversed(self._units):
+            unit.forget_dropped()
+            if unit.owing:
+                self._reduce(unit)
+        self.finish()
+
+    def discard(self) -> None:
+        """Forget every gradient."""
+        for unit in self._units:
+            unit.drop_gradient()
+            unit.drop_kept()
+            unit.consumed()
+        self._store.discard_gradients()
+
+    def drop(self, unit: Unit, k: int) -> bool:
+        """Drop one parameter's gradient; whether any is left."""
+        unit.drop(k)
+        # the unit first: it answers at once while its others are held, so zero_grad() over n parameters is not n * n
+        return any(each.holds_gradient(j) for each in (unit, *self._units) for j in range(len(each.parameters)))

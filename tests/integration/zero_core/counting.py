@@ -1,0 +1,175 @@
+"""One of 512 ranks on meta tensors: what it sends in a step and what it holds, counted. Run as a process of its own.
+
+Everything runs as ever, hooks and schedule and collectives, over a fake process group and tensors without memory. Put
+in place of the real thing: first values (empty), the norm (1), and the swap of memory under a unit's views.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zero_core
+from tests import models
+from zero_core import memory
+from zero_core.collectives import Ranks
+from zero_core.device_store import DeviceStore
+
+WORLD = 512
+
+
+class NoValues:
+    def __init__(self, model: nn.Module) -> None:
+        pass
+
+    def shard(self, layout: Any, parameters: Any, rank: int) -> Tensor:
+        return torch.empty(layout.shard_numel, device="meta")
+
+    def release(self) -> None:
+        pass
+
+
+class MetaStore(DeviceStore):
+    def gradient_norm_squared(self) -> Tensor:
+        return torch.ones((), dtype=torch.float64)
+
+
+def prepare() -> None:
+    """Let meta tensors pass where their memory or values would be asked for."""
+    dist.init_process_group("fake", rank=7, world_size=WORLD, store=FakeStore())
+    sharding: Any = sys.modules["zero_core.shard"]  # zero_core.shard is the function
+    sharding._device = lambda model: torch.device("meta")
+    sharding.Initialiser = NoValues
+    unit: Any = sys.modules["zero_core.unit"]
+    unit._put_under = lambda flat, memory: None
+    unit._take_away = lambda flat: None
+
+    def alone(self: Ranks, values: Tensor, what: str) -> Tensor:
+        return values if values.is_meta else values.mul_(self.size)  # the fake group adds nothing up
+
+    Ranks.sum_everywhere = alone  # type: ignore[method-assign]
+    Ranks.agree = lambda self, value, what: True  # type: ignore[method-assign]
+
+
+def large_llama() -> nn.Module:
+    """A Llama of 1.1 G parameters, as meta tensors."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(num_hidden_layers=4))
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+
+
+def held(handle: zero_core.Handle) -> Counter[str]:
+    """Bytes of everything that the store and the units hold now, by kind."""
+    found: Counter[str] = Counter()
+    for shard in handle.store._shards:  # type: ignore[attr-defined]
+        found["parameters"] += shard.parameter.nbytes
+        found["optimizer"] += 0 if shard.master is shard.parameter else shard.master.nbytes
+        found["gradients"] += shard._own.nbytes
+        states = tensors(dict(shard.optimizer.state))
+        found["optimizer"] += sum(t.nbytes for t in states if t.dim())
+    for unit in handle.units:
+        found["parameters"] += unit._memory.nbytes if unit._pooled and unit._memory is not None else 0
+        found["gradients"] += unit.kept.nbytes if unit.kept is not None else 0
+    return found
+
+
+def check(stage: int, dtype: torch.dtype, accumulate: int) -> None:
+    """Two steps: what is sent equals the table, what is held the estimate up to padding."""
+    model = large_llama()
+    optimizer = zero_core.shard(
+        model, torch.optim.AdamW(model.parameters()), stage=stage, param_dtype=dtype, store=MetaStore(),
+        prefetch_bytes=1 << 30,
+    )  # fmt: skip
+    handle, tokens = zero_core.handle(model), torch.zeros(1, 8, dtype=torch.int64, device="meta")
+    most: Counter[str] = Counter()
+    for step in range(2):
+        handle.ranks.sent_numel.clear()
+        for _ in range(accumulate):
+            models.loss(model, tokens).backward()
+        most |= held(handle)
+        optimizer.step()
+        optimizer.zero_grad()
+        most |= held(handle) if step else Counter()
+        compare_sent(handle, stage, accumulate)
+    compare_held(handle, stage, dtype, accumulate, most)
+
+
+def compare_sent(handle: zero_core.Handle, stage: int, accumulate: int) -> None:
+    padded = sum(unit.layout.numel for unit in handle.units)
+    wanted, found = memory.movement(padded, WORLD, stage, accumulate=accumulate), handle.ranks.sent_numel
+    if stage == 0:  # one all-reduce of every unit
+        assert set(found) == {"all_reduce"}, found
+        times = accumulate
+        assert found["all_reduce"] == times * 2 * padded * (WORLD - 1) // WORLD, (found, padded)
+        return
+    assert found["all_gather"] == wanted.gathered_numel, (stage, found, wanted)
+    assert found["reduce_scatter"] == wanted.reduced_numel, (stage, found, wanted)
+    assert sum(found.values()) == wanted.total_numel
+    if accumulate == 1:
+        assert wanted.total_numel == (3 if stage == 3 else 2) * padded * (WORLD - 1) // WORLD
+
+
+def compare_held(handle: zero_core.Handle, stage: int, dtype: torch.dtype, accumulate: int, most: Counter[str]) -> None:
+    exact = sum(p.numel() for p in handle.model.parameters())
+    padded = sum(unit.layout.numel for unit in handle.units)
+    options = {
+        "param_dtype": dtype,
+        "accumulate": accumulate,
+        "largest_unit_numel": max(unit.layout.numel for unit in handle.units),
+        "prefetch_bytes": 1 << 30,
+    }
+    least, estimate = (memory.estimate(numel, WORLD, stage, **options) for numel in (exact, padded))  # type: ignore[arg-type]
+    for kind in ("parameters", "gradients", "optimizer"):
+        low, high = (getattr(e, f"{kind}_bytes") for e in (least, estimate))
+        assert low <= most[kind] <= high, (stage, dtype, accumulate, kind, low, most[kind], high)
+    # What is pooled: whole units and gradients on their way. Stages 0 to 2 keep whole parameters, stage 1 gradients.
+    kept = 0 if stage == 3 else padded * dtype.itemsize
+    kept += padded * (4 if accumulate > 1 else dtype.itemsize) if stage == 1 else 0
+    room = kept + estimate.unsharded_bytes + estimate.transient_bytes
+    one_more = options["largest_unit_numel"] * 4  # type: ignore[operator]  # a free buffer of another unit's size
+    assert handle.engine.pool.nbytes <= room + one_more, (stage, dtype, accumulate, handle.engine.pool.nbytes, room)
+
+
+def check_residency() -> None:
+    """What stays unsharded between forward and backward is gathered once a step instead of twice."""
+    model = large_llama()
+    optimizer = zero_core.shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), store=MetaStore(), resident_bytes=1 << 40
+    )
+    ranks = zero_core.handle(model).ranks
+    for _ in range(2):
+        ranks.sent_numel.clear()
+        models.loss(model, torch.zeros(1, 8, dtype=torch.int64, device="meta")).backward()
+        optimizer.step()
+    padded = sum(unit.layout.numel for unit in zero_core.units(model))
+    assert ranks.sent_numel["all_gather"] == memory.movement(padded, WORLD, 3, resident_numel=padded).gathered_numel
+
+
+def main() -> None:
+    prepare()
+    check_residency()
+    for stage in (0, 1, 2, 3):
+        for dtype, accumulate in ((torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2)):
+            check(stage, dtype, accumulate)
+    dist.destroy_process_group()
+    print("counted")
+
+
+if __name__ == "__main__":
+    main()
