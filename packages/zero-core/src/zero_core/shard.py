@@ -106,7 +106,8 @@ def shard(
     engine = Engine(model, made.units, ranks, made.store, made.pool, STAGES[stage])
     engine.prefetch_bytes, engine.residents.budget_bytes = prefetch_bytes, resident_bytes
     engine.loss_scale = scale
-    made.attach_store(initialiser, prefetch_bytes)
+    # On one shard a unit's memory is what the store lent: what stays resident, the store has to keep lent.
+    made.attach_store(initialiser, prefetch_bytes + (resident_bytes if ranks.shard.size == 1 else 0))
     initialiser.release()
     for unit in made.units:
         for k, parameter in enumerate(unit.parameters):
@@ -115,7 +116,7 @@ def shard(
     engine.attach(made.nodes(unit_modules(model, units)))
     sharded = ShardedOptimizer(optimizer, engine, max_grad_norm=max_grad_norm, observer=observer)
     if update_in_backward:
-        engine.on_reduced = sharded.update_one
+        engine.reducer.on_reduced = sharded.update_one
     model.__dict__[_HANDLE] = Handle(model, tuple(made.units), made.store, sharded, ranks, stage, engine)
     optimizer.__dict__["_zero_sharded"] = True
     return sharded
@@ -124,12 +125,12 @@ def shard(
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside only accumulate, in fp32 on each rank; the first backward or step() outside reduces the sum."""
-    engine = handle(model).engine
-    before, engine.synchronising = engine.synchronising, False
+    reducer = handle(model).engine.reducer
+    before, reducer.synchronising = reducer.synchronising, False
     try:
         yield
     finally:
-        engine.synchronising = before
+        reducer.synchronising = before
 
 
 def units(model: nn.Module) -> tuple[Unit, ...]:
