@@ -25,16 +25,30 @@ def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def make(name: str, stage: int, seed: int, dtype: torch.dtype | None = None, **options: Any) -> tuple[nn.Module, Any]:
-    torch.manual_seed(seed)
-    model = models.build(name)
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """A schedule whose rate changes within the steps that are compared."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+def make(
+    name: str,
+    stage: int,
+    seed: int,
+    dtype: torch.dtype | None = None,
+    architecture: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[nn.Module, Any]:
+    model = models.build(name, seed, **(architecture or {}))
+    torch.manual_seed(100 * seed + world()[0])  # dropout differs between ranks
     sharded = zero_core.shard(
         model, adamw(model.parameters()), stage=stage, max_grad_norm=CLIP, param_dtype=dtype, **options
     )
     return model, sharded
 
 
-def train(model: nn.Module, optimizer: Any, first: int, last: int, clip: bool = False) -> list[float]:
+def train(
+    model: nn.Module, optimizer: Any, first: int, last: int, clip: bool = False, scheduler: Any = None
+) -> list[float]:
     """The mean loss over all micro-batches of each step in [first, last)."""
     rank, size = world()
     losses = []
@@ -50,25 +64,45 @@ def train(model: nn.Module, optimizer: Any, first: int, last: int, clip: bool = 
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
         losses.append(float(total))
     return losses
 
 
-def save_and_go_on(folder: Path, name: str, stage: int, dtype: torch.dtype | None = None) -> list[float]:
-    """Three steps, a checkpoint, three more steps: their losses."""
-    model, optimizer = make(name, stage, seed=0, dtype=dtype)
-    train(model, optimizer, 0, 3)
-    checkpoint.save(folder, model, optimizer, extra={"stage": stage}, tile_numel=500)
-    losses = train(model, optimizer, 3, 6)
+def save_and_go_on(
+    folder: Path,
+    name: str,
+    stage: int,
+    dtype: torch.dtype | None = None,
+    options: dict[str, Any] | None = None,
+    architecture: dict[str, Any] | None = None,
+) -> list[float]:
+    """Three steps, a checkpoint, four more steps: their losses. The schedule's state is beside it for who wants it."""
+    model, optimizer = make(name, stage, seed=0, dtype=dtype, architecture=architecture, **(options or {}))
+    scheduler = halving(optimizer)
+    train(model, optimizer, 0, 3, scheduler=scheduler)
+    checkpoint.save(folder, model, optimizer, scheduler=scheduler, extra={"stage": stage}, tile_numel=500)
+    if world()[0] == 0:
+        torch.save(scheduler.state_dict(), folder / "scheduler.pt")
+    losses = train(model, optimizer, 3, 7, scheduler=scheduler)
     optimizer.close()
     return losses
 
 
-def load_and_go_on(folder: Path, name: str, stage: int, dtype: torch.dtype | None = None, options: Any = None) -> Any:
-    """Load into another model that has stepped already; the losses of steps 3 to 6."""
-    model, optimizer = make(name, stage, seed=7, dtype=dtype, **(options or {}))
-    train(model, optimizer, 0, 1)
-    loaded = checkpoint.load(folder, model, optimizer, tile_numel=300)
-    losses = train(model, optimizer, 3, 6)
+def load_and_go_on(
+    folder: Path,
+    name: str,
+    stage: int,
+    dtype: torch.dtype | None = None,
+    options: dict[str, Any] | None = None,
+    architecture: dict[str, Any] | None = None,
+) -> Any:
+    """Load into another model that has stepped already; the losses of steps 3 to 7."""
+    model, optimizer = make(name, stage, seed=7, dtype=dtype, architecture=architecture, **(options or {}))
+    scheduler = halving(optimizer)
+    train(model, optimizer, 0, 1, scheduler=scheduler)
+    loaded = checkpoint.load(folder, model, optimizer, scheduler=scheduler, tile_numel=300)
+    losses = train(model, optimizer, 3, 7, scheduler=scheduler)
     optimizer.close()
     return loaded, losses

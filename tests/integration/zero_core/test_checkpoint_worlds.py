@@ -33,36 +33,49 @@ def load_stock(folder: Path, model: Any, optimizer: Any) -> None:
 
 
 def plain_go_on(folder: Path, name: str) -> list[float]:
-    torch.manual_seed(5)
-    model = models.build(name)
+    model = models.build(name, seed=5)
     optimizer = runs.adamw(model.parameters())
+    scheduler = runs.halving(optimizer)
     load_stock(folder, model, optimizer)
-    return runs.train(model, optimizer, 3, 6, clip=True)
+    scheduler.load_state_dict(torch.load(folder / "scheduler.pt"))
+    return runs.train(model, optimizer, 3, 7, clip=True, scheduler=scheduler)
 
 
 def fsdp_go_on(folder: Path, back: Path, name: str) -> list[float]:
-    """FSDP2 takes our checkpoint, trains, and saves one of its own before it goes on."""
+    """FSDP2 takes our checkpoint, trains a step, and saves one of its own before it goes on."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    torch.manual_seed(5)
-    model = models.build(name)
+    model = models.build(name, seed=5)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = runs.adamw(model.parameters())
+    scheduler = runs.halving(optimizer)
     load_stock(folder, model, optimizer)
-    losses = runs.train(model, optimizer, 3, 4, clip=True)
+    scheduler.load_state_dict(torch.load(folder / "scheduler.pt"))
+    losses = runs.train(model, optimizer, 3, 4, clip=True, scheduler=scheduler)
     dcp.save(plain_state(model, optimizer), checkpoint_id=back)
-    return losses + runs.train(model, optimizer, 4, 6, clip=True)
+    if dist.get_rank() == 0:
+        torch.save(scheduler.state_dict(), back / "scheduler.pt")
+    return losses + runs.train(model, optimizer, 4, 7, clip=True, scheduler=scheduler)
 
 
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory) -> tuple[Path, list[float]]:
-    """A Llama saved at 4 ranks, stage 3; and the losses of its next three steps."""
+    """A Llama saved at 4 ranks, stage 3; and the losses of its next four steps, over which the rate is halved twice."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoint"
     return folder, ranks(4).run(runs.save_and_go_on, folder, "llama", 3)[0]
+
+
+def test_the_rate_matters_to_the_losses_that_are_compared(saved) -> None:
+    """Without the schedule's state the comparisons below would fail."""
+    folder, expected = saved
+    model = models.build("llama", seed=5)
+    optimizer = runs.adamw(model.parameters())
+    load_stock(folder, model, optimizer)
+    assert runs.train(model, optimizer, 3, 7, clip=True) != pytest.approx(expected, **CLOSE)
 
 
 @pytest.mark.parametrize(("size", "stage"), [(4, 3), (4, 1), (2, 2), (2, 0), (1, 3), (1, 0)])
@@ -82,9 +95,11 @@ def load_after_fsdp(folder: Path, name: str) -> list[float]:
     from zero_core import checkpoint
 
     model, optimizer = runs.make(name, 3, seed=11)
+    scheduler = runs.halving(optimizer)
     loaded = checkpoint.load(folder, model, optimizer, tile_numel=300)
     assert not loaded.ours and loaded.step == 4
-    losses = runs.train(model, optimizer, 4, 6)
+    scheduler.load_state_dict(torch.load(folder / "scheduler.pt"))
+    losses = runs.train(model, optimizer, 4, 7, scheduler=scheduler)
     optimizer.close()
     return losses
 
@@ -99,10 +114,11 @@ def test_and_in_fsdp2_and_back(ranks, saved, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "moe"])
-def test_ties_and_experts_go_from_two_ranks_to_four(ranks, tmp_path: Path, name: str) -> None:
+def test_ties_and_experts_go_from_two_ranks_to_four_and_to_one(ranks, tmp_path: Path, name: str) -> None:
     expected = ranks(2).run(runs.save_and_go_on, tmp_path, name, 3)[0]
-    for _, losses in ranks(4).run(runs.load_and_go_on, tmp_path, name, 2):
-        assert losses == pytest.approx(expected, **CLOSE)
+    for size, stage in ((4, 2), (1, 3)):
+        for _, losses in ranks(size).run(runs.load_and_go_on, tmp_path, name, stage):
+            assert losses == pytest.approx(expected, **CLOSE)
     if name != "moe":
         assert plain_go_on(tmp_path, name) == pytest.approx(expected, **CLOSE)
 
@@ -110,8 +126,10 @@ def test_ties_and_experts_go_from_two_ranks_to_four(ranks, tmp_path: Path, name:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_the_same_world_and_stage_resume_bit_for_bit(ranks, tmp_path: Path, stage: int, dtype) -> None:
-    expected = ranks(2).run(runs.save_and_go_on, tmp_path, "llama", stage, dtype)
-    resumed = ranks(2).run(runs.load_and_go_on, tmp_path, "llama", stage, dtype)
+    """With dropout, so every rank's random state is restored as well, and a rate that changes."""
+    dropout = {"attention_dropout": 0.2}
+    expected = ranks(2).run(runs.save_and_go_on, tmp_path, "llama", stage, dtype, None, dropout)
+    resumed = ranks(2).run(runs.load_and_go_on, tmp_path, "llama", stage, dtype, None, dropout)
     assert [losses for _, losses in resumed] == expected
 
 
@@ -119,16 +137,8 @@ def hybrid_go_on(folder: Path, save: bool) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    if not save:
-        return runs.load_and_go_on(folder, "llama", 3, None, {"mesh": mesh})[1]
-    from zero_core import checkpoint
-
-    model, optimizer = runs.make("llama", 3, seed=0, mesh=mesh)
-    runs.train(model, optimizer, 0, 3)
-    checkpoint.save(folder, model, optimizer)
-    losses = runs.train(model, optimizer, 3, 6)
-    optimizer.close()
-    return losses
+    run = runs.save_and_go_on if save else runs.load_and_go_on
+    return run(folder, "llama", 3, None, {"mesh": mesh})
 
 
 def test_replicas_write_each_box_once_and_resume_exactly(ranks, tmp_path: Path) -> None:
@@ -136,6 +146,6 @@ def test_replicas_write_each_box_once_and_resume_exactly(ranks, tmp_path: Path) 
     data_bytes = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
     numel = sum(p.numel() for p in models.build("llama").parameters())
     assert 12 * numel < data_bytes < 12 * numel + (1 << 20)  # three fp32 values, and torch.save's frame around each box
-    assert ranks(4).run(hybrid_go_on, tmp_path, False) == expected
+    assert [losses for _, losses in ranks(4).run(hybrid_go_on, tmp_path, False)] == expected
     for _, losses in ranks(2).run(runs.load_and_go_on, tmp_path, "llama", 3):
         assert losses == pytest.approx(expected[0], **CLOSE)
