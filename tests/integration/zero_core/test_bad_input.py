@@ -103,13 +103,27 @@ def test_a_moved_or_cast_model():
 
 def test_a_parameter_that_changes_between_steps():
     model, _ = sharded()
-
-    def shrink(module, args):
-        torch.nn.Parameter.data.__set__(module.up.weight, torch.zeros(2, 2))
-
-    model.blocks[0].register_forward_pre_hook(shrink)
-    with pytest.raises((ChangedParameterError, RuntimeError)):
+    weight = model.blocks[0].up.weight
+    for other in (torch.zeros(2, 2), torch.zeros(weight.shape, dtype=torch.bfloat16)):
+        with pytest.raises(ChangedParameterError, match=r"new data .* for a Sharded parameter of shape \(17, 13\)"):
+            weight.data = other
+    model.blocks[0].up.weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(ChangedParameterError, match=r"blocks.0.up.weight is not the parameter that was sharded"):
         model(toys.data(0, 0))
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.bfloat16, lambda values: torch.zeros(17, 14)])
+def test_a_parameter_that_a_forward_changes(change):
+    """Inside its unit it is a plain Parameter, so nobody is asked: the next use of the unit finds out."""
+    model, _ = sharded()
+
+    def meddle(module, args, output):
+        module.up.weight.data = change(module.up.weight.data)
+
+    model.blocks[0].register_forward_hook(meddle)
+    with torch.no_grad():
+        model(toys.data(0, 0))
+    with pytest.raises(ChangedParameterError, match=r"blocks.0.up.weight was \(17, 13\), torch.float32 when the model"):
         model(toys.data(0, 0))
 
 

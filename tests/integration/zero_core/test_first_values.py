@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests import models
 from tests.integration.zero_core import checkpoint_runs as runs
 from zero_core.errors import DeferredInitError
 from zero_core.precision import round_to
+from zero_core.recording import Recording
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -42,6 +44,26 @@ def test_the_same_seed_gives_the_same_weights_everywhere(ranks, name: str) -> No
     for size, stage, seed in cases if name == "llama" else cases[2:3]:
         for values in ranks(size).run(deferred_values, name, stage, seed):
             assert all(torch.equal(values[key], expected[key]) for key in expected), (size, stage, seed)
+
+
+def test_one_whole_parameter_is_alive_at_a_time(monkeypatch) -> None:
+    """Materialisation goes parameter by parameter, so what it costs beyond the shards is one of them."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    replay = Recording.replay
+
+    def watched(self: Recording, tensor: torch.Tensor) -> torch.Tensor:
+        assert not any(reference() is not None for reference in alive), "an earlier whole value is still there"
+        value = replay(self, tensor)
+        alive.append(weakref.ref(value))
+        return value
+
+    monkeypatch.setattr(Recording, "replay", watched)
+    with zero_core.deferred_init(seed=0):
+        model = models.build("llama")
+    alive.clear()  # what construction itself wanted
+    optimizer = shard(model, 3)
+    assert len(alive) == len(list(model.parameters()))
+    optimizer.close()
 
 
 def different_seeds() -> str:

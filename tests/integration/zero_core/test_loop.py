@@ -10,6 +10,7 @@ import torch
 import zero_core
 from tests.integration.zero_core import toys
 from tests.integration.zero_core.toys import world
+from zero_core.device_store import DeviceStore
 from zero_core.scaling import LossScale
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
@@ -208,6 +209,7 @@ def write_inside_gathered(stage):
         if world()[0] == 0:
             model.head.weight.data[1] = 7.0
     assert model.head.weight.shape == (3, toys.WIDTH)
+    assert all(unit.flat.untyped_storage().nbytes() == 0 for unit in zero_core.units(model)), "freed outside"
     with zero_core.gathered(model, master=True):
         for name, p in model.named_parameters():
             expected = first[name]
@@ -333,3 +335,38 @@ def penalise_gradients(stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_second_order_gradients(ranks, size, stage):
     ranks(size).run(penalise_gradients, stage)
+
+
+class Listening(DeviceStore):
+    """Notes what is asked of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def prefetch(self, i):
+        self.calls.append(("prefetch", i))
+        super().prefetch(i)
+
+    def parameters(self, i):
+        self.calls.append(("parameters", i))
+        return super().parameters(i)
+
+
+def tell_the_store_ahead():
+    store = Listening()
+    model = toys.Stack(5)
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), store=store, prefetch_bytes=1)
+    for step in range(2):
+        store.calls.clear()
+        toys.loss_of(model, toys.data(step, 0)).backward()
+        optimizer.step()
+    blocks = [unit.index for unit in zero_core.units(model) if unit.name.startswith("blocks.")]
+    asked = [call for call in store.calls if call[1] in blocks]
+    forward = asked[: asked.index(("parameters", blocks[-1])) + 1]
+    for block in blocks[2:]:
+        assert ("prefetch", block) in forward[: forward.index(("parameters", block))], (block, forward)
+
+
+def test_on_several_ranks_the_store_hears_of_the_unit_after_the_one_gathered_ahead(ranks):
+    ranks(2).run(tell_the_store_ahead)

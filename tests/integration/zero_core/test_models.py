@@ -10,6 +10,7 @@ import functools
 import pytest
 import torch
 
+import zero_core
 from tests.integration.zero_core import toys
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
@@ -43,6 +44,65 @@ def test_peculiar_models_on_two_ranks(ranks, stage, make):
 )
 def test_peculiar_models_on_one_rank(make):
     toys.train(make, stage=3)
+
+
+def train_with_empty_shards():
+    model, _ = toys.train(toys.Unused)
+    rank = toys.world()[0]
+    return [len(unit.layout.pieces(rank)) for unit in zero_core.units(model)]
+
+
+def test_ranks_that_hold_only_the_zero_tail_of_a_unit(ranks):
+    """The head has 42 elements, its storage 128: on four ranks the last one holds nothing of it."""
+    held = ranks(4).run(train_with_empty_shards)
+    assert any(count == 0 for count in held[-1]) and all(held[0])
+
+
+def nothing_stays(stage):
+    torch.manual_seed(0)
+    model = toys.External()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage, prefetch_bytes=1 << 20)
+    for step in range(3):
+        with torch.no_grad():
+            model(toys.data(9, 0))
+        toys.loss_of(model, toys.data(step, 0)).backward()
+        if stage == 3:
+            assert all(unit.residency.value == "sharded" for unit in zero_core.units(model)), "right after backward"
+        optimizer.step()
+        for unit in zero_core.units(model):
+            assert unit.residency.value == "sharded" and unit.flat.untyped_storage().nbytes() == 0
+            assert unit.gradient is None and unit.kept is None and unit.users == 0
+        assert not zero_core.handle(model).engine.pool._lent
+
+
+@SIZES
+@STAGES
+def test_everything_is_resharded_after_the_step(ranks, size, stage):
+    ranks(size).run(nothing_stays, stage)
+
+
+class Watched(toys.Routed):
+    """Notes which expert of which block its rank chose."""
+
+    def run(self, block, x):
+        number = list(self.blocks).index(block)
+        for k, expert in enumerate(block.experts):
+            if not expert._forward_hooks:
+                expert.register_forward_hook(lambda *_, where=(number, k): self.chosen.append(where))
+        return super().run(block, x)
+
+
+def route():
+    chosen = []
+    model_of = type("Model", (Watched,), {"chosen": chosen})
+    toys.train(model_of)
+    return chosen
+
+
+def test_experts_that_ranks_choose_differently(ranks):
+    first, second = ranks(2).run(route)
+    assert first != second, "the routes have to differ for this to say anything"
+    assert set(first) ^ set(second), "some expert ran on one rank only"
 
 
 @SIZES

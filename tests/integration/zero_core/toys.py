@@ -226,6 +226,8 @@ def train(
 ) -> tuple[nn.Module, Any]:
     """Train sharded and dense side by side; assert equal losses, norms, and at the end equal parameters.
 
+    Losses are compared where `backward` is left to this function.
+
     micro: backwards before each step; the twin averages over ranks and sums over micro-batches. Returns the sharded
     model and its optimizer.
     """
@@ -242,17 +244,22 @@ def train(
     for step in range(steps):
         if before is not None:
             before(model, step)
+        value = 0.0
         for m in range(micro):
             if backward is not None:
                 backward(model, step, m, data(step * micro + m, rank))
             else:
-                loss(model, data(step * micro + m, rank)).backward()
+                one = loss(model, data(step * micro + m, rank))
+                one.backward()
+                value += float(one.detach())
         optimizer.step()
         optimizer.zero_grad()
-        reference.step(
+        expected = reference.step(
             [[data(step * micro + m, r) for m in range(micro)] for r in range(size)],
             lambda dense, parts: sum(loss(dense, part) for part in parts),  # type: ignore[arg-type,misc,return-value]
         )
+        if backward is None:
+            assert abs(value - expected[rank]) <= tolerance * max(abs(expected[rank]), 1e-3), (step, value, expected)
         assert abs(optimizer.grad_norm - reference.grad_norm) <= tolerance * max(reference.grad_norm, 1e-3), step
     compare(model, reference, tolerance)
     for unit in zero_core.units(model):

@@ -203,13 +203,19 @@ class Engine:
                 unit.reshard()
 
     def _prefetch(self, upcoming: Iterable[int]) -> None:
-        """Start the units that come next, as many as the bytes allow, one at least."""
+        """Start the units that come next, as many as the bytes allow, one at least; the store hears of one more.
+
+        To gather ahead is to wait for that unit's own update first: when it is done differs between ranks, and ranks
+        that decided by it would cross. What the store has to read for the gather after it may begin meanwhile.
+        """
         budget = self.prefetch_bytes
         for u in upcoming:
             unit = self.units[u]
             if unit.residency is Residency.UNSHARDED:
                 continue
             if budget <= 0 or (budget < unit.nbytes and budget < self.prefetch_bytes):
+                if self.prefetch_bytes > 0:
+                    self.store.prefetch(u)
                 return
             budget -= unit.nbytes
             unit.prefetch()
