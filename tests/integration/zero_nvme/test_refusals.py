@@ -86,8 +86,18 @@ def test_folder_in_memory(tmp_path):
     with pytest.raises(zero_nvme.NvmeError, match="/dev/shm is on tmpfs, which is memory") as caught:
         zero_nvme.Slab("/dev/shm")
     assert caught.value.errno == errno.EINVAL and caught.value.path == "/dev/shm"
-    with zero_nvme.Slab("/dev/shm", allow_memory=True) as slab:
-        slab.write(slab.allocate(10), bytes(10)).wait()
+
+
+@pytest.mark.parametrize("backend", zero_nvme.BACKENDS)
+def test_folder_in_memory_when_that_is_wanted(backend):
+    if zero_nvme.filesystem.filesystem_name("/dev/shm") != "tmpfs":
+        pytest.skip("/dev/shm is not tmpfs here")
+    with zero_nvme.Slab("/dev/shm", backend=backend, allow_memory=True) as slab:
+        extent = slab.allocate(100_000)
+        slab.write(extent, b"memory" * 10, 7777).wait()
+        back = bytearray(60)
+        slab.read(extent, back, 7777).wait()
+        assert back == b"memory" * 10 and slab.backend == backend
 
 
 @pytest.mark.parametrize("kind", ["missing", "a file", "read-only"])
