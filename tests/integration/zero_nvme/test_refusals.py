@@ -48,6 +48,13 @@ def test_submission_denied_after_setup(tmp_path):
     assert output.splitlines()[0].startswith("libaio | io_uring: EPERM")
 
 
+def test_completions_of_libaio_denied(tmp_path):
+    """Breaks if the probe waits for ever for what it may not see."""
+    output = run_python(DENY + "deny([425, 208])\n" + REPORT, str(tmp_path))
+    skip_if_told(output)
+    assert output.splitlines()[0] == "threads | io_uring_setup: EPERM; io_getevents: EPERM"
+
+
 def test_memory_lock_limit(tmp_path):
     """Registration is refused quietly, and counted; I/O goes on."""
     script = """

@@ -12,7 +12,7 @@ namespace zero_nvme {
 
 bool has_checksum() noexcept { return __builtin_cpu_supports("sse4.2"); }
 
-__attribute__((target("sse4.2"))) std::uint32_t checksum(const char* data, std::size_t nbytes) noexcept {
+__attribute__((target("sse4.2"))) Checksum checksum(const char* data, std::size_t nbytes) noexcept {
   constexpr std::size_t kRow = 4 * sizeof(std::uint64_t);
   std::uint64_t lanes[4] = {~0u, ~0u, ~0u, ~0u};
   const char* const end = data + nbytes / kRow * kRow;
@@ -24,17 +24,18 @@ __attribute__((target("sse4.2"))) std::uint32_t checksum(const char* data, std::
     lanes[2] = _mm_crc32_u64(lanes[2], words[2]);
     lanes[3] = _mm_crc32_u64(lanes[3], words[3]);
   }
-  std::uint64_t folded = ~0u;
-  for (const std::uint64_t lane : lanes) folded = _mm_crc32_u64(folded, lane);
-  auto result = static_cast<std::uint32_t>(folded);
-  for (std::size_t i = 0; i < nbytes % kRow; ++i) result = _mm_crc32_u8(result, static_cast<unsigned char>(end[i]));
+  Checksum result;
+  for (int lane = 0; lane < 4; ++lane) result[lane] = static_cast<std::uint32_t>(lanes[lane]);
+  for (std::size_t i = 0; i < nbytes % kRow; ++i) {
+    result[0] = _mm_crc32_u8(result[0], static_cast<unsigned char>(end[i]));
+  }
   return result;
 }
 
 #else
 
 bool has_checksum() noexcept { return false; }
-std::uint32_t checksum(const char*, std::size_t) noexcept { return 0; }
+Checksum checksum(const char*, std::size_t) noexcept { return {}; }
 
 #endif
 

@@ -19,8 +19,8 @@ from zero_nvme.extents import Extent
 CHUNK_BYTES = 1 << 20
 
 
-def _by_zlib(address: int, nbytes: int) -> int:
-    return zlib.crc32(bytes_at(Memory(address, nbytes, None)))
+def _by_zlib(address: int, nbytes: int) -> list[int]:
+    return [zlib.crc32(bytes_at(Memory(address, nbytes, None)))]
 
 
 checksum = native.checksum if native is not None and native.has_checksum() else _by_zlib
@@ -32,7 +32,7 @@ class Checksums:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[int, dict[int, int]] = {}  # extent offset -> chunk index -> CRC-32
+        self._known: dict[int, dict[int, list[int]]] = {}  # extent offset -> chunk index -> checksum
 
     def observe(self, write: bool, extent: Extent, offset: int, memory: Memory) -> Callable[[], None] | None:
         """Notes a write that begins. For a read: what to call once it is complete, which raises ChecksumError."""
@@ -52,8 +52,8 @@ class Checksums:
                 if got != wanted:
                     raise ChecksumError(
                         errno.EILSEQ,
-                        f"{extent}: bytes [{start}, {stop}), chunk {index}, have checksum {got:#010x}, "
-                        f"{wanted:#010x} was written; the device or the memory is faulty, restore a checkpoint",
+                        f"{extent}: bytes [{start}, {stop}), chunk {index}, have checksum {_text(got)}, "
+                        f"{_text(wanted)} was written; the device or the memory is faulty, restore a checkpoint",
                         offset=extent.offset_bytes + start,
                         wanted=stop - start,
                     )
@@ -73,6 +73,10 @@ class Checksums:
     def forget(self, extent: Extent) -> None:
         with self._lock:
             self._known.pop(extent.offset_bytes, None)
+
+
+def _text(parts: list[int]) -> str:
+    return "".join(f"{part:08x}" for part in parts)
 
 
 def _whole_chunks(extent: Extent, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
