@@ -63,6 +63,14 @@ def runtime(sanitizer: str) -> str:
     return subprocess.check_output([compiler, f"-print-file-name={RUNTIME[sanitizer]}"], text=True).strip()
 
 
+def steady(sanitizer: str) -> list[str]:
+    """ThreadSanitizer's fixed address space does not go with a kernel that randomises generously."""
+    command = ["setarch", "-R"]
+    if sanitizer != "thread" or not shutil.which("setarch"):
+        return []
+    return [] if subprocess.run([*command, "true"], stderr=subprocess.DEVNULL).returncode else command
+
+
 def main(sanitizer: str, *pytest_arguments: str) -> int:
     with tempfile.TemporaryDirectory(prefix="zero-nvme-sanitize-") as name:
         folder = pathlib.Path(name)
@@ -70,13 +78,13 @@ def main(sanitizer: str, *pytest_arguments: str) -> int:
         reports = folder / "reports"  # not stderr, which pytest captures and a process that dies takes with it
         reports.mkdir()
         options = {name: f"{text}:log_path={reports}/{name}" for name, text in OPTIONS[sanitizer].items()}
-        environment = {**os.environ, **options, "LD_PRELOAD": runtime(sanitizer), "PYTHONPATH": str(site)}
+        environment = {**os.environ, **options, "PYTHONPATH": str(site)}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/conformance/zero_nvme"]
-        # ThreadSanitizer's fixed address space does not go with a kernel that randomises generously.
-        steady = [shutil.which("setarch"), "-R"] if sanitizer == "thread" and shutil.which("setarch") else []
-        status = subprocess.run([*map(str, steady), *command, *pytest_arguments], cwd=ROOT, env=environment).returncode
+        preloaded = ["env", f"LD_PRELOAD={runtime(sanitizer)}"]  # in the interpreter, and not in what starts it
+        whole = [*steady(sanitizer), *preloaded, *command, *pytest_arguments]
+        status = subprocess.run(whole, cwd=ROOT, env=environment).returncode
         for report in sorted(reports.iterdir()):
-            print(f"-- {report.name}\n{report.read_text(errors='replace')}")
+            sys.stdout.write(f"-- {report.name}\n{report.read_text(errors='replace')}\n")
             status = status or 66
         return status
 
