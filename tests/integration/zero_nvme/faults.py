@@ -85,16 +85,20 @@ def small_zram(nbytes: int, memory_limit_bytes: int) -> Iterator[str]:
             pytest.fail(f"zram{index} stays busy: something still holds it")
 
 
+def environment() -> dict[str, str]:
+    """For a child that is to import what this process imports."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path)}
+
+
 def start_python(script: str, *arguments: str) -> subprocess.Popen[str]:
     """A Python process in a session of its own, which sees what this one sees."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return subprocess.Popen(
         [sys.executable, "-c", script, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=environment(),
         start_new_session=True,
     )
 
