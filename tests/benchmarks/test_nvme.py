@@ -140,8 +140,8 @@ def ours(name: str, nbytes: int, kind: Kind, setting: Ours, buffer: memoryview) 
 
 def ours_tuned(folder: str, nbytes: int) -> Ours:
     found = tune(folder, nbytes=min(nbytes, 256 * MIB))
-    request = min(nbytes, max(found.block_bytes, 4 * MIB))
-    buffer = min(nbytes, 2 * max(found.inflight_bytes, request))
+    request = min(nbytes, max(found.block_bytes, 16 * MIB))
+    buffer = min(nbytes, max(found.inflight_bytes, request) + request)
     return Ours(found.backend, found.block_bytes, found.inflight_bytes, request, buffer // request * request)
 
 

@@ -72,7 +72,7 @@ def _bench(options: argparse.Namespace) -> int:
                 os.fsync(file.fileno())
         for _ in range(options.rounds):
             for write in (False, True):
-                ours[write].append(bed.gigabytes_per_second(bed.seconds(write=write)))
+                ours[write].append(bed.gigabytes_per_second(bed.seconds(write=write)[0]))
                 if fio.available():
                     depth = max(1, in_flight // block)
                     kind: fio.Kind = "write" if write else "read"
