@@ -1,39 +1,71 @@
-"""zero_nvme against fio, in turn on the same written, incompressible file: ratios, never figures of different minutes.
+"""zero_nvme against fio and DeepSpeed's aio, sandwiched on one already written, incompressible file: ratios only, never
+figures of different minutes.
 
-    python -m tests.benchmarks.test_nvme PATH [--gib 1] [--pairs 7] [--json FILE]
+    python -m tests.benchmarks.test_nvme PATH [--gib 1] [--pairs 7] [--parts read,write,mixed] [--json FILE]
 
-fio's best of block size, depth and engine is found once, with huge-page buffers; then fio, ours, fio, ours, … A ratio
-is ours over the mean of the two fio runs around it. Needs fio. Under pytest only a small run, for its shape.
+For each kind of pass a sweep over engine, block size and depth finds fio's best configuration once, with huge-page
+buffers; another one DeepSpeed's. Ours is what `python -m zero_nvme tune` finds. Then peer, ours, peer, ours, … in
+which a ratio is ours over the mean of the two runs around it; their median is reported. fio with ordinary buffers runs
+beside. Needs fio; DeepSpeed is left out, with the reason, where it cannot be imported. A --json file that exists is
+kept for the parts that are not run. Under pytest only a small run, for its shape.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 import zero_nvme
 from zero_nvme import fio
+from zero_nvme.fio import FioResult, Kind
+from zero_nvme.tune import tune
+
+try:
+    from tests.benchmarks.deepspeed_aio import DeepSpeed
+except ModuleNotFoundError:  # run as a file, and not as a module from the root
+    from deepspeed_aio import DeepSpeed
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-BLOCKS = [256 * KIB, MIB, 4 * MIB, 16 * MIB]
-DEPTHS = [2, 4, 8, 16, 32, 64]
-ENGINES = ["io_uring", "libaio"]
-MOST_IN_FLIGHT = 256 * MIB  # of the sweep: beyond it fio only locks memory
+KINDS: tuple[Kind, ...] = ("read", "write", "mixed")
+AIMS = {"read": 1.0, "write": 1.0, "mixed": 0.97}  # ours over fio's bytes per second, at least
+AIM_CPU = 1.2  # ours over fio's CPU seconds per GiB, at most
+MOST_IN_FLIGHT = 256 * MIB  # of the sweeps: beyond it a peer only locks memory
 
 
 @dataclass(frozen=True)
-class Best:
-    engine: str
+class Grid:
+    """What the sweeps try, and on how many bytes, twice each."""
+
+    nbytes: int = 256 * MIB
+    blocks: tuple[int, ...] = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB)
+    depths: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    engines: tuple[str, ...] = ("io_uring", "libaio")
+    threads: tuple[int, ...] = (1, 2, 4)  # DeepSpeed's
+
+    def points(self) -> list[tuple[int, int]]:
+        return [(b, d) for b, d in itertools.product(self.blocks, self.depths) if b * d <= MOST_IN_FLIGHT]
+
+
+@dataclass(frozen=True)
+class Ours:
+    """How our stream is cut: requests of `request_bytes`, so many of them in flight that they fill the buffer."""
+
+    backend: str
     block_bytes: int
-    depth: int
+    inflight_bytes: int
+    request_bytes: int
+    buffer_bytes: int
 
 
 def prepare(name: str, nbytes: int) -> None:
@@ -43,74 +75,162 @@ def prepare(name: str, nbytes: int) -> None:
         os.fsync(file.fileno())
 
 
-def sweep(name: str, nbytes: int, *, write: bool, blocks=BLOCKS, depths=DEPTHS, engines=ENGINES) -> Best:
-    results = {}
-    for engine in engines:
-        for block in blocks:
-            for depth in depths:
-                if block * depth <= MOST_IN_FLIGHT and block <= nbytes:
-                    peer = fio.run(name, write=write, nbytes=nbytes, block_bytes=block, depth=depth, engine=engine)
-                    results[Best(engine, block, depth)] = peer.gigabytes_per_second
-    return max(results, key=results.__getitem__)
+def best_of(runs: dict[Any, Callable[[], FioResult]], rounds: int = 2) -> Any:
+    """The key of the fastest, by the better of so many rounds, each over all of them."""
+    rates = dict.fromkeys(runs, 0.0)
+    for _ in range(rounds):
+        for key, run in runs.items():
+            rates[key] = max(rates[key], run().gigabytes_per_second)
+    return max(rates, key=rates.__getitem__)
 
 
-def ours(name: str, nbytes: int, buffer: memoryview, *, write: bool) -> fio.FioResult:
-    """One pass over the file with the defaults, which are what a user gets."""
-    with zero_nvme.File(name, "r+") as file:
+def fio_best(name: str, kind: Kind, grid: Grid) -> dict[str, Any]:
+    settings = [
+        {"engine": engine, "block_bytes": block, "depth": depth}
+        for engine in grid.engines
+        for block, depth in grid.points()
+    ]
+    runs = {
+        index: (lambda setting=setting: fio.run(name, kind, nbytes=grid.nbytes, **setting))
+        for index, setting in enumerate(settings)
+    }
+    return settings[best_of(runs)]
+
+
+def deepspeed_best(peer: DeepSpeed, name: str, nbytes: int, kind: Kind, grid: Grid) -> dict[str, Any]:
+    """Every second block size and depth; also over whether one request or several of 64 MiB are given to it."""
+    coarse = replace(grid, blocks=grid.blocks[::2], depths=grid.depths[::2])
+    settings = [
+        {"block_bytes": block, "depth": depth, "threads": threads, "overlap": overlap, "request_bytes": request}
+        for (block, depth), threads, overlap in itertools.product(coarse.points(), grid.threads, (False, True))
+        for request in {min(64 * MIB, grid.nbytes), grid.nbytes}
+        if block * threads <= request
+    ]
+    runs = {
+        index: (lambda setting=setting: deepspeed(peer, name, grid.nbytes, kind, setting))
+        for index, setting in enumerate(settings)
+    }
+    best = settings[best_of(runs, rounds=1)]
+    return {**best, "request_bytes": nbytes if best["request_bytes"] == grid.nbytes else best["request_bytes"]}
+
+
+def deepspeed(peer: DeepSpeed, name: str, nbytes: int, kind: Kind, setting: dict[str, Any]) -> FioResult:
+    seconds, cpu = peer.run(name=name, kind=kind, nbytes=nbytes, **setting)
+    return FioResult(nbytes / seconds / 1e9, cpu / (nbytes / GIB))
+
+
+def ours(name: str, nbytes: int, kind: Kind, setting: Ours, buffer: memoryview) -> FioResult:
+    """One pass over the file; `mixed` reads the even requests and writes the odd ones."""
+    chosen = {"block_bytes": setting.block_bytes, "inflight_bytes": setting.inflight_bytes}
+    step = setting.request_bytes
+    slots = [buffer[start : start + step] for start in range(0, setting.buffer_bytes, step)]
+    with zero_nvme.File(name, "r+", setting.backend, **chosen) as file:
+        moves = {"read": [file.read], "write": [file.write], "mixed": [file.read, file.write]}[kind]
         cpu, start = time.process_time(), time.perf_counter()
-        move = file.write if write else file.read
-        step = len(buffer)
-        zero_nvme.wait_all([move(buffer[: min(step, nbytes - offset)], offset) for offset in range(0, nbytes, step)])
-        seconds = time.perf_counter() - start
-        cpu = time.process_time() - cpu
-    return fio.FioResult(nbytes / seconds / 1e9, cpu / (nbytes / GIB))
+        tickets: list[zero_nvme.Ticket] = []
+        for index, offset in enumerate(range(0, nbytes, step)):
+            if index >= len(slots):
+                tickets[index - len(slots)].wait()
+            part = slots[index % len(slots)][: nbytes - offset]
+            tickets.append(moves[index % len(moves)](part, offset))
+        zero_nvme.wait_all(tickets)
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    return FioResult(nbytes / seconds / 1e9, cpu / (nbytes / GIB))
 
 
-def sandwich(name: str, nbytes: int, pairs: int, best: Best, *, write: bool) -> dict[str, float]:
-    buffer = zero_nvme.empty(min(nbytes, 64 * MIB))
-    buffer[:] = os.urandom(len(buffer))
+def ours_tuned(folder: str, nbytes: int) -> Ours:
+    found = tune(folder, nbytes=min(nbytes, 256 * MIB))
+    request = min(nbytes, max(found.block_bytes, 16 * MIB))
+    buffer = min(nbytes, max(found.inflight_bytes, request) + request)
+    return Ours(found.backend, found.block_bytes, found.inflight_bytes, request, buffer // request * request)
 
-    def peer(huge: bool = True) -> fio.FioResult:
-        return fio.run(
-            name,
-            write=write,
-            nbytes=nbytes,
-            block_bytes=best.block_bytes,
-            depth=best.depth,
-            engine=best.engine,
-            huge=huge,
-        )
 
-    peers, mine = [peer()], []
+def sandwich(mine: Callable[[], FioResult], peer: Callable[[], FioResult], pairs: int) -> dict[str, Any]:
+    """Medians, and quartiles of the ratio: ours over the mean of the peer's runs before and after it."""
+    peers, our = [peer()], []
     for _ in range(pairs):
-        mine.append(ours(name, nbytes, buffer, write=write))
+        our.append(mine())
         peers.append(peer())
-    around = [(a.gigabytes_per_second + b.gigabytes_per_second) / 2 for a, b in zip(peers[:-1], peers[1:], strict=True)]
+    around = [(a.gigabytes_per_second + b.gigabytes_per_second) / 2 for a, b in itertools.pairwise(peers)]
+    ratios = [result.gigabytes_per_second / rate for result, rate in zip(our, around, strict=True)]
     cpu = statistics.median(result.cpu_seconds_per_gib for result in peers)
+    our_cpu = statistics.median(result.cpu_seconds_per_gib for result in our)
     return {
-        "ours": statistics.median(result.gigabytes_per_second for result in mine),
-        "fio": statistics.median(result.gigabytes_per_second for result in peers),
-        "fio_ordinary_buffers": peer(huge=False).gigabytes_per_second,
-        "ratio": statistics.median(
-            result.gigabytes_per_second / fio_rate for result, fio_rate in zip(mine, around, strict=True)
-        ),
-        "cpu_ratio": statistics.median(result.cpu_seconds_per_gib for result in mine) / cpu if cpu else float("nan"),
+        "pairs": pairs,
+        "ours": statistics.median(result.gigabytes_per_second for result in our),
+        "peer": statistics.median(result.gigabytes_per_second for result in peers),
+        "ratio": statistics.median(ratios),
+        "ratios": sorted(round(ratio, 3) for ratio in ratios),
+        "ours_cpu_seconds_per_gib": our_cpu,
+        "peer_cpu_seconds_per_gib": cpu,
+        "cpu_ratio": our_cpu / cpu if cpu else float("nan"),
     }
 
 
-def run(folder: str, nbytes: int, pairs: int, *, blocks=BLOCKS, depths=DEPTHS, engines=ENGINES) -> dict[str, object]:
+def measure(
+    name: str, nbytes: int, kind: Kind, pairs: int, grid: Grid, setting: Ours, peer: DeepSpeed | None
+) -> dict[str, Any]:
+    buffer = zero_nvme.empty(setting.buffer_bytes)
+    buffer[:] = os.urandom(len(buffer))
+
+    def mine() -> FioResult:
+        return ours(name, nbytes, kind, setting, buffer)
+
+    def theirs(huge: bool = True) -> FioResult:
+        return fio.run(name, kind, nbytes=nbytes, huge=huge, **best)
+
+    best = fio_best(name, kind, grid)
+    report: dict[str, Any] = {"ours": vars(setting), "fio_best": best, "fio": sandwich(mine, theirs, pairs)}
+    report["fio_ordinary_buffers"] = sandwich(mine, lambda: theirs(huge=False), max(1, pairs // 2))
+    if peer is not None and kind != "mixed":  # one handle of it reads or writes
+        chosen = deepspeed_best(peer, name, nbytes, kind, grid)
+        report["deepspeed_best"] = chosen
+        report["deepspeed"] = sandwich(mine, lambda: deepspeed(peer, name, nbytes, kind, chosen), pairs)
+    return report
+
+
+def run(
+    folder: str, nbytes: int, pairs: int, kinds: tuple[Kind, ...] = KINDS, grid: Grid | None = None
+) -> dict[str, Any]:
     name = os.path.join(folder, "zero_nvme-benchmark")
+    grid = grid or Grid(nbytes=min(nbytes, Grid.nbytes))
+    report: dict[str, Any] = {
+        "machine": platform.platform(),
+        "date": time.strftime("%Y-%m-%d"),
+        "bytes": nbytes,
+        "fio": fio.version(),
+    }
     try:
         prepare(name, nbytes)
-        report: dict[str, object] = {"machine": platform.platform(), "date": time.strftime("%Y-%m-%d"), "bytes": nbytes}
-        for write in (False, True):
-            best = sweep(name, nbytes, write=write, blocks=blocks, depths=depths, engines=engines)
-            row = sandwich(name, nbytes, pairs, best, write=write)
-            report["write" if write else "read"] = {**row, "fio_best": vars(best)}
+        with DeepSpeed() as peer:
+            report["deepspeed"] = peer.version or f"left out: {peer.reason}"
+            setting = ours_tuned(folder, nbytes)
+            for kind in kinds:
+                report[kind] = measure(name, nbytes, kind, pairs, grid, setting, peer if peer.version else None)
         return report
     finally:
         if os.path.exists(name):
             os.unlink(name)
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report's ratios as Markdown."""
+    rows = [
+        "| | ours, GB/s | fio | ours / fio | aim | its CPU s/GiB | ours / fio, ordinary buffers | ours / DeepSpeed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for kind in KINDS:
+        if kind in report:
+            part, pair = report[kind], report[kind]["fio"]
+            other = part.get("deepspeed")
+            cells = [
+                *(f"{pair['ours']:.2f}", f"{pair['peer']:.2f}", f"{pair['ratio']:.2f}", f"{AIMS[kind]:.2f}"),
+                f"{pair['cpu_ratio']:.2f} (aim {AIM_CPU})",
+                f"{part['fio_ordinary_buffers']['ratio']:.2f}",
+                f"{other['ratio']:.2f}" if other else "",
+            ]
+            rows.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def main() -> int:
@@ -118,27 +238,38 @@ def main() -> int:
     parser.add_argument("path", nargs="?", default=".")
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--parts", default=",".join(KINDS), help="of read, write, mixed")
     parser.add_argument("--json", help="also write the report to this file")
     options = parser.parse_args()
+    kinds = tuple(kind for kind in KINDS if kind in options.parts.split(","))
     if not fio.available():
         print("fio is not installed", file=sys.stderr)
         return 1
-    report = run(options.path, int(options.gib * GIB) // MIB * MIB, options.pairs)
-    text = json.dumps(report, indent=2)
-    print(text)
+    report = run(options.path, int(options.gib * GIB) // MIB * MIB, options.pairs, kinds)
+    if options.json and os.path.exists(options.json):
+        with open(options.json) as file:
+            report = {**json.load(file), **report}
+    print(json.dumps(report, indent=2))
+    print(table(report))
+    if report["deepspeed"].startswith("left out"):
+        print(f"DeepSpeed was {report['deepspeed']}")
     if options.json:
         with open(options.json, "w") as file:
-            file.write(text)
+            json.dump(report, file, indent=2)
     return 0
 
 
 def test_report_has_its_shape(tmp_path):
     if not fio.available():
         pytest.skip("fio is not installed")
-    report = run(str(tmp_path), 4 * MIB, 1, blocks=[MIB], depths=[2], engines=["libaio"])
-    for direction in ("read", "write"):
-        row = report[direction]
-        assert row["ratio"] > 0 and row["fio_best"] == {"engine": "libaio", "block_bytes": MIB, "depth": 2}
+    grid = Grid(nbytes=4 * MIB, blocks=(MIB,), depths=(2,), engines=("libaio",), threads=(1,))
+    report = run(str(tmp_path), 4 * MIB, 1, grid=grid)
+    for kind in KINDS:
+        part = report[kind]
+        assert part["fio_best"] == {"engine": "libaio", "block_bytes": MIB, "depth": 2}
+        assert part["fio"]["ratio"] > 0 and len(part["fio"]["ratios"]) == 1
+        assert kind == "mixed" or ("deepspeed" in part) == (not report["deepspeed"].startswith("left out"))
+        assert f"| {kind} |" in table(report)
     assert os.listdir(tmp_path) == []
 
 

@@ -8,6 +8,7 @@
 #include <system_error>
 #include <thread>
 
+#include "zero_nvme/checksum.hpp"
 #include "zero_nvme/memory.hpp"
 #include "zero_nvme/store.hpp"
 
@@ -148,8 +149,8 @@ class PyStore {
       while (last.use_count() > 1) std::this_thread::sleep_for(milliseconds(1));  // calls of other threads
       last.reset();                                                               // settles what is in flight
     }
-    kept_.clear();
-    registered_.clear();
+    std::deque<RequestHandle>().swap(kept_);
+    std::vector<py::object>().swap(registered_);
   }
 
   // In a forked child: the threads are not here, their locks may be held. Close the descriptors, leave the rest be.
@@ -166,15 +167,19 @@ class PyStore {
   }
 
   // Lets go of the memory of completed requests: those at the front at once, others when they outnumber the rest.
+  // Letting go runs the owner's code, which may come back here: kept_ is whole whenever done() is called.
   void reap() {
-    while (!kept_.empty() && kept_.front()->done()) kept_.pop_front();
-    if (kept_.size() < 2 * live_after_sweep_ + 64) return;
-    std::deque<RequestHandle> live;
-    for (auto& handle : kept_) {
-      if (!handle->done()) live.push_back(std::move(handle));
+    while (!kept_.empty() && kept_.front()->request().done()) {
+      const RequestHandle handle = std::move(kept_.front());
+      kept_.pop_front();
+      handle->done();
     }
+    if (kept_.size() < 2 * live_after_sweep_ + 64) return;
+    std::deque<RequestHandle> live, completed;
+    for (auto& handle : kept_) (handle->request().done() ? completed : live).push_back(std::move(handle));
     kept_.swap(live);
     live_after_sweep_ = kept_.size();
+    for (auto& handle : completed) handle->done();
   }
 
   const pid_t process_;
@@ -194,8 +199,9 @@ py::dict buckets(const Histogram& histogram) {
 
 // One dict a path; histograms as {largest value of the bucket: count}.
 py::list PyStore::statistics() {
+  const auto store = open();
   py::list result;
-  for (const auto& path : open()->paths()) {
+  for (const auto& path : store->paths()) {
     const Statistics& statistics = path->statistics();
     py::dict entry;
     for (int op = 0; op < 2; ++op) {
@@ -287,4 +293,8 @@ PYBIND11_MODULE(_native, m) {
       });
 
   m.def("address_of", &address_of, py::arg("object"));
+  m.def("has_checksum", &has_checksum);
+  m.def("checksum",
+        [](std::uintptr_t address, std::size_t nbytes) { return checksum(reinterpret_cast<const char*>(address), nbytes); },
+        py::arg("address"), py::arg("nbytes"), py::call_guard<py::gil_scoped_release>());
 }

@@ -63,19 +63,30 @@ def runtime(sanitizer: str) -> str:
     return subprocess.check_output([compiler, f"-print-file-name={RUNTIME[sanitizer]}"], text=True).strip()
 
 
+def steady(sanitizer: str) -> list[str]:
+    """ThreadSanitizer's fixed address space does not go with a kernel that randomises generously."""
+    command = ["setarch", "-R"]
+    if sanitizer != "thread" or not shutil.which("setarch"):
+        return []
+    return [] if subprocess.run([*command, "true"], stderr=subprocess.DEVNULL).returncode else command
+
+
 def main(sanitizer: str, *pytest_arguments: str) -> int:
-    with tempfile.TemporaryDirectory(prefix="zero-nvme-sanitize-") as folder:
-        site = build(sanitizer, pathlib.Path(folder))
-        environment = {
-            **os.environ,
-            **OPTIONS[sanitizer],
-            "LD_PRELOAD": runtime(sanitizer),
-            "PYTHONPATH": str(site),
-        }
+    with tempfile.TemporaryDirectory(prefix="zero-nvme-sanitize-") as name:
+        folder = pathlib.Path(name)
+        site = build(sanitizer, folder)
+        reports = folder / "reports"  # not stderr, which pytest captures and a process that dies takes with it
+        reports.mkdir()
+        options = {name: f"{text}:log_path={reports}/{name}" for name, text in OPTIONS[sanitizer].items()}
+        environment = {**os.environ, **options, "PYTHONPATH": str(site)}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/conformance/zero_nvme"]
-        # ThreadSanitizer's fixed address space does not go with a kernel that randomises generously.
-        steady = [shutil.which("setarch"), "-R"] if sanitizer == "thread" and shutil.which("setarch") else []
-        return subprocess.run([*map(str, steady), *command, *pytest_arguments], cwd=ROOT, env=environment).returncode
+        preloaded = ["env", f"LD_PRELOAD={runtime(sanitizer)}"]  # in the interpreter, and not in what starts it
+        whole = [*steady(sanitizer), *preloaded, *command, *pytest_arguments]
+        status = subprocess.run(whole, cwd=ROOT, env=environment).returncode
+        for report in sorted(reports.iterdir()):
+            sys.stdout.write(f"-- {report.name}\n{report.read_text(errors='replace')}\n")
+            status = status or 66
+        return status
 
 
 if __name__ == "__main__":

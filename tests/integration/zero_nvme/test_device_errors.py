@@ -14,7 +14,7 @@ MIB = 1 << 20
 NATIVE = ("io_uring", "libaio", "threads")
 
 
-@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("backend", zero_nvme.BACKENDS)
 def test_read_error(tmp_path, backend):
     """A loop device over a file that was truncated underneath returns EIO for what is gone."""
     image = tmp_path / "image"
@@ -53,6 +53,21 @@ def test_write_error(backend):
             assert errors[-1] is not None and errors[-1].errno in (errno.EIO, errno.ENOMEM, errno.ENOSPC)
             assert errors[-1].offset >= 15 * MIB and errors[-1].path == device
             back = zero_nvme.empty(MIB)
+            file.read(back).wait()
+            assert back == data
+
+
+@pytest.mark.parametrize("backend", ["threads", "aiofiles"])
+def test_write_error_behind_the_page_cache(backend):
+    """The write succeeds into memory; sync() raises what the device said, and the file stays usable."""
+    with small_zram(16 * MIB, 4 * MIB) as device:
+        with zero_nvme.File(device, "r+", backend, direct=False, block_bytes=MIB) as file:
+            data = os.urandom(MIB)
+            zero_nvme.wait_all([file.write(data, index * MIB) for index in range(16)])
+            with pytest.raises(zero_nvme.NvmeError, match=f"fsync {device}") as caught:
+                file.sync()
+            assert caught.value.errno in (errno.EIO, errno.ENOMEM, errno.ENOSPC) and caught.value.path == device
+            back = bytearray(MIB)
             file.read(back).wait()
             assert back == data
 

@@ -83,22 +83,24 @@ file.write(b"x" * 10001)
     assert (tmp_path / "file").read_bytes() == b"x" * 10001
 
 
-def test_kill_9_leaves_nothing_but_what_was_synced(tmp_path):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kill_9_leaves_nothing_but_what_was_synced(tmp_path, backend):
     script = """
 import sys, zero_nvme
-slab = zero_nvme.Slab([sys.argv[1], sys.argv[1]], 64 << 20)
-file = zero_nvme.File(sys.argv[1] + "/file", "w")
+slab = zero_nvme.Slab([sys.argv[1], sys.argv[1]], 64 << 20, sys.argv[2], weights=[1, 1])
+file = zero_nvme.File(sys.argv[1] + "/file", "w", sys.argv[2])
 file.write(b"synced" * 5000).wait()
 file.sync()
 extents = [slab.allocate(4 << 20) for _ in range(8)]
 data = zero_nvme.empty(4 << 20)
-print("ready", flush=True)
 while True:
-    zero_nvme.wait_all([slab.write(extent, data) for extent in extents] + [file.write(data, 1 << 20)])
+    writes = [slab.write(extent, data) for extent in extents] + [file.write(data, 1 << 20)]
+    print("in flight", flush=True)
+    zero_nvme.wait_all(writes)
 """
-    process = start_python(script, str(tmp_path))
+    process = start_python(script, str(tmp_path), backend)
     try:
-        assert process.stdout.readline() == "ready\n"
+        assert process.stdout.readline() == "in flight\n"
         before = os.listdir(tmp_path)
     finally:
         process.send_signal(signal.SIGKILL)

@@ -48,6 +48,13 @@ def test_submission_denied_after_setup(tmp_path):
     assert output.splitlines()[0].startswith("libaio | io_uring: EPERM")
 
 
+def test_completions_of_libaio_denied(tmp_path):
+    """Breaks if the probe waits for ever for what it may not see."""
+    output = run_python(DENY + "deny([425, 208])\n" + REPORT, str(tmp_path))
+    skip_if_told(output)
+    assert output.splitlines()[0] == "threads | io_uring_setup: EPERM; io_getevents: EPERM"
+
+
 def test_memory_lock_limit(tmp_path):
     """Registration is refused quietly, and counted; I/O goes on."""
     script = """
@@ -86,8 +93,18 @@ def test_folder_in_memory(tmp_path):
     with pytest.raises(zero_nvme.NvmeError, match="/dev/shm is on tmpfs, which is memory") as caught:
         zero_nvme.Slab("/dev/shm")
     assert caught.value.errno == errno.EINVAL and caught.value.path == "/dev/shm"
-    with zero_nvme.Slab("/dev/shm", allow_memory=True) as slab:
-        slab.write(slab.allocate(10), bytes(10)).wait()
+
+
+@pytest.mark.parametrize("backend", zero_nvme.BACKENDS)
+def test_folder_in_memory_when_that_is_wanted(backend):
+    if zero_nvme.filesystem.filesystem_name("/dev/shm") != "tmpfs":
+        pytest.skip("/dev/shm is not tmpfs here")
+    with zero_nvme.Slab("/dev/shm", backend=backend, allow_memory=True) as slab:
+        extent = slab.allocate(100_000)
+        slab.write(extent, b"memory" * 10, 7777).wait()
+        back = bytearray(60)
+        slab.read(extent, back, 7777).wait()
+        assert back == b"memory" * 10 and slab.backend == backend
 
 
 @pytest.mark.parametrize("kind", ["missing", "a file", "read-only"])

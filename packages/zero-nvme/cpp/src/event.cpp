@@ -1,6 +1,8 @@
 #include "zero_nvme/event.hpp"
 
 #include <poll.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -8,6 +10,13 @@
 #include <system_error>
 
 namespace zero_nvme {
+
+void leave_signals_to_others() noexcept {
+  sigset_t blocked;
+  ::sigfillset(&blocked);
+  for (int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS}) ::sigdelset(&blocked, own);
+  ::pthread_sigmask(SIG_BLOCK, &blocked, nullptr);
+}
 
 Event::Event(bool nonblocking) : fd_(::eventfd(0, EFD_CLOEXEC | (nonblocking ? EFD_NONBLOCK : 0))) {
   if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");

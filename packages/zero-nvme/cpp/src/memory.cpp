@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <system_error>
 
@@ -27,15 +28,18 @@ HugeMapping::~HugeMapping() {
 
 char* Bounce::take(std::size_t nbytes, std::size_t alignment) noexcept {
   if (nbytes > capacity_) {
-    const std::size_t rounded = round_up(nbytes, alignment);
-    data_.reset(static_cast<char*>(std::aligned_alloc(alignment, rounded)));
+    const std::size_t unit = nbytes >= kHugePage ? std::max(alignment, kHugePage) : alignment;
+    const std::size_t rounded = round_up(nbytes, unit);
+    data_.reset();
+    data_.reset(static_cast<char*>(std::aligned_alloc(unit, rounded)));
     capacity_ = data_ ? rounded : 0;
+    // Where that is refused it stays on 4 KiB pages, which is slower only.
+    if (data_ && unit >= kHugePage) ::madvise(data_.get(), rounded, MADV_HUGEPAGE);
   }
   return data_.get();
 }
 
-void Bounce::give_back() noexcept {
-  if (capacity_ <= 64 * 1024) return;
+void Bounce::release() noexcept {
   data_.reset();
   capacity_ = 0;
 }

@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <condition_variable>
 #include <cstring>
+#include <utility>
 
 namespace zero_nvme {
 namespace {
@@ -21,20 +22,30 @@ PathQueue::PathQueue(std::uint32_t index, PathFile file, std::unique_ptr<Backend
 }
 
 PathQueue::~PathQueue() {
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  backend_->wake();
+  tell([&] { stopping_ = true; });
   thread_.join();
 }
 
+void PathQueue::submit(Span span) {
+  tell([&] { incoming_.push_back(std::move(span)); });
+}
+
 void PathQueue::submit(std::vector<Span> spans) {
+  tell([&] {
+    incoming_.insert(incoming_.end(), std::make_move_iterator(spans.begin()), std::make_move_iterator(spans.end()));
+  });
+}
+
+// Changes what the I/O thread looks at next, and wakes it if nobody has since it last looked.
+template <typename Change>
+void PathQueue::tell(Change&& change) {
+  bool told;
   {
     std::lock_guard lock(mutex_);
-    incoming_.insert(incoming_.end(), std::make_move_iterator(spans.begin()), std::make_move_iterator(spans.end()));
+    change();
+    told = std::exchange(told_, true);
   }
-  backend_->wake();
+  if (!told) backend_->wake();
 }
 
 int PathQueue::register_buffer(char* address, std::size_t nbytes) {
@@ -53,17 +64,14 @@ int PathQueue::register_buffer(char* address, std::size_t nbytes) {
     result = error;
     ran.notify_one();
   };
-  {
-    std::lock_guard lock(mutex_);
-    commands_.push_back(command);
-  }
-  backend_->wake();
+  tell([&] { commands_.push_back(command); });
   std::unique_lock lock(mutex);
   ran.wait(lock, [&] { return result <= 0; });
   return result;
 }
 
 void PathQueue::run() {
+  leave_signals_to_others();
   backend_->begin();
   std::vector<Completion> completed;
   for (;;) {
@@ -86,6 +94,7 @@ bool PathQueue::take_incoming() {
     spans.swap(incoming_);
     commands.swap(commands_);
     stopping = stopping_;
+    told_ = false;
   }
   for (auto& command : commands) command();
   for (auto& span : spans) pending_[static_cast<int>(span.op)].push_back(std::move(span));
@@ -113,7 +122,7 @@ bool PathQueue::issue_from(Op op) {
   if (in_flight > 0 && in_flight + std::min(span.nbytes, limits_.block_bytes) > limits_.inflight_bytes) return false;
   auto block = take_block();
   if (!cut(span, *block)) {
-    spare_.push_back(std::move(block));
+    put_back(std::move(block));
     return false;
   }
   if (span.nbytes == 0) queue.pop_front();
@@ -125,7 +134,14 @@ std::unique_ptr<Block> PathQueue::take_block() {
   if (spare_.empty()) return std::make_unique<Block>();
   auto block = std::move(spare_.back());
   spare_.pop_back();
+  spare_bounce_bytes_ -= block->bounce.capacity();
   return block;
+}
+
+void PathQueue::put_back(std::unique_ptr<Block> block) {
+  if (spare_bounce_bytes_ + block->bounce.capacity() > limits_.inflight_bytes) block->bounce.release();
+  spare_bounce_bytes_ += block->bounce.capacity();
+  spare_.push_back(std::move(block));
 }
 
 // Takes the next block off the front of the span. False, and nothing taken: the page it changes is locked.
@@ -270,8 +286,7 @@ void PathQueue::finish(Block* raw, int error, std::size_t got) {
   }
   auto request = std::move(block->request);
   const std::size_t nbytes = block->user_nbytes;
-  block->bounce.give_back();
-  spare_.push_back(std::move(block));
+  put_back(std::move(block));
   request->finish(nbytes);
 }
 

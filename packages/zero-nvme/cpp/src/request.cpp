@@ -12,8 +12,8 @@ bool Gate::try_enter() {
 void Gate::leave(std::atomic<bool>& done) noexcept {
   std::lock_guard lock(mutex_);
   done.store(true, std::memory_order_release);
-  --count_;
-  changed_.notify_all();
+  const bool was_full = count_-- == limit_;
+  if (was_full || count_ == 0) changed_.notify_all();  // what wait_for_room and wait_for_empty wait for
 }
 
 bool Gate::wait_for_room(std::chrono::milliseconds timeout) {

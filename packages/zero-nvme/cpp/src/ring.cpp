@@ -106,9 +106,13 @@ int Ring::enter(unsigned wanted) noexcept {
   return taken < 0 ? -errno : 0;
 }
 
-void Ring::forget_queued() noexcept {
-  tail_ = sq_head();
+// The kernel moves the head, only within enter(); so entries go from the tail.
+bool Ring::drop_queued(std::uint64_t& user_data) noexcept {
+  if (queued() == 0) return false;
+  --tail_;
+  user_data = sqes_[tail_ & sq_mask_].user_data;
   __atomic_store_n(sq_tail_, tail_, __ATOMIC_RELEASE);
+  return true;
 }
 
 bool Ring::reap(uring::Cqe& out) noexcept {

@@ -50,6 +50,10 @@ Store::Store(const std::vector<PathFile>& files, StripeMap stripes, const Option
 std::shared_ptr<Request> Store::try_submit(Op op, std::uint64_t offset, char* memory, std::size_t nbytes) {
   if (!gate_->try_enter()) return nullptr;
   auto request = std::make_shared<Request>(nbytes, gate_);
+  if (paths_.size() == 1 && nbytes > 0) {
+    paths_[0]->submit(Span{request, op, memory, offset, nbytes});
+    return request;
+  }
   std::vector<std::vector<Span>> spans(paths_.size());
   while (nbytes > 0) {
     const auto place = stripes_.place(offset);

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <thread>
 
+#include "zero_nvme/event.hpp"
 #include "zero_nvme/transfer.hpp"
 
 namespace zero_nvme {
@@ -60,6 +61,7 @@ class ThreadsBackend final : public Backend {
   }
 
   void work() {
+    leave_signals_to_others();
     std::unique_lock lock(mutex_);
     for (;;) {
       available_.wait(lock, [this] { return stopping_ || !queued_.empty(); });

@@ -53,7 +53,6 @@ class UringBackend final : public Backend {
     sqe->offset = transfer->offset;
     sqe->buffer_index = fixed ? static_cast<std::uint16_t>(transfer->registered_buffer) : 0;
     sqe->user_data = reinterpret_cast<std::uint64_t>(transfer);
-    unsubmitted_.push_back(transfer);
   }
 
   void wait(std::vector<Completion>& completed) override {
@@ -63,8 +62,6 @@ class UringBackend final : public Backend {
       return;
     }
     const int error = ring_.enter(1);
-    const unsigned left = ring_.queued();
-    if (left == 0) unsubmitted_.clear();
     uring::Cqe cqe;
     bool woken = false;
     while (ring_.reap(cqe)) {
@@ -74,7 +71,7 @@ class UringBackend final : public Backend {
         completed.push_back({reinterpret_cast<Transfer*>(cqe.user_data), cqe.result});
       }
     }
-    if (error < 0 && error != -EINTR) survive(error, left, completed);
+    if (error < 0 && error != -EINTR) woken = survive(error, completed) || woken;
     if (woken) arm_wake();
   }
 
@@ -110,19 +107,21 @@ class UringBackend final : public Backend {
     sqe->user_data = 0;
   }
 
-  // The kernel was short of memory (it will not be for long), or refuses for good: then what it did not take fails.
-  void survive(int error, unsigned left, std::vector<Completion>& completed) {
-    if (error == -EAGAIN || error == -EBUSY || error == -ENOMEM) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      return;
-    }
-    const std::size_t lost = std::min<std::size_t>(left, unsubmitted_.size());
-    for (std::size_t i = unsubmitted_.size() - lost; i < unsubmitted_.size(); ++i) {
-      completed.push_back({unsubmitted_[i], error});
-    }
-    unsubmitted_.clear();
-    ring_.forget_queued();
+  // The kernel was short of memory (it will not be for long), or refuses for good: then what it did not take fails,
+  // and only that: what it took is still being moved. True: the read of the eventfd was among it.
+  bool survive(int error, std::vector<Completion>& completed) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (error == -EAGAIN || error == -EBUSY || error == -ENOMEM) return false;
+    bool wake_lost = false;
+    std::uint64_t dropped;
+    while (ring_.drop_queued(dropped)) {
+      if (dropped == 0) {
+        wake_lost = true;
+      } else {
+        completed.push_back({reinterpret_cast<Transfer*>(dropped), error});
+      }
+    }
+    return wake_lost;
   }
 
   Ring ring_;
@@ -132,7 +131,6 @@ class UringBackend final : public Backend {
   int buffer_table_ = 0;  // 0: usable, or -errno
   unsigned buffers_used_ = 0;
   int begin_error_ = 0;
-  std::vector<Transfer*> unsubmitted_;
   std::vector<Completion> refused_;
 };
 

@@ -72,10 +72,11 @@ def _bench(options: argparse.Namespace) -> int:
                 os.fsync(file.fileno())
         for _ in range(options.rounds):
             for write in (False, True):
-                ours[write].append(bed.gigabytes_per_second(bed.seconds(write=write)))
+                ours[write].append(bed.gigabytes_per_second(bed.seconds(write=write)[0]))
                 if fio.available():
                     depth = max(1, in_flight // block)
-                    peer = fio.run(name, write=write, nbytes=nbytes, block_bytes=block, depth=depth)
+                    kind: fio.Kind = "write" if write else "read"
+                    peer = fio.run(name, kind, nbytes=nbytes, block_bytes=block, depth=depth)
                     theirs[write].append(peer.gigabytes_per_second)
         print(f"{bed.backend}: {bed.reason}; {options.mib} MiB, medians of {options.rounds}, GB/s")
     print(f"{'':6} {'zero_nvme':>10} {'fio':>10} {'ratio':>7}")

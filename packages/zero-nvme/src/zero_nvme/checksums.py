@@ -1,4 +1,8 @@
-"""Checksums of what was written, by extent and chunk; in memory, for as long as the slab lives."""
+"""Checksums of what was written, by extent and chunk; in memory, for as long as the slab lives.
+
+They are computed where the bytes already have a thread: a write's by who submits it, a read's by who waits for it. With
+the processor's CRC instruction they run at the memory's speed; zlib's CRC-32, without it, costs about 0.6 s a GiB.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,26 @@ from collections.abc import Callable
 
 from zero_nvme.buffers import Memory, bytes_at
 from zero_nvme.errors import ChecksumError
+from zero_nvme.extension import native
 from zero_nvme.extents import Extent
 
 CHUNK_BYTES = 1 << 20
 
 
+def _by_zlib(address: int, nbytes: int) -> list[int]:
+    return [zlib.crc32(bytes_at(Memory(address, nbytes, None)))]
+
+
+checksum = native.checksum if native is not None and native.has_checksum() else _by_zlib
+
+
 class Checksums:
-    """CRC-32 of each chunk of each extent that was written whole. A chunk written in part is not known any more; a
+    """One of each chunk of each extent that was written whole. A chunk written in part is not known any more; a
     read verifies the known chunks that it covers whole."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[int, dict[int, int]] = {}  # extent offset -> chunk index -> CRC-32
+        self._known: dict[int, dict[int, list[int]]] = {}  # extent offset -> chunk index -> checksum
 
     def observe(self, write: bool, extent: Extent, offset: int, memory: Memory) -> Callable[[], None] | None:
         """Notes a write that begins. For a read: what to call once it is complete, which raises ChecksumError."""
@@ -35,14 +47,13 @@ class Checksums:
             return None
 
         def verify() -> None:
-            view = bytes_at(memory)
             for index, start, stop, wanted in expected:
-                got = zlib.crc32(view[start - offset : stop - offset])
+                got = checksum(memory.address + start - offset, stop - start)
                 if got != wanted:
                     raise ChecksumError(
                         errno.EILSEQ,
-                        f"{extent}: bytes [{start}, {stop}), chunk {index}, have CRC-32 {got:#010x}, "
-                        f"{wanted:#010x} was written; the device or the memory is faulty, restore a checkpoint",
+                        f"{extent}: bytes [{start}, {stop}), chunk {index}, have checksum {_text(got)}, "
+                        f"{_text(wanted)} was written; the device or the memory is faulty, restore a checkpoint",
                         offset=extent.offset_bytes + start,
                         wanted=stop - start,
                     )
@@ -52,8 +63,7 @@ class Checksums:
     def _note(self, extent: Extent, offset: int, memory: Memory, whole: list[tuple[int, int, int]]) -> None:
         if memory.nbytes == 0:
             return
-        view = bytes_at(memory)
-        sums = {index: zlib.crc32(view[start - offset : stop - offset]) for index, start, stop in whole}
+        sums = {index: checksum(memory.address + start - offset, stop - start) for index, start, stop in whole}
         with self._lock:
             known = self._known.setdefault(extent.offset_bytes, {})
             for index in range(offset // CHUNK_BYTES, (offset + memory.nbytes - 1) // CHUNK_BYTES + 1):
@@ -63,6 +73,10 @@ class Checksums:
     def forget(self, extent: Extent) -> None:
         with self._lock:
             self._known.pop(extent.offset_bytes, None)
+
+
+def _text(parts: list[int]) -> str:
+    return "".join(f"{part:08x}" for part in parts)
 
 
 def _whole_chunks(extent: Extent, offset: int, nbytes: int) -> list[tuple[int, int, int]]:

@@ -53,8 +53,7 @@ class Engine:
         _live.add(self)
 
     def submit(self, write: bool, offset: int, memory: Memory, check: Callable[[], None] | None = None) -> Ticket:
-        self.check_process()
-        self.check_open()
+        """Starts a request. The caller has called check_usable()."""
         request = self._store.submit(write, offset, memory.address, memory.nbytes, memory.keep)
         return Ticket(request, self, memory.nbytes, check)
 
@@ -62,7 +61,8 @@ class Engine:
         if os.getpid() != self._process:
             raise ForkedError(self.name, self._process)
 
-    def check_open(self) -> None:
+    def check_usable(self) -> None:
+        self.check_process()
         if self._closed:
             raise ValueError(f"{self.name} is closed")
 
@@ -84,21 +84,18 @@ class Engine:
 
     def drain(self, timeout: float | None = None) -> None:
         """Waits until every request is complete. Raises no request's error; TimeoutError."""
-        self.check_process()
-        self.check_open()
+        self.check_usable()
         if not self._store.drain(timeout):
             raise TimeoutError(f"{self.name}: {self._store.pending()} requests are not complete after {timeout} s")
 
     def cancel(self) -> None:
         """Drops what has not started of every request, then waits for the rest."""
-        self.check_process()
-        self.check_open()
+        self.check_usable()
         self._store.cancel()
         self._store.drain(None)
 
     def register(self, memory: Memory) -> bool:
-        self.check_process()
-        self.check_open()
+        self.check_usable()
         error: int = self._store.register_buffer(memory.address, memory.nbytes, memory.keep)
         if error == 0:
             self._registered["buffers"] += 1
@@ -127,7 +124,11 @@ class Engine:
             if self._closed:
                 return
             self._closed = True  # nothing more comes in
-            self._store.drain(None)
+            try:
+                self._store.drain(None)
+            except BaseException:  # Ctrl-C: what is in flight still is, and close() may be called again
+                self._closed = False
+                raise
             self._final_stats = self._store.statistics()
             self._store.close()
             try:

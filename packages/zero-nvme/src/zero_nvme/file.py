@@ -8,14 +8,15 @@ import stat
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-from zero_nvme import probe, stats
+from zero_nvme import probe
 from zero_nvme.buffers import as_memory
 from zero_nvme.engine import Engine
 from zero_nvme.errors import NvmeError, unavailable
 from zero_nvme.filesystem import DEFAULT_ALIGNMENT, open_path, preallocate, size_of
 from zero_nvme.options import Options
+from zero_nvme.store import Store
 from zero_nvme.ticket import Ticket
 
 _FLAGS = {
@@ -26,7 +27,7 @@ _FLAGS = {
 }
 
 
-class File:
+class File(Store):
     """A file, or a block device.
 
     `mode`: `r` reads; `r+` also writes; `w` creates or empties, reads and writes; `x` creates what must not exist.
@@ -79,7 +80,7 @@ class File:
     @property
     def size(self) -> int:
         """Bytes up to the last one written, writes in flight included."""
-        self._usable()
+        self._engine.check_usable()
         return self._end.bytes if self.mode != "r" else size_of(self._engine.paths[0].fd)
 
     def read(self, buffer: Any, offset: int = 0) -> Ticket:
@@ -88,7 +89,7 @@ class File:
         Raises TypeError for a buffer that cannot be written to, ValueError for a negative offset, NvmeError ENODATA
         for a range that ends after the file; where the file is cut short later, the ticket does.
         """
-        self._usable()
+        self._engine.check_usable()
         memory = as_memory(buffer, writable=True)
         _check_offset(offset)
         size = self.size
@@ -105,7 +106,7 @@ class File:
 
     def write(self, buffer: Any, offset: int = 0) -> Ticket:
         """Starts writing `buffer` to bytes [offset, offset + its size); the file grows as needed."""
-        self._usable()
+        self._engine.check_usable()
         if self.mode == "r":
             raise ValueError(f"{self.name} was opened with mode 'r'; open it with 'r+' to write")
         memory = as_memory(buffer, writable=False)
@@ -118,7 +119,7 @@ class File:
 
         Raises NvmeError ENOSPC with the bytes wanted and free.
         """
-        self._usable()
+        self._engine.check_usable()
         preallocate(self._engine.paths[0], nbytes)
 
     def sync(self) -> None:
@@ -130,42 +131,6 @@ class File:
         self._end.trim()
         if self.mode != "r":
             _checked(self.name, os.fsync, self._engine.paths[0].fd)
-
-    def register(self, buffer: Any) -> bool:
-        """As Slab.register."""
-        self._usable()
-        return self._engine.register(as_memory(buffer, writable=True))
-
-    def drain(self, timeout: float | None = None) -> None:
-        """Waits until every request is complete. Raises TimeoutError, and no request's error."""
-        self._engine.drain(timeout)
-
-    def cancel(self) -> None:
-        """Drops what has not started of every request and waits for the rest."""
-        self._engine.cancel()
-
-    def stats(self) -> dict[str, Any]:
-        """As Slab.stats."""
-        return stats.summary(self)
-
-    @property
-    def closed(self) -> bool:
-        return self._engine.closed
-
-    def close(self) -> None:
-        """Waits for what is in flight and closes. Does not sync. Twice is fine."""
-        self._engine.close()
-
-    def _usable(self) -> None:
-        self._engine.check_process()
-        self._engine.check_open()
-
-    def __enter__(self) -> File:
-        return self
-
-    def __exit__(self, *exception: object) -> Literal[False]:
-        self.close()
-        return False
 
     def __repr__(self) -> str:
         return f"<{self._engine.name}, mode {self.mode}, {self.backend}{', closed' if self.closed else ''}>"

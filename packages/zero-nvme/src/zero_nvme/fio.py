@@ -7,11 +7,15 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["read", "write", "mixed"]
+_RW = {"read": "read", "write": "write", "mixed": "rw"}  # rw: half the blocks are read, half are written
 
 
 @dataclass(frozen=True)
 class FioResult:
-    gigabytes_per_second: float
+    gigabytes_per_second: float  # read and written together
     cpu_seconds_per_gib: float
 
 
@@ -19,8 +23,12 @@ def available() -> bool:
     return shutil.which("fio") is not None
 
 
+def version() -> str:
+    return subprocess.check_output(["fio", "--version"], text=True).strip()
+
+
 def run(
-    path: str, *, write: bool, nbytes: int, block_bytes: int, depth: int, engine: str = "io_uring", huge: bool = True
+    path: str, kind: Kind, *, nbytes: int, block_bytes: int, depth: int, engine: str = "io_uring", huge: bool = True
 ) -> FioResult:
     """One sequential pass of O_DIRECT over an existing file of `nbytes`, which a write overwrites.
 
@@ -30,7 +38,7 @@ def run(
     if huge:
         environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     command = [
-        *("fio", "--name=peer", f"--filename={path}", f"--rw={'write' if write else 'read'}", "--direct=1"),
+        *("fio", "--name=peer", f"--filename={path}", f"--rw={_RW[kind]}", "--direct=1"),
         *(f"--size={nbytes}", f"--bs={block_bytes}", f"--iodepth={depth}", f"--ioengine={engine}"),
         *("--output-format=json", "--mem=malloc", "--overwrite=1", "--refill_buffers=0", "--thread"),
     ]
@@ -38,7 +46,8 @@ def run(
     if done.returncode != 0:
         raise OSError(done.returncode, f"fio: {done.stderr.strip()}")
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    direction = job["write" if write else "read"]
-    seconds = direction["runtime"] / 1000
-    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
-    return FioResult(direction["io_bytes"] / seconds / 1e9, cpu / (direction["io_bytes"] / 2**30))
+    directions = [job[name] for name in ("read", "write") if job[name]["io_bytes"]]
+    moved = sum(direction["io_bytes"] for direction in directions)
+    seconds = max(direction["runtime"] for direction in directions) / 1000
+    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    return FioResult(moved / seconds / 1e9, cpu / (moved / 2**30))

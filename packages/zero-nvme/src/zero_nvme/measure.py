@@ -35,8 +35,10 @@ class Testbed:
             self.close()
             raise
 
-    def seconds(self, *, write: bool, block_bytes: int | None = None, inflight_bytes: int | None = None) -> float:
-        """Time to move the whole file once, from the first request to the last completion."""
+    def seconds(
+        self, *, write: bool, block_bytes: int | None = None, inflight_bytes: int | None = None
+    ) -> tuple[float, float]:
+        """Time to move the whole file once, first request to last completion; and CPU time, of all threads."""
         options = replace(
             self._options,
             block_bytes=block_bytes or self._options.block_bytes,
@@ -45,14 +47,14 @@ class Testbed:
         path = opened(os.dup(self._path.fd), self._path.label, direct=self.direct)
         engine = Engine("measurement", [path], options, backend=self.backend)
         try:
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             wait_all(
                 [
                     engine.submit(write, offset, as_memory(self._part(offset), writable=not write))
                     for offset in range(0, self.nbytes, len(self.buffer))
                 ]
             )
-            return time.perf_counter() - start
+            return time.perf_counter() - start, time.process_time() - cpu
         finally:
             engine.close()
 

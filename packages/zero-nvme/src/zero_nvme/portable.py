@@ -247,9 +247,10 @@ class PortableStore:
                     raise OSError(errno.EIO if block.write else errno.ENODATA, "no progress")
                 direction["retries"] += moved > 0
                 moved += step
-        except OSError as error:
+        except Exception as error:  # a worker that died would leave the request waiting for ever
             direction["failures"] += 1
-            block.request.fail((error.errno or errno.EIO, block.path, block.offset, block.memory.nbytes, moved))
+            code = getattr(error, "errno", None) or errno.EIO
+            block.request.fail((code, block.path, block.offset, block.memory.nbytes, moved))
         else:
             direction["bytes"] += moved
             direction["blocks"] += 1

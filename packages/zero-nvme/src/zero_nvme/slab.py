@@ -8,9 +8,9 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-from zero_nvme import probe, stats, striping
+from zero_nvme import probe, striping
 from zero_nvme.buffers import as_memory, empty
 from zero_nvme.checksums import Checksums
 from zero_nvme.engine import Engine
@@ -18,12 +18,13 @@ from zero_nvme.errors import NvmeError, unavailable
 from zero_nvme.extents import Allocator, Extent
 from zero_nvme.filesystem import DEFAULT_ALIGNMENT, IN_MEMORY, OpenPath, filesystem_name, open_nameless, preallocate
 from zero_nvme.options import Options
+from zero_nvme.store import Store
 from zero_nvme.ticket import Ticket
 
 Folder = str | os.PathLike[str]
 
 
-class Slab:
+class Slab(Store):
     """`paths`: one folder, or several that are striped. `capacity_bytes`: reserved at once; None: by reserve(), else as
     extents are allocated.
 
@@ -108,7 +109,7 @@ class Slab:
 
         Raises NvmeError ENOSPC with the path and the bytes wanted and free; the slab is then as it was.
         """
-        self._usable()
+        self._engine.check_usable()
         with self._lock:
             self._grow(self._extents.rounded(total_bytes))
 
@@ -134,7 +135,7 @@ class Slab:
 
         Raises NvmeError ENOSPC, ValueError for a negative size.
         """
-        self._usable()
+        self._engine.check_usable()
         if nbytes < 0:
             raise ValueError(f"allocate({nbytes}): the size in bytes cannot be negative")
         with self._lock:
@@ -145,7 +146,7 @@ class Slab:
 
     def free(self, extent: Extent) -> None:
         """Gives the extent back. The caller has waited for its requests. Raises ValueError if it is not allocated."""
-        self._usable()
+        self._engine.check_usable()
         with self._lock:
             self._extents.free(extent)
             if self._checksums is not None:
@@ -165,60 +166,15 @@ class Slab:
         return self._submit(True, extent, buffer, offset)
 
     def _submit(self, write: bool, extent: Extent, buffer: Any, offset: int) -> Ticket:
-        self._usable()
+        self._engine.check_usable()
         memory = as_memory(buffer, writable=not write)
         if offset < 0 or offset + memory.nbytes > extent.nbytes:
             raise ValueError(
                 f"bytes [{offset}, {offset + memory.nbytes}) are outside an extent of {extent.nbytes} bytes"
             )
-        with self._lock:
-            self._extents.check(extent)
-        check = None
-        if self._checksums is not None:
-            check = self._checksums.observe(write, extent, offset, memory)
+        self._extents.check(extent)
+        check = None if self._checksums is None else self._checksums.observe(write, extent, offset, memory)
         return self._engine.submit(write, extent.offset_bytes + offset, memory, check)
-
-    def register(self, buffer: Any) -> bool:
-        """Registers memory with the kernel, so that I/O in it costs less CPU. It is kept alive until close().
-
-        False where the backend, the kernel or the memlock limit does not allow it: everything works all the same, and
-        stats() says why.
-        """
-        self._usable()
-        return self._engine.register(as_memory(buffer, writable=True))
-
-    # -- life
-
-    def drain(self, timeout: float | None = None) -> None:
-        """Waits until every request is complete. Raises TimeoutError, and no request's error."""
-        self._engine.drain(timeout)
-
-    def cancel(self) -> None:
-        """Drops what has not started of every request and waits for the rest; the slab stays usable."""
-        self._engine.cancel()
-
-    def stats(self) -> dict[str, Any]:
-        """Counters since the slab was opened; also after close(). See `zero_nvme.stats.summary`."""
-        return stats.summary(self)
-
-    @property
-    def closed(self) -> bool:
-        return self._engine.closed
-
-    def close(self) -> None:
-        """Waits for what is in flight and gives the disk space back. Twice is fine."""
-        self._engine.close()
-
-    def _usable(self) -> None:
-        self._engine.check_process()
-        self._engine.check_open()
-
-    def __enter__(self) -> Slab:
-        return self
-
-    def __exit__(self, *exception: object) -> Literal[False]:
-        self.close()
-        return False
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.capacity_bytes} bytes"

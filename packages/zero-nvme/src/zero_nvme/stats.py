@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_nvme.engine import Engine
-    from zero_nvme.file import File
-    from zero_nvme.slab import Slab
+    from zero_nvme.store import Store
 
 PERCENTILES = (50, 90, 99)
 
 
-def summary(store: Slab | File) -> dict[str, Any]:
+def summary(store: Store) -> dict[str, Any]:
     """A dict of plain values:
 
     `backend`, `reason`, `direct`; `read` and `write`, each with `bytes`, `blocks`, `retries` (short or interrupted, and

@@ -1,4 +1,5 @@
-// An eventfd with an owner, which wakes I/O threads; and a mailbox with one, which wakes event loops.
+// What wakes threads: an eventfd with an owner, for I/O threads; a mailbox with one, for event loops. Signals are
+// for neither.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +7,9 @@
 #include <vector>
 
 namespace zero_nvme {
+
+// The calling thread takes no signals that are meant for the process: their handlers run on the program's own threads.
+void leave_signals_to_others() noexcept;
 
 class Event {
  public:

@@ -36,13 +36,13 @@ class HugeMapping {
   int advice_error_ = 0;
 };
 
-// A bounce buffer that grows and is kept while it is small.
+// A bounce buffer that grows; on huge pages once it is that large.
 class Bounce {
  public:
   // nullptr when there is no memory.
   char* take(std::size_t nbytes, std::size_t alignment) noexcept;
-  void give_back() noexcept;
-  char* data() const noexcept { return data_.get(); }
+  void release() noexcept;
+  std::size_t capacity() const noexcept { return capacity_; }
 
  private:
   struct Free {

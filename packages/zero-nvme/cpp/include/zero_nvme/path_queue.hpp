@@ -72,6 +72,7 @@ class PathQueue {
   PathQueue(const PathQueue&) = delete;
   PathQueue& operator=(const PathQueue&) = delete;
 
+  void submit(Span span);                // from any thread
   void submit(std::vector<Span> spans);  // from any thread
   int register_buffer(char* address, std::size_t nbytes);  // from any thread; 0 or -errno; waits for the I/O thread
   const Statistics& statistics() const noexcept { return statistics_; }
@@ -87,9 +88,12 @@ class PathQueue {
 
   void run();
   bool take_incoming();
+  template <typename Change>
+  void tell(Change&& change);
   void issue();
   bool issue_from(Op op);
   std::unique_ptr<Block> take_block();
+  void put_back(std::unique_ptr<Block> block);
   bool cut(Span& span, Block& block);
   void cut_bounced(Span& span, Block& block);
   void launch(std::unique_ptr<Block> block);
@@ -105,10 +109,11 @@ class PathQueue {
   const std::unique_ptr<Backend> backend_;
   Statistics statistics_;
 
-  std::mutex mutex_;  // incoming_, commands_, stopping_
+  std::mutex mutex_;  // the next four
   std::vector<Span> incoming_;
   std::vector<std::function<void()>> commands_;
   bool stopping_ = false;
+  bool told_ = false;  // the I/O thread was woken since it last looked: a burst of requests costs one wake
 
   // The I/O thread's own.
   std::deque<Span> pending_[2];       // by Op
@@ -116,6 +121,7 @@ class PathQueue {
   unsigned blocks_in_flight_ = 0;
   std::set<std::uint64_t> locked_pages_;  // being read, changed and written back
   std::vector<std::unique_ptr<Block>> spare_;
+  std::size_t spare_bounce_bytes_ = 0;  // at most inflight_bytes: mapping them anew costs more than the copy
   std::vector<Registered> registered_;
   std::thread thread_;
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "zero_nvme/uring_abi.hpp"
 
@@ -41,7 +42,8 @@ class Ring {
   // Submits all that next() gave, waits for `wanted` completions. 0, or -errno with the rest still queued.
   int enter(unsigned wanted) noexcept;
   unsigned queued() const noexcept { return tail_ - sq_head(); }
-  void forget_queued() noexcept;  // drops what the kernel has not taken
+  // The newest entry that the kernel has not taken is dropped and its user_data given; false: there is none.
+  bool drop_queued(std::uint64_t& user_data) noexcept;
   bool reap(uring::Cqe& out) noexcept;
   int call_register(unsigned opcode, const void* argument, unsigned count) noexcept;
   void close() noexcept;

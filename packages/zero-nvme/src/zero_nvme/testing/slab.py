@@ -1,12 +1,4 @@
-"""Conformance suites: what any slab and file must do, whatever moves the bytes. Subclass them, and give the fixtures.
-
-    class TestMySlab(SlabSuite):
-        @pytest.fixture
-        def make_slab(self, tmp_path):
-            return lambda **options: MySlab(tmp_path, **options)     # Slab's keywords; closed by the suite
-
-Needs pytest, which the package does not.
-"""
+"""What any slab must do, whatever moves the bytes."""
 
 from __future__ import annotations
 
@@ -14,52 +6,15 @@ import asyncio
 import concurrent.futures
 import errno
 import gc
-import os
 import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from zero_nvme import Cancelled, File, NvmeError, Slab, empty, wait_all, wait_any
-
-PAGE = 4096
-BLOCK = 64 << 10  # small blocks, so that small requests are cut
-
-
-def random_bytes(nbytes: int, seed: int = 0) -> bytes:
-    return random.Random(seed).randbytes(nbytes)
-
-
-def mapped(data: bytes) -> memoryview:
-    """The bytes in aligned memory, so that direct I/O takes them as they are."""
-    buffer = empty(len(data))
-    buffer[:] = data
-    return buffer
-
-
-class Tensorlike:
-    """What a CPU tensor shows of itself: an address and a size, and nothing else."""
-
-    def __init__(self, nbytes: int, *, contiguous: bool = True) -> None:
-        self.memory = empty(nbytes)
-        self._contiguous = contiguous
-        self.shape = (nbytes,)
-
-    def data_ptr(self) -> int:
-        from zero_nvme.buffers import as_memory
-
-        return as_memory(self.memory, writable=True).address
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
-
-    def is_contiguous(self) -> bool:
-        return self._contiguous
+from zero_nvme import Cancelled, NvmeError, Slab, empty, wait_all, wait_any
+from zero_nvme.testing.material import BLOCK, PAGE, Tensorlike, awaited, mapped, random_bytes
 
 
 class SlabSuite:
@@ -244,10 +199,10 @@ class SlabSuite:
     def test_await(self, slab: Slab) -> None:
         async def main() -> list[int]:
             extents = [slab.allocate(size) for size in range(1, 20000, 997)]
-            written = await asyncio.gather(*(_awaited(slab.write(e, random_bytes(e.nbytes))) for e in extents))
+            written = await asyncio.gather(*(awaited(slab.write(e, random_bytes(e.nbytes))) for e in extents))
             back = [bytearray(extent.nbytes) for extent in extents]
             tickets = [slab.read(extent, piece) for extent, piece in zip(extents, back, strict=True)]
-            await asyncio.gather(*(_awaited(ticket) for ticket in tickets + tickets))
+            await asyncio.gather(*(awaited(ticket) for ticket in tickets + tickets))
             assert all(bytes(piece) == random_bytes(len(piece)) for piece in back)
             return written
 
@@ -260,7 +215,7 @@ class SlabSuite:
 
         async def main() -> None:
             tickets = [slab.write(extent, data) for _ in range(8)]
-            task = asyncio.ensure_future(_awaited(tickets[-1]))
+            task = asyncio.ensure_future(awaited(tickets[-1]))
             await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -388,94 +343,3 @@ class SlabSuite:
             slab.write(extent, b"abcd", 5).wait()  # a part of a chunk: not verified from now on, and not refused
             slab.read(extent, back).wait()
             assert back == data
-
-
-class FileSuite:
-    @pytest.fixture
-    def open_file(self) -> Callable[..., File]:
-        """File's own parameters, `backend` filled in."""
-        raise NotImplementedError("a subclass gives this fixture")
-
-    def test_size_is_what_was_written(self, open_file: Callable[..., File], tmp_path: Path) -> None:
-        """Breaks if the padding of direct I/O stays, or a tail overwrites what is before it."""
-        name = tmp_path / "file"
-        data = random_bytes(3 * PAGE + 100)
-        with open_file(name, "w") as file:
-            for start, stop in [(0, 5000), (5000, 5003), (5003, len(data))]:
-                file.write(data[start:stop], start).wait()
-            file.sync()
-            assert name.stat().st_size == file.size == len(data)
-        assert name.read_bytes() == data
-        with open_file(name) as file:
-            back = bytearray(len(data))
-            assert file.read(back).result() == len(data)
-            assert bytes(back) == data
-            tail = bytearray(7)
-            file.read(tail, len(data) - 7).wait()
-            assert bytes(tail) == data[-7:]
-
-    def test_update_in_place(self, open_file: Callable[..., File], tmp_path: Path) -> None:
-        name = tmp_path / "file"
-        name.write_bytes(bytes(10_001))
-        with open_file(name, "r+") as file:
-            file.write(b"end", 9_998).wait()
-            file.write(b"start").wait()
-        expected = b"start" + bytes(9_993) + b"end"
-        assert name.read_bytes() == expected
-
-    def test_modes(self, open_file: Callable[..., File], tmp_path: Path) -> None:
-        name = tmp_path / "file"
-        with pytest.raises(NvmeError, match="does not exist") as missing:
-            open_file(name)
-        assert missing.value.errno == errno.ENOENT
-        open_file(name, "x").close()
-        with pytest.raises(NvmeError) as exists:
-            open_file(name, "x")
-        assert exists.value.errno == errno.EEXIST
-        with open_file(name) as file, pytest.raises(ValueError, match="mode 'r'"):
-            file.write(b"x")
-        with pytest.raises(ValueError, match="does not exist"):
-            open_file(name, "rw")
-
-    def test_past_the_end(self, open_file: Callable[..., File], tmp_path: Path) -> None:
-        name = tmp_path / "file"
-        name.write_bytes(bytes(5000))
-        with open_file(name) as file:
-            with pytest.raises(NvmeError, match="has 5000 bytes") as caught:
-                file.read(bytearray(1001), 4000)
-            assert (caught.value.offset, caught.value.wanted, caught.value.got) == (4000, 1001, 1000)
-
-    def test_truncated_underneath(self, open_file: Callable[..., File], tmp_path: Path) -> None:
-        """Breaks if a short read passes for a whole one; the ticket has path, offset, wanted and got."""
-        name = tmp_path / "file"
-        size = 4 * BLOCK
-        name.write_bytes(random_bytes(size))
-        with open_file(name, "r+", block_bytes=BLOCK) as file:
-            os.truncate(name, BLOCK + 1000)
-            back = bytearray(size)
-            with pytest.raises(NvmeError, match="ends early") as caught:
-                file.read(back).wait()
-            error = caught.value
-            assert error.errno == errno.ENODATA and error.path == str(name)
-            assert error.offset is not None and error.offset >= BLOCK
-            assert error.wanted is not None and error.got is not None and error.got < error.wanted
-            head = bytearray(BLOCK)
-            file.read(head).wait()  # the file stays usable
-            assert bytes(head) == random_bytes(size)[:BLOCK]
-            assert file.stats()["read"]["failures"] > 0
-
-    def test_reserve(self, open_file: Callable[..., File], tmp_path: Path) -> None:
-        name = tmp_path / "file"
-        with open_file(name, "w") as file:
-            file.reserve(1 << 20)
-            assert os.stat(name).st_blocks * 512 >= 1 << 20
-            file.write(b"abc").wait()
-            file.sync()
-        assert name.read_bytes() == b"abc"
-        with open_file(name, "r+") as file, pytest.raises(NvmeError) as caught:
-            file.reserve(1 << 55)
-        assert caught.value.errno == errno.ENOSPC
-
-
-async def _awaited(ticket: Any) -> int:
-    return int(await ticket)

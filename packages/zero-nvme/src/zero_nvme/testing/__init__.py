@@ -1,0 +1,14 @@
+"""Conformance suites: what any slab and file must do. Subclass them, and give the fixtures.
+
+    class TestMySlab(SlabSuite):
+        @pytest.fixture
+        def make_slab(self, tmp_path):
+            return lambda **options: MySlab(tmp_path, **options)     # Slab's keywords; closed by the suite
+
+Needs pytest, which the package does not.
+"""
+
+from zero_nvme.testing.file import FileSuite
+from zero_nvme.testing.slab import SlabSuite
+
+__all__ = ["FileSuite", "SlabSuite"]

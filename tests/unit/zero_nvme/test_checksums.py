@@ -1,0 +1,55 @@
+"""The checksum in use, and zlib's in its place: every flipped bit, every swap of words, every length."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from zero_nvme import checksums
+from zero_nvme.buffers import as_memory
+from zero_nvme.checksums import CHUNK_BYTES, _whole_chunks
+from zero_nvme.extents import Extent
+
+
+@pytest.fixture(params=["in use", "zlib"])
+def checksum(request):
+    function = checksums.checksum if request.param == "in use" else checksums._by_zlib
+
+    def of(data):
+        memory = as_memory(data, writable=False)
+        return tuple(function(memory.address, memory.nbytes))
+
+    return of
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 8, 31, 32, 33, 100])
+def test_every_flipped_bit_is_seen(checksum, nbytes):
+    data = bytearray(random.Random(nbytes).randbytes(nbytes))
+    whole = checksum(data)
+    assert checksum(bytes(data)) == whole
+    for bit in range(8 * nbytes):
+        data[bit // 8] ^= 1 << bit % 8
+        assert checksum(data) != whole
+        data[bit // 8] ^= 1 << bit % 8
+
+
+def test_order_and_length_matter(checksum):
+    words = [random.Random(seed).randbytes(8) for seed in range(12)]
+    seen = {checksum(b"".join(words))}
+    for i in range(12):
+        for j in range(i):
+            swapped = list(words)
+            swapped[i], swapped[j] = swapped[j], swapped[i]
+            seen.add(checksum(b"".join(swapped)))
+    assert len(seen) == 1 + 12 * 11 // 2
+    assert len({checksum(bytes(n)) for n in range(1, 100)}) == 99
+
+
+def test_chunks_that_a_range_covers_whole():
+    extent = Extent(0, 2 * CHUNK_BYTES + 10)
+    end = extent.nbytes
+    assert [chunk[0] for chunk in _whole_chunks(extent, 0, end)] == [0, 1, 2]
+    assert [chunk[0] for chunk in _whole_chunks(extent, 1, end - 1)] == [1, 2]
+    assert [chunk[0] for chunk in _whole_chunks(extent, 0, end - 1)] == [0, 1]
+    assert _whole_chunks(extent, CHUNK_BYTES + 1, CHUNK_BYTES) == []
