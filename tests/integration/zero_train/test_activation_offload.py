@@ -7,7 +7,11 @@ from torch import nn
 
 import zero_core
 import zero_offload
+from tests.integration.zero_train.helpers import trained
 from zero_offload import activations
+from zero_train import config, engine, planning, train
+from zero_train.errors import ConfigError
+from zero_train.ranks import Ranks
 
 zero_nvme = pytest.importorskip("zero_nvme")
 zero_optim_cpu = pytest.importorskip("zero_optim_cpu")
@@ -80,3 +84,49 @@ def test_the_same_bits_from_disk(tmp_path, monkeypatch):
     assert torch.equal(spilled[1], kept[1])
     assert (kept[2], kept[3]) == (0, 0)
     assert spilled[2] == spilled[3] == 3 * LAYERS * TOKENS * WIDTH * 2
+
+
+ENOUGH = ("data.sequence_length=512", "run.steps=2")  # inputs of 128 KiB: large enough to be set aside
+
+
+def test_every_policy_of_a_run_gives_the_same_bits(tmp_path):
+    kept = trained(tmp_path / "keep", *ENOUGH, "offload=nvme")
+    for policy in ("recompute", "host", "nvme", "[keep,recompute,nvme,keep,keep]"):
+        run = trained(tmp_path / f"p{len(policy)}", *ENOUGH, "offload=nvme", f"offload.activations={policy}")
+        assert run.losses == kept.losses, policy
+        assert run.digest == kept.digest, policy
+        more = run.steps[-1].nvme_write_bytes - kept.steps[-1].nvme_write_bytes
+        layers = 2 if policy == "nvme" else 1 if "nvme" in policy else 0
+        assert more == layers * 2 * 512 * 64 * 2, policy  # rows x length x width x bf16
+
+
+def test_the_policy_takes_the_place_of_the_models_own_checkpointing(tmp_path):
+    """Else the model would hide its blocks from it, and it refuse to run."""
+    own = trained(tmp_path / "own", *ENOUGH, "offload=host", "model.checkpointing=true")
+    run = trained(tmp_path / "run", *ENOUGH, "offload=host", "model.checkpointing=true", "offload.activations=recompute")
+    assert (run.losses, run.digest) == (own.losses, own.digest)
+
+
+def test_left_to_the_planner_memory_decides(tmp_path):
+    sizes = ["model.hidden_size=256", "model.layers=8", "run.micro_batch=8", "data.sequence_length=1024"]
+    options = ["recipe=tiny", "precision=bf16", "run.dir=unused", "offload=auto", "offload.nvme_paths=[/]", *sizes]
+
+    def chosen(host_gib):
+        composed = config.compose([*options, "hardware.nvme_gib=100", f"hardware.host_gib={host_gib}"])
+        draft = engine.draft(composed)
+        return set(planning.make(composed, draft.model, Ranks(), draft.step).activations)
+
+    assert chosen(50) == {"keep"}
+    assert chosen(1.6) == {"keep", "recompute"}
+    assert "nvme" in chosen(0.8)
+
+
+def test_a_list_of_another_length_and_a_store_that_is_missing_are_refused(tmp_path):
+    for overrides, words in (
+        (("offload=host", "offload.activations=[keep,recompute]"), "2 activation policies for 5 units"),
+        (("offload=none", "offload.activations=nvme"), "offload.activations=nvme needs a store"),
+        (("offload=host", "offload.activations=disk"), "offload.activations=disk"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            train.run(config.compose(["recipe=tiny", "data=synthetic", f"run.dir={tmp_path / 'run'}", *overrides]))
+    assert not (tmp_path / "run").exists()

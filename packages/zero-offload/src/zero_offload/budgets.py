@@ -5,7 +5,7 @@ Integers only. Owns `Budgets`, `Buffers`, `PlanError`; the states themselves are
 [Note: Buffers]
     device  gathered units: two open and one on its way, where a unit is not simply where its parameters lie;
             the gradient of the unit whose backward runs
-    host    slots for states, gradients and units that lie on nvme, and the rounding of blocks to pages
+    host    slots for states, gradients, units and activations that lie on nvme, and the rounding of blocks to pages
 Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
 """
 
@@ -19,6 +19,7 @@ from .accounting import TIERS, Account, Placed, Shape
 from .errors import BudgetError, gib
 from .hardware import Hardware
 from .sizes import ModelSizes
+from .spill import PIECE_BYTES, SLOTS
 from .tier import Tier
 
 OPEN_UNITS = 3  # two computed with at a time at most, one being gathered
@@ -93,6 +94,7 @@ class Buffers:
         in_place = shape.shard_count == 1 and (shared or not below)
         gathered = 0 if in_place or stage < 3 else OPEN_UNITS * unit
         host = placed.arena_bytes - counted.held_on("device") - counted.held_on("host")
+        host += SLOTS * PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through
         return cls(gathered + unit, host, activation_bytes(sizes, activations, tokens))
 
 

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from zero_train.schema import Config
 
 TIERS = ("device", "host", "nvme")
 STATE_KINDS = ("parameters", "gradients", "optimizer")
+ACTIVATIONS = ("keep", "recompute", "host", "nvme")
 FORMATS = ("auto", "fp32", "bf16", "fp16")
 LAYOUTS = ("auto", "split", "fp32", "split_bf16m", "split_8bit")
 BACKENDS = ("auto", "io_uring", "libaio", "threads", "aiofiles")
@@ -48,6 +49,7 @@ def values(config: Config) -> None:
     _named("precision.states", config.precision.states, LAYOUTS)
     for kind in STATE_KINDS:
         _placement(f"offload.{kind}", getattr(config.offload, kind))
+    _activations(config)
     if config.precision.states.startswith("split") and config.precision.parameters in ("fp32", "fp16"):
         if config.offload.kind != "none":
             raise ConfigError(
@@ -103,7 +105,16 @@ def uses_nvme(config: Config) -> bool:
             importlib.util.find_spec("zero_nvme") is not None
             and memory_filesystem(existing(nvme_paths(config, 0)[0])) is None
         )
-    return config.offload.kind == "placed" and any(on(getattr(config.offload, kind), "nvme") for kind in STATE_KINDS)
+    states = any(on(getattr(config.offload, kind), "nvme") for kind in STATE_KINDS)
+    return config.offload.kind == "placed" and (states or "nvme" in activations(config))
+
+
+def activations(config: Config) -> tuple[str, ...]:
+    """The policies that offload.activations names, each once; what model.checkpointing comes to where it names none."""
+    given = config.offload.activations
+    if given is None:
+        return ("recompute" if config.model.checkpointing else "keep",)
+    return (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
 
 
 def on(placement: Any, tier: str) -> bool:
@@ -216,6 +227,19 @@ def _counts(config: Config) -> None:
 def _named(key: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise choices(key, value, allowed)
+
+
+def _activations(config: Config) -> None:
+    given = config.offload.activations
+    if not (given is None or isinstance(given, str) or (isinstance(given, Sequence) and given)):
+        raise ConfigError(f"offload.activations={given} is neither a policy nor a list of them, one a unit")
+    for policy in activations(config):
+        _named("offload.activations", policy, ACTIVATIONS if not isinstance(given, str) else (*ACTIVATIONS, "auto"))
+    if config.offload.kind == "none" and "nvme" in activations(config):
+        raise ConfigError(
+            "offload.activations=nvme needs a store with an nvme, and offload=none has no store; "
+            "set offload.activations=recompute, or choose offload=host or offload=nvme"
+        )
 
 
 def _placement(key: str, placement: Any) -> None:

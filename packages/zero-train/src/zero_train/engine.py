@@ -75,7 +75,7 @@ def draft(config: Config) -> Draft:
     """
     torch.manual_seed(config.run.seed)
     with zero_core.deferred_init():
-        model = models.build(config.model, config.data.sequence_length)
+        model = models.build(config.model, config.data.sequence_length, config.offload.activations is None)
     if config.model.kind == "hf":
         _pretrained(model, config.model.path)
     optimizer = make_optimizer(config, model)
@@ -146,14 +146,7 @@ def assembled(draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Rank
         slab = make_slab(config, checks.nvme_paths(config, ranks.local_rank), stack) if plan.total("nvme") else None
         store = None
         try:
-            if draft.step is not None:
-                store = zero_offload.TieredStore(
-                    plan=plan,
-                    nvme=slab,
-                    step=draft.step,
-                    host_bytes=config.offload.host_bytes,
-                    overlap=config.offload.overlap,
-                )
+            store = make_store(config, draft, plan, slab)
             timeline = zero_offload.Timeline(rank=ranks.rank) if store is None else store.timeline
             optimizer = zero_core.shard(
                 draft.model, draft.optimizer, store=store, observer=timeline, **_options(config)
@@ -163,11 +156,30 @@ def assembled(draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Rank
                 store.close()
             raise ConfigError(planning.refusal(str(error))) from error
         stack.callback(optimizer.close)
+        if config.offload.activations is not None:
+            stack.enter_context(_with_policies(draft.model, store, plan))
         if ranks.device.type == "cpu":
             zero_core.keep_freed_memory()
         backend = "" if slab is None else f"{slab.backend} ({slab.reason})" if slab.reason else slab.backend
         resident = plan.total("device") + (plan.total("host") if store is None else 0)
         yield Engine(draft.model, optimizer, store, timeline, backend, resident)
+
+
+def make_store(config: Config, draft: Draft, plan: zero_offload.Plan, slab: Any | None) -> Any | None:
+    """zero_offload.TieredStore as planned; None where the plan leaves everything on the device, which needs none."""
+    if draft.step is None or not plan.needs_store:
+        return None
+    return zero_offload.TieredStore(
+        plan=plan, nvme=slab, step=draft.step, host_bytes=config.offload.host_bytes, overlap=config.offload.overlap
+    )
+
+
+def _with_policies(model: nn.Module, store: Any | None, plan: zero_offload.Plan) -> zero_offload.Activations:
+    """What each block keeps for its backward, as planned. Raises ConfigError for a unit that cannot follow."""
+    try:
+        return zero_offload.offload_activations(model, store, plan)
+    except zero_offload.ActivationError as error:
+        raise ConfigError(f"{error}; change offload.activations") from error
 
 
 def make_slab(config: Config, paths: Sequence[Path], stack: ExitStack) -> Any:

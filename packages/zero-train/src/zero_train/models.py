@@ -15,8 +15,10 @@ from zero_train.errors import ConfigError, choices
 from zero_train.schema import ModelConfig
 
 
-def build(config: ModelConfig, sequence_length: int) -> nn.Module:
+def build(config: ModelConfig, sequence_length: int, may_checkpoint: bool = True) -> nn.Module:
     """The causal language model that `config` describes; call it under `zero_core.deferred_init`.
+
+    `may_checkpoint`: as config.checkpointing says. False: somebody else decides what is kept for backward.
 
     Raises:
         ConfigError: sizes that do not fit together, a kind that does not exist, `transformers` missing.
@@ -33,7 +35,7 @@ def build(config: ModelConfig, sequence_length: int) -> nn.Module:
     transformers.logging.set_verbosity_error()
     model: Any = BUILDERS[config.kind](config, sequence_length)
     model.config.use_cache = False
-    if config.checkpointing:
+    if config.checkpointing and may_checkpoint:
         _recompute(model)
     return cast(nn.Module, model)
 

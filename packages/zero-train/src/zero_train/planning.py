@@ -72,8 +72,9 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
     options: dict[str, Any] = dict(placements(config))
     if step is not None:
         options["step"] = step
-    if config.offload.host_bytes is not None:
-        options["host_bytes"] = config.offload.host_bytes
+    for section, key in (("offload", "host_bytes"), ("zero", "prefetch_bytes")):
+        if (value := getattr(getattr(config, section), key)) is not None:
+            options[key] = value
     facts = hardware(config, ranks)
     try:
         return zero_offload.plan(
@@ -81,7 +82,7 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             facts,
             parameter_dtype=formats.DTYPES[config.precision.parameters],
             reduce_dtype=formats.reduce_dtype(config),
-            activations="recompute" if config.model.checkpointing else "keep",
+            activations=config.offload.activations or checks.activations(config)[0],
             shard_count=described_ranks(facts, config, ranks) if config.zero.stage > 0 else 1,
             stage=config.zero.stage,
             tile_numel=config.offload.tile_numel,
@@ -114,6 +115,8 @@ def refusal(text: str) -> str:
         return text
     if text.split("=")[0] in OffloadConfig.__dataclass_fields__:  # names its own argument, which is our key
         return f"offload.{text}"
+    if "activation" in text:
+        return f"{text}; change offload.activations"
     return f"{text}; change offload.parameters, offload.optimizer, zero.stage or the model's size"
 
 

@@ -86,7 +86,7 @@ class ModelConfig:
     experts_per_token: int = 2
     """Experts that each token is routed to. moe only."""
     checkpointing: bool = False
-    """Recompute activations in backward instead of keeping them."""
+    """Recompute activations in backward, by the model's own means; offload.activations takes its place."""
     path: Optional[str] = None
     """Folder of a pretrained model (config.json and safetensors). hf only."""
 
@@ -135,6 +135,9 @@ class OffloadConfig:
     """device, host or nvme, or fractions. Master weights count as optimizer states."""
     nvme_paths: Any = field(default_factory=list)
     """Folders that hold the slab, one file each; `{local_rank}` is filled in. Empty: the run folder."""
+    activations: Any = None
+    """What a block keeps for its backward: keep, recompute, host or nvme (its input, there), auto (the planner chooses),
+    or one of the first four a unit, as a list. null: recompute where model.checkpointing, else keep."""
     tile_numel: int = 1 << 22
     """Elements of a tile, the atom of placement, I/O and update."""
     slots: Optional[int] = None
