@@ -26,7 +26,6 @@ class Visit:
     parent: Visit | None = None
     sequence: int = 0  # autograd's counter at the start: older outputs only pass through
     index: int = -1
-    order: int = 0  # place in the order of starts
 
     def encloses(self, other: Visit) -> bool:
         ancestor = other.parent

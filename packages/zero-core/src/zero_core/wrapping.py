@@ -87,9 +87,7 @@ def _large_leaves(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, n
     }
 
 
-def plan_units(
-    model: nn.Module, classes: Sequence[type[nn.Module]] | None = None, *, ignored: Iterable[nn.Parameter] = ()
-) -> list[UnitPlan]:
+def plan_units(model: nn.Module, classes: Sequence[type[nn.Module]] | None = None) -> list[UnitPlan]:
     """Units in the order of their first parameter's name. Every floating parameter is in exactly one."""
     modules = unit_modules(model, classes)
     owner: dict[int, str] = {}  # id(module) -> nearest enclosing unit module
@@ -97,17 +95,15 @@ def plan_units(
         for inner in module.modules():
             # found modules nest only where the outer comes later and takes what is left: the root, blocks of tiles
             owner.setdefault(id(inner), path)
-    skipped = {id(p) for p in ignored}
     homes: dict[int, list[str]] = {}  # id(parameter) -> unit modules that hold it
-    for path, module in model.named_modules(remove_duplicate=False):
+    for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and owner[id(module)] not in homes.setdefault(id(parameter), []):
                 homes[id(parameter)].append(owner[id(module)])
-        del path
     merged = _merge(modules, homes.values())
     plans: dict[tuple[str, torch.dtype], UnitPlan] = {}
     for name, parameter in model.named_parameters():
-        if id(parameter) in skipped or not parameter.is_floating_point():
+        if not parameter.is_floating_point():
             continue
         lead = merged[homes[id(parameter)][0]]
         key = (lead, parameter.dtype)
