@@ -63,6 +63,17 @@ def test_an_optimizer_that_is_not_elementwise():
     assert model.head.weight.grad is not None
 
 
+def test_parameters_that_a_float32_master_cannot_hold():
+    model = toys.Stack().double()
+    with pytest.raises(StageError, match=r"embed.weight is torch.float64.*pass param_dtype="):
+        zero_core.shard(model, toys.sgd(model.parameters()))
+    zero_core.shard(model, toys.sgd(model.parameters()), param_dtype=torch.float32)
+    turning = toys.Stack()
+    turning.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(UnsupportedOptimizerError, match=r"parameters of torch.complex64, which are not sharded"):
+        zero_core.shard(turning, toys.sgd(turning.parameters()))
+
+
 def test_add_param_group_is_refused_with_the_reason():
     _, optimizer = sharded()
     with pytest.raises(UnsupportedOptimizerError, match="the shards are cut already"):
@@ -118,9 +129,9 @@ def test_a_parameter_that_a_forward_changes(change):
     model, _ = sharded()
 
     def meddle(module, args, output):
-        module.up.weight.data = change(module.up.weight.data)
+        module.weight.data = change(module.weight.data)
 
-    model.blocks[0].register_forward_hook(meddle)
+    model.blocks[0].up.register_forward_hook(meddle)
     with torch.no_grad():
         model(toys.data(0, 0))
     with pytest.raises(ChangedParameterError, match=r"blocks.0.up.weight was \(17, 13\), torch.float32 when the model"):

@@ -71,6 +71,29 @@ def test_two_ranks_go_on_from_rank_0(ranks, name, stage):
         assert torch.equal(ours, other)
 
 
+def load_plain(name):
+    torch.manual_seed(0)
+    dense = toys.Stack()
+    model = copy.deepcopy(dense)
+    theirs = OPTIMIZERS[name](dense.parameters())
+    ours = zero_core.shard(model, OPTIMIZERS[name](model.parameters()))
+    steps(model, ours, 7, 8)
+    steps(dense, theirs, 0, 3)
+    model.load_state_dict(dense.state_dict())
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    steps(model, ours, 3, 6)
+    steps(dense, theirs, 3, 6)
+    with zero_core.gathered(model):
+        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_plain_optimizers_state_dict_loads_into_a_sharded_one(ranks, size, name):
+    ranks(size).run(load_plain, name)
+
+
 def bring_different_states():
     model = toys.Stack()
     optimizer = toys.adamw(model.parameters())

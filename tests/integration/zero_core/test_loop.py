@@ -337,6 +337,27 @@ def test_second_order_gradients(ranks, size, stage):
     ranks(size).run(penalise_gradients, stage)
 
 
+class Named(torch.optim.SGD):
+    """Built from arguments that are not its defaults."""
+
+    def __init__(self, parameters, label):
+        self.label = label
+        super().__init__(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize("build", [toys.sgd, lambda parameters: Named(parameters, "mine")])
+def test_step_hooks_of_the_users_optimizer_run_once_a_step(build):
+    model, calls = toys.Stack(), []
+    optimizer = build(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    sharded = zero_core.shard(model, optimizer)
+    for step in range(2):
+        toys.loss_of(model, toys.data(step, 0)).backward()
+        sharded.step()
+    assert calls == ["before", "after"] * 2
+
+
 class Listening(DeviceStore):
     """Notes what is asked of it."""
 

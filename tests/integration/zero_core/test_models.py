@@ -82,12 +82,14 @@ def test_everything_is_resharded_after_the_step(ranks, size, stage):
 
 
 class Watched(toys.Routed):
-    """Notes which expert of which block its rank chose."""
+    """Notes which expert of which block its rank chose, once it is sharded."""
+
+    chosen: list
 
     def run(self, block, x):
         number = list(self.blocks).index(block)
         for k, expert in enumerate(block.experts):
-            if not expert._forward_hooks:
+            if "_zero_home" in expert.weight.__dict__ and not expert._forward_hooks:
                 expert.register_forward_hook(lambda *_, where=(number, k): self.chosen.append(where))
         return super().run(block, x)
 

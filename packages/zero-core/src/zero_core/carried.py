@@ -17,7 +17,7 @@ from .errors import UnsupportedOptimizerError, ZeroError
 from .store import ScalarStates, ShardStore
 from .unit import Unit
 
-__all__ = ["carry_over"]
+__all__ = ["carry_over", "put_states"]
 
 _WAY_OUT = "give shard() an optimizer that has not stepped, or shard first and load with zero_core.checkpoint.load"
 
@@ -25,8 +25,7 @@ _WAY_OUT = "give shard() an optimizer that has not stepped, or shard first and l
 def carry_over(optimizer: torch.optim.Optimizer, units: Sequence[Unit], store: ShardStore, ranks: Ranks) -> None:
     """Move the states of parameters that have stepped into the store, and their counts to the units. Collective.
 
-    One whole state tensor is alive on its way at a time. Raises UnsupportedOptimizerError naming a state that the store
-    does not keep, and ZeroError where ranks hold states of different parameters or steps.
+    Raises as `put_states` does.
     """
     stepped = {id(p): state for p, state in optimizer.state.items() if _steps(state) > 0}
     found = [
@@ -35,19 +34,29 @@ def carry_over(optimizer: torch.optim.Optimizer, units: Sequence[Unit], store: S
         for k, parameter in enumerate(unit.parameters)
         if id(parameter) in stepped and unit.groups[k] is not None
     ]
-    description = [(u.layout.slots[k].name, _steps(state), sorted(_values(state))) for u, k, state in found]
+    put_states(found, store, ranks, type(optimizer).__name__)
+    optimizer.state.clear()  # with what it made before any step, as Adagrad does: the store has its own
+
+
+def put_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardStore, ranks: Ranks, kind: str) -> None:
+    """Write whole states (unit, parameter in it, its state as torch has it) into the store. Collective.
+
+    One whole tensor is alive on its way at a time. Raises UnsupportedOptimizerError naming a state that the store does
+    not keep, and ZeroError where ranks hold states of different parameters or steps.
+    """
+    description = [(u.layout.slots[k].name, _steps(state), sorted(state)) for u, k, state in found]
     if not ranks.agree(zlib.crc32(repr(description).encode()), "the optimizer's state"):
         raise ZeroError(
             f"ranks bring optimizers of different steps ({len(found)} parameters have state here): {_WAY_OUT}"
         )
     for unit, k, state in found:
-        for name, value in sorted(_values(state).items()):
-            _put(unit, k, name, value, store, ranks, type(optimizer).__name__)
-        for name, number in sorted(_numbers(state).items()):
+        tensors = {n: v for n, v in state.items() if isinstance(v, Tensor) and n != "step"}
+        numbers = {n: float(v) for n, v in state.items() if isinstance(v, (int, float)) and n != "step"}
+        for name, value in sorted(tensors.items()):
+            _put(unit, k, name, value, store, ranks, kind)
+        for name, number in sorted(numbers.items()):
             _put_number(unit, k, name, number, store, ranks)
         unit.steps[k] = _steps(state)
-        state.clear()
-    optimizer.state.clear()  # what it made before any step, as Adagrad does: the store has its own
 
 
 def _steps(state: Mapping[str, Any]) -> int:
@@ -55,14 +64,6 @@ def _steps(state: Mapping[str, Any]) -> int:
     if "step" in state:
         return int(state["step"])
     return int(any(value is not None for value in state.values()))
-
-
-def _values(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {n: v for n, v in state.items() if isinstance(v, Tensor) and n != "step"}
-
-
-def _numbers(state: Mapping[str, Any]) -> dict[str, float]:
-    return {n: float(v) for n, v in state.items() if isinstance(v, (int, float)) and n != "step"}
 
 
 def _put(unit: Unit, k: int, name: str, value: Tensor, store: ShardStore, ranks: Ranks, kind: str) -> None:

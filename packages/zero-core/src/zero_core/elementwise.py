@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +104,7 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
         clone = copy.copy(optimizer)
         clone.state = defaultdict(dict)
         clone.param_groups = made
+        clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         return clone
 
 

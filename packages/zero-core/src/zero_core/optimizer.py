@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .carried import put_states
 from .errors import CollectiveError, GradientError, UnsupportedOptimizerError, ZeroError
 from .hooks import Engine, in_backward
 from .store import GroupStep, Observer
@@ -31,6 +32,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._sealed = False
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(self, hooks, getattr(optimizer, hooks))  # those that the user registered run around this step()
         self.param_groups = optimizer.param_groups  # the same objects: a scheduler on the old one still works
         self._sealed = True
         self.engine = engine
@@ -192,6 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what state_dict() gave, or a plain optimizer's with its whole tensors. Collective, rank 0's tensors."""
         groups = state_dict["param_groups"]
         ours, theirs = ([len(g["params"]) for g in side] for side in (self.param_groups, groups))
         if ours != theirs:
@@ -199,11 +203,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         numbers = {id(p): n for n, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        whole = []
         for unit in self.engine.units:
             for k, parameter in enumerate(unit.parameters):
                 entry = state_dict["state"].get(numbers.get(id(parameter), -1))
-                if entry is not None:
+                if entry is not None and any(value is not None for name, value in entry.items() if name != "step"):
+                    whole.append((unit, k, entry))
+                elif entry is not None and "step" in entry:
                     unit.steps[k] = int(entry["step"])
+        self.engine.settle()
+        put_states(whole, self.engine.store, self.engine.ranks, "the state dict")
         if self.engine.loss_scale is not None and state_dict.get("loss_scale") is not None:
             self.engine.loss_scale.load_state_dict(state_dict["loss_scale"])
         self.step_count = int(state_dict.get("step_count", max(max(u.steps, default=0) for u in self.engine.units)))

@@ -13,7 +13,7 @@ from torch import nn
 from .carried import carry_over
 from .collectives import Ranks
 from .device_store import DeviceStore
-from .errors import AlreadyShardedError, StageError, ZeroError
+from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
 from .hooks import Engine, Node
 from .init import Initialiser, become
 from .layout import UnitLayout
@@ -236,15 +236,30 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, param
         raise StageError(f"param_dtype={param_dtype}: it can be float32, bfloat16 or float16")
     if isinstance(optimizer, ShardedOptimizer) or "_zero_sharded" in optimizer.__dict__:
         raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
-    mine = {id(p) for p in model.parameters()}
     for name, parameter in model.named_parameters():
         if "_zero_home" in parameter.__dict__:
             raise AlreadyShardedError(f"{name} is sharded already: call zero_core.shard once, on the whole model")
+    _check_parameters(model, optimizer, param_dtype)
+
+
+def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_dtype: torch.dtype | None) -> None:
+    mine = {id(p) for p in model.parameters()}
     pending = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
     if pending:
         raise ZeroError(
             f"{len(pending)} parameters have gradients already ({pending[0]} ...), which shard() would lose: call "
             "optimizer.step() or zero_grad() before"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and param_dtype is None and parameter.dtype not in _DTYPES:
+            raise StageError(
+                f"{name} is {parameter.dtype}, more than a float32 master holds: cast the model to float32, bfloat16 "
+                "or float16, or pass param_dtype="
+            )
+    odd = [p.dtype for g in optimizer.param_groups for p in g["params"] if not p.is_floating_point()]
+    if odd:
+        raise UnsupportedOptimizerError(
+            f"the optimizer has parameters of {odd[0]}, which are not sharded: leave them to an optimizer of their own"
         )
     strangers = [p.shape for g in optimizer.param_groups for p in g["params"] if id(p) not in mine]
     if strangers:
