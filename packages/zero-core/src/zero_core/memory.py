@@ -62,7 +62,7 @@ class Estimate:
     gradients_bytes: int  # at their most, between backward and step
     optimizer_bytes: int  # fp32 master, where the parameter is not itself one, and the optimizer's states
     unsharded_bytes: int  # stage 3: the two units whole at a turn, and those gathered ahead or resident
-    transient_bytes: int  # two units' gradients before they are reduced; one shard's in fp32 while it is stepped
+    transient_bytes: int  # two units' gradients not reduced yet (gloo: three); a shard's in fp32 while it is stepped
     moved: Movement
 
     @property
