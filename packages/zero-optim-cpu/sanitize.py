@@ -1,14 +1,16 @@
-"""The kernels under sanitizers, and the NEON ones under an emulator: ``python sanitize.py [address|thread|neon ...]``.
+"""The kernels under sanitizers, emulators and clang: ``python sanitize.py [address|thread|neon|old|clang ...]``.
 
 Each builds ``cpp/selftest.cpp`` (every kernel against the scalar one, and the pool) in a temporary folder and runs it.
 ``address`` also runs the Python tests of threads and bad input on a sanitized module. ``neon`` wants a cross compiler
 and qemu (Debian: ``apt-get install g++-aarch64-linux-gnu qemu-user``) and is skipped, with a line, without them; its
-digest of all results must be the native one's: the same bits on both architectures.
+digest of all results must be the native one's: the same bits on both architectures. ``old`` runs the x86 build on an
+emulated CPU without AVX2, and on one with AVX2 and no AVX-512; ``clang`` compares a build of that compiler's.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -18,6 +20,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parent.parent
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+PROGRAM_ONLY = ("ZERO_OPTIM_MODULE=OFF", "ZERO_OPTIM_TEST_PROGRAM=ON")
+SMALL = 5001  # elements, where an emulator computes
 
 
 def say(text: str) -> None:
@@ -77,27 +81,55 @@ def address(work: Path) -> None:
 
 def thread(work: Path) -> None:
     """ThreadSanitizer: the self-test."""
-    build(work, "ZERO_OPTIM_SANITIZE=thread", "ZERO_OPTIM_MODULE=OFF", "ZERO_OPTIM_TEST_PROGRAM=ON")
+    build(work, "ZERO_OPTIM_SANITIZE=thread", *PROGRAM_ONLY)
     selftest(work, TSAN_OPTIONS="halt_on_error=1")
 
 
 def neon(work: Path) -> None:
     """The AArch64 build under an emulator, its digest compared with the native build's."""
-    missing = [tool for tool in (CROSS, EMULATOR) if shutil.which(tool) is None]
-    if missing:
-        say(f"neon: skipped, no {' and no '.join(missing)}; apt-get install g++-aarch64-linux-gnu qemu-user")
+    if lacks("neon", "g++-aarch64-linux-gnu qemu-user", CROSS, EMULATOR):
         return
-    common = ("ZERO_OPTIM_MODULE=OFF", "ZERO_OPTIM_TEST_PROGRAM=ON")
     cross = ("CMAKE_SYSTEM_NAME=Linux", "CMAKE_SYSTEM_PROCESSOR=aarch64", f"CMAKE_CXX_COMPILER={CROSS}")
-    build(work / "native", *common)
-    build(work / "neon", *common, *cross, "CMAKE_EXE_LINKER_FLAGS=-static")
-    here, there = selftest(work / "native", numel=5001), selftest(work / "neon", EMULATOR, numel=5001)
+    build(work / "native", *PROGRAM_ONLY)
+    build(work / "neon", *PROGRAM_ONLY, *cross, "CMAKE_EXE_LINKER_FLAGS=-static")
+    same("neon", selftest(work / "native", numel=SMALL), selftest(work / "neon", EMULATOR, numel=SMALL))
+
+
+def old(work: Path) -> None:
+    """CPUs without AVX2 and without AVX-512, emulated: no instruction that they lack, and the same bits."""
+    emulator = "qemu-x86_64"
+    if platform.machine() != "x86_64" or lacks("old", "qemu-user", emulator):
+        return
+    build(work, *PROGRAM_ONLY)
+    here = selftest(work, numel=SMALL)
+    for cpu in ("Nehalem", "Haswell"):
+        same(cpu, here, selftest(work, emulator, "-cpu", cpu, numel=SMALL))
+
+
+def clang(work: Path) -> None:
+    """Another compiler's build, its digest compared."""
+    if lacks("clang", "clang", "clang++"):
+        return
+    build(work / "here", *PROGRAM_ONLY)
+    build(work / "clang", *PROGRAM_ONLY, "CMAKE_CXX_COMPILER=clang++")
+    same("clang", selftest(work / "here", numel=SMALL), selftest(work / "clang", numel=SMALL))
+
+
+def lacks(step: str, packages: str, *tools: str) -> bool:
+    """Whether one of these programs is not there; says so."""
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    if missing:
+        say(f"{step}: skipped, no {' and no '.join(missing)}; apt-get install {packages}")
+    return bool(missing)
+
+
+def same(step: str, here: str, there: str) -> None:
     if here != there:
-        raise SystemExit(f"neon: digest {there}, native digest {here}: the architectures differ")
-    say("neon: the same bits as the native build")
+        raise SystemExit(f"{step}: digest {there}, this machine's {here}: the bits differ")
+    say(f"{step}: the same bits as here")
 
 
-STEPS = {"address": address, "thread": thread, "neon": neon}
+STEPS = {"address": address, "thread": thread, "neon": neon, "old": old, "clang": clang}
 
 
 def main() -> None:

@@ -1,11 +1,46 @@
-// How one stream of values lies in memory: load as fp32, store from fp32. Every load and store is unaligned.
+// How one stream of values lies in memory: load as fp32, store from fp32. Every load and store is unaligned. A load is
+// of one vector, a store of the N that a loop has in hand: narrow types are packed from several.
 // Included inside an anonymous namespace, after the vector types.
 
 constexpr std::int64_t prefetch_bytes = 2048;       // MACHINE.md: 512 bytes ahead costs 5-12 %
 constexpr std::int64_t prefetch_bytes_fp32 = 1024;  // more streams of whole lines: nearer is better
 
-ZERO_OPTIM_INLINE void prefetch(const void* base, std::int64_t byte, std::int64_t ahead) {
-    __builtin_prefetch(static_cast<const char*>(base) + byte + ahead, 1, 3);
+template <int K> struct Index {
+    static constexpr int value = K;
+};
+
+// f(0), f(1) … f(N - 1), written out: what f keeps in arrays stays in registers.
+template <int N, int K = 0, class Function> ZERO_OPTIM_INLINE void each(const Function& f) {
+    if constexpr (K < N) {
+        f(Index<K>{});
+        each<N, K + 1>(f);
+    }
+}
+
+// Lanes below 2^16.
+template <class V, int N> ZERO_OPTIM_INLINE void store_narrow(std::uint16_t* p, const typename V::I (&x)[N]) {
+    if constexpr (N == 1) {
+        V::store_u16(p, x[0]);
+    } else {
+        static_assert(N % 2 == 0);
+        each<N / 2>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
+            V::store_u16x2(p + 2 * k.value * V::width, x[2 * k.value], x[2 * k.value + 1]);
+        });
+    }
+}
+
+ZERO_OPTIM_INLINE void prefetch(const void* base, std::int64_t byte) {
+    __builtin_prefetch(static_cast<const char*>(base) + byte, 1, 3);
+}
+
+// Prefetch for the 32 elements at i of a stream: half a line of bytes, one line of 16-bit values, two of fp32.
+template <int Bytes> ZERO_OPTIM_INLINE void prefetch_group(const void* base, std::int64_t i) {
+    if constexpr (Bytes == 4) {
+        prefetch(base, 4 * i + prefetch_bytes_fp32);
+        prefetch(base, 4 * i + 64 + prefetch_bytes_fp32);
+    } else {
+        prefetch(base, Bytes * i + prefetch_bytes * Bytes / 2);
+    }
 }
 
 // ---- bf16: nearest, ties away from zero; NaN stays NaN ----------------------------------------------------------
@@ -25,12 +60,10 @@ struct F32 {
     static constexpr int bytes = 4;
     template <class V>
     ZERO_OPTIM_INLINE typename V::F load(std::int64_t i) const { return V::load(p + i); }
-    template <class V>
-    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x) const { V::store(p + i, x); }
-    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const {
-        prefetch(p, 4 * i, prefetch_bytes_fp32);
-        prefetch(p, 4 * i + 64, prefetch_bytes_fp32);
+    template <class V, int N> ZERO_OPTIM_INLINE void store(std::int64_t i, const typename V::F (&x)[N]) const {
+        each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA { V::store(p + i + k.value * V::width, x[k.value]); });
     }
+    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const { prefetch_group<4>(p, i); }
 };
 
 struct Bf16 {
@@ -38,9 +71,12 @@ struct Bf16 {
     static constexpr int bytes = 2;
     template <class V>
     ZERO_OPTIM_INLINE typename V::F load(std::int64_t i) const { return bf16_to_float<V>(V::load_u16(p + i)); }
-    template <class V>
-    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x) const { V::store_u16(p + i, float_to_bf16<V>(x)); }
-    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const { prefetch(p, 2 * i, prefetch_bytes); }
+    template <class V, int N> ZERO_OPTIM_INLINE void store(std::int64_t i, const typename V::F (&x)[N]) const {
+        typename V::I narrow[N];
+        each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA { narrow[k.value] = float_to_bf16<V>(x[k.value]); });
+        store_narrow<V>(p + i, narrow);
+    }
+    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const { prefetch_group<2>(p, i); }
 };
 
 struct F16 {
@@ -48,9 +84,7 @@ struct F16 {
     static constexpr int bytes = 2;
     template <class V>
     ZERO_OPTIM_INLINE typename V::F load(std::int64_t i) const { return V::load_f16(p + i); }
-    template <class V>
-    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x) const { V::store_f16(p + i, x); }
-    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const { prefetch(p, 2 * i, prefetch_bytes); }
+    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const { prefetch_group<2>(p, i); }
 };
 
 // No stream: a moment that the rule does not have.
@@ -58,8 +92,7 @@ struct Nothing {
     static constexpr int bytes = 0;
     template <class V>
     ZERO_OPTIM_INLINE typename V::F load(std::int64_t) const { return V::set(0.0f); }
-    template <class V>
-    ZERO_OPTIM_INLINE void store(std::int64_t, typename V::F) const {}
+    template <class V, int N> ZERO_OPTIM_INLINE void store(std::int64_t, const typename V::F (&)[N]) const {}
     ZERO_OPTIM_INLINE void ahead(std::int64_t) const {}
 };
 
@@ -77,18 +110,32 @@ struct Full {
     }
     template <class V>
     ZERO_OPTIM_INLINE typename V::F load(std::int64_t i) const { return V::load(p + i); }
-    template <class V>
-    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x, const Coefficients&) const {
-        V::store(p + i, x);
+    template <class V, int N>
+    ZERO_OPTIM_INLINE void store(std::int64_t i, const typename V::F (&x)[N], const Coefficients&) const {
+        F32{p}.template store<V>(i, x);
         if (out == nullptr) return;
-        if (half) V::store_f16(out + i, x);
-        else V::store_u16(out + i, float_to_bf16<V>(x));
+        if (half) {
+            each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA { V::store_f16(out + i + k.value * V::width, x[k.value]); });
+        } else {
+            Bf16{out}.template store<V>(i, x);
+        }
     }
     ZERO_OPTIM_INLINE void ahead(std::int64_t i) const {
         F32{p}.ahead(i);
-        if (out != nullptr) prefetch(out, 2 * i, prefetch_bytes);
+        if (out != nullptr) prefetch_group<2>(out, i);
     }
 };
+
+// Every NaN as 0x7fc00000. One look at all N: NaN is rare.
+template <class V, int N> ZERO_OPTIM_INLINE void canonical_bits(const typename V::F (&x)[N], typename V::I (&b)[N]) {
+    each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA { b[k.value] = V::bits(x[k.value]); });
+    if constexpr (N == 4) {
+        if (__builtin_expect(!V::any_nan(x), 1)) return;
+    }
+    each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
+        b[k.value] = V::iselect(V::is_nan(x[k.value]), V::seti(0x7fc00000u), b[k.value]);
+    });
+}
 
 // bits == (parameter << 16) + sign-extended remainder, modulo 2^32: exact for every pattern that `store` is given,
 // because ties go away from zero. A NaN that arithmetic made is stored as the canonical one: rounding another's
@@ -103,15 +150,20 @@ struct Split {
     ZERO_OPTIM_INLINE typename V::F load(std::int64_t i) const {
         return V::from_bits(V::iadd(V::template shl<16>(V::load_u16(high + i)), V::load_i16(low + i)));
     }
-    template <class V>
-    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x, const Coefficients&) const {
-        const typename V::I b = V::iselect(V::is_nan(x), V::seti(0x7fc00000u), V::bits(x));
-        V::store_u16(high + i, V::template shr<16>(V::iadd(b, V::seti(0x8000u))));
-        V::store_u16(low + i, b);
+    template <class V, int N>
+    ZERO_OPTIM_INLINE void store(std::int64_t i, const typename V::F (&x)[N], const Coefficients&) const {
+        typename V::I b[N], top[N], rest[N];
+        canonical_bits<V>(x, b);
+        each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
+            top[k.value] = V::template shr<16>(V::iadd(b[k.value], V::seti(0x8000u)));
+            rest[k.value] = V::iand(b[k.value], V::seti(0xffffu));
+        });
+        store_narrow<V>(high + i, top);
+        store_narrow<V>(low + i, rest);
     }
     ZERO_OPTIM_INLINE void ahead(std::int64_t i) const {
-        prefetch(high, 2 * i, prefetch_bytes);
-        prefetch(low, 2 * i, prefetch_bytes);
+        prefetch_group<2>(high, i);
+        prefetch_group<2>(low, i);
     }
 };
 
@@ -131,16 +183,21 @@ struct Stochastic {
     static Stochastic of(const Item& t) { return {static_cast<std::uint16_t*>(t.parameter), t.counter}; }
     template <class V>
     ZERO_OPTIM_INLINE typename V::F load(std::int64_t i) const { return bf16_to_float<V>(V::load_u16(p + i)); }
-    template <class V>
-    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x, const Coefficients& c) const {
-        // Modulo 2^32: elements that far apart share their numbers, and no vector has to care where it wraps.
-        const typename V::I index = V::iadd(V::seti(std::uint32_t(counter + std::uint64_t(i))), V::iota());
+    template <class V, int N>
+    ZERO_OPTIM_INLINE void store(std::int64_t i, const typename V::F (&x)[N], const Coefficients& c) const {
         const typename V::I key = V::seti(c.key * 0x9e3779b9u);
-        const typename V::I random = V::iand(mix<V>(V::ixor(mix<V>(index), key)), V::seti(0xffffu));
-        const typename V::I b = V::iselect(V::is_nan(x), V::seti(0x7fc00000u), V::bits(x));
-        V::store_u16(p + i, V::template shr<16>(V::iadd(b, random)));
+        typename V::I rounded[N];
+        each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
+            // Modulo 2^32: elements that far apart share their numbers, and no vector has to care where it wraps.
+            const std::uint64_t first = counter + std::uint64_t(i + k.value * V::width);
+            const typename V::I index = V::iadd(V::seti(std::uint32_t(first)), V::iota());
+            const typename V::I random = V::iand(mix<V>(V::ixor(mix<V>(index), key)), V::seti(0xffffu));
+            const typename V::I b = V::iselect(V::is_nan(x[k.value]), V::seti(0x7fc00000u), V::bits(x[k.value]));
+            rounded[k.value] = V::template shr<16>(V::iadd(b, random));
+        });
+        store_narrow<V>(p + i, rounded);
     }
-    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const { prefetch(p, 2 * i, prefetch_bytes); }
+    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const { prefetch_group<2>(p, i); }
 };
 
 // ---- 8-bit codes: a float of few bits, relative to the largest of the block -------------------------------------
@@ -150,7 +207,6 @@ struct Stochastic {
 // at most, and the cut is dithered (see `dither_of`), so that moments which move by less than a step still move on
 // average. Integer operations only: no table, no root.
 
-constexpr std::uint32_t signed_offset = 0x3ffu - 127u, unsigned_offset = 0x3ffu - 255u;
 constexpr float top = 1.875f;                        // 0x3ff << 20
 constexpr float top_up = 1.875f + 0x1p-19f;          // so that the largest never falls to the code below
 constexpr float smallest_scale = 1e-36f;             // below: the block is stored as zeros
@@ -161,45 +217,56 @@ inline std::uint32_t dither_of(std::uint32_t position, std::uint32_t key) {
 }
 constexpr std::uint32_t dither_nearest = 1u << 19;
 
-// `unit` is scale / top, `inverse` is top_up / scale.
+// `unit` is scale / top, `inverse` is top_up / scale. `shift` is a dither less `origin`, the pattern of code 0: a code
+// is the sum of the value's pattern and that, without the 20 low bits, clamped.
 struct SignedCode {
     std::uint8_t* p;
+    static constexpr std::uint32_t origin = (0x3ffu - 127u) << 20;
     template <class V>
-    ZERO_OPTIM_INLINE typename V::F load(std::int64_t i, float unit) const {
-        const typename V::I code = V::load_u8(p + i);
-        const typename V::I magnitude = V::iand(code, V::seti(127u));
-        const typename V::I sign = V::template shl<24>(V::iand(code, V::seti(128u)));
-        const typename V::F x = V::from_bits(V::template shl<20>(V::iadd(magnitude, V::seti(signed_offset))));
-        const typename V::F y = V::mul(x, V::set(unit));
-        const typename V::I zero = V::seti(0u);
-        return V::from_bits(V::iselect(V::ieq(magnitude, zero), zero, V::ior(V::bits(y), sign)));
+    ZERO_OPTIM_INLINE typename V::F load(std::int64_t i, typename V::F unit) const {
+        const typename V::I code = V::load_i8(p + i);
+        // Sign to bit 31, the seven others to bits 20 … 26, none of which `origin` has.
+        const typename V::I pattern = V::merge(V::template shl<20>(code), V::seti(0x87f00000u), V::seti(origin));
+        return V::template mul_where<127u>(code, V::from_bits(pattern), unit);
     }
-    template <class V>
-    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x, float inverse, typename V::I dither) const {
-        const typename V::I b = V::bits(V::mul(x, V::set(inverse)));
-        const typename V::I sign = V::template shr<24>(V::iand(b, V::seti(0x80000000u)));
-        const typename V::I cut = V::template shr<20>(V::iadd(V::iand(b, V::seti(0x7fffffffu)), dither));
-        const typename V::I code = V::imin(V::imax(V::isub(cut, V::seti(signed_offset)), V::seti(0u)), V::seti(127u));
-        V::store_u8(p + i, V::ior(code, sign));
+    template <class V, int N>
+    ZERO_OPTIM_INLINE void store(std::int64_t i, const typename V::F (&x)[N], float inverse,
+                                 const typename V::I (&shift)[N]) const {
+        typename V::I sign[N], magnitude[N];
+        each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
+            sign[k.value] = V::bits(V::mul(x[k.value], V::set(inverse)));
+            const typename V::I pattern = V::iand(sign[k.value], V::seti(0x7fffffffu));
+            magnitude[k.value] = V::template sar<20>(V::iadd(pattern, shift[k.value]));
+        });
+        if constexpr (N == 1) {
+            const typename V::I code = V::imin(V::imax(magnitude[0], V::seti(0u)), V::seti(127u));
+            V::store_u8(p + i, V::ior(code, V::iand(V::template shr<24>(sign[0]), V::seti(128u))));
+        } else {
+            V::store_clamped_signed(p + i, magnitude, sign);
+        }
     }
 };
 
 struct UnsignedCode {
     std::uint8_t* p;
+    static constexpr std::uint32_t origin = (0x3ffu - 255u) << 20;
     template <class V>
-    ZERO_OPTIM_INLINE typename V::F load(std::int64_t i, float unit) const {
+    ZERO_OPTIM_INLINE typename V::F load(std::int64_t i, typename V::F unit) const {
         const typename V::I code = V::load_u8(p + i);
-        const typename V::F x = V::from_bits(V::template shl<20>(V::iadd(code, V::seti(unsigned_offset))));
-        const typename V::I zero = V::seti(0u);
-        const typename V::I y = V::bits(V::mul(x, V::set(unit)));
-        return V::from_bits(V::iselect(V::ieq(code, zero), zero, y));
+        const typename V::I pattern = V::ior(V::template shl<20>(code), V::seti(origin));  // disjoint bits
+        return V::template mul_where<~0u>(code, V::from_bits(pattern), unit);
     }
     // A value above zero is never stored as zero: the root of it divides.
-    template <class V>
-    ZERO_OPTIM_INLINE void store(std::int64_t i, typename V::F x, float inverse, typename V::I dither) const {
-        const typename V::I b = V::iand(V::bits(V::mul(x, V::set(inverse))), V::seti(0x7fffffffu));
-        const typename V::I cut = V::isub(V::template shr<20>(V::iadd(b, dither)), V::seti(unsigned_offset));
-        const typename V::I code = V::imin(V::imax(cut, V::seti(1u)), V::seti(255u));
-        V::store_u8(p + i, V::iselect(V::ieq(b, V::seti(0u)), V::seti(0u), code));
+    template <class V, int N>
+    ZERO_OPTIM_INLINE void store(std::int64_t i, const typename V::F (&x)[N], float inverse,
+                                 const typename V::I (&shift)[N]) const {
+        typename V::I code[N];
+        each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
+            const typename V::I b = V::iand(V::bits(V::mul(x[k.value], V::set(inverse))), V::seti(0x7fffffffu));
+            const typename V::I cut = V::template sar<20>(V::iadd(b, shift[k.value]));
+            code[k.value] = V::imax(cut, V::imin(b, V::seti(1u)));
+        });
+        if constexpr (N == 1) V::store_u8(p + i, V::imin(code[0], V::seti(255u)));
+        else V::store_clamped(p + i, code);
     }
 };

@@ -5,7 +5,7 @@ namespace {
 #include "kernels.hpp"
 
 template <class Stream> void put(const Stream& to, const float* values, std::int64_t i, std::int64_t end) {
-    for (; i < end; ++i) to.template store<Scalar>(i, values[i]);
+    for (; i < end; ++i) to.template store<Scalar, 1>(i, {values[i]});
 }
 template <class Stream> void get(float* values, const Stream& from, std::int64_t i, std::int64_t end) {
     for (; i < end; ++i) values[i] = from.template load<Scalar>(i);
@@ -13,7 +13,7 @@ template <class Stream> void get(float* values, const Stream& from, std::int64_t
 
 float largest_of(const float* values, std::int64_t i, std::int64_t end) {
     float most = 0.0f;
-    for (; i < end; ++i) most = Scalar::max(Scalar::from_bits(Scalar::bits(values[i]) & 0x7fffffffu), most);
+    for (; i < end; ++i) most = Scalar::max_magnitude(values[i], most);
     return most;
 }
 
@@ -23,7 +23,8 @@ void put_codes(const Code& to, float* scales, const float* values, std::int64_t 
         const std::int64_t stop = end - base < block_numel ? end : base + block_numel;
         const float most = largest_of(values, base, stop), inverse = inverse_of(most);
         scales[base / block_numel] = inverse == 0.0f ? 0.0f : most;
-        for (std::int64_t i = base; i < stop; ++i) to.template store<Scalar>(i, values[i], inverse, dither_nearest);
+        const std::uint32_t nearest[1] = {dither_nearest - Code::origin};
+        for (std::int64_t i = base; i < stop; ++i) to.template store<Scalar, 1>(i, {values[i]}, inverse, nearest);
     }
 }
 
@@ -37,7 +38,7 @@ void get_codes(float* values, const Code& from, const float* scales, std::int64_
 void encode_master(const float* values, const Item& item, Master master, std::int64_t i, std::int64_t end) {
     if (master == Master::full) {
         const Full full = Full::of(item);
-        for (; i < end; ++i) full.store<Scalar>(i, values[i], Coefficients{});
+        for (; i < end; ++i) full.store<Scalar, 1>(i, {values[i]}, Coefficients{});
     } else if (master == Master::split) {
         const Split split = Split::of(item);
         for (; i < end; ++i) {

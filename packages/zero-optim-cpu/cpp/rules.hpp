@@ -1,7 +1,18 @@
-// The arithmetic of one element, after torch.optim. `Rule<V>(c)(p, g, a, b)`: p parameter, g gradient already scaled,
-// a and b states. Multiplications and additions are separate on purpose, on every instruction set (no fma, and
-// -ffp-contract=off): that is what makes the bits equal, and the loop waits for memory anyway.
-// Included inside an anonymous namespace.
+// The arithmetic of an update, after torch.optim, in steps that the loops of update_body.hpp place apart:
+//
+//   moments(p, g, a, b)   p parameter, g gradient already scaled, a and b states: the new states, and in g what
+//                         `update` needs of the gradient
+//   root(b)               the square root, where there is one
+//   update(g, a, root)    what is taken off the parameter, weight decay apart
+//   apply(p, update)      the new parameter
+//
+// moments and apply take N vectors, so that an option is looked at once for all of them.
+// Multiplications and additions are separate on purpose, on every instruction set (no fma, and -ffp-contract=off): that
+// is what makes the bits equal. Included inside an anonymous namespace.
+
+template <class V, int N, class F = typename V::F> ZERO_OPTIM_INLINE void subtract(F (&p)[N], const F (&update)[N]) {
+    each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA { p[k.value] = V::sub(p[k.value], update[k.value]); });
+}
 
 // start + weight * (end - start), from whichever end is nearer, as torch.lerp.
 template <class V> struct Lerp {
@@ -10,10 +21,18 @@ template <class V> struct Lerp {
     bool from_end;
     explicit Lerp(const Coefficients& c)
         : weight(V::set(c.c1)), rest(V::set(c.beta1)), from_end(c.lerp_from_gradient) {}
-    ZERO_OPTIM_INLINE F operator()(F start, F end) const {
-        const F difference = V::sub(end, start);
-        if (from_end) return V::sub(end, V::mul(rest, difference));
-        return V::add(start, V::mul(weight, difference));
+    template <int N> ZERO_OPTIM_INLINE void operator()(F (&start)[N], const F (&end)[N]) const {
+        F difference[N];
+        each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA { difference[k.value] = V::sub(end[k.value], start[k.value]); });
+        if (from_end) {
+            each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
+                start[k.value] = V::sub(end[k.value], V::mul(rest, difference[k.value]));
+            });
+        } else {
+            each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
+                start[k.value] = V::add(start[k.value], V::mul(weight, difference[k.value]));
+            });
+        }
     }
 };
 
@@ -26,9 +45,18 @@ template <class V> struct Decay {
     explicit Decay(const Coefficients& c)
         : coupled(V::set(c.coupled)), decoupled(V::set(c.decoupled)), has_coupled(c.coupled != 0.0f),
           has_decoupled(c.decoupled != 0.0f) {}
-    ZERO_OPTIM_INLINE F gradient(F g, F p) const { return has_coupled ? V::add(g, V::mul(coupled, p)) : g; }
-    ZERO_OPTIM_INLINE F apply(F p, F update) const {
-        return V::sub(p, has_decoupled ? V::add(update, V::mul(decoupled, p)) : update);
+    template <int N> ZERO_OPTIM_INLINE void gradient(F (&g)[N], const F (&p)[N]) const {
+        if (!has_coupled) return;
+        each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA { g[k.value] = V::add(g[k.value], V::mul(coupled, p[k.value])); });
+    }
+    template <int N> ZERO_OPTIM_INLINE void apply(F (&p)[N], const F (&update)[N]) const {
+        if (has_decoupled) {
+            each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
+                p[k.value] = V::sub(p[k.value], V::add(update[k.value], V::mul(decoupled, p[k.value])));
+            });
+        } else {
+            subtract<V>(p, update);
+        }
     }
 };
 
@@ -42,13 +70,18 @@ template <class V> struct AdamRule {
     explicit AdamRule(const Coefficients& c)
         : decay(c), lerp(c), c2(V::set(c.c2)), beta2(V::set(c.beta2)), step_size(V::set(c.step_size)),
           denominator_scale(V::set(c.denominator_scale)), eps(V::set(c.eps)) {}
-    ZERO_OPTIM_INLINE void operator()(F& p, F g, F& a, F& b) const {
-        g = decay.gradient(g, p);
-        a = lerp(a, g);
-        b = V::add(V::mul(beta2, b), V::mul(V::mul(c2, g), g));
-        const F denominator = V::add(V::mul(V::sqrt(b), denominator_scale), eps);
-        p = decay.apply(p, V::div(V::mul(step_size, a), denominator));
+    template <int N> ZERO_OPTIM_INLINE void moments(const F (&p)[N], F (&g)[N], F (&a)[N], F (&b)[N]) const {
+        decay.gradient(g, p);
+        lerp(a, g);
+        each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
+            b[k.value] = V::add(V::mul(beta2, b[k.value]), V::mul(V::mul(c2, g[k.value]), g[k.value]));
+        });
     }
+    ZERO_OPTIM_INLINE F root(F b) const { return V::sqrt(b); }
+    ZERO_OPTIM_INLINE F update(F, F a, F root) const {
+        return V::div(V::mul(step_size, a), V::add(V::mul(root, denominator_scale), eps));
+    }
+    template <int N> ZERO_OPTIM_INLINE void apply(F (&p)[N], const F (&update)[N]) const { decay.apply(p, update); }
 };
 
 // Lion: a = exp_avg; beta1 and c1 for the direction, beta2 and c2 for the state. Chen et al. 2023.
@@ -60,14 +93,20 @@ template <class V> struct LionRule {
     explicit LionRule(const Coefficients& c)
         : decay(c), c1(V::set(c.c1)), beta1(V::set(c.beta1)), c2(V::set(c.c2)), beta2(V::set(c.beta2)),
           lr(V::set(c.step_size)), minus_lr(V::set(-c.step_size)) {}
-    ZERO_OPTIM_INLINE void operator()(F& p, F g, F& a, F&) const {
-        const F zero = V::set(0.0f);
-        const F direction = V::add(V::mul(beta1, a), V::mul(c1, g));
-        // Neither above nor below zero: zero or NaN, which is passed on.
-        const F update = V::select(V::gt(direction, zero), lr, V::select(V::gt(zero, direction), minus_lr, direction));
-        a = V::add(V::mul(beta2, a), V::mul(c2, g));
-        p = decay.apply(p, update);
+    template <int N> ZERO_OPTIM_INLINE void moments(const F (&)[N], F (&g)[N], F (&a)[N], F (&)[N]) const {
+        each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
+            const F direction = V::add(V::mul(beta1, a[k.value]), V::mul(c1, g[k.value]));
+            a[k.value] = V::add(V::mul(beta2, a[k.value]), V::mul(c2, g[k.value]));
+            g[k.value] = direction;
+        });
     }
+    ZERO_OPTIM_INLINE F root(F b) const { return b; }
+    ZERO_OPTIM_INLINE F update(F direction, F, F) const {
+        const F zero = V::set(0.0f);
+        // Neither above nor below zero: zero or NaN, which is passed on.
+        return V::select(V::gt(direction, zero), lr, V::select(V::gt(zero, direction), minus_lr, direction));
+    }
+    template <int N> ZERO_OPTIM_INLINE void apply(F (&p)[N], const F (&update)[N]) const { decay.apply(p, update); }
 };
 
 // Adagrad: b = sum. Duchi et al. 2011.
@@ -77,11 +116,15 @@ template <class V> struct AdagradRule {
     Decay<V> decay;
     F step_size, eps;
     explicit AdagradRule(const Coefficients& c) : decay(c), step_size(V::set(c.step_size)), eps(V::set(c.eps)) {}
-    ZERO_OPTIM_INLINE void operator()(F& p, F g, F&, F& b) const {
-        g = decay.gradient(g, p);
-        b = V::add(b, V::mul(g, g));
-        p = V::sub(p, V::div(V::mul(step_size, g), V::add(V::sqrt(b), eps)));
+    template <int N> ZERO_OPTIM_INLINE void moments(const F (&p)[N], F (&g)[N], F (&)[N], F (&b)[N]) const {
+        decay.gradient(g, p);
+        each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
+            b[k.value] = V::add(b[k.value], V::mul(g[k.value], g[k.value]));
+        });
     }
+    ZERO_OPTIM_INLINE F root(F b) const { return V::sqrt(b); }
+    ZERO_OPTIM_INLINE F update(F g, F, F root) const { return V::div(V::mul(step_size, g), V::add(root, eps)); }
+    template <int N> ZERO_OPTIM_INLINE void apply(F (&p)[N], const F (&update)[N]) const { subtract<V>(p, update); }
 };
 
 // SGD with momentum: a = momentum_buffer, which the first step sets to the gradient, undamped.
@@ -94,12 +137,17 @@ template <class V> struct MomentumRule {
     explicit MomentumRule(const Coefficients& c)
         : decay(c), momentum(V::set(c.beta1)), undamped(V::set(c.c1)), lr(V::set(c.step_size)), nesterov(c.nesterov),
           first(c.first_step) {}
-    ZERO_OPTIM_INLINE void operator()(F& p, F g, F& a, F&) const {
-        g = decay.gradient(g, p);
-        a = first ? g : V::add(V::mul(momentum, a), V::mul(undamped, g));
-        const F direction = nesterov ? V::add(g, V::mul(momentum, a)) : a;
-        p = V::sub(p, V::mul(lr, direction));
+    template <int N> ZERO_OPTIM_INLINE void moments(const F (&p)[N], F (&g)[N], F (&a)[N], F (&)[N]) const {
+        decay.gradient(g, p);
+        each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
+            a[k.value] = first ? g[k.value] : V::add(V::mul(momentum, a[k.value]), V::mul(undamped, g[k.value]));
+        });
     }
+    ZERO_OPTIM_INLINE F root(F b) const { return b; }
+    ZERO_OPTIM_INLINE F update(F g, F a, F) const {
+        return V::mul(lr, nesterov ? V::add(g, V::mul(momentum, a)) : a);
+    }
+    template <int N> ZERO_OPTIM_INLINE void apply(F (&p)[N], const F (&update)[N]) const { subtract<V>(p, update); }
 };
 
 template <class V> struct SgdRule {
@@ -108,5 +156,10 @@ template <class V> struct SgdRule {
     Decay<V> decay;
     F lr;
     explicit SgdRule(const Coefficients& c) : decay(c), lr(V::set(c.step_size)) {}
-    ZERO_OPTIM_INLINE void operator()(F& p, F g, F&, F&) const { p = V::sub(p, V::mul(lr, decay.gradient(g, p))); }
+    template <int N> ZERO_OPTIM_INLINE void moments(const F (&p)[N], F (&g)[N], F (&)[N], F (&)[N]) const {
+        decay.gradient(g, p);
+    }
+    ZERO_OPTIM_INLINE F root(F b) const { return b; }
+    ZERO_OPTIM_INLINE F update(F g, F, F) const { return V::mul(lr, g); }
+    template <int N> ZERO_OPTIM_INLINE void apply(F (&p)[N], const F (&update)[N]) const { subtract<V>(p, update); }
 };

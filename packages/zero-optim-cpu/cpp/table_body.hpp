@@ -2,17 +2,16 @@
 
 template <class V, template <class> class R, class MasterStream, int M, DType D>
 void fill_gradient(Table& t, int rule) {
-    constexpr int d = int(D), stored = M == int(Master::full) ? 4 : 2;
-    constexpr int rest = M == int(Master::split) ? 2 : 0;
+    constexpr int d = int(D);
     constexpr bool has_a = R<V>::has_a, has_b = R<V>::has_b;
     constexpr int gradient = D == DType::f32 ? 4 : 2;
     t.update[rule][M][0][d] = update_plain<V, R, MasterStream, F32, F32, D>;
-    t.roofline[rule][M][0][d] = roofline<V, stored, rest, has_a ? 4 : 0, has_b ? 4 : 0, gradient>;
+    t.roofline[rule][M][0][d] = roofline<V, M, has_a ? 4 : 0, has_b ? 4 : 0, gradient>;
     if constexpr (M != int(Master::stochastic)) {
         t.update[rule][M][1][d] = update_plain<V, R, MasterStream, Bf16, F32, D>;
-        t.roofline[rule][M][1][d] = roofline<V, stored, rest, has_a ? 2 : 0, has_b ? 4 : 0, gradient>;
+        t.roofline[rule][M][1][d] = roofline<V, M, has_a ? 2 : 0, has_b ? 4 : 0, gradient>;
         t.update[rule][M][2][d] = update_coded<V, R, MasterStream, D>;
-        t.roofline[rule][M][2][d] = roofline<V, stored, rest, has_a ? 1 : 0, has_b ? 1 : 0, gradient>;
+        t.roofline[rule][M][2][d] = roofline<V, M, has_a ? 1 : 0, has_b ? 1 : 0, gradient>;
     }
 }
 

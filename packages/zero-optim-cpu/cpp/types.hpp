@@ -8,6 +8,7 @@
 
 // For what a loop calls once an element: gcc's own judgement leaves a rule of this size out of line.
 #define ZERO_OPTIM_INLINE inline __attribute__((always_inline))
+#define ZERO_OPTIM_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace zero_optim {
 

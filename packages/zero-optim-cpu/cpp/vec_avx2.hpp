@@ -2,6 +2,7 @@
 
 struct Avx2 {
     static constexpr int width = 8;
+    static constexpr int phased = 4;  // vectors that an update takes together: [Note: flight]
     using F = __m256;
     using I = __m256i;
     using M = __m256;  // all bits of a lane, or none
@@ -17,6 +18,9 @@ struct Avx2 {
     static I load_u8(const std::uint8_t* p) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     }
+    static I load_i8(const std::uint8_t* p) {
+        return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    }
     static I load_i32(const std::uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static __m128i narrow(I x) {  // low 16 bits of each lane
         const I masked = _mm256_and_si256(x, _mm256_set1_epi32(0xffff));
@@ -24,9 +28,25 @@ struct Avx2 {
         return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
     }
     static void store_u16(std::uint16_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(x)); }
-    static void store_u8(std::uint8_t* p, I x) {
-        const __m128i low = _mm_and_si128(narrow(x), _mm_set1_epi16(0xff));
-        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(low, low));
+    static void store_bytes(void* p, I x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+    // Two vectors of lanes below 2^16.
+    static void store_u16x2(std::uint16_t* p, I x, I y) {
+        store_bytes(p, _mm256_permute4x64_epi64(_mm256_packus_epi32(x, y), 0xd8));
+    }
+    static I bytes_in_order(I x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+    static I pack_signed(const I (&x)[4]) {  // saturates
+        return _mm256_packs_epi16(_mm256_packs_epi32(x[0], x[1]), _mm256_packs_epi32(x[2], x[3]));
+    }
+    // Signed lanes, clamped to 0 … 255.
+    static void store_clamped(std::uint8_t* p, const I (&x)[4]) {
+        const I low = _mm256_packs_epi32(x[0], x[1]), high = _mm256_packs_epi32(x[2], x[3]);
+        store_bytes(p, bytes_in_order(_mm256_packus_epi16(low, high)));
+    }
+    // Signed lanes, clamped to 0 … 127, below the signs of others.
+    static void store_clamped_signed(std::uint8_t* p, const I (&x)[4], const I (&sign)[4]) {
+        const I magnitude = _mm256_max_epi8(pack_signed(x), _mm256_setzero_si256());
+        const I signs = _mm256_and_si256(pack_signed(sign), _mm256_set1_epi8(char(0x80)));
+        store_bytes(p, bytes_in_order(_mm256_or_si256(magnitude, signs)));
     }
     static F load_f16(const std::uint16_t* p) { return _mm256_cvtph_ps(load128(p)); }
     static void store_f16(std::uint16_t* p, F x) {
@@ -59,10 +79,22 @@ struct Avx2 {
     static I ixor(I a, I b) { return _mm256_xor_si256(a, b); }
     template <int N> static I shl(I a) { return _mm256_slli_epi32(a, N); }
     template <int N> static I shr(I a) { return _mm256_srli_epi32(a, N); }
+    template <int N> static I sar(I a) { return _mm256_srai_epi32(a, N); }
     static I imax(I a, I b) { return _mm256_max_epi32(a, b); }
     static I imin(I a, I b) { return _mm256_min_epi32(a, b); }
     static M ieq(I a, I b) { return from_bits(_mm256_cmpeq_epi32(a, b)); }
     static I iselect(M m, I a, I b) { return bits(select(m, from_bits(a), from_bits(b))); }
+    template <std::uint32_t Mask> static F mul_where(I test, F x, F y) {
+        const I zero = _mm256_setzero_si256();
+        const I unset = _mm256_cmpeq_epi32(Mask == ~0u ? test : iand(test, seti(Mask)), zero);
+        return _mm256_andnot_ps(from_bits(unset), mul(x, y));
+    }
+    static I merge(I x, I mask, I others) { return ior(iand(x, mask), others); }
+    static F max_magnitude(F x, F most) { return max(from_bits(iand(bits(x), seti(0x7fffffffu))), most); }
+    static bool any_nan(const F (&x)[4]) {
+        const M first = _mm256_cmp_ps(x[0], x[1], _CMP_UNORD_Q), second = _mm256_cmp_ps(x[2], x[3], _CMP_UNORD_Q);
+        return _mm256_movemask_ps(_mm256_or_ps(first, second)) != 0;
+    }
     static int count(M m) { return __builtin_popcount(unsigned(_mm256_movemask_ps(m))); }
 
     // lanes[First + k] += double(x[k])^2 of 16 lanes.

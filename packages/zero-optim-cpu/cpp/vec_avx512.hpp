@@ -2,6 +2,7 @@
 
 struct Avx512 {
     static constexpr int width = 16;
+    static constexpr int phased = 4;  // vectors that an update takes together: [Note: flight]
     using F = __m512;
     using I = __m512i;
     using M = __mmask16;
@@ -17,12 +18,36 @@ struct Avx512 {
     static I load_u8(const std::uint8_t* p) {
         return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }
+    static I load_i8(const std::uint8_t* p) {
+        return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
     static I load_i32(const std::uint32_t* p) { return _mm512_loadu_si512(p); }
     static void store_u16(std::uint16_t* p, I x) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
     }
-    static void store_u8(std::uint8_t* p, I x) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+    static void store_bytes(void* p, I x) { _mm512_storeu_si512(p, x); }
+    // Two vectors of lanes below 2^16: half the shuffles of two stores.
+    static void store_u16x2(std::uint16_t* p, I x, I y) {
+        const I order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+        store_bytes(p, _mm512_permutexvar_epi64(order, _mm512_packus_epi32(x, y)));
+    }
+    static I bytes_in_order(I x) {
+        const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        return _mm512_permutexvar_epi32(order, x);
+    }
+    static I pack_signed(const I (&x)[4]) {  // saturates
+        return _mm512_packs_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3]));
+    }
+    // Signed lanes, clamped to 0 … 255.
+    static void store_clamped(std::uint8_t* p, const I (&x)[4]) {
+        const I low = _mm512_packs_epi32(x[0], x[1]), high = _mm512_packs_epi32(x[2], x[3]);
+        store_bytes(p, bytes_in_order(_mm512_packus_epi16(low, high)));
+    }
+    // Signed lanes, clamped to 0 … 127, below the signs of others.
+    static void store_clamped_signed(std::uint8_t* p, const I (&x)[4], const I (&sign)[4]) {
+        const I magnitude = _mm512_max_epi8(pack_signed(x), _mm512_setzero_si512());
+        const I signs = _mm512_and_si512(pack_signed(sign), _mm512_set1_epi8(char(0x80)));
+        store_bytes(p, bytes_in_order(_mm512_or_si512(magnitude, signs)));
     }
     static F load_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(load256(p)); }
     static void store_f16(std::uint16_t* p, F x) {
@@ -51,10 +76,21 @@ struct Avx512 {
     static I ixor(I a, I b) { return _mm512_xor_si512(a, b); }
     template <int N> static I shl(I a) { return _mm512_slli_epi32(a, N); }
     template <int N> static I shr(I a) { return _mm512_srli_epi32(a, N); }
+    template <int N> static I sar(I a) { return _mm512_srai_epi32(a, N); }
     static I imax(I a, I b) { return _mm512_max_epi32(a, b); }
     static I imin(I a, I b) { return _mm512_min_epi32(a, b); }
     static M ieq(I a, I b) { return _mm512_cmpeq_epi32_mask(a, b); }
     static I iselect(M m, I a, I b) { return _mm512_mask_blend_epi32(m, b, a); }
+    template <std::uint32_t Mask> static F mul_where(I test, F x, F y) {
+        return _mm512_maskz_mul_ps(_mm512_test_epi32_mask(test, Mask == ~0u ? test : seti(Mask)), x, y);
+    }
+    static I merge(I x, I mask, I others) { return _mm512_ternarylogic_epi32(x, mask, others, 0xea); }
+    static F max_magnitude(F x, F most) { return _mm512_range_ps(x, most, 0b1011); }  // larger magnitude, sign cleared
+    static bool any_nan(const F (&x)[4]) {
+        const M first = _mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q);
+        const M second = _mm512_cmp_ps_mask(x[2], x[3], _CMP_UNORD_Q);
+        return !_mm512_kortestz(first, second);
+    }
     static int count(M m) { return __builtin_popcount(m); }
 
     // lanes[k] += double(x[k])^2 for 16 lanes; x starts at lane `first`, which is 0 here.

@@ -3,6 +3,7 @@
 
 struct Scalar {
     static constexpr int width = 1;
+    static constexpr int phased = 1;  // vectors that an update takes together: [Note: flight]
     using F = float;
     using I = std::uint32_t;
     using M = bool;
@@ -16,6 +17,7 @@ struct Scalar {
     static I load_i16(const std::uint16_t* p) { return std::uint32_t(std::int32_t(std::int16_t(*p))); }
     static I load_u8(const std::uint8_t* p) { return *p; }
     static I load_i32(const std::uint32_t* p) { return *p; }
+    static I load_i8(const std::uint8_t* p) { return std::uint32_t(std::int32_t(std::int8_t(*p))); }
     static void store_u16(std::uint16_t* p, I x) { *p = std::uint16_t(x); }
     static void store_u8(std::uint8_t* p, I x) { *p = std::uint8_t(x); }
     static F load_f16(const std::uint16_t* p) { return half_to_float(*p); }
@@ -42,10 +44,16 @@ struct Scalar {
     static I ixor(I a, I b) { return a ^ b; }
     template <int N> static I shl(I a) { return a << N; }
     template <int N> static I shr(I a) { return a >> N; }
+    template <int N> static I sar(I a) { return std::uint32_t(std::int32_t(a) >> N); }
     static I imax(I a, I b) { return std::int32_t(a) > std::int32_t(b) ? a : b; }  // signed
     static I imin(I a, I b) { return std::int32_t(a) < std::int32_t(b) ? a : b; }
     static M ieq(I a, I b) { return a == b; }
     static I iselect(M m, I a, I b) { return m ? a : b; }
+    // x * y where a bit of Mask is set in `test`, else 0.
+    template <std::uint32_t Mask> static F mul_where(I test, F x, F y) { return (test & Mask) != 0 ? x * y : 0.0f; }
+    static I merge(I x, I mask, I others) { return (x & mask) | others; }
+    // The larger of |x| and `most`; `most` where x is NaN.
+    static F max_magnitude(F x, F most) { return max(from_bits(bits(x) & 0x7fffffffu), most); }
     static int count(M m) { return m ? 1 : 0; }
 
     // IEEE half <-> single, round to nearest even, as F16C does it: NaN keeps its top payload bits and turns quiet.

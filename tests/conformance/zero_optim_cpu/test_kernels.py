@@ -47,6 +47,22 @@ def segments_at(optimizer: torch.optim.Optimizer, step: int) -> list[Segment]:
     return [Segment(0, 700, first, step), Segment(703, 4096, second, step), Segment(4200, NUMEL - 3, first, step + 4)]
 
 
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_roofline_moves_every_stream_and_changes_none(layout: str, isa: str) -> None:
+    step = CpuStep(layout, threads=2, isa=isa)
+    optimizer = optimizer_of("adamw")
+    step.bind(optimizer)
+    for dtype in (FP32, BF16, FP16):
+        tile = make_tile(step, torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)), dtype, dtype)
+        tile.gradient.fill_(0.5)
+        step.update(tile, segments_at(optimizer, 1), 1.0)
+        before = {name: value.clone() for name, value in tile.states.items()} | {"parameter": tile.parameter.clone()}
+        step._batch(tile, segments_at(optimizer, 2)).run(step._engine.pool, 1.0, True)
+        for name, value in before.items():
+            assert same(value, tile.states.get(name, tile.parameter)), name
+
+
 def assert_same(a: Tile, b: Tile) -> None:
     assert same(a.parameter, b.parameter)
     for name in a.states:

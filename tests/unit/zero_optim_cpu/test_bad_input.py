@@ -10,7 +10,7 @@ import torch
 
 import zero_optim_cpu
 from tests.unit.zero_optim_cpu.tiles import BF16, FP32, Segment, Tile, adamw, make_tile, same
-from zero_optim_cpu import CpuStep, available_isas
+from zero_optim_cpu import CpuStep, available_isas, compiled_isas
 
 OPTIONS = dict(adamw().param_groups[0])
 
@@ -120,6 +120,15 @@ def test_names_that_are_unknown() -> None:
         step.read(tile, "sum")
     with pytest.raises(RuntimeError, match="bind"):
         CpuStep().layout(10, FP32)
+
+
+def test_a_cpu_without_an_instruction_set_says_what_it_has() -> None:
+    """Runs where the CPU lacks one; `sanitize.py old` asks the same of an emulated CPU without AVX2."""
+    missing = sorted(set(compiled_isas()) - set(available_isas()))
+    if not missing:
+        pytest.skip("this CPU has every instruction set of this build")
+    with pytest.raises(ValueError, match=f"'{missing[0]}' is not supported by this CPU; it has scalar"):
+        CpuStep(isa=missing[0])
 
 
 def test_the_environment_names_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,32 @@ def test_workers_keep_the_affinity_that_the_pool_was_made_under() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_idle_workers_take_no_processor_time_from_torch() -> None:
+    """They sleep: what spins would take a core from torch's threads. And torch keeps the threads that it had."""
+    code = """
+        import os, torch
+        torch.set_num_threads(1)
+        from tests.unit.zero_optim_cpu.test_threads import prepared
+        before = set(os.listdir("/proc/self/task"))
+        step, tile, segments = prepared(3)
+        step.update(tile, segments, 1.0)
+        workers = set(os.listdir("/proc/self/task")) - before
+        assert len(workers) == 2, workers
+        def nanoseconds():
+            return sum(int(open(f"/proc/self/task/{w}/schedstat").read().split()[0]) for w in workers)
+        a = torch.randn(256, 256)
+        for _ in range(20):
+            a @ a
+        start = nanoseconds()
+        for _ in range(300):
+            a @ a
+        assert nanoseconds() - start < 2_000_000, nanoseconds() - start
+        assert torch.get_num_threads() == 1
+    """
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_fork_with_a_warm_pool_and_an_update_in_flight() -> None:
     """The child updates with threads of its own; a handle of the parent's raises there and works here."""
     code = """

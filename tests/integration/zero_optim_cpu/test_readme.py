@@ -1,0 +1,21 @@
+"""The README's lines run as they stand, and a parameter moves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+README = Path(__file__).parents[3] / "packages" / "zero-optim-cpu" / "README.md"
+
+
+def test_the_five_lines_run() -> None:
+    code = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    assert len(code) == 1 and len(code[0].strip().splitlines()) == 5
+    names: dict[str, Any] = {}
+    exec(code[0], names)
+    for parameter in names["model"].parameters():
+        state = names["optimizer"].state[parameter]
+        assert state["step"] == 1 and torch.count_nonzero(state["exp_avg"]) > 0
