@@ -165,20 +165,6 @@ def advance(model, optimizer, number, spoil=1.0):
     return loss.item()
 
 
-def test_two_runs_on_one_path_do_not_meet(tmp_path):
-    (tmp_path / "alone").mkdir()
-    model, optimizer = sharded(tmp_path / "alone")
-    alone = [advance(model, optimizer, n) for n in range(5)]
-    optimizer.close()
-    (tmp_path / "both").mkdir()
-    pairs = [sharded(tmp_path / "both") for _ in range(2)]
-    found = [[advance(*pair, n) for pair in pairs] for n in range(5)]
-    assert [list(each) for each in zip(*found, strict=True)] == [alone, alone]
-    assert list((tmp_path / "both").iterdir()) == []  # nameless files
-    for _, optimizer in pairs:
-        optimizer.close()
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_with_updates_in_flight_changes_nothing(tmp_path, bad):
     (tmp_path / "plain").mkdir()
