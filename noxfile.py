@@ -74,7 +74,7 @@ def parity(session: nox.Session) -> None:
 def exactness(session: nox.Session) -> None:
     """The whole matrix of placements, overlap, tile sizes, threads and backends: the same bits."""
     everything(session)
-    session.run("pytest", "--all-exactness", "-k", "exact", "--timeout", "0", "tests/integration", *session.posargs)
+    session.run("pytest", "--all-exactness", "-k", "exactness", "--timeout", "0", "tests", *session.posargs)
 
 
 @nox.session
@@ -148,10 +148,10 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """pytest-benchmark over the tiers, JSON saved; or one program: `-- core|nvme|optim|rss [arguments]`."""
+    """pytest-benchmark over the tiers, JSON saved; or one program: `-- core|nvme|optim|rss|step [arguments]`."""
     everything(session)
     (ROOT / "runs").mkdir(exist_ok=True)
-    if session.posargs and session.posargs[0] in ("core", "nvme", "optim", "rss"):
+    if session.posargs and session.posargs[0] in ("core", "nvme", "optim", "rss", "step"):
         name, *rest = session.posargs
         session.run("python", f"tests/benchmarks/test_{name}.py", "--json", f"runs/bench_{name}.json", *rest)
         return

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/step_worker.py '{"name": "nvme", "micro_batch": 2, "folder": "."}'
 
-It says what it is in one line of JSON, then answers each line on stdin with another: `turn N` takes one step that is
-not timed and N that are, and waits for what runs in the background; `end` leaves. Between turns it does nothing, so
-that others can take theirs. A step is timed from the return of one `optimizer.step()` to that of the next, so it holds
+It says what it is in one line of JSON, then answers each line on stdin with another: `turn N` times N steps, after one
+that is not timed, and waits for what runs in the background; `end` leaves. Between turns it does nothing, so that
+others can take theirs. A step is timed from the return of one `optimizer.step()` to that of the next, so it holds
 exactly one update, wherever that hides.
 """
 
@@ -184,7 +184,10 @@ def deepspeed(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable
 
 
 def turn(parts: dict[str, Callable[[], Any]], count: int) -> dict[str, Any]:
-    """One step untimed, `count` timed; then everything in the background ends, untimed."""
+    """One step untimed, `count` timed, then the end of the background, untimed.
+
+    The first step after others had their turns is up to half again as long, updates in the background or not.
+    """
     exposed = parts.get("exposed", lambda: 0.0)
     parts["step"]()
     before, begin = exposed(), time.perf_counter()

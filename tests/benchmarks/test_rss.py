@@ -1,10 +1,14 @@
-"""Peak RSS of a 119.6 M Llama with everything on the device and with its states on nvme, each in its own process.
+"""Peak memory of Llamas with their states on nvme, each run in its own process.
 
-    python tests/benchmarks/test_rss.py [--steps 3] [--json FILE]
+    python tests/benchmarks/test_rss.py [--steps 3] [--json FILE] [--only spared deep]
 
-Claim: what the plan puts on nvme leaves memory, at least 60 % of it; the rest is slots, arena and allocator. Twice:
-with the default slots, a quarter of the state bytes, and with the fewest that it accepts. The peak is VmHWM of the
-training process, from its metrics.jsonl. Needs the packages installed or on PYTHONPATH.
+spared  119.6 M in the machine's own precision. Claim: what the plan puts on nvme leaves memory, at least 60 % of it;
+        the rest is slots, arena and allocator. Twice: with the default slots, and with the fewest that it accepts.
+deep    119.6 M and 438 M (8 and 32 layers) in bf16, everything on nvme, fewest slots, activations recomputed. Claim: at
+        most 1.2 and 1.7 GB; beyond activations and the planned arena nothing grows with depth. Beside it the floor: the
+        same model's forward and backward alone, recomputing too.
+The peak is VmHWM of the training process, from its metrics.jsonl; it has no children. Needs the packages installed or
+on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -12,17 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 SIZES = (
     "model.hidden_size=1024",
     "model.intermediate_size=2816",
-    "model.layers=8",
     "model.heads=16",
     "model.vocab_size=8192",
     "run.micro_batch=2",
@@ -31,59 +36,131 @@ SIZES = (
     "run.plots=false",
 )
 FEWEST = ("offload.slots=3",)
+EVERYTHING = (
+    *("precision=bf16", "model.checkpointing=true", "offload=nvme", "offload.gradients=nvme"),
+    *("zero.prefetch_bytes=0", *FEWEST),
+)
 SHARE = 0.6  # of the bytes on nvme
+DEEP_GB = {8: 1.2, 32: 1.7}
 
 
-def peak_rss_bytes(folder: Path, steps: int, *overrides: str) -> int:
-    """VmHWM of a run of `steps` with these overrides."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "zero_train", "recipe=tiny", *SIZES, *overrides, f"run.steps={steps}"]
-    subprocess.run([*command, f"run.dir={folder}"], check=True, env=environment, stdout=subprocess.DEVNULL)
-    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["peak_rss_bytes"]
+def run(folder: Path, layers: int, steps: int, *overrides: str) -> list[dict[str, Any]]:
+    """The metrics of a run of `steps` with these overrides."""
+    sizes = (*SIZES, f"model.layers={layers}")
+    command = [sys.executable, "-m", "zero_train", "recipe=tiny", *sizes, *overrides, f"run.steps={steps}"]
+    subprocess.run([*command, f"run.dir={folder}"], check=True, env=environment(), stdout=subprocess.DEVNULL)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def planned_nvme_bytes() -> int:
-    """What the plan of the nvme run puts there."""
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def planned(layers: int, *overrides: str) -> Any:
+    """The plan of the run with these overrides."""
     from zero_train import config, engine, formats, planning
     from zero_train.ranks import Ranks
 
-    composed = config.compose(["recipe=tiny", *SIZES, "offload=nvme", "run.dir=unused"])
+    options = ["recipe=tiny", *SIZES, f"model.layers={layers}", *overrides, "run.dir=unused"]
+    composed = config.compose(options)
     formats.resolve(composed, Ranks().device)
     draft = engine.draft(composed)
-    return planning.make(composed, draft.model, Ranks(), draft.step).total("nvme")
+    return planning.make(composed, draft.model, Ranks(), draft.step)
 
 
-def measure(steps: int = 3) -> dict[str, float]:
+def spared(steps: int) -> dict[str, float]:
     """Bytes of the runs and of the plan, and the share of the planned bytes that left memory."""
+    peaks = {}
     with tempfile.TemporaryDirectory(dir=".") as text:
-        folder = Path(text).absolute()
-        none = peak_rss_bytes(folder / "none", steps, "offload=none")
-        nvme = peak_rss_bytes(folder / "nvme", steps, "offload=nvme")
-        fewest = peak_rss_bytes(folder / "fewest", steps, "offload=nvme", *FEWEST)
-    planned = planned_nvme_bytes()
+        for name, overrides in (
+            ("none", ("offload=none",)),
+            ("nvme", ("offload=nvme",)),
+            ("nvme_fewest_slots", ("offload=nvme", *FEWEST)),
+        ):
+            peaks[name] = run(Path(text).absolute() / name, 8, steps, *overrides)[-1]["peak_rss_bytes"]
+    there = planned(8, "offload=nvme").total("nvme")
     return {
-        "none": none,
-        "nvme": nvme,
-        "nvme_fewest_slots": fewest,
-        "planned_on_nvme": planned,
-        "share_saved": (none - nvme) / planned,
-        "share_saved_fewest_slots": (none - fewest) / planned,
+        **peaks,
+        "planned_on_nvme": there,
+        "share_saved": (peaks["none"] - peaks["nvme"]) / there,
+        "share_saved_fewest_slots": (peaks["none"] - peaks["nvme_fewest_slots"]) / there,
     }
+
+
+def deep(layers: int, steps: int) -> dict[str, float]:
+    """Peak and step time with everything on nvme, the arena that was planned, and the floor."""
+    with tempfile.TemporaryDirectory(dir=".") as text:
+        metrics = run(Path(text).absolute() / "run", layers, steps, *EVERYTHING)
+    floor = subprocess.run(
+        [sys.executable, __file__, "--floor", str(layers)], check=True, env=environment(), stdout=subprocess.PIPE
+    )
+    return {
+        "peak_rss_bytes": metrics[-1]["peak_rss_bytes"],
+        "peak_rss_bytes_by_step": [line["peak_rss_bytes"] for line in metrics],
+        "step_seconds": statistics.median(line["step_seconds"] for line in metrics[1:] or metrics),
+        "arena_bytes": metrics[-1]["host_bytes"],
+        "planned_activation_bytes": planned(layers, *EVERYTHING).bytes_of("device", "activations"),
+        **json.loads(floor.stdout),
+    }
+
+
+def floor(layers: int) -> dict[str, float]:
+    """In this process: forward and backward alone, bf16, recomputing; two of them."""
+    import time
+
+    import torch
+
+    from zero_train import config, loop, models
+
+    options = ["recipe=tiny", *SIZES, f"model.layers={layers}", *EVERYTHING, "run.dir=unused"]
+    composed = config.compose(options)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # built in bf16: an fp32 model first would be a peak of its own
+    model = models.build(composed.model, composed.data.sequence_length)
+    torch.set_default_dtype(default)
+    tokens = torch.randint(0, 256, (composed.run.micro_batch, composed.data.sequence_length))
+    for _ in range(2):
+        begin = time.perf_counter()
+        loop._loss(model, tokens, tokens).backward()
+        seconds = time.perf_counter() - begin
+        model.zero_grad()
+    return {"floor_rss_bytes": loop.peak_rss_bytes(), "floor_seconds": seconds}
 
 
 def test_what_is_on_nvme_is_not_in_memory(benchmark):
     if benchmark.disabled:
         pytest.skip("a benchmark of three processes of up to 3 GB: nox -s bench -- rss")
-    measured = benchmark.pedantic(measure, rounds=1)
+    measured = benchmark.pedantic(lambda: spared(3), rounds=1)
     assert min(measured["share_saved"], measured["share_saved_fewest_slots"]) >= SHARE
 
 
-if __name__ == "__main__":
+@pytest.mark.parametrize("layers", list(DEEP_GB))
+def test_depth_costs_no_memory(benchmark, layers):
+    if benchmark.disabled:
+        pytest.skip("a benchmark of minutes, 12 GB of nvme: nox -s bench -- rss")
+    measured = benchmark.pedantic(lambda: deep(layers, 2), rounds=1)
+    assert measured["peak_rss_bytes"] <= DEEP_GB[layers] * 1e9
+
+
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", default=["spared", "deep"], choices=["spared", "deep"])
+    parser.add_argument("--layers", type=int, nargs="+", default=list(DEEP_GB))
+    parser.add_argument("--floor", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    figures = json.dumps(measure(arguments.steps), indent=1)
-    print(figures)
+    if arguments.floor:
+        print(json.dumps(floor(arguments.floor)))
+        return
+    figures: dict[str, Any] = spared(arguments.steps) if "spared" in arguments.only else {}
+    for layers in arguments.layers if "deep" in arguments.only else ():
+        figures[f"{layers}_layers"] = deep(layers, arguments.steps)
+    text = json.dumps(figures, indent=1)
+    print(text)
     if arguments.json:
-        arguments.json.write_text(figures + "\n")
+        arguments.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,11 +3,11 @@
     python tests/benchmarks/test_step.py --json FILE [--micro-batch 2 8] [--pairs 7] [--configurations host nvme …]
     python tests/benchmarks/test_step.py --json FILE --table
 
-Each configuration is a process of its own (step_worker.py). Those that are compared stay alive and take turns, one
-after another, in an order that rotates, so what a pair has in common is the machine's speed in those seconds. A ratio
+Each configuration is a process of its own (step_worker.py). All that are named stay alive, as far as memory goes, and
+take turns in an order that rotates, so what a pair has in common is the machine's speed in those seconds. A ratio
 is to the smaller of `none` (no offload) and `floor` (forward and backward alone, plus one pass of CpuStep over as many
-elements); beside its median stands the 95 % interval of the median, from order statistics. FILE keeps what was
-measured before, so that a run may be cut in slices; --table prints it as Markdown.
+elements); beside its median stands the 95 % interval of the median, from order statistics. FILE keeps every
+round, and a later run adds to them, so that one may be cut in slices; --table prints it as Markdown.
 
 Claims (BOUNDS): a bound is met where the interval reaches it. Misses are printed as misses. Under `pytest
 --benchmark-enable` a smaller model takes steps in each tier, to show a change; with --benchmark-disable one step.
@@ -27,6 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,9 @@ class Worker:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self.name, self.answers = name, []
+        self.name: str = name
+        self.answers: list[dict[str, Any]] = []
+        self.missing: str | None = None
         self._process = subprocess.Popen(
             [sys.executable, step_worker.__file__, json.dumps({"name": name, "port": port, **options})],
             stdin=subprocess.PIPE,
@@ -65,7 +69,11 @@ class Worker:
             text=True,
             env=environment,
         )
+
+    def ready(self) -> Worker:
+        """Waits for its first word."""
         self.missing = self._answer().get("missing")
+        return self
 
     def turn(self, count: int) -> None:
         assert self._process.stdin is not None
@@ -92,29 +100,32 @@ class Worker:
         self._process.stdout.close()
 
 
-def measured(name: str, options: dict[str, Any], pairs: int, count: int) -> dict[str, Any]:
-    """`name` beside none, floor and its peer: seconds by process and round, and what else they said."""
-    names = ["none", "floor", name] + ([PEERS[name]] if options.pop("peers") and name in PEERS else [])
+Round = dict[str, dict[str, Any]]  # what each process said of its turn, by name
+
+
+def measured(names: list[str], options: dict[str, Any], pairs: int, count: int) -> Iterator[Round]:
+    """Rounds, but the first, which is for the caches."""
     workers: list[Worker] = []
     try:
-        for each in names:
-            workers.append(Worker(each, options))
-            if workers[-1].missing:
-                print(f"{each} is left out: {workers[-1].missing}", flush=True)
-        workers = [worker for worker in workers if not worker.missing]
-        for number in range(pairs + 1):  # the first is for the caches
-            for k in range(len(workers)):
-                workers[(k + number) % len(workers)].turn(count)
-            last = {worker.name: round(worker.answers[-1]["seconds"], 3) for worker in workers}
+        workers = [Worker(each, options) for each in names]
+        for worker in workers:
+            if worker.ready().missing:
+                print(f"{worker.name} is left out: {worker.missing}", flush=True)
+        there = [worker for worker in workers if not worker.missing]
+        for number in range(pairs + 1):
+            for k in range(len(there)):
+                there[(k + number) % len(there)].turn(count)
+            last = {worker.name: round(worker.answers[-1]["seconds"], 3) for worker in there}
             print(f"  {number}/{pairs} {last}", flush=True)
-        return {worker.name: worker.answers for worker in workers}
+            if number:
+                yield {worker.name: worker.answers[-1] for worker in there}
     finally:
         for worker in workers:
             worker.close()
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """At least 95 % for the median of what `values` are drawn from, by order statistics. Under 6 values: all of them."""
+    """At least 95 % for the median of what `values` are drawn from, by order statistics; under 6 values: all."""
     ordered, n = sorted(values), len(values)
     tail = 0.0
     for k in range(n // 2):
@@ -129,11 +140,14 @@ def compared(numerator: list[float], denominator: list[float]) -> dict[str, Any]
     return {"ratio": statistics.median(ratios), "interval": interval(ratios)}
 
 
-def row(name: str, answers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """What the table says of one configuration. The first round is not counted."""
+def row(name: str, rounds: list[Round]) -> dict[str, Any]:
+    """What the table says of one configuration."""
 
     def seconds(which: str, *keys: str) -> list[float]:
-        return [sum(answer[key] for key in keys) for answer in answers[which][1:]]
+        return [sum(each[which][key] for key in keys) for each in rounds if which in each]
+
+    def peaks(which: str) -> list[int]:
+        return [each[which]["peak_rss_bytes"] for each in rounds if which in each]
 
     bases = {"none": seconds("none", "seconds"), "floor + CpuStep": seconds("floor", "seconds", "extra_seconds")}
     base = min(bases, key=lambda each: statistics.median(bases[each]))
@@ -147,16 +161,17 @@ def row(name: str, answers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "none_seconds": statistics.median(bases["none"]),
         **compared(mine, bases[base]),
         "exposed_seconds": statistics.median(seconds(name, "exposed_seconds")),
-        "peak_rss_bytes": max(answer["peak_rss_bytes"] for answer in answers[name]),
-        "none_peak_rss_bytes": max(answer["peak_rss_bytes"] for answer in answers["none"]),
-        "floor_peak_rss_bytes": min(answer["peak_rss_bytes"] for answer in answers["floor"]),
+        "peak_rss_bytes": max(peaks(name)),
+        "none_peak_rss_bytes": max(peaks("none")),
+        "floor_peak_rss_bytes": min(peaks("floor")),  # later ones include the states of the pass beside it
         "pairs": len(mine),
     }
-    peer = PEERS.get(name)
-    if peer in answers:
-        found["peer"] = compared(mine, seconds(peer, "seconds")) | {
-            "seconds": statistics.median(seconds(peer, "seconds")),
-            "peak_rss_bytes": max(answer["peak_rss_bytes"] for answer in answers[peer]),
+    if peer := [each for each in rounds if PEERS.get(name) in each]:
+        theirs = [each[PEERS[name]]["seconds"] for each in peer]
+        found["peer"] = compared([each[name]["seconds"] for each in peer], theirs) | {
+            "seconds": statistics.median(theirs),
+            "peak_rss_bytes": max(peaks(PEERS[name])),
+            "pairs": len(peer),
         }
     return found
 
@@ -166,16 +181,24 @@ def predicted(name: str, options: dict[str, Any], probed: dict[str, Any], floor_
     import zero_offload
     import zero_optim_cpu
 
-    model, tokens = step_worker.model_of(options)
-    sizes = zero_offload.ModelSizes.of(model)
-    tflops = 6 * sizes.compute_numel * tokens.numel() / floor_seconds / 1e12
+    sizes, tokens = sizes_of(options["micro_batch"], options["tiny"])
+    tflops = 6 * sizes.compute_numel * tokens / floor_seconds / 1e12
     placed, layout, slots, prefetch_bytes = step_worker.choices(name)
     step = zero_optim_cpu.CpuStep(layout=layout)
     step.bind(torch.optim.AdamW([torch.zeros(1)]))
     return zero_offload.plan(
-        model, zero_offload.Hardware(**probed | {"tflops": tflops}), **placed, activations="keep", step=step,
-        slots=slots, prefetch_bytes=prefetch_bytes, tokens=tokens.numel(),
+        sizes, zero_offload.Hardware(**probed | {"tflops": tflops}), **placed, activations="keep", step=step,
+        parameter_dtype=getattr(torch, options["dtype"]), slots=slots, prefetch_bytes=prefetch_bytes, tokens=tokens,
     ).step_seconds  # fmt: skip
+
+
+@cache
+def sizes_of(micro_batch: int, tiny: bool) -> tuple[Any, int]:
+    """What the planner knows of the model, and tokens of a step."""
+    import zero_offload
+
+    model, tokens = step_worker.model_of({"micro_batch": micro_batch, "tiny": tiny})
+    return zero_offload.ModelSizes.of(model), tokens.numel()
 
 
 def probe(folder: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -244,18 +267,26 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--table", action="store_true", help="print what FILE holds, and measure nothing")
     arguments = parser.parse_args()
-    results: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"rows": {}}
+    results: dict[str, Any] = {"rounds": {}, "rows": {}}
+    if arguments.json.exists():
+        results |= json.loads(arguments.json.read_text())
     if not arguments.table:
         options = {"dtype": arguments.dtype, "folder": str(Path(arguments.folder).absolute()), "tiny": arguments.tiny}
         results |= {"torch": torch.__version__, "machine": platform.processor(), "date": time.strftime("%Y-%m-%d")}
         results["hardware"] = probed = probe(arguments.folder, options)
         for micro_batch in arguments.micro_batch:
-            for name in arguments.configurations:
-                print(f"{name}, micro-batch {micro_batch}", flush=True)
-                options |= {"micro_batch": micro_batch, "peers": not arguments.no_peers}
-                each = row(name, measured(name, dict(options), arguments.pairs, arguments.steps))
-                each["predicted_seconds"] = predicted(name, options, probed, each["floor_seconds"])
-                results["rows"][f"{name}@{micro_batch}"] = each
+            options["micro_batch"] = micro_batch
+            peers = [] if arguments.no_peers else [PEERS[name] for name in arguments.configurations if name in PEERS]
+            names = ["none", "floor", *arguments.configurations, *peers]
+            print(f"micro-batch {micro_batch}: {', '.join(names)}", flush=True)
+            for each in measured(names, options, arguments.pairs, arguments.steps):
+                for name in arguments.configurations:
+                    wanted = ("none", "floor", name, PEERS.get(name))
+                    rounds = results["rounds"].setdefault(f"{name}@{micro_batch}", [])
+                    rounds.append({key: said for key, said in each.items() if key in wanted})
+                    found = row(name, rounds)
+                    found["predicted_seconds"] = predicted(name, options, probed, found["floor_seconds"])
+                    results["rows"][f"{name}@{micro_batch}"] = found
                 arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
 

@@ -103,7 +103,9 @@ def test_every_policy_of_a_run_gives_the_same_bits(tmp_path):
 def test_the_policy_takes_the_place_of_the_models_own_checkpointing(tmp_path):
     """Else the model would hide its blocks from it, and it refuse to run."""
     own = trained(tmp_path / "own", *ENOUGH, "offload=host", "model.checkpointing=true")
-    run = trained(tmp_path / "run", *ENOUGH, "offload=host", "model.checkpointing=true", "offload.activations=recompute")
+    run = trained(
+        tmp_path / "run", *ENOUGH, "offload=host", "model.checkpointing=true", "offload.activations=recompute"
+    )
     assert (run.losses, run.digest) == (own.losses, own.digest)
 
 

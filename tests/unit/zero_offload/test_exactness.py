@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covers import everything, identifier, pairwise
 from zero_offload import MemoryByteStore, TorchStep
 
 from .harness import MI, make, same
@@ -32,31 +33,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 PLACEMENTS = {"host": "host", "nvme": "nvme", "half": HALF, "mixed": MIXED}
 
 
-def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Few combinations that contain every pair of levels of every two factors. Greedy, deterministic."""
-    names = list(factors)
-    everything = [dict(zip(names, levels, strict=True)) for levels in itertools.product(*factors.values())]
-
-    def pairs(case: dict[str, Any]) -> set[tuple[str, Any, str, Any]]:
-        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)}
-
-    missing = set().union(*(pairs(case) for case in everything))
-    chosen = []
-    while missing:
-        best = max(everything, key=lambda case: len(pairs(case) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
-    return chosen
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" not in metafunc.fixturenames:
         return
-    cases = pairwise(FACTORS)
-    if metafunc.config.getoption("--all-exactness"):
-        names = list(FACTORS)
-        cases = [dict(zip(names, levels, strict=True)) for levels in itertools.product(*FACTORS.values())]
-    metafunc.parametrize("case", cases, ids=["-".join(str(v) for v in case.values()) for case in cases])
+    cases = (everything if metafunc.config.getoption("--all-exactness") else pairwise)(FACTORS)
+    metafunc.parametrize("case", cases, ids=identifier)
 
 
 def run(case: dict[str, Any], steps: int = 2) -> tuple[Any, ...]:

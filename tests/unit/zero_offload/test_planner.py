@@ -180,3 +180,10 @@ def test_activations_that_are_given_are_counted_as_they_are():
         plan(TRANSFORMER, activations="drop")
     with pytest.raises(ValueError, match="1 activation policies for 26 units"):
         plan(TRANSFORMER, activations=["keep"])
+
+
+def test_what_activations_travel_through_is_planned_once_however_deep():
+    for layers in (2, 40):
+        sizes = ModelSizes.transformer(layers=layers, hidden_size=256)
+        kept, aside = (plan(sizes, optimizer="host", activations=p, tokens=4096) for p in ("keep", "nvme"))
+        assert aside.bytes_of("host", "buffers") - kept.bytes_of("host", "buffers") == 4 * (4 << 20)

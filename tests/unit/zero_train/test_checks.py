@@ -126,3 +126,17 @@ def test_checks_change_nothing():
     before = copy.deepcopy(composed)
     checks.values(composed)
     assert composed == before
+
+
+def test_auto_says_why_it_plans_without_nvme(monkeypatch, tmp_path):
+    assert checks.auto_without_nvme(changed("offload=auto", f"offload.nvme_paths=[{tmp_path}]")) == ""
+    assert checks.auto_without_nvme(changed("offload=host")) == ""
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    assert checks.auto_without_nvme(changed("offload=auto")) == "zero-nvme is not installed"
+    assert not checks.uses_nvme(changed("offload=auto"))
+
+
+def test_memory_is_why_auto_plans_without_nvme(monkeypatch):
+    pytest.importorskip("zero_nvme")
+    monkeypatch.setattr(checks, "memory_filesystem", lambda folder: "tmpfs")
+    assert "is in memory (tmpfs)" in checks.auto_without_nvme(changed("offload=auto"))

@@ -31,8 +31,9 @@ from zero_core import handle
 
 from .budgets import POLICIES
 from .errors import OffloadError
+from .footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from .planner import Plan
-from .spill import PIECE_BYTES, SLOTS, DeviceSpill, HostSpill, NvmeSpill, Spill, Spilled
+from .spill import DeviceSpill, HostSpill, NvmeSpill, Spill, Spilled
 from .store import TieredStore
 
 __all__ = ["ActivationError", "Activations", "offload_activations"]
@@ -170,8 +171,8 @@ def offload_activations(
     store: TieredStore | None = None,
     policy: Policy = "recompute",
     *,
-    slots: int = SLOTS,
-    piece_bytes: int = PIECE_BYTES,
+    slots: int = SPILL_SLOTS,
+    piece_bytes: int = SPILL_PIECE_BYTES,
 ) -> Activations:
     """Put a policy on each unit of a model that `zero_core.shard` has sharded.
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from .accounting import TIERS, Account, Placed, Shape
 from .errors import BudgetError, gib
+from .footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from .hardware import Hardware
 from .sizes import ModelSizes
-from .spill import PIECE_BYTES, SLOTS
 from .tier import Tier
 
 OPEN_UNITS = 3  # two computed with at a time at most, one being gathered
@@ -94,7 +94,7 @@ class Buffers:
         in_place = shape.shard_count == 1 and (shared or not below)
         gathered = 0 if in_place or stage < 3 else OPEN_UNITS * unit
         host = placed.arena_bytes - counted.held_on("device") - counted.held_on("host")
-        host += SLOTS * PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through
+        host += SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through
         return cls(gathered + unit, host, activation_bytes(sizes, activations, tokens))
 
 

@@ -24,6 +24,8 @@ __all__ = ["KINDS", "MINIMUM_SLOTS", "StorePlan", "UnitPlan", "plan_store"]
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
 SMALL_UNIT_BYTES = 1 << 20
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
+SPILL_SLOTS = 4  # of host memory, each of SPILL_PIECE_BYTES, that activations on nvme travel through
+SPILL_PIECE_BYTES = 4 << 20
 GRADIENT_BYTES = 4  # fp32: what an accumulated gradient takes; a single micro-batch touches the reduce dtype's bytes
 
 

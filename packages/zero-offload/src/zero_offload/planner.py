@@ -213,17 +213,7 @@ def plan(
     prediction = None
     if budgets is not None and hardware is not None:
         check(counted, buffers, budgets, hardware)
-        if tokens:
-            prediction = predict(
-                sizes,
-                shape,
-                counted,
-                hardware,
-                tokens=tokens,
-                recomputed=_recomputed(sizes, trial.policies),
-                slot_fraction=_slot_fraction(placed, counted),
-                spilled=buffers.activations,
-            )
+        prediction = trial.predicted(placed, counted, buffers, hardware, tokens) if tokens else None
     return Plan(placements, trial.policies, shape, placed, counted, buffers, budgets, hardware, prediction, tokens)
 
 
@@ -284,6 +274,20 @@ class _Trial:
             most = max(quarter.state_slots, quarter.gradient_slots)
             placed = self.place(placements, max(MINIMUM_SLOTS, min(most, MINIMUM_SLOTS + room // slot_bytes)))
         return placed, placements
+
+    def predicted(
+        self, placed: Placed, counted: Account, buffers: Buffers, hardware: Hardware, tokens: int
+    ) -> Prediction | None:
+        return predict(
+            self.sizes,
+            self.shape,
+            counted,
+            hardware,
+            tokens=tokens,
+            recomputed=_recomputed(self.sizes, self.policies),
+            slot_fraction=_slot_fraction(placed, counted),
+            spilled=buffers.activations,
+        )
 
     def place(self, placements: Mapping[str, Placement], slots: int | None) -> Placed:
         return self._cut.place(placements, slots)

@@ -27,14 +27,12 @@ from torch import Tensor
 
 from .arena import Arena, Block
 from .errors import ClosedError, OffloadError
+from .footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from .protocols import Extent
 from .tier import Nvme, Transfer
 from .tile import round_up
 
 __all__ = ["ChangedInputError", "DeviceSpill", "HostSpill", "NvmeSpill", "Spill", "Spilled"]
-
-PIECE_BYTES = 4 << 20
-SLOTS = 4
 
 
 class ChangedInputError(OffloadError, RuntimeError):
@@ -186,7 +184,7 @@ class NvmeSpill:
     Any thread may pack and load; one at a time does.
     """
 
-    def __init__(self, nvme: Nvme, *, slots: int = SLOTS, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, nvme: Nvme, *, slots: int = SPILL_SLOTS, piece_bytes: int = SPILL_PIECE_BYTES) -> None:
         if slots < 2:
             raise ValueError(f"slots={slots}: at least 2, one being written or read beside the one in use")
         self._nvme = nvme

@@ -352,7 +352,8 @@ class TieredStore:
         """Sums since attach (whose own writes are `setup_write_bytes`); take differences for one step.
 
         nvme_read_bytes, nvme_write_bytes; exposed_seconds: the training thread waited; host_bytes: the arena;
-        device_bytes: what is placed on the device, and copies there now.
+        device_bytes: what is placed on the device, and copies there now; huge_pages: "ok", or why the kernel refused
+        them to the arena, which costs direct I/O speed and no bits.
         """
         nvme, plan = self._nvme, self._plan
         device = sum(plan.bytes_of("device", kind) for kind in ("parameters", "gradients", "optimizer"))
@@ -363,6 +364,7 @@ class TieredStore:
             "exposed_seconds": self._monitor.exposed_ns / 1e9,
             "host_bytes": self._arena.nbytes - device,
             "device_bytes": device + self._link.device_bytes,
+            "huge_pages": self._arena.advice["MADV_HUGEPAGE"],
         }
 
     def describe(self) -> StorePlan:

@@ -99,14 +99,20 @@ def sibling(module: str) -> Any:
 def uses_nvme(config: Config) -> bool:
     """Whether any tile may lie on nvme. Under offload=auto: where paths are given, or a disk is there."""
     if config.offload.kind == "auto":
-        if config.offload.nvme_paths:
-            return True
-        return (
-            importlib.util.find_spec("zero_nvme") is not None
-            and memory_filesystem(existing(nvme_paths(config, 0)[0])) is None
-        )
+        return not auto_without_nvme(config)
     states = any(on(getattr(config.offload, kind), "nvme") for kind in STATE_KINDS)
     return config.offload.kind == "placed" and (states or "nvme" in activations(config))
+
+
+def auto_without_nvme(config: Config) -> str:
+    """Why offload=auto plans without nvme; empty where it may use one."""
+    if config.offload.kind != "auto" or config.offload.nvme_paths:
+        return ""
+    if importlib.util.find_spec("zero_nvme") is None:
+        return "zero-nvme is not installed"
+    folder = existing(nvme_paths(config, 0)[0])
+    memory = memory_filesystem(folder)
+    return f"{folder} is in memory ({memory})" if memory else ""
 
 
 def activations(config: Config) -> tuple[str, ...]:

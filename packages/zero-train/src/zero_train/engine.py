@@ -54,6 +54,11 @@ class Engine:
     backend: str  # of the slab and why it was chosen; empty: no slab
     resident_bytes: int  # what the device store holds, by the plan
 
+    @property
+    def huge_pages(self) -> str:
+        """Whether the arena of the store has them: "ok", or why not."""
+        return "ok" if self.store is None else str(self.store.stats()["huge_pages"])
+
     def usage(self) -> Usage:
         """The counters at this moment."""
         if self.store is None:
@@ -187,7 +192,8 @@ def make_slab(config: Config, paths: Sequence[Path], stack: ExitStack) -> Any:
     zero_nvme = checks.sibling("zero_nvme")
     names = [str(path) for path in paths]
     try:
-        return stack.enter_context(zero_nvme.Slab(names, backend=config.io.backend))
+        slab = zero_nvme.Slab(names, backend=config.io.backend, allow_memory=config.io.allow_memory)
+        return stack.enter_context(slab)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"no slab on offload.nvme_paths={names} with io.backend={config.io.backend}: {error}"

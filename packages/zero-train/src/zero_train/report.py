@@ -156,5 +156,6 @@ def draw_timeline(path: Path, events: Sequence[Any], seconds: float) -> None:
     axes.set_yticks(range(len(lanes)), [f"{lane}: {kind}" for lane, kind in lanes])
     axes.set(title="the last steps", xlabel="seconds", xlim=(0, seconds))
     kinds = sorted({kind for _, kind in lanes})
-    axes.legend(handles=[Patch(color=_COLOURS.get(k, "#8c8c8c"), label=k) for k in kinds], ncols=max(1, len(kinds)))
+    handles = [Patch(color=_COLOURS.get(kind, "#8c8c8c"), label=kind) for kind in kinds]
+    figure.legend(handles=handles, ncols=max(1, len(kinds)), loc="outside lower center")
     figure.savefig(path, dpi=110)

@@ -136,8 +136,8 @@ class OffloadConfig:
     nvme_paths: Any = field(default_factory=list)
     """Folders that hold the slab, one file each; `{local_rank}` is filled in. Empty: the run folder."""
     activations: Any = None
-    """What a block keeps for its backward: keep, recompute, host or nvme (its input, there), auto (the planner chooses),
-    or one of the first four a unit, as a list. null: recompute where model.checkpointing, else keep."""
+    """What a block keeps for its backward: keep, recompute, host or nvme (its input, there), auto (planned), or one of
+    the first four a unit, as a list. null: recompute where model.checkpointing, else keep."""
     tile_numel: int = 1 << 22
     """Elements of a tile, the atom of placement, I/O and update."""
     slots: Optional[int] = None

@@ -41,7 +41,8 @@ def run(config: Config, on_end: Callable[[engine.Engine], None] | None = None) -
 
     Raises:
         ConfigError: on every rank, where any rank cannot run it. Nothing is left behind then.
-        RunError: training failed: a disk that filled up, an I/O error, a rank that is gone. The plots are written.
+        RunError: training failed: a disk that filled up, an I/O error, a device without room, a rank that is gone. The
+            plots are written.
     """
     with interrupt.handled() as asked:
         try:
@@ -49,6 +50,11 @@ def run(config: Config, on_end: Callable[[engine.Engine], None] | None = None) -
                 return _Run(config, ranks, asked, on_end).go()
         except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
             raise RunError(f"the run stopped: {error}") from error
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise RunError(
+                f"the run stopped, out of memory: {str(error).strip() or type(error).__name__}; lower run.micro_batch "
+                "or data.sequence_length, set offload.activations=recompute, or put more on nvme with offload=nvme"
+            ) from error
         except KeyboardInterrupt:
             _say("interrupted; nothing was trained")
             return Outcome(asked.exit_code or 130)
@@ -84,6 +90,8 @@ class _Run:
                 self._say(
                     f"nvme: {ready.backend}, in {', '.join(map(str, checks.nvme_paths(config, ranks.local_rank)))}"
                 )
+            if ready.huge_pages != "ok":
+                self._say(f"no huge pages for the arena ({ready.huge_pages}): direct I/O is slower")
             if checkpoint:
                 _together(ranks, lambda: resume.load(checkpoint, ready))
                 self._say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}")
