@@ -25,8 +25,8 @@ OPTIONS = {
     "address": {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=66", "UBSAN_OPTIONS": "print_stacktrace=1"},
     "thread": {"TSAN_OPTIONS": "exitcode=66:halt_on_error=0:second_deadlock_stack=1"},
 }
-# Not a finding: in two of six runs libtsan of GCC 12 asked the kernel for 541 TB of its own shadow memory, beginning where
-# that ends, while a test started many threads, and ended the process. Everything is then run once more.
+# Not a finding: now and then (one run in six, or two) libtsan of GCC 12 asks the kernel for 541 TB of its own shadow
+# memory while a test starts many threads, and ends the process. Everything is then run once more.
 RUNTIME_FAILED = "ThreadSanitizer failed to allocate"
 ATTEMPTS = 4
 

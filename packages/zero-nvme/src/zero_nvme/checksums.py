@@ -1,7 +1,7 @@
 """Checksums of what was written, by extent and chunk; in memory, for as long as the slab lives.
 
 They are computed where the bytes already have a thread: a write's by who submits it, a read's by who waits for it. With
-the processor's CRC instruction they run at the memory's speed; zlib's CRC-32, without it, costs about 0.6 s a GiB.
+the processor's CRC instruction that is 0.12 s a GiB (Xeon, 2.5 GHz); without it zlib's CRC-32 takes 0.35 to 0.6 s.
 """
 
 from __future__ import annotations
