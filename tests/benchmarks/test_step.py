@@ -163,7 +163,6 @@ def row(name: str, rounds: list[Round]) -> dict[str, Any]:
         "exposed_seconds": statistics.median(seconds(name, "exposed_seconds")),
         "peak_rss_bytes": max(peaks(name)),
         "none_peak_rss_bytes": max(peaks("none")),
-        "floor_peak_rss_bytes": min(peaks("floor")),  # later ones include the states of the pass beside it
         "pairs": len(mine),
     }
     if peer := [each for each in rounds if PEERS.get(name) in each]:

@@ -56,8 +56,8 @@ def test_ten_steps_equal_the_reference(ranks, model, stage, size, precision, opt
         # rounding moves a parameter by 2^-8 of itself: some percent of the update. T5's loss is bf16 itself.
         assert distance.loss <= (2.0**-6 if model == "t5" else 2e-3)
         assert distance.norm <= 3e-2
-        # Stage 0 all-reduces, which gloo does with a rounding to bf16 after every addition: 0.156 with four ranks of the
-        # MoE. The other stages add in fp32 and round once.
+        # Stage 0 all-reduces, which gloo does with a rounding to bf16 after every addition: 0.156 with four ranks of
+        # the MoE. The other stages add in fp32 and round once.
         assert distance.update <= (0.2 if stage == 0 else 0.15), distance.worst
         return
     assert distance.loss <= 1e-5
