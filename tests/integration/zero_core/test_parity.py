@@ -53,8 +53,9 @@ def test_ten_steps_equal_the_reference(ranks, model, stage, size, precision, opt
     distance: Distance = ranks(size).run(run, Case(model, stage, precision, optimizer))[0]
     if precision == "bf16":
         # Gradients are averaged in bf16 (2^-9 relative a rounding), and a master that lands on the other side of a
-        # rounding moves a parameter by 2^-8 of itself: some percent of the update. T5's loss is bf16 itself.
-        assert distance.loss <= (2.0**-6 if model == "t5" else 2e-3)
+        # rounding moves a parameter by 2^-8 of itself: some percent of the update. The losses of T5 and BERT are bf16
+        # themselves: one step of theirs is up to 2^-7.
+        assert distance.loss <= (2.0**-6 if model in ("t5", "bert") else 2e-3)
         assert distance.norm <= 3e-2
         # Stage 0 all-reduces, which gloo does with a rounding to bf16 after every addition: 0.156 with four ranks of
         # the MoE. The other stages add in fp32 and round once.
