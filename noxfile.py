@@ -153,7 +153,7 @@ def bench(session: nox.Session) -> None:
     (ROOT / "runs").mkdir(exist_ok=True)
     if session.posargs and session.posargs[0] in ("core", "nvme", "optim", "rss", "step"):
         name, *rest = session.posargs
-        session.run("python", f"tests/benchmarks/test_{name}.py", "--json", f"runs/bench_{name}.json", *rest)
+        session.run("python", "-m", f"tests.benchmarks.test_{name}", "--json", f"runs/bench_{name}.json", *rest)
         return
     saved = "--benchmark-json=runs/benchmark.json"
     session.run("pytest", "--benchmark-enable", saved, "tests/benchmarks/test_step.py", *session.posargs)

@@ -1,6 +1,6 @@
 """One process of the step benchmark: a model under one configuration, which takes steps when it is asked to.
 
-    python tests/benchmarks/step_worker.py '{"name": "nvme", "micro_batch": 2, "folder": "."}'
+    python -m tests.benchmarks.step_worker '{"name": "nvme", "micro_batch": 2, "folder": "."}'
 
 It says what it is in one line of JSON, then answers each line on stdin with another: `turn N` times N steps, after one
 that is not timed, and waits for what runs in the background; `end` leaves. Between turns it does nothing, so that

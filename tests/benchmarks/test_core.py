@@ -1,7 +1,7 @@
 """zero-core's step against its floor and against FSDP2; ratios taken alternately in one run.
 
-    python tests/benchmarks/test_core.py [--json FILE] [--dtype bfloat16 float32] [--micro-batch 2 8] [--rounds 7]
-                                         [--only one-rank two-ranks]
+    python -m tests.benchmarks.test_core [--json FILE] [--dtype bfloat16 float32] [--micro-batch 2 8] [--rounds 7]
+                                          [--only one-rank two-ranks]
 
 Floor: forward and backward alone in that dtype, plus one fused AdamW pass over fp32 tensors of the same sizes. A CPU
 without bf16 arithmetic spends nearly all of a bf16 step in its matrix products, which hides what a library adds: there
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import resource
 import statistics
 import time
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 
 import zero_core
+from tests.benchmarks.intervals import interval_of_median
 from zero_core.testing import RankPool
 
 LLAMA_120M = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
@@ -118,16 +118,6 @@ def alternate(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, A
     medians = {f"{name}_seconds": statistics.median(values) for name, values in kept.items()}
     low, high = interval_of_median(ratios)
     return {**medians, "ratio": statistics.median(ratios), "ratio_low": low, "ratio_high": high, "pairs": rounds}
-
-
-def interval_of_median(values: list[float]) -> tuple[float, float]:
-    """Order statistics that hold the median with at least 95 % (the whole range below six values)."""
-    ordered, n = sorted(values), len(values)
-    cut = 0
-    while 2 * sum(math.comb(n, k) for k in range(cut + 1)) / 2**n <= 0.05:
-        cut += 1
-    cut = max(cut - 1, 0)
-    return ordered[cut], ordered[n - 1 - cut]
 
 
 def one_rank(shape: dict[str, int], rows: int, rounds: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 import zero_optim_cpu
+from tests.benchmarks.intervals import interval_of_median
 from zero_optim_cpu import CpuStep, available_isas
 from zero_optim_cpu.engine import Engine
 
@@ -117,14 +118,6 @@ class Memory:
                 values = torch.randn(self.parameter(dtype)[part].numel(), generator=generator)
                 self.parameter(dtype)[part] = values
                 self.gradient(dtype)[part] = values.flip(0) * 1e-3
-
-
-def interval(values: list[float]) -> tuple[float, float, float]:
-    """Median, and the order statistics that hold it with 95 % probability."""
-    ordered = sorted(values)
-    n = len(ordered)
-    reach = int(0.98 * n**0.5) + 1
-    return statistics.median(ordered), ordered[max(0, n // 2 - reach)], ordered[min(n - 1, n // 2 + reach)]
 
 
 def paired(contestants: dict[str, Run], rounds: int) -> dict[str, list[float]]:
@@ -259,7 +252,7 @@ def memory_probe(memory: Memory) -> tuple[float, float]:
 def cell(row: Row, other: str) -> str:
     if other not in row.ratios:
         return ""
-    middle, low, high = interval(row.ratios[other])
+    middle, (low, high) = statistics.median(row.ratios[other]), interval_of_median(row.ratios[other])
     text = f"{middle:.3f} ({low:.3f}-{high:.3f})"
     if other in row.aims:
         text += f", {'met' if middle >= row.aims[other] else '**missed**'}: {row.aims[other]}"

@@ -1,6 +1,6 @@
 """Peak memory of Llamas with their states on nvme, each run in its own process.
 
-    python tests/benchmarks/test_rss.py [--steps 3] [--json FILE] [--only spared deep]
+    python -m tests.benchmarks.test_rss [--steps 3] [--json FILE] [--only spared deep]
 
 spared  119.6 M in the machine's own precision. Claim: what the plan puts on nvme leaves memory, at least 60 % of it;
         the rest is slots, arena and allocator. Twice: with the default slots, and with the fewest that it accepts.

@@ -1,7 +1,7 @@
 """A training step by where its states lie, against no offload, against the least possible and against DeepSpeed.
 
-    python tests/benchmarks/test_step.py --json FILE [--micro-batch 2 8] [--pairs 7] [--configurations host nvme …]
-    python tests/benchmarks/test_step.py --json FILE --table
+    python -m tests.benchmarks.test_step --json FILE [--micro-batch 2 8] [--pairs 7] [--configurations host nvme …]
+    python -m tests.benchmarks.test_step --json FILE --table
 
 Each configuration is a process of its own (step_worker.py). All that are named stay alive, as far as memory goes, and
 take turns in an order that rotates, so what a pair has in common is the machine's speed in those seconds. A ratio
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import shutil
@@ -36,6 +35,7 @@ import pytest
 import torch
 
 from tests.benchmarks import step_worker
+from tests.benchmarks.intervals import interval_of_median
 
 BOUNDS = {  # of the ratio, by micro-batch
     "host": {2: 1.03, 8: 1.03},
@@ -124,20 +124,9 @@ def measured(names: list[str], options: dict[str, Any], pairs: int, count: int) 
             worker.close()
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """At least 95 % for the median of what `values` are drawn from, by order statistics; under 6 values: all."""
-    ordered, n = sorted(values), len(values)
-    tail = 0.0
-    for k in range(n // 2):
-        tail += math.comb(n, k) / 2**n
-        if tail > 0.025:
-            return ordered[max(0, k - 1)], ordered[n - max(1, k)]
-    return ordered[0], ordered[-1]
-
-
 def compared(numerator: list[float], denominator: list[float]) -> dict[str, Any]:
     ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
-    return {"ratio": statistics.median(ratios), "interval": interval(ratios)}
+    return {"ratio": statistics.median(ratios), "interval": interval_of_median(ratios)}
 
 
 def row(name: str, rounds: list[Round]) -> dict[str, Any]:
@@ -298,11 +287,6 @@ def test_step(benchmark, tier):
         options = {"name": tier, "micro_batch": 2, "folder": folder, "tiny": benchmark.disabled}
         parts = step_worker.ours(options, stack)
         benchmark.pedantic(parts["step"], rounds=10, warmup_rounds=2)
-
-
-def test_the_interval_is_that_of_the_sign_test():
-    assert interval([3.0, 1.0, 2.0, 4.0, 5.0, 7.0, 6.0]) == (1.0, 7.0)  # 98.4 %; without the ends 87.5 %
-    assert interval([float(k) for k in range(1, 10)]) == (2.0, 8.0)  # 96.1 %
 
 
 if __name__ == "__main__":
