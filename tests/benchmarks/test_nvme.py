@@ -4,10 +4,10 @@ figures of different minutes.
     python -m tests.benchmarks.test_nvme PATH [--gib 1] [--pairs 7] [--parts read,write,mixed] [--json FILE]
 
 For each kind of pass a sweep over engine, block size and depth, and a final of its best six over the whole file, find
-fio's best configuration once, with huge-page buffers; another one DeepSpeed's. Ours is what `python -m zero_nvme tune`
-finds. Then peer, ours, peer, ours, … in which a ratio is ours over the mean of the two runs around it; their median is
-reported. fio with ordinary buffers runs beside. Needs fio; DeepSpeed is left out, with the reason, where it cannot be
-imported. A --json file that exists is kept for the parts that are not run. Under pytest: a small run.
+fio's best configuration once, with huge-page buffers; the same sweep finds ours, another one DeepSpeed's. Then peer,
+ours, peer, ours, … in which a ratio is ours over the mean of the two runs around it; their median is reported. fio
+with ordinary buffers runs beside. Needs fio; DeepSpeed is left out, with the reason, where it cannot be imported. A
+--json file that exists is kept for the parts that are not run. Under pytest: a small run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import pytest
 import zero_nvme
 from zero_nvme import fio
 from zero_nvme.fio import FioResult, Kind
-from zero_nvme.tune import tune
 
 try:
     from tests.benchmarks.deepspeed_aio import DeepSpeed
@@ -59,7 +58,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Ours:
-    """How our stream is cut: requests of `request_bytes`, so many of them in flight that they fill the buffer."""
+    """How our stream is cut: requests of `request_bytes`, so many of them at a time that they fill the buffer."""
 
     backend: str
     block_bytes: int
@@ -140,11 +139,22 @@ def ours(name: str, nbytes: int, kind: Kind, setting: Ours, buffer: memoryview) 
     return FioResult(nbytes / seconds / 1e9, cpu / (nbytes / GIB))
 
 
-def ours_tuned(folder: str, nbytes: int) -> Ours:
-    found = tune(folder, nbytes=min(nbytes, 256 * MIB))
-    request = min(nbytes, max(found.block_bytes, 16 * MIB))
-    buffer = min(nbytes, max(found.inflight_bytes, request) + request)
-    return Ours(found.backend, found.block_bytes, found.inflight_bytes, request, buffer // request * request)
+def ours_best(name: str, nbytes: int, kind: Kind, grid: Grid, buffer: memoryview) -> Ours:
+    """Over fio's engines, blocks and depths. The stream waits for its oldest request: with both at once they are
+    smaller, and at least four, so that the writes do not run dry behind a read."""
+    settings = []
+    for engine in grid.engines:
+        for block, depth in grid.points():
+            request = max(block, 4 * MIB if kind == "mixed" else 16 * MIB)
+            enough = min(2 * block * depth + 4 * request, len(buffer))
+            settings.append(Ours(engine, block, block * depth, request, enough // request * request))
+    chosen = best_of(
+        [vars(setting) for setting in settings],
+        lambda setting, size: ours(name, size, kind, Ours(**setting), buffer),
+        grid.nbytes,
+        nbytes,
+    )
+    return Ours(**chosen)
 
 
 def sandwich(mine: Callable[[], FioResult], peer: Callable[[], FioResult], pairs: int) -> dict[str, Any]:
@@ -169,13 +179,10 @@ def sandwich(mine: Callable[[], FioResult], peer: Callable[[], FioResult], pairs
     }
 
 
-def measure(
-    name: str, nbytes: int, kind: Kind, pairs: int, grid: Grid, setting: Ours, peer: DeepSpeed | None
-) -> dict[str, Any]:
-    if kind == "mixed":  # the stream waits for its oldest request: with few large ones the writes run dry behind a read
-        setting = replace(setting, request_bytes=min(setting.request_bytes, max(setting.block_bytes, 4 * MIB)))
-    buffer = zero_nvme.empty(setting.buffer_bytes)
+def measure(name: str, nbytes: int, kind: Kind, pairs: int, grid: Grid, peer: DeepSpeed | None) -> dict[str, Any]:
+    buffer = zero_nvme.empty(min(2 * MOST_IN_FLIGHT, max(16 * MIB, nbytes)))
     buffer[:] = os.urandom(len(buffer))
+    setting = ours_best(name, nbytes, kind, grid, buffer)
 
     def mine() -> FioResult:
         return ours(name, nbytes, kind, setting, buffer)
@@ -214,9 +221,8 @@ def run(
         prepare(name, nbytes)
         with DeepSpeed() as peer:
             report["deepspeed"] = peer.version or f"left out: {peer.reason}"
-            setting = ours_tuned(folder, nbytes)
             for kind in kinds:
-                report[kind] = measure(name, nbytes, kind, pairs, grid, setting, peer if peer.version else None)
+                report[kind] = measure(name, nbytes, kind, pairs, grid, peer if peer.version else None)
                 save(report)
         return report
     finally:

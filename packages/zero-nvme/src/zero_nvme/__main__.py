@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("tune", "find block size and bytes in flight; prints YAML"),
-        ("bench", "sequential reads and writes, beside fio's if it is installed"),
+        ("bench", "sequential reads, writes and both at once, beside fio's if it is installed"),
         ("doctor", "what this kernel, filesystem and container allow"),
     ):
         command = commands.add_parser(name, help=text)
@@ -61,8 +61,8 @@ def _bench(options: argparse.Namespace) -> int:
     """Alternates with fio, so that both see the same minutes of the machine."""
     block, in_flight, nbytes = options.block_mib * MIB, options.inflight_mib * MIB, options.mib * MIB
     chosen = Options(backend=options.backend, block_bytes=block, inflight_bytes=in_flight)
-    ours: dict[bool, list[float]] = {False: [], True: []}
-    theirs: dict[bool, list[float]] = {False: [], True: []}
+    ours: dict[fio.Kind, list[float]] = {kind: [] for kind in tune.KINDS}
+    theirs: dict[fio.Kind, list[float]] = {kind: [] for kind in tune.KINDS}
     with Testbed(options.path, nbytes, chosen) as bed, tempfile.TemporaryDirectory(dir=options.path) as folder:
         name = os.path.join(folder, "fio")
         if fio.available():
@@ -71,21 +71,19 @@ def _bench(options: argparse.Namespace) -> int:
                     file.write(os.urandom(MIB))
                 os.fsync(file.fileno())
         for _ in range(options.rounds):
-            for write in (False, True):
-                ours[write].append(bed.gigabytes_per_second(bed.seconds(write=write)[0]))
+            for kind in tune.KINDS:
+                ours[kind].append(bed.gigabytes_per_second(bed.seconds(kind)[0]))
                 if fio.available():
                     depth = max(1, in_flight // block)
-                    kind: fio.Kind = "write" if write else "read"
                     peer = fio.run(name, kind, nbytes=nbytes, block_bytes=block, depth=depth)
-                    theirs[write].append(peer.gigabytes_per_second)
+                    theirs[kind].append(peer.gigabytes_per_second)
         print(f"{bed.backend}: {bed.reason}; {options.mib} MiB, medians of {options.rounds}, GB/s")
     print(f"{'':6} {'zero_nvme':>10} {'fio':>10} {'ratio':>7}")
-    for write in (False, True):
-        mine = statistics.median(ours[write])
-        row = f"{'write' if write else 'read':6} {mine:10.2f}"
-        if theirs[write]:
-            ratio = statistics.median(a / b for a, b in zip(ours[write], theirs[write], strict=True))
-            row += f" {statistics.median(theirs[write]):10.2f} {ratio:7.2f}"
+    for kind in tune.KINDS:
+        row = f"{kind:6} {statistics.median(ours[kind]):10.2f}"
+        if theirs[kind]:
+            ratio = statistics.median(a / b for a, b in zip(ours[kind], theirs[kind], strict=True))
+            row += f" {statistics.median(theirs[kind]):10.2f} {ratio:7.2f}"
         else:
             row += f" {'not found':>10}"
         print(row)

@@ -11,6 +11,7 @@ from zero_nvme import probe
 from zero_nvme.buffers import as_memory, empty
 from zero_nvme.engine import Engine
 from zero_nvme.filesystem import open_nameless, opened, preallocate
+from zero_nvme.fio import Kind
 from zero_nvme.options import Options
 from zero_nvme.ticket import wait_all
 
@@ -30,15 +31,18 @@ class Testbed:
         try:
             preallocate(self._path, nbytes)
             self.buffer[:] = os.urandom(len(self.buffer))
-            self.seconds(write=True)
+            self.seconds("write")
         except BaseException:
             self.close()
             raise
 
     def seconds(
-        self, *, write: bool, block_bytes: int | None = None, inflight_bytes: int | None = None
+        self, kind: Kind, *, block_bytes: int | None = None, inflight_bytes: int | None = None
     ) -> tuple[float, float]:
-        """Time to move the whole file once, first request to last completion; and CPU time, of all threads."""
+        """Time to move as many bytes as the file has, first request to last completion; and CPU time, of all threads.
+
+        `mixed` reads the first half of the file while it writes the second.
+        """
         options = replace(
             self._options,
             block_bytes=block_bytes or self._options.block_bytes,
@@ -50,16 +54,26 @@ class Testbed:
             start, cpu = time.perf_counter(), time.process_time()
             wait_all(
                 [
-                    engine.submit(write, offset, as_memory(self._part(offset), writable=not write))
-                    for offset in range(0, self.nbytes, len(self.buffer))
+                    engine.submit(write, offset, as_memory(part, writable=not write))
+                    for write, offset, part in self._moves(kind)
                 ]
             )
             return time.perf_counter() - start, time.process_time() - cpu
         finally:
             engine.close()
 
-    def _part(self, offset: int) -> memoryview:
-        return self.buffer[: min(len(self.buffer), self.nbytes - offset)]
+    def _moves(self, kind: Kind) -> list[tuple[bool, int, memoryview]]:
+        """Write or read, offset in the file, memory: what is moved, in the order of the requests."""
+        if kind != "mixed":
+            return self._passes(kind == "write", 0, self.nbytes, self.buffer)
+        half, middle = len(self.buffer) // 2, self.nbytes // 2 // 4096 * 4096
+        reads = self._passes(False, 0, middle, self.buffer[:half])
+        return reads + self._passes(True, middle, self.nbytes, self.buffer[half:])
+
+    @staticmethod
+    def _passes(write: bool, start: int, stop: int, memory: memoryview) -> list[tuple[bool, int, memoryview]]:
+        step = len(memory)
+        return [(write, offset, memory[: min(step, stop - offset)]) for offset in range(start, stop, step)]
 
     def gigabytes_per_second(self, seconds: float) -> float:
         return self.nbytes / seconds / 1e9
