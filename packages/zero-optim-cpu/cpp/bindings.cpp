@@ -169,10 +169,9 @@ void bind_tensors(py::module_& m) {
             kernel(pointer<float>(into), pointer<const void>(values), begin, end);
         });
     });
-    m.def("norm_squared", [](Pool& pool, const Table& table, std::uintptr_t values, int dtype, std::int64_t numel) {
-        double sum = 0.0;
-        for (const double chunk : over_chunks<double>(pool, table.norm_squared[dtype], values, numel)) sum += chunk;
-        return sum;
+    m.def("chunk_norms_squared", [](Pool& pool, const Table& table, std::uintptr_t values, int dtype,
+                                    std::int64_t numel) {
+        return over_chunks<double>(pool, table.norm_squared[dtype], values, numel);
     });
     m.def("count_nonfinite", [](Pool& pool, const Table& table, std::uintptr_t values, int dtype, std::int64_t numel) {
         std::int64_t sum = 0;

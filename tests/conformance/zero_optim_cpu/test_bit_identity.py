@@ -117,7 +117,8 @@ def test_the_norm_is_the_sum_of_its_chunks_in_order() -> None:
     total = 0.0
     for start in range(0, values.numel(), 1 << 20):
         total += step.norm_squared(values[start : start + (1 << 20)])
-    assert step.norm_squared(values) == total
+    assert step.norm_squared(values) == total == sum(step.chunk_norms_squared(values))
+    assert len(step.chunk_norms_squared(values)) == 4
 
 
 def test_flush_to_zero_of_the_caller_is_not_inherited() -> None:

@@ -63,7 +63,7 @@ def test_norm_does_not_depend_on_threads() -> None:
         sums = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            sums.append(TorchStep().norm_squared(values))
+            sums.append(TorchStep().chunk_norms_squared(values))
     finally:
         torch.set_num_threads(before)
     assert sums[0] == sums[1]

@@ -198,9 +198,8 @@ class GradientStore:
 
     def _sum_chunks(self, i: int, start: int, values: Tensor) -> None:
         """Squares of `values`, which begin at shard element `start`, a multiple of the chunk."""
-        for at in range(0, values.numel(), CHUNK_NUMEL):
-            chunk = values[at : at + CHUNK_NUMEL]
-            self._sums[i][(start + at) // CHUNK_NUMEL] = self._step.norm_squared(chunk)
+        first, sums = start // CHUNK_NUMEL, self._step.chunk_norms_squared(values)
+        self._sums[i][first : first + len(sums)] = sums
 
     # -- both threads: transfers of a tile ----------------------------------------------------------------------
 

@@ -137,7 +137,7 @@ class SegmentStep:
 class UpdateStep(Protocol):
     """An optimizer's arithmetic on tiles. Native code releases the GIL.
 
-    Two threads call it: one `update`, while another may `accumulate` and take `norm_squared`s.
+    Two threads call it: one `update`, while another may `accumulate` and take `chunk_norms_squared`.
     """
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
@@ -164,5 +164,5 @@ class UpdateStep(Protocol):
     def accumulate(self, into: Tensor, values: Tensor) -> None:
         """into (fp32) += values (any float dtype)."""
 
-    def norm_squared(self, values: Tensor) -> float:
-        """Squares summed in double by chunks of 1 << 20, chunks added in order. Not finite in: not finite out."""
+    def chunk_norms_squared(self, values: Tensor) -> Sequence[float]:
+        """The sum of squares of each chunk of 1 << 20 elements, in double. Not finite in: not finite out."""

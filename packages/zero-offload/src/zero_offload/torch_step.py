@@ -123,11 +123,9 @@ class TorchStep:
     def accumulate(self, into: Tensor, values: Tensor) -> None:
         into.add_(values.to(torch.float32))
 
-    def norm_squared(self, values: Tensor) -> float:
-        total = 0.0
-        for start in range(0, values.numel(), CHUNK_NUMEL):
-            total += _tree_sum(values[start : start + CHUNK_NUMEL].to(torch.float64).square())
-        return total
+    def chunk_norms_squared(self, values: Tensor) -> list[float]:
+        chunks = (values[start : start + CHUNK_NUMEL] for start in range(0, values.numel(), CHUNK_NUMEL))
+        return [_tree_sum(chunk.to(torch.float64).square()) for chunk in chunks]
 
     # -- the three layouts --------------------------------------------------------------------------------------
 

@@ -158,15 +158,16 @@ class CpuStep:
         engine = self._engine
         _native.accumulate(engine.pool, engine.table, into.data_ptr(), values.data_ptr(), code, into.numel())
 
-    def norm_squared(self, values: Tensor) -> float:
-        """Sum of squares in double: per chunk of 1 << 20 elements, chunks added in order.
-
-        Not finite if a value is not.
-        """
+    def chunk_norms_squared(self, values: Tensor) -> list[float]:
+        """The sum of squares of each chunk of 1 << 20 elements, in double. Not finite where a value is not."""
         check("values", values)
         code = dtype_code("values", values.dtype)
         engine = self._engine
-        return float(_native.norm_squared(engine.pool, engine.table, values.data_ptr(), code, values.numel()))
+        return _native.chunk_norms_squared(engine.pool, engine.table, values.data_ptr(), code, values.numel())
+
+    def norm_squared(self, values: Tensor) -> float:
+        """The sum of ``chunk_norms_squared``, in order."""
+        return sum(self.chunk_norms_squared(values), 0.0)
 
     def count_nonfinite(self, values: Tensor) -> int:
         """How many elements are NaN or infinite."""
