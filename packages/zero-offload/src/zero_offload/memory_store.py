@@ -106,9 +106,9 @@ class MemoryByteStore:
         return self._serve(memory, source)
 
     def close(self) -> None:
+        self._closed = True
         if self._thread is not None:
             self._thread.shutdown(wait=True)
-        self._closed = True
         self._memory.clear()
 
     def _range(self, extent: MemoryExtent, buffer: Any, offset: int) -> tuple[Tensor, Tensor]:

@@ -149,10 +149,11 @@ class Pipeline:
                         self._run(item)
                     else:
                         self.states.read_early(item)
-        except (Stopped, ClosedError):
+        except Stopped:
             pass
         except BaseException as error:
-            self._monitor.fail(error)
+            if not (self._monitor.stopping and isinstance(error, ClosedError)):  # a pool's way to say the same
+                self._monitor.fail(error)
         finally:
             with self._monitor.condition:
                 self._busy = False

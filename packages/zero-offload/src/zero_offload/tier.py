@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import OffloadError, SwapError
+from .errors import SwapError
 from .protocols import ByteStore, Extent, Ticket
 from .timeline import Timeline
 
@@ -119,8 +119,6 @@ class Nvme:
     def _submit(self, kind: str, submit: Any, extent: Extent, buffer: Tensor, what: str, offset: int) -> Transfer:
         try:
             ticket = submit(extent, buffer, offset)
-        except OffloadError:
-            raise
         except Exception as error:
             raise self.explain(error, kind, what, extent, offset, buffer) from error
         transfer = Transfer(self, kind, what, ticket, extent, offset, buffer)
