@@ -24,10 +24,10 @@ class Block:
     A storage of its own is what lets a caller swap a view's memory into another tensor of the same length.
     """
 
-    __slots__ = ("_map", "nbytes", "offset")
+    __slots__ = ("_arena", "nbytes", "offset")
 
-    def __init__(self, mapping: mmap.mmap, offset: int, nbytes: int) -> None:
-        self._map, self.offset, self.nbytes = mapping, offset, nbytes
+    def __init__(self, arena: Arena, offset: int, nbytes: int) -> None:
+        self._arena, self.offset, self.nbytes = arena, offset, nbytes
 
     def view(self, dtype: torch.dtype, numel: int, start_bytes: int = 0) -> Tensor:
         """(numel,) of `dtype`, `start_bytes` into the block."""
@@ -35,7 +35,7 @@ class Block:
             raise AssertionError(f"view of {numel} {dtype} at {start_bytes} in a block of {self.nbytes} bytes")
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self.offset + start_bytes)
+        return torch.frombuffer(self._arena.mapping, dtype=dtype, count=numel, offset=self.offset + start_bytes)
 
     def raw(self, start_bytes: int, stop_bytes: int) -> Tensor:
         """Bytes [start, stop) as uint8, for transfers."""
@@ -43,7 +43,7 @@ class Block:
 
 
 class Arena:
-    """Blocks are taken once, one after another, and live as long as the arena or any view of theirs does.
+    """Blocks are taken once, one after another, and end with the arena; a view of one keeps the memory while it lives.
 
     The mapping begins at a 2 MiB boundary, asks for huge pages (3 × on direct I/O) and stays with this process on fork.
     Pages cost memory when they are first touched.
@@ -63,6 +63,13 @@ class Arena:
         self._map: mmap.mmap | None = mapping
         self._start = -torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE_BYTES
         self.advice = self._advise(mapping)
+
+    @property
+    def mapping(self) -> mmap.mmap:
+        """Raises ClosedError after close()."""
+        if self._map is None:
+            raise ClosedError("the arena is closed")
+        return self._map
 
     @staticmethod
     def _advise(mapping: mmap.mmap) -> dict[str, str]:
@@ -91,15 +98,13 @@ class Arena:
         size = self.rounded(nbytes)
         if self._taken + size > self.rounded(self.nbytes):
             raise AssertionError(f"arena of {self.nbytes} bytes: {self._taken} taken, {size} wanted")
-        block = Block(self._map, self._start + self._taken, size)
+        block = Block(self, self._start + self._taken, size)
         self._taken += size
         return block
 
     def whole(self) -> Tensor:
         """All bytes (uint8), to be registered."""
-        if self._map is None:
-            raise ClosedError("the arena is closed")
-        return Block(self._map, self._start, self.rounded(self.nbytes)).raw(0, self.rounded(self.nbytes))
+        return Block(self, self._start, self.rounded(self.nbytes)).raw(0, self.rounded(self.nbytes))
 
     def close(self) -> None:
         """Drop the mapping; the kernel has it back when the last view is gone. Idempotent."""

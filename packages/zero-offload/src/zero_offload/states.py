@@ -26,7 +26,7 @@ class StateStore:
     def __init__(self, plan: StorePlan, arena: Arena, nvme: Nvme | None, monitor: Monitor) -> None:
         self._nvme = nvme
         self._records: dict[Tile, Record] = {}
-        self._memory: dict[Tile, Mapping[str, Tensor]] = {}
+        self._memory: dict[Tile, Block] = {}
         self._extents: dict[Tile, Extent] = {}
         self._writes: dict[Tile, Transfer] = {}
         self._early: dict[Tile, tuple[Block, Transfer]] = {}
@@ -38,7 +38,7 @@ class StateStore:
                 if tier is Tier.NVME and nvme is not None:
                     self._extents[tile] = nvme.own(record.nbytes)
                 else:
-                    self._memory[tile] = record.views(arena.take(record.nbytes))
+                    self._memory[tile] = arena.take(record.nbytes)
         self.pool = SlotPool([arena.take(plan.state_slot_bytes) for _ in range(plan.state_slots)], monitor)
 
     def swapped(self, tile: Tile) -> bool:
@@ -57,12 +57,15 @@ class StateStore:
                 self._drop(next(reversed(self._early)))
             block = self.pool.take()
         assert self._nvme is not None
-        written = self._writes.pop(tile, None)
-        if written is not None:
-            written.wait()
-        return block, self._nvme.read(
-            self._extents[tile], block.raw(0, self._records[tile].nbytes), f"states of {tile}"
-        )
+        try:
+            if tile in self._writes:
+                self._writes[tile].wait()
+                del self._writes[tile]
+            source = block.raw(0, self._records[tile].nbytes)
+            return block, self._nvme.read(self._extents[tile], source, f"states of {tile}")
+        except BaseException:
+            self.pool.give(block)
+            raise
 
     def read_early(self, tiles: Sequence[Tile]) -> None:
         """Read the first of `tiles`, as many as there are free slots; they do not depend on the gradient norm."""
@@ -89,9 +92,8 @@ class StateStore:
 
     def views(self, tile: Tile, block: Block | None) -> Mapping[str, Tensor]:
         """The record's fields, in `block` for a swapped tile. Empty for an optimizer without states."""
-        if block is None:
-            return self._memory.get(tile, {})
-        return self._records[tile].views(block)
+        block = self._memory.get(tile) if block is None else block
+        return {} if block is None else self._records[tile].views(block)
 
     def swap_out(self, tile: Tile, block: Block) -> None:
         """Begin to write the record back; the slot is free when that is done."""
@@ -100,7 +102,3 @@ class StateStore:
         transfer = self._nvme.write(self._extents[tile], source, f"states of {tile}")
         self._writes[tile] = transfer
         self.pool.give(block, after=transfer)
-
-    def new_block(self) -> Block:
-        """A slot for a record that is written before it is ever read."""
-        return self.pool.take()
