@@ -7,10 +7,14 @@ The first gradient after an update is kept as it came, in the reduce dtype; from
 same memory of 4 bytes an element. So without accumulation a 16-bit gradient touches (or swaps) 2 bytes an element:
 
     NONE ──first──> REDUCED |g g g g|. . . .|  ──second──> FP32 |G   G   G   G   |  ──update, discard──> NONE
+
+While a gradient is being added its unit is PARTIAL; where that ends early (Ctrl-C), it stays so until it is discarded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,6 +24,7 @@ from torch import Tensor
 from zero_core.store import CHUNK_NUMEL
 
 from .arena import Arena, Block
+from .errors import OffloadError
 from .footprint import GRADIENT_BYTES, StorePlan
 from .monitor import Monitor
 from .protocols import Extent, UpdateStep
@@ -36,6 +41,7 @@ class Held(Enum):
     NONE = 0
     REDUCED = 1
     FP32 = 2
+    PARTIAL = 3
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,9 @@ class Taken:
     """A unit's gradient on its way into an update, and the dtype it is kept in."""
 
     dtype: torch.dtype
+
+
+_Hand = dict[Tile, tuple[Block, Transfer | None]]  # slots in hand, each with the read into it
 
 
 class GradientStore:
@@ -96,7 +105,8 @@ class GradientStore:
             )
         if not unit.trainable:
             return
-        held = self._held[i]
+        held = self._whole(i)
+        self._held[i] = Held.PARTIAL
         if numel:
             self._add_in_memory(i, gradient[:numel], held)
         self._add_on_nvme(i, gradient, held)
@@ -110,7 +120,7 @@ class GradientStore:
 
     def zero(self, i: int, start: int, stop: int) -> None:
         """Elements [start, stop) of unit i's gradient become zero, on whatever tier they are."""
-        held = self._held[i]
+        held = self._whole(i)
         if held is Held.NONE:
             return
         dtype, numel = (self.dtype if held is Held.REDUCED else torch.float32), self._memory_numel[i]
@@ -123,24 +133,25 @@ class GradientStore:
         for tile in self._plan.units[i].tiles:
             low, high = max(start, tile.start), min(stop, tile.stop)
             if tile in self._extents and low < high:
-                block, transfer = self._begin_read(tile, dtype, self._slot(tile))
-                transfer.wait()
-                kept = block.view(dtype, tile.numel)
-                kept[low - tile.start : high - tile.start].zero_()
-                self._sum_chunks(i, tile.start, kept)
-                self._swap_out(tile, block, kept)
+                with self._hand() as hand:
+                    self._take_up(hand, tile, dtype, self._slot(tile))
+                    kept = self._there(hand, tile).view(dtype, tile.numel)
+                    kept[low - tile.start : high - tile.start].zero_()
+                    self._sum_chunks(i, tile.start, kept)
+                    self._swap_out(hand, tile, kept)
 
     def norm_squared(self) -> float:
         """Chunk sums of all units, in order."""
         total = 0.0
-        for sums in self._sums:
+        for i, sums in enumerate(self._sums):
+            self._whole(i)
             for value in sums:
                 total += value
         return total
 
     def take(self, i: int) -> Taken | None:
         """Hand unit i's gradient to an update; the store's account of it is empty from here on. None: there is none."""
-        held, self._held[i] = self._held[i], Held.NONE
+        held, self._held[i] = self._whole(i), Held.NONE
         self._sums[i][:] = [0.0] * len(self._sums[i])
         if held is Held.NONE:
             return None
@@ -164,30 +175,62 @@ class GradientStore:
     def _add_on_nvme(self, i: int, gradient: Tensor, held: Held) -> None:
         tiles = [tile for tile in self._plan.units[i].tiles if tile in self._extents]
         if held is Held.NONE:
-            for tile in tiles:
-                block = self._slot(tile)
-                kept = block.view(self.dtype, tile.numel)
-                kept.copy_(gradient[tile.start : tile.stop])
-                self._sum_chunks(i, tile.start, kept)
-                self._swap_out(tile, block, kept)
+            with self._hand() as hand:
+                for tile in tiles:
+                    hand[tile] = (self._slot(tile), None)
+                    kept = hand[tile][0].view(self.dtype, tile.numel)
+                    kept.copy_(gradient[tile.start : tile.stop])
+                    self._sum_chunks(i, tile.start, kept)
+                    self._swap_out(hand, tile, kept)
             return
-        ahead: tuple[Block, Transfer] | None = None
         dtype = self.dtype if held is Held.REDUCED else torch.float32
-        for tile, following in zip(tiles, [*tiles[1:], None], strict=False):
-            block, transfer = ahead or self._begin_read(tile, dtype, self._slot(tile))
-            another = self.pool.try_take() if following is not None else None
-            # The next tile is read while this one is added; only if a slot is there, so that nothing is waited for.
-            ahead = self._begin_read(following, dtype, another) if following is not None and another else None
-            if not transfer.done():
-                with self._monitor.exposed(str(tile)):
-                    transfer.wait()
-            transfer.wait()
-            if held is Held.REDUCED:
-                _widen(block, dtype, tile.numel)
-            kept = block.view(torch.float32, tile.numel)
-            self._step.accumulate(kept, gradient[tile.start : tile.stop])
-            self._sum_chunks(i, tile.start, kept)
-            self._swap_out(tile, block, kept)
+        with self._hand() as hand:
+            for tile, following in zip(tiles, [*tiles[1:], None], strict=False):
+                if tile not in hand:
+                    self._take_up(hand, tile, dtype, self._slot(tile))
+                # The next tile is read while this one is added; only if a slot is there, so that nothing is waited for.
+                another = self.pool.try_take() if following is not None else None
+                if following is not None and another is not None:
+                    self._take_up(hand, following, dtype, another)
+                block = self._there(hand, tile)
+                if held is Held.REDUCED:
+                    _widen(block, dtype, tile.numel)
+                kept = block.view(torch.float32, tile.numel)
+                self._step.accumulate(kept, gradient[tile.start : tile.stop])
+                self._sum_chunks(i, tile.start, kept)
+                self._swap_out(hand, tile, kept)
+
+    def _whole(self, i: int) -> Held:
+        """What is kept of unit i. Raises OffloadError where only a part of a gradient was added."""
+        if self._held[i] is Held.PARTIAL:
+            raise OffloadError(
+                f"adding a gradient of {self._plan.units[i].spec.name} was interrupted, so a part of it is missing; "
+                "call optimizer.zero_grad() and repeat the step's backward passes"
+            )
+        return self._held[i]
+
+    @contextmanager
+    def _hand(self) -> Iterator[_Hand]:
+        """Slots that one call holds. Those it still holds when it ends early go back, after the read into them."""
+        hand: _Hand = {}
+        try:
+            yield hand
+        finally:
+            for block, transfer in hand.values():
+                self.pool.give(block, after=transfer)
+
+    def _take_up(self, hand: _Hand, tile: Tile, dtype: torch.dtype, block: Block) -> None:
+        hand[tile] = (block, None)
+        hand[tile] = (block, self.begin_read(tile, dtype, block))
+
+    def _there(self, hand: _Hand, tile: Tile) -> Block:
+        block, transfer = hand[tile]
+        assert transfer is not None
+        if not transfer.done():
+            with self._monitor.exposed(str(tile)):
+                transfer.wait()
+        transfer.wait()
+        return block
 
     def _slot(self, tile: Tile) -> Block:
         block = self.pool.try_take()
@@ -214,25 +257,26 @@ class GradientStore:
 
     def begin_read(self, tile: Tile, dtype: torch.dtype, block: Block) -> Transfer:
         """Begin to bring a taken tile of `dtype` into `block`, after the write that is still in flight."""
-        return self._begin_read(tile, dtype, block)[1]
-
-    def _begin_read(self, tile: Tile, dtype: torch.dtype, block: Block) -> tuple[Block, Transfer]:
         assert self._nvme is not None
-        written = self._writes.pop(tile, None)
-        if written is not None:
-            written.wait()
+        self._written(tile)
         source = block.raw(0, round_up(tile.numel * dtype.itemsize, self._plan.alignment))
-        return block, self._nvme.read(self._extents[tile], source, f"gradient of {tile}")
+        return self._nvme.read(self._extents[tile], source, f"gradient of {tile}")
 
-    def _swap_out(self, tile: Tile, block: Block, values: Tensor) -> None:
+    def _swap_out(self, hand: _Hand, tile: Tile, values: Tensor) -> None:
         assert self._nvme is not None
-        before = self._writes.pop(tile, None)
-        if before is not None:  # of a gradient that was discarded: two writes of the same bytes have no order
-            before.wait()
+        self._written(tile)  # of a gradient that was discarded: two writes of the same bytes have no order
+        block = hand[tile][0]
         source = block.raw(0, round_up(values.nbytes, self._plan.alignment))
         transfer = self._nvme.write(self._extents[tile], source, f"gradient of {tile}")
         self._writes[tile] = transfer
         self.pool.give(block, after=transfer)
+        del hand[tile]
+
+    def _written(self, tile: Tile) -> None:
+        """Return when the tile's last write is done."""
+        if tile in self._writes:
+            self._writes[tile].wait()
+            del self._writes[tile]
 
 
 def _widen(block: Block, dtype: torch.dtype, numel: int) -> None:

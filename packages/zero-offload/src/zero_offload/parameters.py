@@ -100,10 +100,14 @@ class ParameterStore:
                 slot = self._by_unit[i]
             slot.held, slot.wanted = True, False
             self._touch(slot)
-        if not all(transfer.done() for transfer in slot.reads):
-            with self._monitor.exposed(unit.spec.name):
-                self._arrived(slot)
-        self._arrived(slot)
+        try:
+            if not all(transfer.done() for transfer in slot.reads):
+                with self._monitor.exposed(unit.spec.name):
+                    self._arrived(slot)
+            self._arrived(slot)
+        except BaseException:
+            self.release(i)  # Ctrl-C: the caller was given nothing that it could release
+            raise
         return slot.block.view(unit.spec.dtype, unit.spec.numel)
 
     def release(self, i: int) -> None:
@@ -161,9 +165,9 @@ class ParameterStore:
             return self._memory[tile.unit].view(dtype, tile.numel, tile.start * dtype.itemsize)
         slot = self._by_unit[tile.unit]
         self._arrived(slot)
-        written = slot.writes.pop(tile, None)
-        if written is not None:
-            written.wait()
+        if tile in slot.writes:
+            slot.writes[tile].wait()
+            del slot.writes[tile]
         return slot.block.view(dtype, tile.numel, tile.start * dtype.itemsize)
 
     def changed(self, tile: Tile) -> None:

@@ -57,7 +57,7 @@ class SlotPool:
         try:
             transfer.wait()
         except BaseException:
-            self.give(block)
+            self.give(block, after=None if transfer.done() else transfer)  # Ctrl-C ends the wait, not the write
             raise
 
     def give(self, block: Block, after: Transfer | None = None) -> None:

@@ -147,8 +147,8 @@ class _Slot:
     def settle(self) -> None:
         """Return when nothing is in flight; raises the transfer's error."""
         if self.transfer is not None:
-            transfer, self.transfer = self.transfer, None
-            transfer.wait()
+            self.transfer.wait()
+            self.transfer = None  # not before: after an error or Ctrl-C the bytes are still not there
 
 
 @dataclass(eq=False)
@@ -249,7 +249,7 @@ class NvmeSpill:
         with self._lock:
             if self._arena is None:
                 return
-            self._arena = None
+            arena, self._arena = self._arena, None
             failure: OSError | None = None
             for slot in self._slots:
                 try:
@@ -259,6 +259,7 @@ class NvmeSpill:
             for extent in self._all:
                 with suppress(Exception):  # its owner may have closed it already
                     self._nvme.store.free(extent)
+            arena.close()
             self._slots.clear()
             self._all.clear()
             self._extents.clear()

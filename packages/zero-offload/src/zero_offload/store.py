@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_core.precision import round_to
 from zero_core.store import GroupStep, ShardSpec, StoreContext
 
-from .arena import Arena, Block
+from .arena import Arena
 from .cuda import Link
-from .errors import BudgetError, ClosedError, OffloadError, PlacementError
+from .errors import ClosedError, OffloadError, PlacementError
 from .footprint import StorePlan, plan_store
 from .gradients import GradientStore
 from .monitor import Monitor
@@ -27,10 +26,11 @@ from .pipeline import Pipeline, TileTask, UpdateJob
 from .placement import Placement, shares
 from .protocols import ByteStore, UpdateStep
 from .states import StateStore
-from .tier import Nvme, Tier, Transfer
-from .tile import Tile, View, check_tile_numel, segment_steps
+from .tier import Nvme, Tier
+from .tile import check_tile_numel, segment_steps
 from .timeline import Timeline
 from .torch_step import TorchStep
+from .values import Values
 
 __all__ = ["TieredStore"]
 
@@ -117,7 +117,7 @@ class TieredStore:
             self._build(plan, context)
             with torch.no_grad(), self._guard():
                 for i in range(len(plan.units)):
-                    self._initialise(i, initial(i))
+                    self._values.first(i, initial(i))
             self._pipeline.wait()
         except BaseException:
             self.close()
@@ -133,6 +133,7 @@ class TieredStore:
         self._parameters = ParameterStore(plan, arena, nvme, monitor)
         self._states = StateStore(plan, arena, nvme, monitor)
         self._gradients = GradientStore(plan, arena, nvme, self.step, monitor, context.reduce_dtype)
+        self._values = Values(plan, self._parameters, self._states, self.step)
         self._pipeline = Pipeline(
             self._parameters, self._gradients, self._states, self.step, monitor, nvme, len(plan.units)
         )
@@ -148,25 +149,6 @@ class TieredStore:
                     f"{kind}={self._arguments[kind]!r}: the device tier of a TieredStore is written for the CPU only; "
                     f'use "host" or "nvme", or leave `store` out to keep everything on {context.device}'
                 )
-
-    def _initialise(self, i: int, master: Tensor) -> None:
-        unit = self._plan.units[i]
-        if master.numel() != unit.spec.numel:
-            raise ValueError(f"initial({i}) has {master.numel()} elements, {unit.spec.name} has {unit.spec.numel}")
-        master = master.detach().to("cpu", torch.float32)
-        self._parameters.begin_update(i, wait=True, read=False)
-        for tile, record in zip(unit.tiles, unit.records, strict=True):
-            parameter, values = self._parameters.for_update(tile), master[tile.start : tile.stop]
-            if tile.trainable:
-                block = self._states.pool.take() if self._states.swapped(tile) else None
-                states = self._states.views(tile, block) if record is not None else {}
-                self.step.initialise(View(states, parameter, values[:0]), values)
-                if block is not None:
-                    self._states.swap_out(tile, block)
-            else:
-                round_to(values, parameter)
-            self._parameters.changed(tile)
-        self._parameters.end_update(i, wanted=False)
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
@@ -275,37 +257,15 @@ class TieredStore:
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         self._check_range(i, name, start, stop)
-        values = torch.empty(stop - start, dtype=torch.float32)
-        for tile, view, loaded in self._opened(i, start, stop):
-            low, high = max(start, tile.start), min(stop, tile.stop)
-            if tile.trainable:
-                found = self.step.read(view, name)
-            else:
-                found = view.parameter.float() if name == "master" else torch.zeros(tile.numel)
-            values[low - start : high - start] = found[low - tile.start : high - tile.start]
-            if loaded is not None:
-                self._states.keep(tile, loaded)
-        return values
+        with torch.no_grad(), self._guard():
+            self._pipeline.wait()
+            return self._values.read(i, name, start, stop)
 
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
-        stop = start + values.numel()
-        self._check_range(i, name, start, stop)
-        values = values.detach().to("cpu", torch.float32).reshape(-1)
-        for tile, view, loaded in self._opened(i, start, stop):
-            low, high = max(start, tile.start), min(stop, tile.stop)
-            part = values[low - start : high - start]
-            if tile.trainable:
-                whole = part
-                if part.numel() != tile.numel:
-                    whole = self.step.read(view, name)
-                    whole[low - tile.start : high - tile.start] = part
-                self.step.write(view, name, whole)
-                if loaded is not None:
-                    self._states.swap_out(tile, loaded[0])
-            elif name == "master":
-                round_to(part, view.parameter[low - tile.start : high - tile.start])
-            if name == "master":
-                self._parameters.changed(tile)
+        self._check_range(i, name, start, start + values.numel())
+        with torch.no_grad(), self._guard():
+            self._pipeline.wait()
+            self._values.write(i, name, start, values)
         self._link.drop(i)
 
     def _check_range(self, i: int, name: str, start: int, stop: int) -> None:
@@ -315,36 +275,6 @@ class TieredStore:
             raise ValueError(f"elements [{start}, {stop}) of shard {i}, which has {numel}")
         if name not in self.state_names():
             raise KeyError(f"state {name!r}; known: {', '.join(self.state_names())}")
-
-    def _opened(self, i: int, start: int, stop: int) -> Iterator[tuple[Tile, View, tuple[Block, Transfer] | None]]:
-        """The tiles that overlap [start, stop), one in memory at a time, after everything in the background is done."""
-        with torch.no_grad(), self._guard():
-            self._pipeline.wait()
-            if not self._parameters.begin_update(i, wait=False, steal=True):
-                raise BudgetError(
-                    f"every unit slot is held; release a unit before reading {self._plan.units[i].spec.name}"
-                )
-            try:
-                for tile, record in zip(self._plan.units[i].tiles, self._plan.units[i].records, strict=True):
-                    if tile.stop <= start or tile.start >= stop:
-                        continue
-                    loaded = self._load_states(tile)
-                    states = self._states.views(tile, loaded[0] if loaded else None) if record is not None else {}
-                    parameter = self._parameters.for_update(tile)
-                    yield tile, View(states, parameter, parameter[:0]), loaded
-            finally:
-                self._parameters.end_update(i, wanted=False)
-
-    def _load_states(self, tile: Tile) -> tuple[Block, Transfer] | None:
-        if not self._states.swapped(tile):
-            return None
-        loaded = self._states.begin_read(tile, wait=False)
-        if loaded is None:
-            self._states.drop_early()
-            loaded = self._states.begin_read(tile, wait=True)
-        assert loaded is not None
-        loaded[1].wait()
-        return loaded
 
     # -- facts --------------------------------------------------------------------------------------------------
 
