@@ -413,6 +413,9 @@ def test_a_forgotten_store_ends_its_thread_and_gives_extents_back() -> None:
     del driver
     gc.collect()
     assert ghost() is None
+    for closing in threading.enumerate():
+        if closing.name == "zero-offload close":
+            closing.join()
     assert thread is not None and not thread.is_alive()
     assert nvme._used == 0
 

@@ -5,9 +5,8 @@ Owns the wiring and the order of calls. Bytes are the tiers', the background the
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from zero_core.store import GroupStep, ShardSpec, StoreContext
 
 from .arena import Arena
 from .cuda import Link
+from .ending import Ending
 from .errors import ClosedError, OffloadError, PlacementError
 from .footprint import StorePlan, plan_store
 from .gradients import GradientStore
@@ -84,7 +84,7 @@ class TieredStore:
         self._early_asked = True  # until the first update there is nothing to expect
         self._setup = (0, 0)
         self._closed = False
-        self._finalizer: weakref.finalize | None = None
+        self._ending: Ending | None = None
 
     # -- attach -------------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class TieredStore:
             self._parameters, self._gradients, self._states, self.step, monitor, nvme, len(plan.units)
         )
         # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
-        self._finalizer = weakref.finalize(self, _shut_down, os.getpid(), self._pipeline, nvme, self._link, arena)
+        self._ending = Ending(self, partial(_shut_down, self._pipeline, nvme, self._link, arena))
 
     def _refuse_device_tier(self, context: StoreContext) -> None:
         if context.device.type == "cpu":
@@ -313,8 +313,8 @@ class TieredStore:
             return
         self._closed = True
         self._monitor.stop()
-        if self._finalizer is not None:
-            self._finalizer()
+        if self._ending is not None:
+            self._ending()
         elif self._nvme is not None:
             self._nvme.free()  # attach failed before there was a background
 
@@ -336,10 +336,8 @@ class _Guard:
             self._monitor.fail(error)
 
 
-def _shut_down(process: int, pipeline: Pipeline, nvme: Nvme | None, link: Link, arena: Arena) -> None:
-    """End the background, then give extents and memory back. In a forked child all of it is the parent's."""
-    if os.getpid() != process:
-        return
+def _shut_down(pipeline: Pipeline, nvme: Nvme | None, link: Link, arena: Arena) -> None:
+    """End the background, then give extents and memory back."""
     pipeline.close()
     if nvme is not None:
         nvme.settle()

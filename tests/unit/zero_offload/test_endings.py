@@ -1,0 +1,199 @@
+"""Ends that come early: a ByteStore closed too soon, Ctrl-C in a call, a store forgotten on the wrong thread.
+
+Fails if a slot, an extent or memory stays behind, a thread dies without a word or waits for itself, or a half-read slot
+is taken for a whole one.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from zero_offload import MemoryByteStore, OffloadError, SwapError, Timeline, TorchStep
+from zero_offload.spill import NvmeSpill
+from zero_offload.testing import FaultyByteStore
+from zero_offload.tier import Nvme
+
+from .harness import MI, make
+
+
+def join_closing() -> None:
+    """Wait for the thread that ends a forgotten store."""
+    for thread in threading.enumerate():
+        if thread.name == "zero-offload close":
+            thread.join()
+
+
+@pytest.mark.timeout(60)
+def test_a_byte_store_closed_under_an_update_is_an_error_and_not_a_hang() -> None:
+    nvme, go = MemoryByteStore(), threading.Event()
+
+    class Waits(TorchStep):
+        def update(self, tile: Any, segments: Any, scale: float) -> None:
+            go.wait()
+            super().update(tile, segments, scale)
+
+    driver = make("nvme", nvme, step=Waits(), slots=3)
+    driver.forward()
+    driver.backward()
+    driver.update()
+    nvme.close()
+    go.set()
+    with pytest.raises(SwapError, match="tile"):
+        driver.store.wait()
+    driver.store.close()
+
+
+def test_close_gives_the_memory_back_though_the_store_is_still_named() -> None:
+    driver = make({"host": 0.5, "nvme": 0.5})
+    driver.step()
+    mapping = weakref.ref(driver.store._arena._map)
+    driver.store.close()
+    gc.collect()
+    assert mapping() is None
+    assert driver.store.stats()["host_bytes"] == driver.store.describe().arena_bytes
+
+
+@pytest.mark.timeout(60)
+def test_a_store_forgotten_on_its_own_update_thread_is_shut_down_by_another() -> None:
+    nvme, go, collected = MemoryByteStore(), threading.Event(), threading.Event()
+
+    class Collects(TorchStep):
+        def update(self, tile: Any, segments: Any, scale: float) -> None:
+            go.wait()
+            gc.collect()
+            collected.set()
+            super().update(tile, segments, scale)
+
+    driver = make("nvme", nvme, step=Collects(), slots=3)
+    driver.forward()
+    driver.backward()
+    driver.update()
+    thread, freed = driver.store._pipeline._thread, []
+    free = nvme.free
+    nvme.free = lambda extent: (freed.append(thread.is_alive()), free(extent))  # type: ignore[assignment, func-returns-value]
+    driver.store.cycle = driver.store  # type: ignore[attr-defined]  # only the collector ends it
+    gc.disable()
+    try:
+        del driver
+        go.set()
+        collected.wait()
+    finally:
+        gc.enable()
+    thread.join()
+    join_closing()
+    assert freed and not any(freed)  # extents were given back when nothing could write to them any more
+    assert nvme._used == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_store_forgotten_inside_a_lock_of_its_byte_store_does_not_wait_for_itself() -> None:
+    class Collects(MemoryByteStore):
+        armed = False
+
+        def _check_room(self, wanted: int) -> None:
+            if self.armed:  # allocate() holds its lock here
+                gc.collect()
+
+    nvme = Collects()
+    driver = make("nvme", nvme)
+    driver.step()
+    driver.store.cycle = driver.store  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        del driver
+        nvme.armed = True
+        extent = nvme.allocate(4096)
+    finally:
+        gc.enable()
+    join_closing()
+    assert nvme._used == extent.nbytes
+
+
+class Interrupting(FaultyByteStore):
+    """A ByteStore in whose waits Ctrl-C arrives, once, after `interrupt(after=n)` further waits."""
+
+    countdown: int | None = None
+
+    def interrupt(self, after: int = 0) -> None:
+        self.countdown = after
+
+    def _submit(self, kind: str, extent: Any, buffer: Any, offset: int) -> Any:
+        return _Interrupting(self, super()._submit(kind, extent, buffer, offset))
+
+
+class _Interrupting:
+    def __init__(self, store: Interrupting, ticket: Any) -> None:
+        self._store, self._ticket = store, ticket
+
+    def done(self) -> bool:
+        return self._ticket.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        on_main = threading.current_thread() is threading.main_thread()
+        if on_main and self._store.countdown is not None:
+            self._store.countdown -= 1
+            if self._store.countdown < 0:
+                self._store.countdown = None
+                raise KeyboardInterrupt
+        self._ticket.wait(timeout)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("after", range(6))
+def test_ctrl_c_while_gradients_are_added_loses_no_slot(after: int) -> None:
+    nvme = Interrupting(MemoryByteStore(), lazy=True)
+    placement = {"parameters": "host", "gradients": "nvme", "optimizer": "host"}
+    driver = make(placement, nvme, slots=3, driver={"numels": (6 * MI,), "frozen": ()})
+    gradient = torch.ones(6 * MI, dtype=torch.bfloat16)
+    driver.store.accept_gradient(0, gradient)
+    for _ in range(4):
+        nvme.interrupt(after)
+        with pytest.raises(KeyboardInterrupt):
+            driver.store.accept_gradient(0, gradient)
+        for use in (driver.store.gradient_norm_squared, lambda: driver.store.accept_gradient(0, gradient)):
+            with pytest.raises(OffloadError, match="gradient of u0 was interrupted.*zero_grad"):
+                use()
+        driver.store.discard_gradients()
+        driver.store.accept_gradient(0, gradient)
+    driver.store.accept_gradient(0, gradient)
+    assert float(driver.store.gradient_norm_squared()) == 4.0 * 6 * MI
+    assert nvme.overtaken == []
+    driver.store.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("after", range(5))
+def test_ctrl_c_while_states_are_read_and_written_loses_no_slot(after: int) -> None:
+    nvme = Interrupting(MemoryByteStore(), lazy=True)
+    driver = make("nvme", nvme, slots=3)
+    values = torch.randn(2 * MI)
+    for _ in range(5):
+        nvme.interrupt(after)
+        with pytest.raises(KeyboardInterrupt):
+            driver.store.write_state(1, "exp_avg", 0, values)
+            driver.store.read_state(1, "exp_avg_sq", 0, 2 * MI)
+            driver.everything()
+        nvme.countdown = None
+    driver.store.write_state(1, "exp_avg", 0, values)
+    assert torch.equal(driver.store.read_state(1, "exp_avg", 0, 2 * MI), values)
+    driver.step()
+    driver.everything()
+    driver.store.close()
+
+
+def test_ctrl_c_while_an_activation_is_read_does_not_pass_for_its_values() -> None:
+    nvme = Interrupting(MemoryByteStore(), lazy=True)
+    spill = NvmeSpill(Nvme(nvme, Timeline()), slots=2, piece_bytes=4096)
+    packed = [spill.pack(torch.full((1024,), float(i)), str(i)) for i in range(4)]
+    nvme.interrupt(after=1)  # the first wait is for the write that leaves the slot
+    with pytest.raises(KeyboardInterrupt):
+        packed[0].load()
+    for i in (0, 3, 1, 2):
+        assert torch.equal(packed[i].load(), torch.full((1024,), float(i)))
+    spill.close()
