@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .arena import Arena, Block
-from .errors import ClosedError, OffloadError
+from .errors import BudgetError, ClosedError, OffloadError, gib
 from .footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from .protocols import Extent
 from .tier import Nvme, Transfer
@@ -219,7 +219,7 @@ class NvmeSpill:
                 _Piece(start, min(self._piece_bytes, values.numel() - start))
                 for start in range(0, values.numel(), self._piece_bytes)
             ]
-            extent = self._extent(round_up(values.numel(), self._nvme.alignment))
+            extent = self._extent(round_up(values.numel(), self._nvme.alignment), what)
             spilled = _OnNvme(self, form, what, extent, pieces, self._last)
             for piece in pieces:
                 slot = self._take(piece)
@@ -308,11 +308,18 @@ class NvmeSpill:
 
     # -- extents ----------------------------------------------------------------------------------------------------
 
-    def _extent(self, nbytes: int) -> Extent:
+    def _extent(self, nbytes: int, what: str) -> Extent:
+        """Raises BudgetError where there is no room; what was set aside before stands."""
         unused = self._extents.get(nbytes)
         if unused:
             return unused.pop()
-        extent = self._nvme.allocate(nbytes)
+        try:
+            extent = self._nvme.allocate(nbytes)
+        except (OSError, BudgetError) as error:
+            raise BudgetError(
+                f"no room on nvme for {gib(nbytes)} of activations of {what}: {error}; take fewer tokens a "
+                'micro-batch, or give some units the policy "recompute"'
+            ) from error
         self._all.append(extent)
         return extent
 

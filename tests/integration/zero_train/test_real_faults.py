@@ -1,0 +1,121 @@
+"""A real filesystem on a loop device that fills up or loses blocks under a run.
+
+Fails if what is preallocated is hit by a full disk, if activations that find no room take the states with them, or if a
+lost block is trained on.
+"""
+
+import contextlib
+import os
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("zero_nvme")
+pytest.importorskip("zero_optim_cpu")
+
+import zero_core
+import zero_nvme
+import zero_offload
+import zero_optim_cpu
+from tests.integration.zero_nvme.faults import small_ext4
+from tests.integration.zero_train.helpers import trained
+from tests.integration.zero_train.test_faults import after_step as after_step
+from zero_train.errors import RunError
+
+MIB = 1 << 20
+WIDTH, LAYERS = 256, 4
+
+
+def fill(folder):
+    """Leave no free block in the filesystem."""
+    with open(folder / "full", "wb", buffering=0) as file:
+        for block in (MIB, 4096):
+            try:
+                while True:
+                    file.write(bytes(block))
+            except OSError as error:
+                assert error.errno == 28
+        os.fsync(file.fileno())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+@contextlib.contextmanager
+def sharded(folder):
+    """A model with everything in a slab in `folder`, whatever happens closed before its filesystem goes."""
+    torch.manual_seed(0)
+    model = Model()
+    with zero_nvme.Slab([str(folder)]) as slab:
+        store = zero_offload.TieredStore(
+            "nvme", "nvme", "nvme", nvme=slab, step=zero_optim_cpu.CpuStep(threads=1), tile_numel=MIB
+        )
+        optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), store=store)
+        try:
+            yield model, store, optimizer
+        finally:
+            optimizer.close()
+
+
+def advance(model, optimizer, number, rows=512):
+    loss = model(torch.full((rows, WIDTH), 0.1) * (number + 1))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def test_activations_that_find_no_room_stop_the_forward_and_leave_the_states(tmp_path):
+    with small_ext4(tmp_path, 64 * MIB) as mount:
+        with sharded(mount) as (model, store, optimizer):
+            plain = [advance(model, optimizer, n) for n in range(4)]
+        with (
+            sharded(mount) as (model, store, optimizer),
+            zero_offload.offload_activations(model, store, "nvme", slots=2, piece_bytes=MIB) as offloaded,
+        ):
+            found = [advance(model, optimizer, n) for n in range(2)]
+            fill(mount)
+            before = offloaded.stats()["nvme_bytes"]
+            with pytest.raises(zero_offload.BudgetError, match=f"layers.0: .*{mount} has .* bytes free.*recompute"):
+                advance(model, optimizer, 2, rows=8192)  # a larger batch wants larger extents
+            assert offloaded.stats()["nvme_bytes"] == before
+            found.append(advance(model, optimizer, 2))  # the update before went on, and this size has its extents
+            zero_core.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+            found.append(advance(model, optimizer, 3))
+    assert found == plain
+
+
+RUN = ("run.steps=6", "run.checkpoint_every=2")
+
+
+def test_a_disk_that_fills_up_under_every_state_changes_nothing(tmp_path, after_step):
+    whole = trained(tmp_path / "whole", "offload=nvme", *RUN)
+    with small_ext4(tmp_path, 64 * MIB) as mount:
+        after_step(3, lambda: fill(mount))
+        run = trained(tmp_path / "run", "offload=nvme", f"offload.nvme_paths=[{mount}]", "io.allow_memory=false", *RUN)
+    assert (run.losses, run.digest) == (whole.losses, whole.digest)
+
+
+def test_blocks_that_are_lost_under_a_run_stop_it_and_the_last_checkpoint_stands(tmp_path, after_step):
+    options = ("offload=nvme", "offload.overlap=false", *RUN)
+    whole = trained(tmp_path / "whole", *options)
+    with small_ext4(tmp_path, 64 * MIB) as mount:
+        # No update is in flight after a step, so that what comes next is a read of blocks that are gone.
+        after_step(5, lambda: os.truncate(tmp_path / "image", MIB))
+        with pytest.raises(RunError, match=rf"reading .* failed: {mount}, offset \d+.*Input/output error.*checkpoint"):
+            trained(tmp_path / "run", f"offload.nvme_paths=[{mount}]", "io.allow_memory=false", *options)
+    rest = trained(tmp_path / "run", *options, "run.resume=auto")
+    assert [step.step for step in rest.steps] == [5, 6]
+    assert rest.digest == whole.digest
