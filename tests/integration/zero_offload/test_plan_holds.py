@@ -81,6 +81,43 @@ def test_on_two_ranks_too(ranks, placement):
     assert ranks(2).run(check, placement, torch.bfloat16, 2) == [True, True]
 
 
+class Enclosed(nn.Module):
+    """Blocks, and a parameter of the model's own that is open during all of forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(1024, 256) * 0.01)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256)) for _ in range(6)
+        )
+
+    def forward(self, x):
+        x = x + self.position[: x.shape[0]]
+        for layer in self.layers:
+            x = x + layer(x)
+        return (x * self.position[-1]).square().mean()
+
+
+@pytest.mark.parametrize("resident_bytes", [0, 1 << 20, 5 << 19, 1 << 30])
+@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 19, 1 << 30])
+def test_units_that_stay_and_one_that_encloses_them_have_the_slots_that_were_planned(resident_bytes, prefetch_bytes):
+    """On one rank the core keeps the slots themselves, beside those of the units that pass through."""
+    torch.manual_seed(0)
+    model = Enclosed()
+    options = {"resident_bytes": resident_bytes, "prefetch_bytes": prefetch_bytes}
+    planned = plan(model, **PLACEMENTS["nvme"], parameter_dtype=torch.bfloat16, tile_numel=MI, **options)
+    store = TieredStore(plan=planned, nvme=MemoryByteStore(), step=TorchStep())
+    optimizer = zero_core.shard(
+        model, torch.optim.AdamW(model.parameters()), store=store, param_dtype=torch.bfloat16, **options
+    )
+    assert store.describe().unit_slots == planned.placed.slots.unit_slots
+    for _ in range(2):
+        model(torch.ones(4, 256, dtype=torch.bfloat16)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+
+
 def test_a_model_that_was_never_built_has_the_same_plan():
     with torch.device("meta"):
         ghost = Tied()

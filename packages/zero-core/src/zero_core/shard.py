@@ -23,7 +23,7 @@ from .place import Place
 from .pool import Pool
 from .scaling import LossScale
 from .stages import STAGES
-from .store import NullObserver, Observer, Segment, ShardSpec, ShardStore, StoreContext
+from .store import NullObserver, Observer, Segment, ShardSpec, ShardStore, StoreContext, lent_bytes
 from .unit import Unit
 from .wrapping import UnitPlan, plan_units, unit_modules
 
@@ -106,8 +106,8 @@ def shard(
     engine = Engine(model, made.units, ranks, made.store, made.pool, STAGES[stage])
     engine.prefetch_bytes, engine.residents.budget_bytes = prefetch_bytes, resident_bytes
     engine.loss_scale = scale
-    # On one shard a unit's memory is what the store lent: what stays resident, the store has to keep lent.
-    made.attach_store(initialiser, prefetch_bytes + (resident_bytes if ranks.shard.size == 1 else 0))
+    unit_bytes = [unit.nbytes for unit in made.units]
+    made.attach_store(initialiser, lent_bytes(unit_bytes, prefetch_bytes, resident_bytes, ranks.shard.size))
     initialiser.release()
     for unit in made.units:
         for k, parameter in enumerate(unit.parameters):

@@ -5,7 +5,7 @@ Owns no tensors and no policy. `device_store.DeviceStore` is the default; other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +24,7 @@ __all__ = [
     "ShardSpec",
     "ShardStore",
     "StoreContext",
+    "lent_bytes",
 ]
 
 CHUNK_NUMEL = 1 << 20  # elements whose squares are summed together in double, whoever computes the norm
@@ -76,8 +77,8 @@ class ShardSpec:
 class StoreContext:
     """Where a store lives. `rank` is this rank's shard index, `shard_count` the number of shards.
 
-    prefetch_bytes: of whole units, how much is asked for ahead of its use; on one shard also how much stays in use
-    between forward and backward. The store lends that much at once, and two units more.
+    prefetch_bytes: of whole units, how much is asked for ahead of its use, and on one shard how much stays in use: see
+    `lent_bytes`. The store lends that much at once, and two units more.
     """
 
     device: torch.device
@@ -87,6 +88,17 @@ class StoreContext:
     reduce_dtype: torch.dtype = torch.float32
     prefetch_bytes: int = 0
     observer: Observer = NullObserver()
+
+
+def lent_bytes(unit_bytes: Iterable[int], prefetch_bytes: int, resident_bytes: int, shard_count: int) -> int:
+    """`StoreContext.prefetch_bytes`. `unit_bytes`: of each whole unit.
+
+    On one shard a unit's memory is what the store lent, so what stays resident stays lent; beside it three units are in
+    use in backward: the one that is opened, the one before it, and the one that encloses them.
+    """
+    if shard_count > 1 or not resident_bytes:
+        return prefetch_bytes
+    return max(prefetch_bytes, *unit_bytes, 0) + resident_bytes
 
 
 @dataclass(frozen=True)

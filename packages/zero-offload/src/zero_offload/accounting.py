@@ -25,6 +25,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from zero_core.store import lent_bytes
+
 from .arena import PAGE_BYTES, Arena
 from .errors import PlacementError
 from .footprint import GRADIENT_BYTES, KINDS, MINIMUM_SLOTS, StorePlan, UnitPlan, _slots, _unit_slots
@@ -71,6 +73,7 @@ class Shape:
     alignment: int = 4096  # bytes, of an extent on nvme
     accumulate: int = 1  # micro-batches a step
     prefetch_bytes: int = 0
+    resident_bytes: int = 0
     step: Any = field(default_factory=AdamLayout)  # an UpdateStep, or as much of one as `layout` is
 
     def state_bytes(self, numel: int) -> int:
@@ -169,7 +172,10 @@ class Cut:
                 if tile.trainable and g is Tier.NVME:
                     gradients += [round_up(tile.numel * GRADIENT_BYTES, alignment)] * run.count
             units += [_Sized(unit.parameter_bytes, unit.streamed)] * run.count
-        own, shared = _unit_slots(cast(Sequence[UnitPlan], units), self.shape.prefetch_bytes // self.shape.shard_count)
+        shape = self.shape
+        whole = (unit.parameter_bytes * shape.shard_count for unit in units)
+        lent = lent_bytes(whole, shape.prefetch_bytes, shape.resident_bytes, shape.shard_count)
+        own, shared = _unit_slots(cast(Sequence[UnitPlan], units), lent // shape.shard_count)
         plan = StorePlan(
             units=(),
             tile_numel=self.shape.tile_numel,

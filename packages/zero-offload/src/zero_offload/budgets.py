@@ -3,8 +3,8 @@
 Integers only. Owns `Budgets`, `Buffers`, `PlanError`; the states themselves are counted in `accounting`.
 
 [Note: Buffers]
-    device  gathered units: two open and one on its way, where a unit is not simply where its parameters lie;
-            the gradient of the unit whose backward runs
+    device  gathered units: two open, those on their way and those that stay, where a unit is not simply where its
+            parameters lie; the gradient of the unit whose backward runs
     host    slots for states, gradients, units and activations that lie on nvme, and the rounding of blocks to pages
 Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
 """
@@ -22,7 +22,7 @@ from .hardware import Hardware
 from .sizes import ModelSizes
 from .tier import Tier
 
-OPEN_UNITS = 3  # two computed with at a time at most, one being gathered
+OPEN_UNITS = 2  # computed with at a time at most
 POLICIES = ("keep", "recompute", "host", "nvme")
 
 
@@ -92,7 +92,10 @@ class Buffers:
         unit = sizes.largest_unit_numel * shape.parameter_dtype.itemsize
         below = any(tier is not Tier.DEVICE for run in placed.runs for tier in run.unit.parameter_tiers)
         in_place = shape.shard_count == 1 and (shared or not below)
-        gathered = 0 if in_place or stage < 3 else OPEN_UNITS * unit
+        ahead = min(
+            max(unit, shape.prefetch_bytes) + shape.resident_bytes, sizes.numel * shape.parameter_dtype.itemsize
+        )
+        gathered = 0 if in_place or stage < 3 else OPEN_UNITS * unit + ahead
         host = placed.arena_bytes - counted.held_on("device") - counted.held_on("host")
         host += SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through
         return cls(gathered + unit, host, activation_bytes(sizes, activations, tokens))

@@ -171,6 +171,7 @@ def plan(
     slots: int | None = None,
     alignment: int = 4096,
     prefetch_bytes: int = 128 << 20,
+    resident_bytes: int = 0,
     units: Sequence[type[nn.Module]] | None = None,
     tokens: int = 0,
     accumulate: int = 1,
@@ -181,10 +182,11 @@ def plan(
 
     `model`: a module (on any device, meta too), `ModelSizes`, or elements per unit. Each placement is a tier, fractions
     of the tiles, or "auto". `step` says what the optimizer states of a tile are (a bound `UpdateStep`); without it Adam
-    in fp32. `units`, `prefetch_bytes`, `stage`, dtypes: as given to `zero_core.shard`. `tokens`: of one rank's step,
-    over its `accumulate` micro-batches. `host_bytes` overrides this rank's share of the host's memory. `device_whole`:
-    "auto" puts either everything on a device apart from the host, or nothing: a `TieredStore` does not share a CUDA
-    device, without a store everything stays there. Without `hardware` nothing is refused, and "auto" means host.
+    in fp32. `units`, `prefetch_bytes`, `resident_bytes`, `stage`, dtypes: as given to `zero_core.shard`. `tokens`: of
+    one rank's step, over its `accumulate` micro-batches. `host_bytes` overrides this rank's share of the host's memory.
+    `device_whole`: "auto" puts either everything on a device apart from the host, or nothing: a `TieredStore` does not
+    share a CUDA device, without a store everything stays there. Without `hardware` nothing is refused, and "auto" means
+    host.
 
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
@@ -203,6 +205,7 @@ def plan(
         alignment=alignment,
         accumulate=accumulate,
         prefetch_bytes=prefetch_bytes,
+        resident_bytes=resident_bytes,
         step=AdamLayout() if step is None else step,
     )
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)

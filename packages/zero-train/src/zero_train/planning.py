@@ -87,6 +87,7 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             stage=config.zero.stage,
             tile_numel=config.offload.tile_numel,
             slots=config.offload.slots,
+            resident_bytes=config.zero.resident_bytes,
             tokens=config.run.micro_batch * config.run.accumulate * config.data.sequence_length,
             accumulate=config.run.accumulate,
             **options,
