@@ -427,3 +427,25 @@ def test_an_empty_shard_takes_part() -> None:
     driver.store.release(1)
     driver.everything()
     driver.store.close()
+
+
+@pytest.mark.timeout(60)
+def test_the_update_waits_for_a_slot_s_write_without_holding_the_training_thread() -> None:
+    nvme = FaultyByteStore(MemoryByteStore())
+    placement = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
+    driver = make(placement, nvme, driver={"numels": (MI // 2,) * 6, "frozen": ()})
+    driver.forward()
+    driver.backward()
+    driver.store.wait()
+    nvme.hold()
+    driver.update()  # units 0, 1 and 2 are in the three slots; their writes do not end
+    for i in (0, 1, 2):
+        driver.store.parameters(i)
+        driver.store.release(i)  # the update of unit 3 may have the slot now, when its write is done
+        for _ in range(20):
+            threading.Event().wait(0.005)
+            driver.store.release(i)  # a call that needs the tables, not the slot
+    assert driver.store._pipeline.behind(3)
+    nvme.release()
+    driver.everything()
+    driver.store.close()

@@ -43,6 +43,11 @@ class _UnitSlot:
     def busy(self) -> bool:
         return self.held or self.updating
 
+    @property
+    def moving(self) -> tuple[Transfer, ...]:
+        """What is in flight into it or out of it."""
+        return tuple(transfer for transfer in (*self.reads, *self.writes.values()) if not transfer.done())
+
     def settle(self) -> None:
         """Return when nothing is in flight. Raises the first transfer's error."""
         for transfer in (*self.reads, *self.writes.values()):
@@ -143,20 +148,26 @@ class ParameterStore:
         """
         if not self.streamed(i):
             return True
-        with self._monitor.condition:
-            slot = self._by_unit.get(i)
-            while slot is None:
-                slot = self._load(i, steal=steal or self._monitor.blocked, read=read)
-                if slot is None:
-                    if not wait:
-                        return False
+        while True:
+            with self._monitor.condition:
+                steal_now = steal or self._monitor.blocked
+                slot = self._by_unit.get(i) or self._load(i, steal=steal_now, read=read, settle=steal)
+                if slot is not None:
+                    slot.updating = True
+                    return True
+                if not wait:
+                    return False
+                self._monitor.check_stop()
+                idle = self._idle(i, steal=steal_now)
+                if not idle:
                     if self._monitor.blocked:
                         self._refuse_if_all_held(i)
-                    self._monitor.check_stop()
                     self._monitor.condition.wait()
                     self._monitor.check_stop()
-            slot.updating = True
-            return True
+                    continue
+                moving = min(idle, key=lambda each: each.used).moving
+            for transfer in moving:  # not under the condition: the training thread goes on meanwhile
+                transfer.wait()
 
     def for_update(self, tile: Tile) -> Tensor:
         """(tile.numel,) to be changed in place; waits for its read, and for its last write."""
@@ -206,10 +217,17 @@ class ParameterStore:
         self._clock += 1
         slot.used = self._clock
 
-    def _load(self, i: int, *, steal: bool, read: bool = True) -> _UnitSlot | None:
-        """A slot with unit i's read under way, or None. The caller has the condition."""
+    def _idle(self, i: int, *, steal: bool) -> list[_UnitSlot]:
+        """The slots that unit i may claim."""
         slots = [self._own[i]] if i in self._own else self._slots
-        idle = [slot for slot in slots if not slot.busy and (steal or not slot.wanted)]
+        return [slot for slot in slots if not slot.busy and (steal or not slot.wanted)]
+
+    def _load(self, i: int, *, steal: bool, read: bool = True, settle: bool = True) -> _UnitSlot | None:
+        """A slot with unit i's read under way, or None. The caller has the condition.
+
+        `settle`: a slot may be waited for whose last bytes are still moving.
+        """
+        idle = [slot for slot in self._idle(i, steal=steal) if settle or not slot.moving]
         if not idle:
             return None
         # Empty first; then what is not wanted, longest unused; then the wanted one whose use is farthest: the newest.

@@ -21,7 +21,7 @@ import torch
 __all__ = ["Event", "Timeline"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """One span on a thread, or one transfer (`lane` names its track) between submission and observed completion."""
 
