@@ -50,7 +50,9 @@ def run(config: Config, on_end: Callable[[engine.Engine], None] | None = None) -
                 return _Run(config, ranks, asked, on_end).go()
         except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
             raise RunError(f"the run stopped: {error}") from error
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
             raise RunError(
                 f"the run stopped, out of memory: {str(error).strip() or type(error).__name__}; lower run.micro_batch "
                 "or data.sequence_length, set offload.activations=recompute, or put more on nvme with offload=nvme"
@@ -253,6 +255,11 @@ def _show_validation(number: int, loss: float, shown: progress.Reporter, metrics
     if metrics:
         metrics.validation(number, loss)
     shown.say(f"validation after step {number}: {loss:.4f} nats/byte")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch has a class for a device that is full; on the CPU it raises a RuntimeError that says so."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def _say(text: str) -> None:
