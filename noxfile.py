@@ -162,7 +162,7 @@ def bench(session: nox.Session) -> None:
 @nox.session(name="bench-gpu", venv_backend="none")
 def bench_gpu(session: nox.Session) -> None:
     """The GPU's tables, in the environment that stands: torch with CUDA, a compiler and the built packages."""
-    session.run("python", "tests/benchmarks/test_gpu.py", *session.posargs, external=True)
+    session.run("python", "-m", "tests.benchmarks.test_gpu", *session.posargs, external=True)
 
 
 def sources() -> str:

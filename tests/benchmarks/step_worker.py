@@ -35,6 +35,7 @@ TIERS: dict[str, dict[str, Any]] = {
     "parameters-nvme": NVME | {"parameters": "nvme"},
     "everything-nvme": dict.fromkeys(KINDS, "nvme") | {"slots": 3, "prefetch_bytes": 0},
 }
+FSDP2 = "fsdp2-host"
 DEEPSPEED = {"deepspeed-host": "cpu", "deepspeed-nvme": "nvme", "deepspeed-everything-nvme": "nvme"}
 
 
@@ -43,15 +44,27 @@ class Missing(Exception):
 
 
 def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, torch.Tensor]:
-    """The 119.6 M Llama in the benchmark's dtype and a micro-batch of (rows, sequence) tokens."""
+    """The 119.6 M Llama, or one of `sizes`, in the benchmark's dtype, and a micro-batch of (rows, sequence) tokens.
+
+    `device` is where both are made; `length` the sequence's; `checkpointing` recomputes each block.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = TINY if arguments.get("tiny") else SIZES
-    made = LlamaForCausalLM(LlamaConfig(vocab_size=256 if arguments.get("tiny") else 8192, use_cache=False, **sizes))
-    length = 32 if arguments.get("tiny") else 256
-    tokens = torch.randint(0, 256, (arguments["micro_batch"], length))
-    return made.to(getattr(torch, arguments.get("dtype", "float32"))), tokens
+    tiny, device = arguments.get("tiny"), arguments.get("device", "cpu")
+    sizes = TINY if tiny else arguments.get("sizes", SIZES)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, arguments.get("dtype", "float32")))
+    try:
+        with torch.device(device):
+            made = LlamaForCausalLM(LlamaConfig(vocab_size=256 if tiny else 8192, use_cache=False, **sizes))
+    finally:
+        torch.set_default_dtype(default)
+    if arguments.get("checkpointing"):
+        made.gradient_checkpointing_enable({"use_reentrant": False})
+    made.train()
+    length = 32 if tiny else arguments.get("length", 256)
+    return made, torch.randint(0, 256, (arguments["micro_batch"], length), device=device)
 
 
 def backward(model: nn.Module, tokens: torch.Tensor) -> None:
@@ -149,7 +162,8 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
 
 def deepspeed(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
     """DeepSpeed's stage 3 with the same kinds on the same tiers. Raises Missing where it cannot be had."""
-    os.environ.update({"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1", "RANK": "0", "WORLD_SIZE": "1"})
+    os.environ.update({"DS_ACCELERATOR": arguments.get("device", "cpu"), "DS_SKIP_CUDA_CHECK": "1"})
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "1"})
     os.environ.update({"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(arguments["port"])})
     try:
         import deepspeed as package
@@ -183,6 +197,40 @@ def deepspeed(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable
     return {"step": train}
 
 
+def fsdp2(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
+    """FSDP2 with CPUOffloadPolicy on one GPU: fp32 shards and fused AdamW on the host, `dtype` on the device."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    if arguments.get("device") != "cuda":
+        raise Missing("FSDP2's CPUOffloadPolicy needs a GPU")
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
+    os.environ["MASTER_PORT"] = str(arguments["port"])
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    stack.callback(dist.destroy_process_group)
+    wanted = getattr(torch, arguments.get("dtype", "float32"))
+    model, tokens = model_of(arguments | {"dtype": "float32", "device": "cpu"})  # its shards are its fp32 masters
+    options: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=wanted),
+        "offload_policy": CPUOffloadPolicy(pin_memory=True),
+    }
+    for block in model.model.layers:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    for buffer in model.buffers():  # the policy moves parameters only
+        buffer.data = buffer.data.cuda()
+    tokens = tokens.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def train() -> None:
+        backward(model, tokens)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {"step": train}
+
+
 def turn(parts: dict[str, Callable[[], Any]], count: int) -> dict[str, Any]:
     """One step untimed, `count` timed, then the end of the background, untimed.
 
@@ -190,18 +238,27 @@ def turn(parts: dict[str, Callable[[], Any]], count: int) -> dict[str, Any]:
     """
     exposed = parts.get("exposed", lambda: 0.0)
     parts["step"]()
+    wait_for_kernels()
     before, begin = exposed(), time.perf_counter()
     for _ in range(count):
         parts["step"]()
+    wait_for_kernels()
     seconds, hidden_not = (time.perf_counter() - begin) / count, (exposed() - before) / count
     parts.get("wait", lambda: None)()
     answer = {"seconds": seconds, "exposed_seconds": hidden_not, "peak_rss_bytes": peak_rss_bytes(os.getpid())}
+    if torch.cuda.is_initialized():
+        answer["peak_device_bytes"] = torch.cuda.max_memory_allocated()
     if "extra" in parts:  # after the peak was read: these states are not the floor's
         parts["extra"]()
         begin = time.perf_counter()
         parts["extra"]()
         answer["extra_seconds"] = time.perf_counter() - begin
     return answer
+
+
+def wait_for_kernels() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def peak_rss_bytes(process: int) -> int:
@@ -225,7 +282,7 @@ def main() -> None:
         answers.flush()
 
     name = arguments["name"]
-    build = floor if name == "floor" else deepspeed if name in DEEPSPEED else ours
+    build = {"floor": floor, FSDP2: fsdp2, **dict.fromkeys(DEEPSPEED, deepspeed)}.get(name, ours)
     with ExitStack() as stack:
         try:
             parts = build(arguments, stack)
