@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from zero_offload import ClosedError, MemoryByteStore, SwapError, Timeline
-from zero_offload.spill import ChangedInputError, DeviceSpill, HostSpill, NvmeSpill
+from zero_offload.nvme_spill import NvmeSpill
+from zero_offload.spill import ChangedInputError, DeviceSpill, HostSpill
 from zero_offload.testing import FaultyByteStore
 from zero_offload.tier import Nvme
 

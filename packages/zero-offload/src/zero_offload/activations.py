@@ -32,8 +32,9 @@ from zero_core import handle
 from .budgets import POLICIES
 from .errors import OffloadError
 from .footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
+from .nvme_spill import NvmeSpill
 from .planner import Plan
-from .spill import DeviceSpill, HostSpill, NvmeSpill, Spill, Spilled
+from .spill import DeviceSpill, HostSpill, Spill, Spilled
 from .store import TieredStore
 
 __all__ = ["ActivationError", "Activations", "offload_activations"]

@@ -1,0 +1,248 @@
+"""Tensors set aside on nvme between forward and backward, through a few slots of host memory.
+
+Owns the slots, the extents and the order of reads. How a tensor lies in memory is `spill`'s.
+
+[Note: a piece's life]
+A tensor is cut into pieces of one slot. A slot is written out at once and keeps its bytes until another piece needs it,
+so the last ones packed, which backward wants first, are not read at all:
+
+    forward    pack 0 | pack 1 | pack 2 | pack 3          writes run behind; a slot is free when its write is done
+    slots      [0]      [0 1]    [0 1 2]  [3 1 2]
+    backward   load 3 (there) | load 2 (there) | load 1 (there), begins to read 0 | load 0 (read by then)
+Memory is the slots, however deep the model. A tensor's extent goes back to a list when the graph that wanted it dies.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .arena import Arena, Block
+from .errors import BudgetError, ClosedError, gib
+from .footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
+from .protocols import Extent
+from .spill import Form, Spilled
+from .tier import Nvme, Transfer
+from .tile import round_up
+
+__all__ = ["NvmeSpill"]
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Memory for one piece. `piece`: whose bytes it has, or will have when `transfer` is done."""
+
+    block: Block
+    piece: _Piece | None = None
+    transfer: Transfer | None = None
+    used: int = 0
+
+    def settle(self) -> None:
+        """Return when nothing is in flight; raises the transfer's error."""
+        if self.transfer is not None:
+            self.transfer.wait()
+            self.transfer = None  # not before: after an error or Ctrl-C the bytes are still not there
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Bytes [start, start + nbytes) of a tensor and of its extent."""
+
+    start: int
+    nbytes: int
+    slot: _Slot | None = None
+
+
+@dataclass(eq=False)
+class _OnNvme:
+    """See `Spilled`. Its extent is given back when nobody can ask for it any more."""
+
+    spill: NvmeSpill
+    form: Form
+    what: str
+    extent: Extent
+    pieces: list[_Piece]
+    before: weakref.ref[_OnNvme] | None = field(repr=False)  # packed before this one, so wanted after it
+
+    def load(self) -> Tensor:
+        return self.spill.load(self)
+
+    def __del__(self) -> None:
+        self.spill.dropped.append((self.extent, self.pieces))  # any thread, any time: only noted
+
+
+class NvmeSpill:
+    """NVMe, through `slots` pieces of host memory. Transfers carry the store's names, counters and errors.
+
+    Any thread may pack and load; one at a time does.
+    """
+
+    def __init__(self, nvme: Nvme, *, slots: int = SPILL_SLOTS, piece_bytes: int = SPILL_PIECE_BYTES) -> None:
+        if slots < 2:
+            raise ValueError(f"slots={slots}: at least 2, one being written or read beside the one in use")
+        self._nvme = nvme
+        self._piece_bytes = round_up(piece_bytes, nvme.alignment)
+        self._arena: Arena | None = Arena(slots * Arena.rounded(self._piece_bytes))
+        self._slots = [_Slot(self._arena.take(self._piece_bytes)) for _ in range(slots)]
+        self._extents: dict[int, list[Extent]] = {}  # unused ones, by their size
+        self._all: list[Extent] = []
+        self._last: weakref.ref[_OnNvme] | None = None
+        self._clock = 0
+        self._failure: OSError | None = None
+        self._lock = threading.RLock()
+        self.dropped: deque[tuple[Extent, list[_Piece]]] = deque()
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the slots."""
+        return 0 if self._arena is None else self._arena.nbytes
+
+    @property
+    def extent_bytes(self) -> int:
+        """On nvme, in use or not."""
+        return sum(extent.nbytes for extent in self._all)
+
+    def pack(self, tensor: Tensor, what: str) -> Spilled:
+        """Begin to write the tensor; its own memory is not needed after this returns."""
+        with self._lock, self._guard():
+            self._collect()
+            form = Form.of(tensor)
+            values = form.flatten(tensor)
+            pieces = [
+                _Piece(start, min(self._piece_bytes, values.numel() - start))
+                for start in range(0, values.numel(), self._piece_bytes)
+            ]
+            extent = self._extent(round_up(values.numel(), self._nvme.alignment), what)
+            spilled = _OnNvme(self, form, what, extent, pieces, self._last)
+            for piece in pieces:
+                slot = self._take(piece)
+                slot.block.raw(0, piece.nbytes).copy_(values[piece.start : piece.start + piece.nbytes])
+                slot.transfer = self._nvme.write(
+                    extent, self._source(slot, piece), f"activation of {what}", piece.start
+                )
+            self._last = weakref.ref(spilled)
+            return spilled
+
+    def load(self, spilled: _OnNvme) -> Tensor:
+        """The tensor again; begins to read the one that was packed before it."""
+        with self._lock, self._guard():
+            values = spilled.form.empty()
+            raw = values.view(-1).view(torch.uint8)
+            for piece in spilled.pieces:
+                slot = self._read(spilled, piece)
+                if slot.transfer is not None and slot.transfer.kind == "swap_in":
+                    slot.settle()
+                raw[piece.start : piece.start + piece.nbytes].copy_(slot.block.raw(0, piece.nbytes))
+                self._touch(slot, least=True)
+            self._read_ahead(spilled)
+            return spilled.form.restore(values)
+
+    def close(self) -> None:
+        """Wait for what is in flight and give everything back. Idempotent."""
+        with self._lock:
+            if self._arena is None:
+                return
+            arena, self._arena = self._arena, None
+            failure: OSError | None = None
+            for slot in self._slots:
+                try:
+                    slot.settle()
+                except OSError as error:
+                    failure = failure or (None if self._failure else error)  # raised once already
+            for extent in self._all:
+                with suppress(Exception):  # its owner may have closed it already
+                    self._nvme.store.free(extent)
+            arena.close()
+            self._slots.clear()
+            self._all.clear()
+            self._extents.clear()
+            if failure is not None:
+                raise failure
+
+    # -- slots ------------------------------------------------------------------------------------------------------
+
+    def _read(self, spilled: _OnNvme, piece: _Piece) -> _Slot:
+        """The slot that has the piece, or is being filled with it."""
+        if piece.slot is None:
+            slot = self._take(piece)
+            what = f"activation of {spilled.what}"
+            slot.transfer = self._nvme.read(spilled.extent, self._source(slot, piece), what, piece.start)
+        assert piece.slot is not None
+        return piece.slot
+
+    def _read_ahead(self, spilled: _OnNvme) -> None:
+        """Begin to read the one before, into slots that nothing is wanted of."""
+        before = spilled.before() if spilled.before is not None else None
+        if before is None:
+            return
+        for piece in before.pieces:
+            if piece.slot is None:
+                if not any(slot.used <= 0 for slot in self._slots):
+                    return
+                self._read(before, piece)
+
+    def _take(self, piece: _Piece) -> _Slot:
+        """The slot longest unused, its write done, now the piece's."""
+        slot = min(self._slots, key=lambda s: (s.piece is not None, s.used))
+        slot.settle()
+        if slot.piece is not None:
+            slot.piece.slot = None
+        slot.piece, piece.slot = piece, slot
+        self._touch(slot)
+        return slot
+
+    def _touch(self, slot: _Slot, *, least: bool = False) -> None:
+        """Most recently used, or (`least`) the first to be taken: backward is done with it."""
+        self._clock += 1
+        slot.used = -self._clock if least else self._clock
+
+    def _source(self, slot: _Slot, piece: _Piece) -> Tensor:
+        return slot.block.raw(0, round_up(piece.nbytes, self._nvme.alignment))
+
+    # -- extents ----------------------------------------------------------------------------------------------------
+
+    def _extent(self, nbytes: int, what: str) -> Extent:
+        """Raises BudgetError where there is no room; what was set aside before stands."""
+        unused = self._extents.get(nbytes)
+        if unused:
+            return unused.pop()
+        try:
+            extent = self._nvme.allocate(nbytes)
+        except (OSError, BudgetError) as error:
+            raise BudgetError(
+                f"no room on nvme for {gib(nbytes)} of activations of {what}: {error}; take fewer tokens a "
+                'micro-batch, or give some units the policy "recompute"'
+            ) from error
+        self._all.append(extent)
+        return extent
+
+    def _collect(self) -> None:
+        """Take back the extents of what died, after their last write."""
+        while self.dropped:
+            extent, pieces = self.dropped.popleft()
+            for piece in pieces:
+                if piece.slot is not None:
+                    slot, piece.slot = piece.slot, None
+                    slot.piece, slot.used = None, 0
+                    slot.settle()
+            self._extents.setdefault(extent.nbytes, []).append(extent)
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """The first error of a transfer is every later call's too: what is on nvme can no longer be relied on."""
+        if self._failure is not None:
+            raise self._failure
+        if self._arena is None:
+            raise ClosedError("the activation offload is closed; call offload_activations again")
+        try:
+            yield
+        except OSError as error:
+            self._failure = error
+            raise
