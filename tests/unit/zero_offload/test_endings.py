@@ -115,6 +115,20 @@ def test_a_store_forgotten_inside_a_lock_of_its_byte_store_does_not_wait_for_its
     assert nvme._used == extent.nbytes
 
 
+def test_forgotten_activations_give_their_extents_back() -> None:
+    store = MemoryByteStore()
+    spill = NvmeSpill(Nvme(store, Timeline()), slots=2, piece_bytes=4096)
+    packed = [spill.pack(torch.ones(5000), "unit") for _ in range(3)]
+    assert store._used > 0
+    del spill
+    gc.collect()
+    assert torch.equal(packed[0].load(), torch.ones(5000))  # whoever can ask keeps it alive
+    packed.clear()
+    gc.collect()
+    join_closing()
+    assert store._used == 0
+
+
 class Interrupting(FaultyByteStore):
     """A ByteStore in whose waits Ctrl-C arrives, once, after `interrupt(after=n)` further waits."""
 

@@ -430,6 +430,31 @@ def test_an_empty_shard_takes_part() -> None:
 
 
 @pytest.mark.timeout(60)
+def test_prefetch_waits_for_nothing_and_a_wait_for_a_slot_s_write_is_exposed() -> None:
+    nvme = FaultyByteStore(MemoryByteStore())
+    placement = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
+    driver = make(placement, nvme, driver={"numels": (MI // 2,) * 6, "frozen": ()})
+    driver.forward()
+    for i in (2, 1, 0):
+        driver.store.accept_gradient(i, driver.gradient(i))
+    driver.store.wait()
+    nvme.hold()
+    driver.update()
+    for i in (0, 1, 2):  # the three slots: updated and used, their writes held
+        driver.store.parameters(i)
+        driver.store.release(i)
+    seen, exposed = len(nvme.log), driver.store.stats()["exposed_seconds"]
+    driver.store.prefetch(5)
+    assert len(nvme.log) == seen
+    waiter = threading.Timer(0.1, nvme.release)
+    waiter.start()
+    driver.store.parameters(5)
+    assert driver.store.stats()["exposed_seconds"] > exposed
+    waiter.join()
+    driver.store.close()
+
+
+@pytest.mark.timeout(60)
 def test_the_update_waits_for_a_slot_s_write_without_holding_the_training_thread() -> None:
     nvme = FaultyByteStore(MemoryByteStore())
     placement = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}

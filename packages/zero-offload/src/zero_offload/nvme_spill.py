@@ -20,11 +20,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .arena import Arena, Block
+from .ending import Ending
 from .errors import BudgetError, ClosedError, gib
 from .footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from .protocols import Extent
@@ -98,6 +100,8 @@ class NvmeSpill:
         self._failure: OSError | None = None
         self._lock = threading.RLock()
         self.dropped: deque[tuple[Extent, list[_Piece]]] = deque()
+        # Also when model and graphs are forgotten without a close(): the ByteStore may live on.
+        self._ending = Ending(self, partial(_give_back, nvme, self._arena, self._slots, self._all, self._extents))
 
     @property
     def host_bytes(self) -> int:
@@ -149,20 +153,14 @@ class NvmeSpill:
         with self._lock:
             if self._arena is None:
                 return
-            arena, self._arena = self._arena, None
+            self._arena = None
             failure: OSError | None = None
             for slot in self._slots:
                 try:
                     slot.settle()
                 except OSError as error:
                     failure = failure or (None if self._failure else error)  # raised once already
-            for extent in self._all:
-                with suppress(Exception):  # its owner may have closed it already
-                    self._nvme.store.free(extent)
-            arena.close()
-            self._slots.clear()
-            self._all.clear()
-            self._extents.clear()
+            self._ending()
             if failure is not None:
                 raise failure
 
@@ -246,3 +244,18 @@ class NvmeSpill:
         except OSError as error:
             self._failure = error
             raise
+
+
+def _give_back(
+    nvme: Nvme, arena: Arena, slots: list[_Slot], extents: list[Extent], unused: dict[int, list[Extent]]
+) -> None:
+    for slot in slots:
+        with suppress(OSError):
+            slot.settle()
+    for extent in extents:
+        with suppress(Exception):  # its owner may have closed it already
+            nvme.store.free(extent)
+    arena.close()
+    slots.clear()
+    extents.clear()
+    unused.clear()

@@ -84,11 +84,11 @@ class ParameterStore:
     # -- the training thread ------------------------------------------------------------------------------------
 
     def prefetch(self, i: int) -> None:
-        """Begin to read unit i if a slot is idle."""
+        """Begin to read unit i if a slot is idle and nothing moves in it any more; waits for nothing."""
         with self._monitor.condition:
             if not self.streamed(i):
                 return
-            slot = self._by_unit.get(i) or self._load(i, steal=False)
+            slot = self._by_unit.get(i) or self._load(i, steal=False, settle=False)
             if slot is not None:
                 slot.wanted = True
                 self._touch(slot)
@@ -99,7 +99,10 @@ class ParameterStore:
         if not self.streamed(i):
             return self._memory[i].view(unit.spec.dtype, unit.spec.numel)
         with self._monitor.condition:
-            slot = self._by_unit.get(i) or self._load(i, steal=True)
+            slot = self._by_unit.get(i) or self._load(i, steal=True, settle=False)
+            if slot is None:
+                with self._monitor.exposed(unit.spec.name):
+                    slot = self._load(i, steal=True)
             if slot is None:
                 self._monitor.wait_until(lambda: self._load_or_refuse(i), unit.spec.name)
                 slot = self._by_unit[i]
