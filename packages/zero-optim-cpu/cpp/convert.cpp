@@ -11,26 +11,23 @@ template <class Stream> void get(float* values, const Stream& from, std::int64_t
     for (; i < end; ++i) values[i] = from.template load<Scalar>(i);
 }
 
-float largest_of(const float* values, std::int64_t i, std::int64_t end) {
-    float most = 0.0f;
-    for (; i < end; ++i) most = Scalar::max_magnitude(values[i], most);
-    return most;
-}
-
-template <class Code>
-void put_codes(const Code& to, float* scales, const float* values, std::int64_t begin, std::int64_t end) {
+// To the nearest code, block by block.
+template <bool Signed>
+void put_codes(const Code<Signed>& to, float* scales, const float* values, std::int64_t begin, std::int64_t end) {
     for (std::int64_t base = begin; base < end; base += block_numel) {
         const std::int64_t stop = end - base < block_numel ? end : base + block_numel;
-        const float most = largest_of(values, base, stop), inverse = inverse_of(most);
-        scales[base / block_numel] = inverse == 0.0f ? 0.0f : most;
-        const std::uint32_t nearest[1] = {dither_nearest - Code::origin};
-        for (std::int64_t i = base; i < stop; ++i) to.template store<Scalar, 1>(i, {values[i]}, inverse, nearest);
+        std::uint16_t words[block_numel] = {};
+        std::uint8_t codes[block_numel];
+        for (std::int64_t i = base; i < stop; ++i) words[i - base] = word_of(values[i], dither_nearest);
+        const float scale = scales[base / block_numel] = scale_of(largest_of<Scalar, Signed>(words), words);
+        store_block<Scalar, Signed>(codes, words, scale);
+        for (std::int64_t i = base; i < stop; ++i) to.p[i] = codes[i - base];
     }
 }
 
-template <class Code>
-void get_codes(float* values, const Code& from, const float* scales, std::int64_t i, std::int64_t end) {
-    for (; i < end; ++i) values[i] = from.template load<Scalar>(i, scales[i / block_numel] / top);
+template <bool Signed>
+void get_codes(float* values, const Code<Signed>& from, const float* scales, std::int64_t i, std::int64_t end) {
+    for (; i < end; ++i) values[i] = value_of(from.load(i, Code<Signed>::offset_of(scales[i / block_numel])));
 }
 
 }  // namespace

@@ -18,8 +18,10 @@ inline std::int64_t first_segment(const Item& t, std::int64_t begin) {
 }
 
 #include "codec.hpp"
+#include "codes.hpp"
 #include "rules.hpp"
 #include "update_body.hpp"
+#include "coded_body.hpp"
 #include "reduce_body.hpp"
 #include "roofline_body.hpp"
 #include "table_body.hpp"

@@ -15,11 +15,8 @@ struct Scalar {
     static void store(float* p, F x) { *p = x; }
     static I load_u16(const std::uint16_t* p) { return *p; }
     static I load_i16(const std::uint16_t* p) { return std::uint32_t(std::int32_t(std::int16_t(*p))); }
-    static I load_u8(const std::uint8_t* p) { return *p; }
     static I load_i32(const std::uint32_t* p) { return *p; }
-    static I load_i8(const std::uint8_t* p) { return std::uint32_t(std::int32_t(std::int8_t(*p))); }
     static void store_u16(std::uint16_t* p, I x) { *p = std::uint16_t(x); }
-    static void store_u8(std::uint8_t* p, I x) { *p = std::uint8_t(x); }
     static F load_f16(const std::uint16_t* p) { return half_to_float(*p); }
     static void store_f16(std::uint16_t* p, F x) { *p = float_to_half(x); }
 
@@ -28,11 +25,9 @@ struct Scalar {
     static F mul(F a, F b) { return a * b; }
     static F div(F a, F b) { return a / b; }
     static F sqrt(F a) { return __builtin_sqrtf(a); }
-    static F max(F a, F b) { return a > b ? a : b; }  // b if either is NaN
     static M gt(F a, F b) { return a > b; }
     static M is_nan(F a) { return a != a; }
     static F select(M m, F a, F b) { return m ? a : b; }
-    static F reduce_max(F a) { return a; }
 
     static I bits(F a) { I r; __builtin_memcpy(&r, &a, 4); return r; }
     static F from_bits(I a) { F r; __builtin_memcpy(&r, &a, 4); return r; }
@@ -44,16 +39,8 @@ struct Scalar {
     static I ixor(I a, I b) { return a ^ b; }
     template <int N> static I shl(I a) { return a << N; }
     template <int N> static I shr(I a) { return a >> N; }
-    template <int N> static I sar(I a) { return std::uint32_t(std::int32_t(a) >> N); }
-    static I imax(I a, I b) { return std::int32_t(a) > std::int32_t(b) ? a : b; }  // signed
-    static I imin(I a, I b) { return std::int32_t(a) < std::int32_t(b) ? a : b; }
     static M ieq(I a, I b) { return a == b; }
     static I iselect(M m, I a, I b) { return m ? a : b; }
-    // x * y where a bit of Mask is set in `test`, else 0.
-    template <std::uint32_t Mask> static F mul_where(I test, F x, F y) { return (test & Mask) != 0 ? x * y : 0.0f; }
-    static I merge(I x, I mask, I others) { return (x & mask) | others; }
-    // The larger of |x| and `most`; `most` where x is NaN.
-    static F max_magnitude(F x, F most) { return max(from_bits(bits(x) & 0x7fffffffu), most); }
     static int count(M m) { return m ? 1 : 0; }
 
     // IEEE half <-> single, round to nearest even, as F16C does it: NaN keeps its top payload bits and turns quiet.

@@ -17,6 +17,7 @@ from zero_optim_cpu.rules import Rule, rule_of
 from zero_optim_cpu.step import Segment, Tile
 
 _MASK32 = 0xFFFFFFFF
+_INFINITE_WORD, _LEAST_EXPONENT = 0x7F80, 40  # of 8-bit codes
 
 
 def float32(value: float) -> float:
@@ -160,36 +161,38 @@ def dither(positions: Tensor, step: int) -> Tensor:
 
 
 def encode_blocks(x: Tensor, noise: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """fp32 (n,) -> codes (n,) uint8 and scales (blocks,): a float of few bits, relative to the block's largest."""
-    numel = x.numel()
+    """fp32 (n,) -> codes (n,) uint8 and scales (blocks,): a float of few bits, relative to the block's largest.
+
+    A code is the upper half of a value's pattern, noise added, less the block's exponent: see codes.hpp.
+    """
+    numel, reach, top = x.numel(), 15 if signed else 31, 127 if signed else 255
     blocks = -(-numel // BLOCK_NUMEL)
-    padded = torch.zeros(blocks * BLOCK_NUMEL)
-    padded[:numel] = x
-    magnitude = of_bits(bits_of(padded) & 0x7FFFFFFF).view(blocks, BLOCK_NUMEL)
-    scales = torch.where(magnitude.isnan(), torch.zeros(()), magnitude).amax(dim=1)
-    stored = torch.where(scales >= float32(1e-36), scales, torch.zeros(()))
-    inverse = torch.where(stored > 0, torch.full_like(stored, 1.875 + 2**-19) / stored, torch.zeros(()))
-    bits = bits_of((padded.view(blocks, BLOCK_NUMEL) * inverse[:, None]).flatten()[:numel])
+    words = torch.zeros(blocks * BLOCK_NUMEL, dtype=torch.int64)
+    words[:numel] = ((bits_of(x) + noise) & _MASK32) >> 16
+    words = words.view(blocks, BLOCK_NUMEL)
+    magnitude = words & 0x7FFF
+    finite = magnitude < _INFINITE_WORD
+    exponent = torch.where(finite, magnitude, torch.zeros_like(words)).amax(dim=1) >> 7
+    exponent = torch.where(exponent == 0, exponent, exponent.clamp(min=_LEAST_EXPONENT))
+    exponent = torch.where((exponent == 0) & ~finite.all(dim=1), torch.full_like(exponent, 254), exponent)
+    code = ((magnitude - ((exponent[:, None] - reach) << 7)).clamp(min=0) >> 4).clamp(max=top)
+    code = torch.where(finite, code, torch.full_like(code, top))
     if signed:
-        code = (((bits & 0x7FFFFFFF) + noise) >> 20) - (0x3FF - 127)
-        code = code.clamp(0, 127) | ((bits >> 24) & 0x80)
-    else:
-        bits = bits & 0x7FFFFFFF
-        code = (((bits + noise) >> 20) - (0x3FF - 255)).clamp(1, 255)
-        code = torch.where(bits == 0, torch.zeros_like(code), code)
-    return code.to(torch.uint8), stored
+        code |= (words >> 8) & 0x80
+    code = torch.where(exponent[:, None] == 0, torch.zeros_like(code), code)
+    return code.flatten()[:numel].to(torch.uint8), of_bits(exponent << 23)
 
 
 def decode_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """The inverse of ``encode_blocks`` up to its steps of 12.5 %."""
     code = codes.to(torch.int64)
-    magnitude = code & 127 if signed else code
-    unit = (scales / 1.875).repeat_interleave(BLOCK_NUMEL)[: codes.numel()]
-    value = of_bits((magnitude + (0x3FF - (127 if signed else 255))) << 20) * unit
-    value = of_bits(
-        torch.where(magnitude == 0, torch.zeros_like(code), bits_of(value) | ((code & 128) << 24 if signed else 0))
-    )
-    return value
+    exponent = bits_of(scales) >> 23
+    offset = torch.where(exponent == 0, exponent, (exponent - (15 if signed else 31)) << 7)
+    offset = offset.repeat_interleave(BLOCK_NUMEL)[: codes.numel()]
+    if not signed:
+        return of_bits(((code << 4) + offset) << 16)
+    word = (((code & 127) << 4) + offset) | ((code & 128) << 8)
+    return of_bits(torch.where((code & 127) == 0, torch.zeros_like(code), word) << 16)
 
 
 # ---- the step --------------------------------------------------------------------------------------------------------
