@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -203,6 +205,102 @@ def test_moved_tensors_are_noticed_between_steps(disturb: Callable[[Any, Any], N
             optimizer.step()
         results.append([p.detach() for p in params])
     assert all(same(a, b) for a, b in zip(*results, strict=True))
+
+
+def shrink(p: torch.nn.Parameter, optimizer: Any) -> None:
+    """Fewer elements at the same address: the gradient too."""
+    p.data, grad = p.data.flatten()[:100], p.grad.flatten()[:100].clone()
+    p.grad = grad
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[p][name] = optimizer.state[p][name].flatten()[:100].clone()
+
+
+def transpose(p: torch.nn.Parameter, optimizer: Any) -> None:
+    """A gradient in another order of elements, with the parameter's layout in memory made to match by a copy."""
+    p.data, p.grad = p.data.T.contiguous(), p.grad.T.contiguous()
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[p][name] = optimizer.state[p][name].T.contiguous()
+
+
+DISTURBANCES: dict[str, Callable[[Any, Any], Any]] = {
+    "shrunk": shrink,
+    "transposed": transpose,
+    "state dropped": lambda p, o: o.state.pop(p),
+    "state replaced": lambda p, o: o.state.update({p: copy.deepcopy(o.state[p])}),
+    "options": lambda p, o: o.param_groups[0].update(lr=0.3, weight_decay=0.5),
+    "another group": lambda p, o: o.param_groups.__setitem__(0, {**o.param_groups[0], "lr": 0.2}),
+    "no gradient": lambda p, o: setattr(p, "grad", None),
+    "loaded": lambda p, o: o.load_state_dict(copy.deepcopy(o.state_dict())),
+    "reordered": lambda p, o: o.param_groups[0]["params"].reverse(),
+}
+
+
+@pytest.mark.parametrize("name", DISTURBANCES)
+def test_what_changes_between_steps_is_followed_as_torch_does(name: str) -> None:
+    results = []
+    for module in (zero_optim_cpu, torch.optim):
+        params = parameters()
+        optimizer = module.AdamW(params, lr=0.01)
+        train(optimizer, params, range(3))
+        set_gradients(params, 3)
+        DISTURBANCES[name](params[3], optimizer)
+        optimizer.step()
+        train(optimizer, params, range(4, 7))
+        results.append([p.detach() for p in params])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+def test_a_group_added_between_steps_is_updated() -> None:
+    results = []
+    for module in (zero_optim_cpu, torch.optim):
+        params = parameters()
+        optimizer = module.AdamW(params[:3], lr=0.01)
+        train(optimizer, params[:3], range(3))
+        optimizer.add_param_group({"params": params[3:], "lr": 0.1})
+        results.append(train(optimizer, params, range(3, 6)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch keeps gradients in the parameter's dtype")
+def test_a_gradient_of_another_dtype_is_noticed() -> None:
+    results = []
+    for changed in (False, True):
+        params = parameters(torch.bfloat16)
+        optimizer = zero_optim_cpu.AdamW(params)
+        for p in params:
+            p.grad_dtype = None  # any
+        for seed in range(4):
+            set_gradients(params, seed)
+            if changed and seed % 2:  # the same numbers in another dtype: the same bits
+                for p in params:
+                    p.grad = p.grad.float()
+            optimizer.step()
+        results.append([p.detach() for p in params])
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_parameter_turned_over_in_place_is_refused_by_name() -> None:
+    params = parameters()
+    optimizer = zero_optim_cpu.AdamW(params)
+    train(optimizer, params, range(2))
+    params[3].data = params[3].data.T  # the same address and size, other strides
+    set_gradients(params, 2)
+    with pytest.raises(ValueError, match=r"parameter of shape .* has strides .*contiguous"):
+        optimizer.step()
+
+
+def test_gradients_are_not_kept_alive() -> None:
+    params = parameters()
+    optimizer = zero_optim_cpu.AdamW(params)
+    for seed in range(2):
+        set_gradients(params, seed)
+        optimizer.step()
+    gradients = [weakref.ref(p.grad) for p in params]
+    optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    assert all(gradient() is None for gradient in gradients)
 
 
 def test_scale_and_nonfinite_count() -> None:

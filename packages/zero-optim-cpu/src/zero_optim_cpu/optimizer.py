@@ -6,18 +6,30 @@ The arithmetic is in the native kernels; what each optimizer is, in ``rules``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from zero_optim_cpu import _native
-from zero_optim_cpu.dispatch import Dispatch, Entry, native_item
+from zero_optim_cpu.dispatch import Dispatch, native_item
 from zero_optim_cpu.engine import Engine
 from zero_optim_cpu.layouts import BYTE8, layout_named
 from zero_optim_cpu.rules import Rule, refuse_options, rule_in_use
 from zero_optim_cpu.step import Handle
 from zero_optim_cpu.tensors import check, dtype_code
+
+
+def _ready(parameters: list[Tensor], gradients: list[Tensor]) -> bool:
+    """Whether `check` would pass all gradients, and none needs a copy."""
+    return (
+        all(map(is_, map(attrgetter("layout"), gradients), repeat(torch.strided)))
+        and all(map(attrgetter("is_cpu"), gradients))
+        and all(map(Tensor.is_contiguous, gradients))
+        and list(map(Tensor.numel, gradients)) == list(map(Tensor.numel, parameters))
+    )
 
 
 class CpuOptimizer(torch.optim.Optimizer):
@@ -78,14 +90,14 @@ class CpuOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def start(self, *, scale: float = 1.0) -> Handle:
         """Begin a step and return at once. Leave parameters, gradients and states alone until the handle is done."""
-        dispatch, entries = self._prepare()
-        return Handle(dispatch.batch.start(self._engine.pool, float(scale), (dispatch, entries)))
+        dispatch, gradients = self._prepare()
+        return Handle(dispatch.batch.start(self._engine.pool, float(scale), (dispatch, gradients)))
 
     @torch.no_grad()
     def count_nonfinite(self) -> int:
         """How many elements of all gradients are NaN or infinite. A caller may skip the step."""
         total = 0
-        for _, gradient, _ in self._with_gradients():
+        for gradient in self._with_gradients()[1]:
             code, numel = dtype_code("gradient", gradient.dtype), gradient.numel()
             pool, table = self._engine.pool, self._engine.table
             total += _native.count_nonfinite(pool, table, gradient.data_ptr(), code, numel)
@@ -93,32 +105,33 @@ class CpuOptimizer(torch.optim.Optimizer):
 
     # ---- dispatch ------------------------------------------------------------------------------------------------
 
-    def _with_gradients(self) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
-        """(parameter, gradient, group) of every parameter that has a gradient."""
-        found = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                if gradient.layout == torch.strided and not gradient.is_contiguous():
-                    gradient = gradient.contiguous()
-                found.append((parameter, check("gradient", gradient, numel=parameter.numel()), group))
-        return found
+    def _with_gradients(self) -> tuple[list[Tensor], list[Tensor], list[dict[str, Any]]]:
+        """Parameters that have a gradient, the gradients (dense and contiguous; copies where they are not), groups."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        gradients = [parameter.grad for parameter in parameters]
+        if any(map(is_, gradients, repeat(None))):
+            kept = [k for k, gradient in enumerate(gradients) if gradient is not None]
+            parameters, gradients, groups = ([row[k] for k in kept] for row in (parameters, gradients, groups))
+        if not _ready(parameters, gradients):
+            gradients = [g.contiguous() if g.layout == torch.strided else g for g in gradients]
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                check("gradient", gradient, numel=parameter.numel())
+        return parameters, gradients, groups
 
-    def _prepare(self) -> tuple[Dispatch, list[Entry]]:
+    def _prepare(self) -> tuple[Dispatch, list[Tensor]]:
+        """The dispatch of this step, and the gradients that it reads."""
         refuse_options(self.rule, self.param_groups)
         rule = rule_in_use(self.rule, self.param_groups)
-        entries = []
-        for parameter, gradient, group in self._with_gradients():
-            state = self.state[parameter]
-            if not state or any(name not in state for name in rule.state_names):
-                self._complete_state(rule, parameter, state)
-            entries.append(Entry(parameter, gradient, state, group))
-        if self._dispatch is None or not self._dispatch.fits(rule, entries):
-            self._dispatch = Dispatch(self._engine, self._layout, rule, entries)
-        self._dispatch.refresh(entries)
-        return self._dispatch, entries
+        parameters, gradients, groups = self._with_gradients()
+        states = [self.state[parameter] for parameter in parameters]
+        if self._dispatch is None or not self._dispatch.fits(rule, parameters, gradients, states):
+            for parameter, state in zip(parameters, states, strict=True):
+                if not state or any(name not in state for name in rule.state_names):
+                    self._complete_state(rule, parameter, state)
+            self._dispatch = Dispatch(self._engine, self._layout, rule, parameters, gradients, states)
+        self._dispatch.refresh(gradients, groups)
+        return self._dispatch, gradients
 
     # ---- states --------------------------------------------------------------------------------------------------
 
