@@ -135,7 +135,7 @@ def native(session: nox.Session) -> None:
     )
     for sanitizer in ("address", "thread"):
         session.run("python", "packages/zero-nvme/scripts/sanitize.py", sanitizer, *session.posargs)
-    session.run("python", "packages/zero-optim-cpu/sanitize.py")
+    session.run("python", "packages/zero-optim-cpu/scripts/sanitize.py")
 
 
 @nox.session

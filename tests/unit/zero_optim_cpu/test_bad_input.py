@@ -123,7 +123,7 @@ def test_names_that_are_unknown() -> None:
 
 
 def test_a_cpu_without_an_instruction_set_says_what_it_has() -> None:
-    """Runs where the CPU lacks one; `sanitize.py old` asks the same of an emulated CPU without AVX2."""
+    """Runs where the CPU lacks one; `scripts/sanitize.py old` asks the same of an emulated CPU without AVX2."""
     missing = sorted(set(compiled_isas()) - set(available_isas()))
     if not missing:
         pytest.skip("this CPU has every instruction set of this build")

@@ -1,23 +1,26 @@
-"""The kernels under sanitizers, emulators and clang: ``python sanitize.py [address|thread|neon|old|clang ...]``.
+"""The kernels under sanitizers, emulators and clang: ``python scripts/sanitize.py [address|thread|neon|old|clang] ...``.
 
 Each builds ``cpp/selftest.cpp`` (every kernel against the scalar one, and the pool) in a temporary folder and runs it.
 ``address`` also runs the Python tests of threads and bad input on a sanitized module. ``neon`` wants a cross compiler
 and qemu (Debian: ``apt-get install g++-aarch64-linux-gnu qemu-user``) and is skipped, with a line, without them; its
 digest of all results must be the native one's: the same bits on both architectures. ``old`` runs the x86 build on an
-emulated CPU without AVX2, and on one with AVX2 and no AVX-512; ``clang`` compares a build of that compiler's.
+emulated CPU without AVX2, and on one with AVX2 and no AVX-512; ``clang`` compares a build of that compiler's. A step
+takes one to five minutes on two cores, nearly all of it in the compiler: ``--work FOLDER`` keeps what it built.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parent.parent
 ROOT = PACKAGE.parent.parent
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 PROGRAM_ONLY = ("ZERO_OPTIM_MODULE=OFF", "ZERO_OPTIM_TEST_PROGRAM=ON")
@@ -62,6 +65,7 @@ def address(work: Path) -> None:
     )
     selftest(work, UBSAN_OPTIONS="halt_on_error=1")
     site = work / "site" / "zero_optim_cpu"
+    shutil.rmtree(site, ignore_errors=True)
     shutil.copytree(PACKAGE / "src" / "zero_optim_cpu", site, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for module in work.glob("_native*.so"):
         shutil.copy(module, site)
@@ -133,14 +137,21 @@ STEPS = {"address": address, "thread": thread, "neon": neon, "old": old, "clang"
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(STEPS)
-    unknown = [name for name in names if name not in STEPS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(STEPS)}; all without it")
+    parser.add_argument("--work", type=Path, default=None, help="folder that keeps the builds for the next time")
+    chosen = parser.parse_args()
+    unknown = [name for name in chosen.steps if name not in STEPS]
     if unknown:
-        raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(STEPS)}")
-    for name in names:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(STEPS)}")
+    for name in chosen.steps or STEPS:
         say(f"== {name}")
-        with tempfile.TemporaryDirectory(prefix=f"zero_optim_{name}_") as work:
-            STEPS[name](Path(work))
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix=f"zero_optim_{name}_") as scratch:
+            work = Path(scratch) if chosen.work is None else chosen.work.resolve() / name
+            work.mkdir(parents=True, exist_ok=True)
+            STEPS[name](work)
+        say(f"{name}: {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":
