@@ -223,7 +223,9 @@ def small(threads: int, rounds: int, deepspeed: Any) -> Row:
     states = [(torch.zeros(10_000), torch.zeros(10_000)) for _ in params]
     ours = over(zero_optim_cpu.AdamW(params, lr=1e-5, threads=threads), states, lambda: 0)
     fused = over(torch.optim.AdamW(params, lr=1e-5, fused=True), states, lambda: torch.tensor(0.0))
+    batch, engine = ours._prepare()[0].batch, ours._engine
     contestants: dict[str, Run] = {"ours": ours.step, "torch fused": fused.step}
+    contestants["roofline"] = lambda: batch.run(engine.pool, 1.0, True)  # of the same tensors, and without Python
     if deepspeed is not None:
         contestants["deepspeed"] = over(deepspeed(params, lr=1e-5, adamw_mode=True), states, lambda: 0).step
     return row_of(SMALL, contestants, rounds, {"deepspeed": OVER_DEEPSPEED_SMALL, "torch fused": OVER_FUSED})
@@ -263,6 +265,10 @@ def report(rows: list[Row], header: str, numel: int) -> str:
     """Markdown. Each cell: median (95 % interval), whether the aim is met: the aim."""
     columns = {"roofline": "of its roofline", "deepspeed": "x DeepSpeed fp32", "deepspeed flow": "x DeepSpeed flow"}
     columns |= {"torch fused": "x torch fused fp32", "avx2": "AVX2 of AVX-512"}
+    for row in rows:
+        if row.name == SMALL and "deepspeed" in row.ratios:
+            pairs = zip(row.ratios["deepspeed"], row.ratios["roofline"], strict=True)
+            header += f"; memory allows {statistics.median(a / b for a, b in pairs):.2f} x DeepSpeed over {SMALL}"
     lines = [header, "", f"| AdamW | ms | GB/s | {' | '.join(columns.values())} |", "|---" * (3 + len(columns)) + "|"]
     for row in rows:
         median = statistics.median(row.seconds)

@@ -1,4 +1,4 @@
-"""The kernels under sanitizers, emulators and clang: ``python scripts/sanitize.py [address|thread|neon|old|clang] ...``.
+"""The kernels under sanitizers, emulators and clang: ``python scripts/sanitize.py [address|thread|neon|old|clang]``.
 
 Each builds ``cpp/selftest.cpp`` (every kernel against the scalar one, and the pool) in a temporary folder and runs it.
 ``address`` also runs the Python tests of threads and bad input on a sanitized module. ``neon`` wants a cross compiler
