@@ -33,7 +33,6 @@ class Transfer:
 
     __slots__ = (
         "_buffer",
-        "_done",
         "_error",
         "_extent",
         "_nvme",
@@ -41,38 +40,43 @@ class Transfer:
         "_seen_ns",
         "_ticket",
         "kind",
+        "nbytes",
         "start_ns",
         "what",
     )
 
     def __init__(self, nvme: Nvme, kind: str, what: str, ticket: Ticket, extent: Extent, offset: int, buffer: Tensor):
         self.kind, self.what = kind, what
-        self._nvme, self._ticket, self._extent, self._offset, self._buffer = nvme, ticket, extent, offset, buffer
+        self.nbytes = buffer.nbytes
+        self._nvme, self._extent, self._offset = nvme, extent, offset
+        # Until it was waited for: who remembers a transfer that is over does not keep its memory.
+        self._ticket: Ticket | None = ticket
+        self._buffer: Tensor | None = buffer
         self.start_ns = time.perf_counter_ns()
         self._seen_ns: int | None = None
-        self._done = False
         self._error: SwapError | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self._buffer.nbytes
 
     def done(self) -> bool:
         """Whether wait() would return at once; notes the time of the first yes."""
-        if self._seen_ns is None and (self._done or self._ticket.done()):
-            self._seen_ns = time.perf_counter_ns()
+        if self._seen_ns is None:
+            ticket = self._ticket
+            if ticket is None or ticket.done():
+                self._seen_ns = time.perf_counter_ns()
         return self._seen_ns is not None
 
     def wait(self) -> None:
         """Raises SwapError naming what was moved, where, and why it failed; each time."""
-        if not self._done:
+        ticket = self._ticket
+        if ticket is not None:
             try:
-                self._ticket.wait()
+                ticket.wait()
             except Exception as error:
-                self._error = self._nvme.explain(error, self.kind, self.what, self._extent, self._offset, self._buffer)
-                self._error.__cause__ = error
-            self._done = self.done() or True
+                explained = self._nvme.explain(error, self.kind, self.what, self._extent, self._offset, self.nbytes)
+                explained.__cause__ = error
+                self._error = explained
+            self.done()
             self._nvme.ended(self, self._seen_ns or time.perf_counter_ns())
+            self._ticket = self._buffer = None
         if self._error is not None:
             raise self._error
 
@@ -120,7 +124,7 @@ class Nvme:
         try:
             ticket = submit(extent, buffer, offset)
         except Exception as error:
-            raise self.explain(error, kind, what, extent, offset, buffer) from error
+            raise self.explain(error, kind, what, extent, offset, buffer.nbytes) from error
         transfer = Transfer(self, kind, what, ticket, extent, offset, buffer)
         with self._lock:
             self._outstanding.add(transfer)
@@ -152,14 +156,14 @@ class Nvme:
             with contextlib.suppress(Exception):
                 transfer.wait()
 
-    def explain(self, error: Exception, kind: str, what: str, extent: Extent, offset: int, buffer: Tensor) -> SwapError:
+    def explain(self, error: Exception, kind: str, what: str, extent: Extent, offset: int, nbytes: int) -> SwapError:
         """The error of a transfer, with file and offset from the store's own error where it has them."""
         path = getattr(error, "path", None) or getattr(error, "filename", None) or type(self.store).__name__
         at = getattr(error, "offset", None)
         at = extent.offset_bytes + offset if at is None else at
         verb = "reading" if kind == "swap_in" else "writing"
         explained = SwapError(
-            f"{verb} {what} failed: {path}, offset {at}, {buffer.nbytes} bytes: {error}; "
+            f"{verb} {what} failed: {path}, offset {at}, {nbytes} bytes: {error}; "
             "check the device and its free space, then resume from the last checkpoint"
         )
         explained.errno = getattr(error, "errno", None)
