@@ -103,6 +103,16 @@ def test_extents_are_used_again_when_nobody_can_ask_for_them(spill):
     assert spill.extent_bytes == 4 * 8192
 
 
+@pytest.mark.parametrize("lengths", [range(1, 20), range(19, 0, -1), [3, 19, 1, 7, 19, 2, 11]])
+def test_batches_of_many_lengths_take_the_room_of_the_longest(store, spill, lengths):
+    for length in lengths:
+        packed = [spill.pack(torch.full((1024 * length,), float(k)), "unit") for k in range(4)]
+        for k in (3, 2, 1, 0):
+            assert torch.equal(packed[k].load(), torch.full((1024 * length,), float(k)))
+        del packed
+    assert store._used == spill.extent_bytes <= 4 * 4096 * max(lengths)
+
+
 def test_closing_gives_extents_back_and_ends_use(store, nvme):
     spill = NvmeSpill(nvme, slots=2, piece_bytes=PIECE)
     packed = spill.pack(torch.ones(5000), "unit")

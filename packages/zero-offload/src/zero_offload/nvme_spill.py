@@ -207,10 +207,16 @@ class NvmeSpill:
     # -- extents ----------------------------------------------------------------------------------------------------
 
     def _extent(self, nbytes: int, what: str) -> Extent:
-        """Raises BudgetError where there is no room; what was set aside before stands."""
-        unused = self._extents.get(nbytes)
-        if unused:
-            return unused.pop()
+        """The smallest unused one that is large enough, or a new one in the place of all unused ones: batches of many
+        lengths take the room of the longest. Raises BudgetError where there is none; what was set aside before stands.
+        """
+        enough = min((size for size, unused in self._extents.items() if unused and size >= nbytes), default=None)
+        if enough is not None:
+            return self._extents[enough].pop()
+        for extent in [extent for unused in self._extents.values() for extent in unused]:
+            self._all.remove(extent)
+            self._nvme.store.free(extent)
+        self._extents.clear()
         try:
             extent = self._nvme.allocate(nbytes)
         except (OSError, BudgetError) as error:
