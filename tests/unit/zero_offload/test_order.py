@@ -1,0 +1,194 @@
+"""What a TieredStore does when: which transfer, update and wait comes before which. Events order it, never clocks."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from zero_offload import MemoryByteStore
+from zero_offload.testing import FaultyByteStore
+
+from .harness import MI, NUMELS, make, same
+
+
+def test_update_in_backward_has_the_bits_of_an_update_after_it() -> None:
+    def run(placement: Any, inside: bool) -> list[torch.Tensor]:
+        driver = make(placement)
+        for number in range(1, 4):
+            driver.forward()
+            driver.step_number = number - 1
+            for i in reversed(driver.units):
+                if i in driver.frozen:
+                    continue
+                driver.store.accept_gradient(i, driver.gradient(i))
+                if inside:
+                    driver.store.update(driver.groups(), 1.0, [i], [[number] * 2] * 4)
+            if not inside:
+                driver.store.update(driver.groups(), 1.0, driver.units, [[number] * 2] * 4)
+        values = driver.everything()
+        driver.store.close()
+        return values
+
+    expected = run("host", False)
+    assert same(run("host", True), expected)
+    assert same(run("nvme", True), expected)
+
+
+def test_update_in_backward_reads_the_next_unit_ahead() -> None:
+    nvme = FaultyByteStore(MemoryByteStore())
+    driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, driver={"frozen": ()})
+
+    def backward(number: int) -> None:
+        for i in reversed(driver.units):
+            driver.store.accept_gradient(i, torch.ones(NUMELS[i], dtype=torch.bfloat16))
+            driver.store.update(driver.groups(), 1.0, [i], [[number] * 2] * 4)
+
+    backward(1)
+    driver.store.wait()
+    seen = len(nvme.log)
+    driver.store.accept_gradient(3, torch.ones(NUMELS[3], dtype=torch.bfloat16))
+    driver.store.wait()
+    # Tiles are in hand before their update, at most one a slot; which were read in this backward, and which had
+    # been in the last, depends on when slots fell free.
+    in_hand = list(driver.store._states._early)
+    assert 1 <= len(in_hand) <= driver.store.describe().state_slots
+    assert {kind for kind, _, _ in nvme.log[seen:]} <= {"read"}
+    driver.store.close()
+
+
+def test_other_orders_are_fine() -> None:
+    """The order of update and the order of use need not agree, nor the order of one step with the next's."""
+    results = []
+    for orders in ([(0, 1, 2, 3)] * 3, [(3, 1, 0, 2), (0, 1, 2, 3), (2, 3, 1, 0)]):
+        driver = make("nvme", slots=3)
+        for order in orders:
+            driver.forward()
+            driver.backward()
+            driver.update(order)
+        results.append(driver.everything())
+        driver.store.close()
+    assert same(*results)
+
+
+def test_parameters_wait_for_their_own_unit_only() -> None:
+    nvme = FaultyByteStore(MemoryByteStore())
+    driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, slots=3)
+    driver.step()
+    driver.store.wait()
+    driver.forward()
+    driver.backward()
+    driver.store.wait()  # what was read ahead is there: the first three of four tiles
+    nvme.hold()
+    driver.update()
+    driver.store.parameters(0)  # its two tiles need no transfer any more; the writes are held
+    driver.store.release(0)
+    assert driver.store._pipeline.behind(3)
+    waiter = threading.Timer(0.2, nvme.release)
+    waiter.start()
+    driver.store.parameters(3)
+    driver.store.release(3)
+    waiter.join()
+    driver.store.close()
+
+
+def test_reads_begin_during_backward() -> None:
+    nvme = FaultyByteStore(MemoryByteStore())
+    driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, slots=3)
+    driver.step()
+    driver.store.wait()
+    driver.forward()
+    seen = len(nvme.log)
+    driver.backward()
+    driver.store.wait()
+    ahead = nvme.log[seen:]
+    assert [kind for kind, _, _ in ahead] == ["read"] * 3  # as many as there are slots, before any norm is known
+    driver.update()
+    driver.store.wait()
+    kinds = [kind for kind, _, _ in nvme.log[seen:]]
+    tiles = sum(record is not None for unit in driver.store.describe().units for record in unit.records)
+    assert kinds.count("read") == tiles and kinds.count("write") == tiles
+    driver.store.close()
+
+
+def test_an_updated_unit_is_handed_over_from_memory() -> None:
+    nvme = FaultyByteStore(MemoryByteStore())
+    driver = make({"parameters": "nvme", "gradients": "host", "optimizer": "host"}, nvme)
+    driver.forward()
+    driver.backward()
+    driver.store.wait()
+    driver.update()
+    driver.store._monitor.wait_until(lambda: not driver.store._pipeline.behind(0), "u0")
+    seen = len(nvme.log)
+    driver.store.parameters(0)
+    driver.store.release(0)
+    offsets = {offset for kind, offset, _ in nvme.log[seen:] if kind == "read"}
+    assert driver.store._parameters._extents[0].offset_bytes not in offsets
+    driver.store.close()
+
+
+def test_no_request_overtakes_a_write_of_the_same_bytes() -> None:
+    """Transfers happen only when something waits for them: whoever does not wait is caught."""
+    nvme = FaultyByteStore(MemoryByteStore(), lazy=True)
+    driver = make("nvme", nvme, slots=3, driver={"numels": (MI + 640, MI // 2, 896)})
+
+    driver.step(accumulate=2)
+    driver.step()
+    gradient = torch.ones(MI // 2, dtype=torch.bfloat16)
+    driver.store.accept_gradient(1, gradient)
+    driver.store.discard_gradients()
+    for _ in range(2):  # the same unit again, its first gradient and its parameters still on their way
+        driver.store.accept_gradient(1, gradient)
+        driver.store.update(driver.groups(), 1.0, [1], [[9, 9]] * 3)
+    driver.everything()
+    assert nvme.overtaken == []
+    driver.store.close()
+
+
+@pytest.mark.timeout(60)
+def test_prefetch_waits_for_nothing_and_a_wait_for_a_slot_s_write_is_exposed() -> None:
+    nvme = FaultyByteStore(MemoryByteStore())
+    placement = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
+    driver = make(placement, nvme, driver={"numels": (MI // 2,) * 6, "frozen": ()})
+    driver.forward()
+    for i in (2, 1, 0):
+        driver.store.accept_gradient(i, driver.gradient(i))
+    driver.store.wait()
+    nvme.hold()
+    driver.update()
+    for i in (0, 1, 2):  # the three slots: updated and used, their writes held
+        driver.store.parameters(i)
+        driver.store.release(i)
+    seen, exposed = len(nvme.log), driver.store.stats()["exposed_seconds"]
+    driver.store.prefetch(5)
+    assert len(nvme.log) == seen
+    waiter = threading.Timer(0.1, nvme.release)
+    waiter.start()
+    driver.store.parameters(5)
+    assert driver.store.stats()["exposed_seconds"] > exposed
+    waiter.join()
+    driver.store.close()
+
+
+@pytest.mark.timeout(60)
+def test_the_update_waits_for_a_slot_s_write_without_holding_the_training_thread() -> None:
+    nvme = FaultyByteStore(MemoryByteStore())
+    placement = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
+    driver = make(placement, nvme, driver={"numels": (MI // 2,) * 6, "frozen": ()})
+    driver.forward()
+    driver.backward()
+    driver.store.wait()
+    nvme.hold()
+    driver.update()  # units 0, 1 and 2 are in the three slots; their writes do not end
+    for i in (0, 1, 2):
+        driver.store.parameters(i)
+        driver.store.release(i)  # the update of unit 3 may have the slot now, when its write is done
+        for _ in range(20):
+            threading.Event().wait(0.005)
+            driver.store.release(i)  # a call that needs the tables, not the slot
+    assert driver.store._pipeline.behind(3)
+    nvme.release()
+    driver.everything()
+    driver.store.close()
