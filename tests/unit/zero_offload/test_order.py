@@ -11,7 +11,7 @@ import torch
 from zero_offload import MemoryByteStore
 from zero_offload.testing import FaultyByteStore
 
-from .harness import MI, NUMELS, make, same
+from .harness import MI, NUMELS, Driver, make, same
 
 
 def test_update_in_backward_has_the_bits_of_an_update_after_it() -> None:
@@ -147,12 +147,18 @@ def test_no_request_overtakes_a_write_of_the_same_bytes() -> None:
     driver.store.close()
 
 
-@pytest.mark.timeout(60)
-def test_prefetch_waits_for_nothing_and_a_wait_for_a_slot_s_write_is_exposed() -> None:
+def three_slots_of_six_units() -> tuple[FaultyByteStore, Driver]:
+    """Parameters on nvme, after one forward; nothing is held back yet."""
     nvme = FaultyByteStore(MemoryByteStore())
     placement = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
     driver = make(placement, nvme, driver={"numels": (MI // 2,) * 6, "frozen": ()})
     driver.forward()
+    return nvme, driver
+
+
+@pytest.mark.timeout(60)
+def test_prefetch_waits_for_nothing_and_a_wait_for_a_slot_s_write_is_exposed() -> None:
+    nvme, driver = three_slots_of_six_units()
     for i in (2, 1, 0):
         driver.store.accept_gradient(i, driver.gradient(i))
     driver.store.wait()
@@ -164,20 +170,22 @@ def test_prefetch_waits_for_nothing_and_a_wait_for_a_slot_s_write_is_exposed() -
     seen, exposed = len(nvme.log), driver.store.stats()["exposed_seconds"]
     driver.store.prefetch(5)
     assert len(nvme.log) == seen
-    waiter = threading.Timer(0.1, nvme.release)
-    waiter.start()
+    monitor = driver.store._monitor
+    count = monitor.exposed
+
+    def released(what: str) -> Any:
+        nvme.release()  # nothing else ends the wait, and only a wait that is counted comes by here
+        return count(what)
+
+    monitor.exposed = released  # type: ignore[method-assign]
     driver.store.parameters(5)
     assert driver.store.stats()["exposed_seconds"] > exposed
-    waiter.join()
     driver.store.close()
 
 
 @pytest.mark.timeout(60)
 def test_the_update_waits_for_a_slot_s_write_without_holding_the_training_thread() -> None:
-    nvme = FaultyByteStore(MemoryByteStore())
-    placement = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
-    driver = make(placement, nvme, driver={"numels": (MI // 2,) * 6, "frozen": ()})
-    driver.forward()
+    nvme, driver = three_slots_of_six_units()
     driver.backward()
     driver.store.wait()
     nvme.hold()
