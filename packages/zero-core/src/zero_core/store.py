@@ -15,6 +15,7 @@ from torch import Tensor
 
 __all__ = [
     "CHUNK_NUMEL",
+    "Arrival",
     "GroupStep",
     "NullObserver",
     "Observer",
@@ -24,6 +25,7 @@ __all__ = [
     "ShardSpec",
     "ShardStore",
     "StoreContext",
+    "SwapsIn",
     "lent_bytes",
 ]
 
@@ -146,7 +148,8 @@ class ShardStore(Protocol):
     def gradient_buffer(self, i: int) -> Tensor | None:
         """Optional memory (numel,) in the reduce dtype, on the compute device, for a reduced gradient.
 
-        Given to accept_gradient(i, it) without a copy. None: the caller brings its own memory.
+        Given to accept_gradient(i, it) without a copy, or forgotten. None: the caller brings its own memory. It may be
+        written in the order of the stream that is current at this call.
         """
 
     def accept_gradient(self, i: int, gradient: Tensor) -> None:
@@ -187,6 +190,33 @@ class ShardStore(Protocol):
 
     def close(self) -> None:
         """Give all memory back. Idempotent."""
+
+
+class Arrival(Protocol):
+    """A shard on its way into memory on the compute device."""
+
+    def wait(self) -> None:
+        """The caller's current stream goes on when the shard is there. The host waits only for what is not begun yet."""
+
+    def drop(self) -> None:
+        """The shard is not wanted: its memory may be used for something else, in the caller's stream order."""
+
+
+@runtime_checkable
+class SwapsIn(Protocol):
+    """Optional part of a store that keeps shards off the compute device: the caller brings memory, the store copies.
+
+    `swaps_in` is known after attach; where it is False, `parameters` is what to call.
+    """
+
+    swaps_in: bool
+
+    def swap_in(self, i: int, out: Tensor) -> Arrival:
+        """Copy shard i into `out` (numel,), parameter dtype, compute device, after what the current stream has queued.
+
+        May begin late: when unit i's own update is done, or when its bytes are in memory. Either wait() or drop() ends
+        it; nothing is to be released.
+        """
 
 
 @runtime_checkable
