@@ -196,7 +196,7 @@ class Arrival(Protocol):
     """A shard on its way into memory on the compute device."""
 
     def wait(self) -> None:
-        """The caller's current stream goes on when the shard is there. The host waits only for what is not begun yet."""
+        """The current stream goes on when the shard is there. The host waits only for a copy that has not begun."""
 
     def drop(self) -> None:
         """The shard is not wanted: its memory may be used for something else, in the caller's stream order."""
