@@ -24,6 +24,8 @@ __all__ = ["KINDS", "MINIMUM_SLOTS", "StorePlan", "UnitPlan", "plan_store"]
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
 SMALL_UNIT_BYTES = 1 << 20
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
+LANDING_BUFFERS = 2  # on a device apart: a gradient is written while the one before it is copied to the host
+STAGING_SLOTS = 4  # of host memory, each a tile in the reduce dtype: gradients that cannot go straight to their place
 SPILL_SLOTS = 4  # of host memory, each of SPILL_PIECE_BYTES, that activations on nvme travel through
 SPILL_PIECE_BYTES = 4 << 20
 GRADIENT_BYTES = 4  # fp32: what an accumulated gradient takes; a single micro-batch touches the reduce dtype's bytes
@@ -72,6 +74,9 @@ class StorePlan:
     unit_slots: int
     unit_slot_bytes: int
     own_slots: tuple[int, ...]  # streamed units so small that each has a slot of its own, of its own size
+    landing_numel: int = 0  # of each of LANDING_BUFFERS on a device apart; 0: there is none
+    staging_slots: int = 0
+    staging_slot_bytes: int = 0
 
     def bytes_of(self, tier: Tier | str, kind: str) -> int:
         """Bytes of "parameters", "gradients", "optimizer" or "buffers" (slots; host only) in a tier."""
@@ -106,6 +111,7 @@ class StorePlan:
                 (self.state_slots, self.state_slot_bytes),
                 (self.gradient_slots, self.gradient_slot_bytes),
                 (self.unit_slots, self.unit_slot_bytes),
+                (self.staging_slots, self.staging_slot_bytes),
             )
         )
 
@@ -152,11 +158,13 @@ def plan_store(
     prefetch_bytes: int = 0,
     shard_count: int = 1,
     alignment: int = PAGE_BYTES,
+    landing_dtype: torch.dtype | None = None,
 ) -> StorePlan:
     """Cut, place and count. `step` is bound already.
 
     `slots`: of states and of gradients each; None: a quarter of what is on nvme, at least 3, fewer where `host_bytes`
-    is short. Raises PlacementError, or BudgetError when `host_bytes` is too small even with 3 slots.
+    is short. `landing_dtype`: with a device apart from the host, the reduce dtype of what comes from it. Raises
+    PlacementError, or BudgetError when `host_bytes` is too small even with 3 slots.
     """
     check_tile_numel(tile_numel)
     if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < MINIMUM_SLOTS):
@@ -183,8 +191,20 @@ def plan_store(
         unit_slots=shared,
         unit_slot_bytes=round_up(largest, alignment),
         own_slots=own,
+        **(_landing(units, landing_dtype) if landing_dtype is not None else {}),
     )
     return plan if host_bytes is None else _fit(plan, host_bytes, fixed=slots is not None)
+
+
+def _landing(units: Sequence[UnitPlan], dtype: torch.dtype) -> dict[str, int]:
+    """What gradients from a device apart pass through."""
+    trained = [unit for unit in units if unit.trainable]
+    tile = max((tile.numel for unit in trained for tile in unit.tiles), default=0)
+    return {
+        "landing_numel": max((unit.spec.numel for unit in trained), default=0),
+        "staging_slots": STAGING_SLOTS if trained else 0,
+        "staging_slot_bytes": round_up(tile * dtype.itemsize, PAGE_BYTES),
+    }
 
 
 def _place_units(

@@ -13,7 +13,7 @@ While a gradient is being added its unit is PARTIAL; where that ends early (Ctrl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -51,13 +51,15 @@ class Taken:
     dtype: torch.dtype
 
 
+Part = Callable[[int, int], Tensor]  # (start, stop) of a shard -> its gradient there, on the CPU, until the next call
 _Hand = dict[Tile, tuple[Block, Transfer | None]]  # slots in hand, each with the read into it
 
 
 class GradientStore:
-    """One rank's gradient shards, (shard_numel,) each. The training thread adds, the update thread reads what is taken.
+    """One rank's gradient shards, (shard_numel,) each. One thread adds, the update thread reads what is taken.
 
-    The two never work on one unit at a time: whoever adds to unit i has waited for unit i's update.
+    On the CPU the training thread adds, with a device apart the thread of `downloads`, while the training thread asks
+    nothing. The update thread never works on the same unit: what is added to unit i came after unit i's update.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class GradientStore:
                 if tile.trainable and tier is Tier.NVME and nvme is not None:
                     self._extents[tile] = nvme.own(round_up(tile.numel * GRADIENT_BYTES, plan.alignment))
 
-    # -- the training thread ------------------------------------------------------------------------------------
+    # -- the thread that adds ------------------------------------------------------------------------------------
 
     def lend(self, i: int) -> Tensor | None:
         """(shard_numel,) reduce dtype, where unit i's first gradient will be kept; None if it cannot be in place."""
@@ -95,21 +97,42 @@ class GradientStore:
             return None
         return memory.view(self.dtype, numel)
 
-    def accept(self, i: int, gradient: Tensor) -> None:
-        """Add a gradient (shard_numel,) on the CPU in the reduce dtype."""
-        unit, numel = self._plan.units[i], self._memory_numel[i]
+    def check(self, i: int, gradient: Tensor) -> None:
+        """Raises ValueError unless it is (shard_numel,) in the reduce dtype."""
+        unit = self._plan.units[i]
         if gradient.numel() != unit.spec.numel or gradient.dtype != self.dtype:
             raise ValueError(
                 f"gradient of {unit.spec.name}: {gradient.numel()} elements of {gradient.dtype}, "
                 f"expected {unit.spec.numel} of {self.dtype}"
             )
-        if not unit.trainable:
+
+    def accept(self, i: int, gradient: Tensor) -> None:
+        """Add a gradient (shard_numel,) on the CPU in the reduce dtype."""
+        self.check(i, gradient)
+        numel = self._memory_numel[i]
+        self._accept(i, lambda start, stop: gradient[start:stop], [(0, numel)] if numel else [])
+
+    def accept_pieces(self, i: int, part: Part) -> None:
+        """Add a gradient of which `part` gives the tiles of kept(i), one after another."""
+        self._accept(i, part, [(tile.start, tile.stop) for tile in self.kept(i) if tile not in self._extents])
+
+    def kept(self, i: int) -> list[Tile]:
+        """The tiles whose gradient is kept, in their order: in memory first, then on nvme."""
+        unit = self._plan.units[i]
+        rows = zip(unit.tiles, unit.gradient_tiers, strict=True)
+        return [tile for tile, tier in rows if tier is not Tier.NVME or tile in self._extents]
+
+    def _accept(self, i: int, part: Part, in_memory: Sequence[tuple[int, int]]) -> None:
+        if not self._plan.units[i].trainable:
             return
         held = self._whole(i)
         self._held[i] = Held.PARTIAL
-        if numel:
-            self._add_in_memory(i, gradient[:numel], held)
-        self._add_on_nvme(i, gradient, held)
+        memory = self._memory[i]
+        if memory is not None and held is Held.REDUCED:
+            _widen(memory, self.dtype, self._memory_numel[i])
+        for start, stop in in_memory:
+            self._add_in_memory(i, start, part(start, stop), held)
+        self._add_on_nvme(i, part, held)
         first = held is Held.NONE and self.dtype != torch.float32
         self._held[i] = Held.REDUCED if first else Held.FP32
 
@@ -157,29 +180,26 @@ class GradientStore:
             return None
         return Taken(self.dtype if held is Held.REDUCED else torch.float32)
 
-    def _add_in_memory(self, i: int, gradient: Tensor, held: Held) -> None:
+    def _add_in_memory(self, i: int, start: int, gradient: Tensor, held: Held) -> None:
+        """Elements from `start`, a multiple of the chunk; what was kept is fp32 by now."""
         memory = self._memory[i]
         assert memory is not None
-        numel = gradient.numel()
-        if held is Held.NONE:
-            kept = memory.view(self.dtype, numel)
-            if kept.data_ptr() != gradient.data_ptr():
-                kept.copy_(gradient)
-        else:
-            kept = memory.view(torch.float32, numel)
-            if held is Held.REDUCED:
-                _widen(memory, self.dtype, numel)
+        dtype = self.dtype if held is Held.NONE else torch.float32
+        kept = memory.view(dtype, gradient.numel(), start * dtype.itemsize)
+        if held is not Held.NONE:
             self._step.accumulate(kept, gradient)
-        self._sum_chunks(i, 0, kept)
+        elif kept.data_ptr() != gradient.data_ptr():
+            kept.copy_(gradient)
+        self._sum_chunks(i, start, kept)
 
-    def _add_on_nvme(self, i: int, gradient: Tensor, held: Held) -> None:
+    def _add_on_nvme(self, i: int, part: Part, held: Held) -> None:
         tiles = [tile for tile in self._plan.units[i].tiles if tile in self._extents]
         if held is Held.NONE:
             with self._hand() as hand:
                 for tile in tiles:
                     hand[tile] = (self._slot(tile), None)
                     kept = hand[tile][0].view(self.dtype, tile.numel)
-                    kept.copy_(gradient[tile.start : tile.stop])
+                    kept.copy_(part(tile.start, tile.stop))
                     self._sum_chunks(i, tile.start, kept)
                     self._swap_out(hand, tile, kept)
             return
@@ -196,7 +216,7 @@ class GradientStore:
                 if held is Held.REDUCED:
                     _widen(block, dtype, tile.numel)
                 kept = block.view(torch.float32, tile.numel)
-                self._step.accumulate(kept, gradient[tile.start : tile.stop])
+                self._step.accumulate(kept, part(tile.start, tile.stop))
                 self._sum_chunks(i, tile.start, kept)
                 self._swap_out(hand, tile, kept)
 

@@ -33,6 +33,7 @@ class Monitor:
         self.stopping = False
         self.blocked = False  # the training thread waits for the update thread: it will release nothing
         self.exposed_ns = 0
+        self._local = threading.local()
 
     # -- the training thread ------------------------------------------------------------------------------------
 
@@ -45,7 +46,10 @@ class Monitor:
 
     @contextmanager
     def exposed(self, unit: str) -> Iterator[None]:
-        """Time the training thread spends here was not hidden."""
+        """Time the training thread spends here was not hidden. In the background: it may be."""
+        if getattr(self._local, "background", False):
+            yield
+            return
         start = time.perf_counter_ns()
         try:
             with self.span("wait", unit):
@@ -90,7 +94,16 @@ class Monitor:
             self.stopping = True
             self.condition.notify_all()
 
-    # -- the update thread --------------------------------------------------------------------------------------
+    # -- the threads in the background --------------------------------------------------------------------------
+
+    @contextmanager
+    def background(self) -> Iterator[None]:
+        """What this thread waits for in here is not the training thread's time."""
+        self._local.background = True
+        try:
+            yield
+        finally:
+            self._local.background = False
 
     def check_stop(self) -> None:
         if self.stopping:

@@ -22,6 +22,7 @@ from .errors import BudgetError
 from .footprint import StorePlan, UnitPlan
 from .monitor import Monitor
 from .protocols import Extent
+from .streams import Mark
 from .tier import Nvme, Tier, Transfer
 from .tile import Tile, round_up
 
@@ -37,6 +38,7 @@ class _UnitSlot:
     updating: bool = False
     used: int = 0
     reads: list[Transfer] = field(default_factory=list)
+    leaving: list[Mark] = field(default_factory=list)  # copies to the device that read it
     writes: dict[Tile, Transfer] = field(default_factory=dict)
 
     @property
@@ -44,14 +46,15 @@ class _UnitSlot:
         return self.held or self.updating
 
     @property
-    def moving(self) -> tuple[Transfer, ...]:
+    def moving(self) -> tuple[Transfer | Mark, ...]:
         """What is in flight into it or out of it."""
-        return tuple(transfer for transfer in (*self.reads, *self.writes.values()) if not transfer.done())
+        return tuple(each for each in (*self.reads, *self.writes.values(), *self.leaving) if not each.done())
 
     def settle(self) -> None:
         """Return when nothing is in flight. Raises the first transfer's error."""
-        for transfer in (*self.reads, *self.writes.values()):
-            transfer.wait()
+        for each in (*self.reads, *self.writes.values(), *self.leaving):
+            each.wait()
+        self.leaving.clear()
         self.reads.clear()
         self.writes.clear()
 
@@ -75,6 +78,7 @@ class ParameterStore:
             i: _UnitSlot(arena.take(round_up(plan.units[i].parameter_bytes, plan.alignment))) for i in plan.own_slots
         }
         self._by_unit: dict[int, _UnitSlot] = {}
+        self._leaving: dict[int, Mark] = {}  # the last copy to the device of a unit that is not streamed
         self._clock = 0
 
     def streamed(self, i: int) -> bool:
@@ -117,6 +121,22 @@ class ParameterStore:
             self.release(i)  # Ctrl-C: the caller was given nothing that it could release
             raise
         return slot.block.view(unit.spec.dtype, unit.spec.numel)
+
+    def arrived(self, i: int) -> bool:
+        """Whether acquire(i) would return at once. Asked under the condition."""
+        if not self.streamed(i):
+            return True
+        slot = self._by_unit.get(i)
+        return slot is not None and all(transfer.done() for transfer in slot.reads)
+
+    def leaving(self, i: int, mark: Mark) -> None:
+        """A copy of acquired unit i to the device is done with `mark`; until then its memory does not change."""
+        with self._monitor.condition:
+            slot = self._by_unit.get(i)
+            if slot is None:
+                self._leaving[i] = mark
+            else:
+                slot.leaving = [each for each in slot.leaving if not each.done()] + [mark]
 
     def release(self, i: int) -> None:
         with self._monitor.condition:
@@ -173,12 +193,17 @@ class ParameterStore:
                 transfer.wait()
 
     def for_update(self, tile: Tile) -> Tensor:
-        """(tile.numel,) to be changed in place; waits for its read, and for its last write."""
+        """(tile.numel,) to be changed in place; waits for its read, its last write and its last copy to the device."""
         dtype = self._plan.units[tile.unit].spec.dtype
         if not self.streamed(tile.unit):
+            left = self._leaving.pop(tile.unit, None)
+            if left is not None:
+                left.wait()
             return self._memory[tile.unit].view(dtype, tile.numel, tile.start * dtype.itemsize)
         slot = self._by_unit[tile.unit]
         self._arrived(slot)
+        for mark in slot.leaving:
+            mark.wait()
         if tile in slot.writes:
             slot.writes[tile].wait()
             del slot.writes[tile]

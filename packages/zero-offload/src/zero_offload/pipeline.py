@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -81,6 +81,7 @@ class Pipeline:
         self.parameters, self.gradients, self.states = parameters, gradients, states
         self._step, self._monitor, self._nvme = step, monitor, nvme
         self._behind = [0] * unit_count
+        self.unit_done: Callable[[], None] = _nothing  # called on the update thread after each unit
         self._queue: deque[UpdateJob | tuple[Tile, ...]] = deque()
         self._busy = False
         self._thread: threading.Thread | None = None
@@ -230,3 +231,8 @@ class Pipeline:
         with self._monitor.condition:
             self._behind[unit] -= 1
             self._monitor.condition.notify_all()
+        self.unit_done()
+
+
+def _nothing() -> None:
+    """Nobody waits for units."""

@@ -15,21 +15,23 @@ from torch import Tensor
 from zero_core.store import GroupStep, ShardSpec, StoreContext
 
 from .arena import Arena
-from .cuda import Link
 from .ending import Ending
 from .errors import ClosedError, OffloadError, PlacementError
 from .footprint import StorePlan, plan_store
 from .gradients import GradientStore
+from .link import Link
 from .monitor import Monitor
 from .parameters import ParameterStore
 from .pipeline import Pipeline, TileTask, UpdateJob
 from .placement import Placement, shares
 from .protocols import ByteStore, UpdateStep
 from .states import StateStore
+from .streams import streams_of
 from .tier import Nvme, Tier
 from .tile import check_tile_numel, segment_steps
 from .timeline import Timeline
 from .torch_step import TorchStep
+from .uploads import Arrival
 from .values import Values
 
 __all__ = ["TieredStore"]
@@ -85,6 +87,8 @@ class TieredStore:
         self._setup = (0, 0)
         self._closed = False
         self._ending: Ending | None = None
+        self._link: Link | None = None  # to a device apart from the host
+        self.swaps_in = False
 
     # -- attach -------------------------------------------------------------------------------------------------
 
@@ -107,6 +111,7 @@ class TieredStore:
             prefetch_bytes=context.prefetch_bytes,
             shard_count=context.shard_count,
             alignment=self._nvme.alignment if self._nvme is not None else 1,
+            landing_dtype=context.reduce_dtype if streams_of(context.device) is not None else None,
             **self._arguments,
         )
         if self._nvme is not None and plan.nvme_bytes:
@@ -129,16 +134,21 @@ class TieredStore:
         """Reserve every byte, on nvme and in memory."""
         nvme, monitor = self._nvme, self._monitor
         self._arena = arena = Arena(plan.arena_bytes)
-        self._link = Link(context.device, arena.whole() if context.device.type == "cuda" else None)
         self._parameters = ParameterStore(plan, arena, nvme, monitor)
         self._states = StateStore(plan, arena, nvme, monitor)
         self._gradients = GradientStore(plan, arena, nvme, self.step, monitor, context.reduce_dtype)
         self._values = Values(plan, self._parameters, self._states, self.step)
-        self._pipeline = Pipeline(
+        self._pipeline = pipeline = Pipeline(
             self._parameters, self._gradients, self._states, self.step, monitor, nvme, len(plan.units)
         )
+        make_streams = streams_of(context.device)
+        if make_streams is not None:
+            staging = [arena.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
+            streams = make_streams(arena.whole())
+            self._link = Link(streams, plan, self._parameters, self._gradients, pipeline, monitor, staging)
+            self.swaps_in = True
         # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
-        self._ending = Ending(self, partial(_shut_down, self._pipeline, nvme, self._link, arena))
+        self._ending = Ending(self, partial(_shut_down, pipeline, nvme, self._link, arena))
 
     def _refuse_device_tier(self, context: StoreContext) -> None:
         if context.device.type == "cpu":
@@ -154,31 +164,37 @@ class TieredStore:
 
     def prefetch(self, i: int) -> None:
         self._monitor.check()
-        if self._pipeline.behind(i) or self._link.resident(i):
+        if self._pipeline.behind(i):
             return  # the update hands it over from memory
         with self._guard():
             self._parameters.prefetch(i)
-            if self._link.is_cuda and not self._parameters.streamed(i):
-                self._link.upload(i, self._parameters.acquire(i))
+            if self._link is not None:
+                self._link.up.poll()
+
+    def swap_in(self, i: int, out: Tensor) -> Arrival:
+        self._monitor.check()
+        assert self._link is not None, "swap_in without swaps_in"
+        with self._guard():
+            return self._link.swap_in(i, out)
 
     def parameters(self, i: int) -> Tensor:
         self._monitor.check()
         self._wait_for(i)
         with self._guard():
-            return self._link.get(i, self._parameters.acquire(i))
+            return self._parameters.acquire(i) if self._link is None else self._link.parameters(i)
 
     def release(self, i: int) -> None:
         self._monitor.check()
-        self._link.uploaded(i)
-        self._link.drop(i)
-        self._parameters.release(i)
+        (self._parameters if self._link is None else self._link).release(i)
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
     def gradient_buffer(self, i: int) -> Tensor | None:
         self._monitor.check()
-        if self._link.is_cuda:
-            return None
+        if self._link is not None:
+            with self._guard():
+                self._link.up.poll()
+                return self._link.down.lend(i)
         self._wait_for(i)
         return self._gradients.lend(i)
 
@@ -188,22 +204,30 @@ class TieredStore:
         if not self._early_asked:
             self._early_asked = True
             self._pipeline.read_early([tile for unit in self._order for tile in self._plan.units[unit].tiles])
-        with torch.no_grad(), self._guard(), self._monitor.span("norm", self._plan.units[i].spec.name):
-            gradient = self._link.download(gradient.detach(), self._gradients.lend(i) if self._link.is_cuda else None)
-            self._gradients.accept(i, gradient)
+        with torch.no_grad(), self._guard():
+            if self._link is not None:
+                self._link.down.accept(i, gradient.detach())
+                return
+            with self._monitor.span("norm", self._plan.units[i].spec.name):
+                self._gradients.accept(i, gradient.detach())
 
     def discard_gradients(self) -> None:
         self._monitor.check()
+        self._landed()
+        if self._link is not None:
+            self._link.down.forget()
         self._gradients.discard()
 
     def discard_gradient(self, i: int, start: int, stop: int) -> None:
         self._monitor.check()
         self._wait_for(i)
+        self._landed()
         with torch.no_grad(), self._guard():
             self._gradients.zero(i, start, stop)
 
     def gradient_norm_squared(self) -> Tensor:
         self._monitor.check()
+        self._landed()
         return torch.tensor(self._gradients.norm_squared(), dtype=torch.float64, device=self._context.device)
 
     # -- updates ------------------------------------------------------------------------------------------------
@@ -212,6 +236,7 @@ class TieredStore:
         self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
     ) -> None:
         self._monitor.check()
+        self._landed()
         tasks: list[TileTask] = []
         for i in order:
             taken = self._gradients.take(i)
@@ -223,8 +248,6 @@ class TieredStore:
             tasks += [TileTask(tile, segments, taken, tile is found[-1][0]) for tile, segments in found]
         self._expect(order)
         if tasks:
-            for i in {task.tile.unit for task in tasks}:
-                self._link.drop(i)
             self._pipeline.submit(UpdateJob(tuple(tasks), float(scale)))
         if not self.overlap:
             self.wait()
@@ -243,8 +266,14 @@ class TieredStore:
 
     def wait(self) -> None:
         self._monitor.check()
+        self._landed()
         with self._guard():
             self._pipeline.wait()
+
+    def _landed(self) -> None:
+        """Return when every gradient that was accepted is on the host."""
+        if self._link is not None:
+            self._link.down.wait()
 
     def _wait_for(self, i: int) -> None:
         if self._pipeline.behind(i):
@@ -266,7 +295,6 @@ class TieredStore:
         with torch.no_grad(), self._guard():
             self._pipeline.wait()
             self._values.write(i, name, start, values)
-        self._link.drop(i)
 
     def _check_range(self, i: int, name: str, start: int, stop: int) -> None:
         self._monitor.check()
@@ -282,8 +310,9 @@ class TieredStore:
         """Sums since attach (whose own writes are `setup_write_bytes`); take differences for one step.
 
         nvme_read_bytes, nvme_write_bytes; exposed_seconds: the training thread waited; host_bytes: the arena;
-        device_bytes: what is placed on the device, and copies there now; huge_pages: "ok", or why the kernel refused
-        them to the arena, which costs direct I/O speed and no bits.
+        device_bytes: what is placed on the device, and what passes through it; link_up_bytes, link_down_bytes: copied
+        to the device and from it; huge_pages: "ok", or why the kernel refused them to the arena, which costs direct I/O
+        speed and no bits.
         """
         nvme, plan = self._nvme, self._plan
         device = sum(plan.bytes_of("device", kind) for kind in ("parameters", "gradients", "optimizer"))
@@ -293,7 +322,9 @@ class TieredStore:
             "setup_write_bytes": self._setup[1],
             "exposed_seconds": self._monitor.exposed_ns / 1e9,
             "host_bytes": self._arena.nbytes - device,
-            "device_bytes": device + self._link.device_bytes,
+            "device_bytes": device + (self._link.device_bytes if self._link is not None else 0),
+            "link_up_bytes": self._link.up.nbytes if self._link is not None else 0,
+            "link_down_bytes": self._link.down.nbytes if self._link is not None else 0,
             "huge_pages": self._arena.advice["MADV_HUGEPAGE"],
         }
 
@@ -336,13 +367,16 @@ class _Guard:
             self._monitor.fail(error)
 
 
-def _shut_down(pipeline: Pipeline, nvme: Nvme | None, link: Link, arena: Arena) -> None:
+def _shut_down(pipeline: Pipeline, nvme: Nvme | None, link: Link | None, arena: Arena) -> None:
     """End the background, then give extents and memory back."""
+    if link is not None:
+        link.down.close()  # it may wait for slots that the pipeline gives back
     pipeline.close()
     if nvme is not None:
         nvme.settle()
         nvme.free()
-    link.close()
+    if link is not None:
+        link.close()
     arena.close()
 
 

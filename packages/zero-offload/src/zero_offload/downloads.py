@@ -1,0 +1,220 @@
+"""Gradients on their way from the compute device: landed there, copied in a lane of their own, added by a thread.
+
+Owns the landing buffers on the device, the staging slots on the host and the thread. Where a gradient is kept, in which
+form and with which sums is `gradients`'.
+
+[Note: a gradient's way down]
+    compute stream   backward of i writes landing 0 | backward of i-1 writes landing 1 | of i-2: landing 0 again,
+    swap_out lane                                   | D2H of i                         | D2H of i-1   after D2H of i
+    this thread                                                  waits for D2H of i, squares, adds     ...
+The first gradient after an update goes straight to where it is kept. One that is added to another, or that lives on
+nvme, comes in tiles through the staging slots. The training thread waits only where both buffers are still full because
+this thread is behind: what the host adds is then slower than what the device computes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .arena import Block
+from .errors import ClosedError
+from .footprint import LANDING_BUFFERS, StorePlan
+from .gradients import GradientStore
+from .monitor import Monitor, Stopped
+from .streams import Mark, Streams
+
+__all__ = ["Downloads"]
+
+
+@dataclass(eq=False)
+class _Download:
+    """One gradient (shard_numel,) on the device, complete after `ready`."""
+
+    unit: int
+    source: Tensor
+    ready: Mark
+    buffer: Tensor | None  # the landing buffer that it lies in; None: the caller's memory
+    into: Tensor | None = None  # where it is kept, if it goes there straight
+    copied: Mark | None = None  # its last copy, once that is queued
+
+
+class Downloads:
+    """Accepts gradients from the device, one after another. `nbytes`: copied so far."""
+
+    def __init__(
+        self, streams: Streams, gradients: GradientStore, plan: StorePlan, monitor: Monitor, staging: Sequence[Block]
+    ) -> None:
+        self._streams, self._gradients, self._plan, self._monitor = streams, gradients, plan, monitor
+        self._staging = tuple(staging)
+        numel = plan.landing_numel
+        self._buffers = [streams.empty(numel, gradients.dtype) for _ in range(LANDING_BUFFERS if numel else 0)]
+        self._free: deque[tuple[Tensor, Mark | None]] = deque((buffer, None) for buffer in self._buffers)
+        self._lent: dict[int, Tensor] = {}
+        self._queue: deque[_Download] = deque()
+        self._busy = False
+        self._thread: threading.Thread | None = None
+        self.nbytes = 0
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    # -- the training thread ------------------------------------------------------------------------------------
+
+    def lend(self, i: int) -> Tensor | None:
+        """(shard_numel,) on the device, to be written in stream order and accepted, or forgotten. None: none left."""
+        unit = self._plan.units[i]
+        if not unit.trainable or not unit.spec.numel:
+            return None
+        if i not in self._lent:
+            if len(self._lent) == len(self._buffers):
+                return None
+            self._monitor.wait_until(lambda: bool(self._free), unit.spec.name)
+            with self._monitor.condition:
+                buffer, copied = self._free.popleft()
+            self._lent[i] = buffer
+            if copied is not None:
+                self._streams.follow(copied)
+        return self._lent[i][: unit.spec.numel]
+
+    def accept(self, i: int, gradient: Tensor) -> None:
+        """Take a gradient (shard_numel,) on the device; it may be overwritten afterwards in stream order."""
+        self._gradients.check(i, gradient)
+        if not self._plan.units[i].trainable:
+            return
+        lent = self.lend(i)
+        buffer = self._lent.pop(i, None)
+        if lent is not None:
+            if lent.data_ptr() != gradient.data_ptr():
+                lent.copy_(gradient)
+            gradient = lent
+        download = _Download(i, gradient, self._streams.mark(), buffer)
+        with self._monitor.condition:
+            self._queue.append(download)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name="zero-offload gradients", daemon=True)
+                self._thread.start()
+            self._monitor.condition.notify_all()
+        if buffer is None:  # both buffers are lent to units around this one: the caller's memory is not ours to keep
+            self._monitor.wait_until(lambda: download.copied is not None, self._plan.units[i].spec.name)
+            assert download.copied is not None
+            self._streams.follow(download.copied)
+
+    def wait(self) -> None:
+        """Return when every gradient is where it is kept."""
+        self._monitor.wait_until(lambda: not self._queue and not self._busy, "gradients")
+
+    def forget(self) -> None:
+        """Nothing that was lent will be accepted."""
+        with self._monitor.condition:
+            self._free.extend((buffer, None) for buffer in self._lent.values())
+            self._lent.clear()
+
+    def close(self) -> None:
+        """End after the gradient in hand. Idempotent."""
+        self._monitor.stop()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        begun: deque[_Download] = deque()
+        try:
+            with self._monitor.background(), torch.no_grad():
+                while True:
+                    for download in self._next(begun):
+                        self._begin(download)
+                        begun.append(download)
+                    self._finish(begun.popleft())
+        except Stopped:
+            pass
+        except BaseException as error:
+            if not (self._monitor.stopping and isinstance(error, ClosedError)):  # a pool's way to say the same
+                self._monitor.fail(error)
+        finally:
+            with self._monitor.condition:
+                self._busy = False
+                self._monitor.condition.notify_all()
+
+    def _next(self, begun: Sequence[_Download]) -> list[_Download]:
+        """What to begin before the next is finished: all that wait, up to a unit's second gradient. Waits for one."""
+        with self._monitor.condition:
+            self._busy = bool(begun)
+            self._monitor.condition.notify_all()
+            while not self._queue and not begun:
+                self._monitor.check_stop()
+                self._monitor.condition.wait()
+            self._monitor.check_stop()
+            self._busy = True
+            units, found = {download.unit for download in begun}, []
+            while self._queue and self._queue[0].unit not in units:
+                found.append(self._queue.popleft())
+                units.add(found[-1].unit)
+            return found
+
+    def _begin(self, download: _Download) -> None:
+        """Queue the copy of one that goes straight to where it is kept."""
+        download.into = self._gradients.lend(download.unit)
+        if download.into is not None:
+            self._copied(download, self._copy(download, download.into, download.source))
+
+    def _finish(self, download: _Download) -> None:
+        """Add it; its copies end here."""
+        if download.into is not None:
+            assert download.copied is not None
+            download.copied.wait()
+            with self._monitor.span("norm", self._plan.units[download.unit].spec.name):
+                self._gradients.accept(download.unit, download.into)
+            return
+        with self._monitor.span("norm", self._plan.units[download.unit].spec.name):
+            self._gradients.accept_pieces(download.unit, _Pieces(self, download))
+
+    def _copy(self, download: _Download, into: Tensor, source: Tensor) -> Mark:
+        self.nbytes += source.nbytes
+        return self._streams.copy("swap_out", into, source, (download.ready,))
+
+    def _copied(self, download: _Download, mark: Mark) -> None:
+        """Every copy out of its device memory is queued."""
+        with self._monitor.condition:
+            download.copied = mark
+            if download.buffer is not None:
+                self._free.append((download.buffer, mark))
+            self._monitor.condition.notify_all()
+
+
+class _Pieces:
+    """A gradient tile by tile through the staging slots, as many on their way as there are slots."""
+
+    def __init__(self, downloads: Downloads, download: _Download) -> None:
+        self._downloads, self._download = downloads, download
+        self._waiting = deque((tile.start, tile.stop) for tile in downloads._gradients.kept(download.unit))
+        self._free = deque(downloads._staging)
+        self._ahead: deque[tuple[int, Tensor, Mark, Block]] = deque()
+        self._held: Block | None = None
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop), the next tile, on the host until the next call."""
+        if self._held is not None:
+            self._free.append(self._held)
+        while self._waiting and self._free:
+            self._issue(*self._waiting.popleft())
+        begin, values, mark, self._held = self._ahead.popleft()
+        if (begin, begin + values.numel()) != (start, stop):
+            raise AssertionError(f"tile [{start}, {stop}) asked for, [{begin}, {begin + values.numel()}) is next")
+        mark.wait()
+        return values
+
+    def _issue(self, start: int, stop: int) -> None:
+        block, source = self._free.popleft(), self._download.source
+        values = block.view(source.dtype, stop - start)
+        mark = self._downloads._copy(self._download, values, source[start:stop])
+        self._ahead.append((start, values, mark, block))
+        if not self._waiting:
+            self._downloads._copied(self._download, mark)

@@ -1,0 +1,128 @@
+"""Streams: what a copy between host memory and the compute device waits for, and who waits for it.
+
+Owns the two lanes of copies, the marks (events) that order them, and the registration of host memory. What is copied,
+and whether its memory is free, is `uploads`' and `downloads`'. On the CPU there are none of these.
+
+WRITTEN FOR CUDA AND NOT YET RUN ON A GPU. Everything above this file runs in the tests over simulated streams, whose
+copies happen as late as the marks allow.
+
+[Note: stream order]
+    swap_in lane     H2D of unit i ──mark──>        the compute stream follows it before it reads the unit
+    compute stream   gradient of i ready ──mark──>  swap_out lane: D2H ──mark──> a background thread waits for it, the
+                                                    compute stream follows it before that memory is written anew
+The training thread makes streams wait for marks and never waits itself, but for the norm. Nobody relies on the
+allocator's knowledge of streams: memory is used by a lane only between two marks of the compute stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import OffloadError
+
+__all__ = ["CudaStreams", "Lane", "Mark", "Streams", "streams_of"]
+
+Lane = Literal["swap_in", "swap_out"]
+
+
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """The host waits."""
+
+
+class Streams(Protocol):
+    """Copies in two lanes beside the caller's current stream. Any thread may call any of these."""
+
+    def mark(self) -> Mark:
+        """What the caller's current stream has queued so far."""
+
+    def follow(self, mark: Mark) -> None:
+        """What the caller's current stream queues from here on comes after `mark`. The host goes on."""
+
+    def copy(self, lane: Lane, into: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
+        """Queue a copy of equal, contiguous tensors, after earlier ones of the lane and after the marks."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) on the compute device."""
+
+    def close(self) -> None:
+        """Return when every lane is empty; forget the host memory. Idempotent."""
+
+
+class _Event:
+    """A CUDA event as a Mark. It sleeps in wait(): spinning would take a core from the update."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(blocking=True)
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaStreams:
+    """A stream a lane on one CUDA device. `host`: the arena's bytes (uint8), registered once, exactly sized."""
+
+    def __init__(self, device: torch.device, host: Tensor) -> None:
+        self.device = device
+        self._lanes = {lane: torch.cuda.Stream(device) for lane in ("swap_in", "swap_out")}
+        self._registered: int | None = None
+        if host.nbytes:
+            with torch.cuda.device(device):
+                status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+            if status != 0:
+                raise OffloadError(
+                    f"cudaHostRegister of the {host.nbytes} byte arena failed with status {status}; "
+                    "raise the locked memory limit (ulimit -l), take fewer slots or put more on nvme"
+                )
+            self._registered = host.data_ptr()
+
+    def mark(self) -> Mark:
+        return _Event(torch.cuda.current_stream(self.device))
+
+    def follow(self, mark: Mark) -> None:
+        assert isinstance(mark, _Event)
+        torch.cuda.current_stream(self.device).wait_event(mark.event)
+
+    def copy(self, lane: Lane, into: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
+        stream = self._lanes[lane]
+        for mark in after:
+            assert isinstance(mark, _Event)
+            stream.wait_event(mark.event)
+        with torch.cuda.stream(stream), torch.no_grad():
+            into.copy_(source, non_blocking=True)
+        return _Event(stream)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def close(self) -> None:
+        for stream in self._lanes.values():
+            stream.synchronize()
+        if self._registered is not None:
+            with torch.cuda.device(self.device):
+                torch.cuda.cudart().cudaHostUnregister(self._registered)
+            self._registered = None
+
+
+def streams_of(device: torch.device) -> Callable[[Tensor], Streams] | None:
+    """What makes the streams of a device apart, from the host memory to register. None: it computes in host memory."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        raise OffloadError(f"a TieredStore computes on cpu or cuda, not on {device}; leave `store` out")
+    return partial(CudaStreams, device)

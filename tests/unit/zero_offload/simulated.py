@@ -1,0 +1,111 @@
+"""Streams without a device: memory "on the device" is host memory, and a copy happens as late as anything allows.
+
+A copy is queued and made when the caller's stream or the host waits for its mark, or for a later one of its lane; now
+and then also when somebody asks whether it is done. Until then what it goes to holds NaN: whoever reads without waiting
+sees it, and whoever overwrites what is still to be copied is copied himself. The caller's stream has no delay: what it
+computes is computed at once.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from zero_offload.streams import Lane, Mark
+
+
+class _Copy:
+    """A queued copy, and the mark behind it."""
+
+    def __init__(self, streams: SimulatedStreams, lane: Lane, into: Tensor, source: Tensor, after: Sequence[Mark]):
+        self._streams, self._lane, self._into, self._source, self._after = streams, lane, into, source, after
+        self.made = False
+
+    def done(self) -> bool:
+        with self._streams.lock:
+            if not self.made and self._streams.random.random() < 0.3:
+                self.wait()
+            return self.made
+
+    def wait(self) -> None:
+        with self._streams.lock:
+            while not self.made:
+                self._streams.lanes[self._lane].popleft()._make()
+
+    def _make(self) -> None:
+        for mark in self._after:
+            mark.wait()
+        assert self._into.untyped_storage().nbytes(), "a copy into memory that was freed"
+        with torch.no_grad():
+            self._into.copy_(self._source)
+        self.made = True
+
+
+class _Now:
+    """A mark of the caller's stream."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class SimulatedStreams:
+    """`waits`: how often the caller's stream followed a mark. `copied`: elements by lane."""
+
+    def __init__(self, host: Tensor, seed: int = 0) -> None:
+        self.host = (host.data_ptr(), host.data_ptr() + host.nbytes)
+        self.random = random.Random(seed)
+        self.lock = threading.RLock()
+        self.lanes: dict[Lane, deque[_Copy]] = {"swap_in": deque(), "swap_out": deque()}
+        self.follows = 0
+        self.closed = False
+
+    def mark(self) -> Mark:
+        return _Now()
+
+    def follow(self, mark: Mark) -> None:
+        self.follows += 1
+        mark.wait()
+
+    def copy(self, lane: Lane, into: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
+        assert into.shape == source.shape and into.dtype == source.dtype
+        assert into.is_contiguous() and source.is_contiguous()
+        at_host = into if lane == "swap_out" else source
+        assert self.host[0] <= at_host.data_ptr() < self.host[1], "host memory that was never registered"
+        copy = _Copy(self, lane, into, source, after)
+        with self.lock, torch.no_grad():
+            into.fill_(float("nan"))
+            self.lanes[lane].append(copy)
+        return copy
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.full((numel,), float("nan"), dtype=dtype)
+
+    def close(self) -> None:
+        with self.lock:
+            for lane in self.lanes.values():
+                while lane:
+                    lane[-1].wait()
+        self.closed = True
+
+
+@contextmanager
+def simulated_device(seed: int = 0) -> Iterator[list[SimulatedStreams]]:
+    """Every TieredStore attached inside computes on a device apart. Yields their streams."""
+    made: list[SimulatedStreams] = []
+
+    def make(host: Tensor) -> SimulatedStreams:
+        made.append(SimulatedStreams(host, seed))
+        return made[-1]
+
+    with mock.patch("zero_offload.store.streams_of", lambda device: make):
+        yield made

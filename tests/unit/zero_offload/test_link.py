@@ -1,0 +1,298 @@
+"""A device apart, simulated: the same bits as in host memory, whatever is copied as late as it may be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from zero_core.store import SwapsIn
+from zero_offload import MemoryByteStore
+from zero_offload.testing import FaultyByteStore
+
+from .harness import MI, NUMELS, Driver, make, same
+from .simulated import simulated_device
+
+PLACEMENTS: list[Any] = [
+    "host",
+    "nvme",
+    {"host": 0.5, "nvme": 0.5},
+    {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"},
+    {"parameters": "host", "gradients": "nvme", "optimizer": {"host": 0.3, "nvme": 0.7}},
+]
+
+
+def train(driver: Driver, accumulate: int = 1) -> list[torch.Tensor]:
+    for _ in range(3):
+        driver.step(accumulate)
+    values = driver.everything()
+    driver.store.close()
+    return [*values, torch.tensor(driver.losses), torch.tensor(driver.norms)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_the_bits_are_those_of_host_memory(placement: Any, accumulate: int) -> None:
+    expected = train(make("host"), accumulate)
+    with simulated_device(seed=accumulate):
+        assert same(train(make(placement, slots=3 if placement != "host" else None), accumulate), expected)
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
+def test_overlap_off_and_fp32_gradients(reduce_dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"reduce_dtype": reduce_dtype, "dtype": torch.float32}
+    expected = train(make("host", driver=options), 2)
+    with simulated_device():
+        assert same(train(make("nvme", overlap=False, driver=options), 2), expected)
+
+
+class Pipelined(Driver):
+    """Uses units as zero-core does on a device apart: asked for ahead, into memory of the caller's, used in order."""
+
+    def forward(self) -> None:
+        total = 0.0
+        arrivals: dict[int, Any] = {}
+        memory = {i: torch.full((numel,), float("nan"), dtype=self.dtype) for i, numel in enumerate(self.numels)}
+        for i in self.units:
+            for ahead in (i, i + 1):
+                if ahead in self.units and ahead not in arrivals:
+                    arrivals[ahead] = self.store.swap_in(ahead, memory[ahead])
+            arrivals[i].wait()
+            total += float(memory[i][::997].double().sum())
+            memory[i].untyped_storage().resize_(0)
+        self.losses.append(total)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_units_asked_for_ahead_arrive_after_their_update(placement: Any) -> None:
+    expected = train(make("host"), 2)
+    with simulated_device():
+        driver = make(placement)
+        driver.__class__ = Pipelined
+        assert same(train(driver, 2), expected)
+
+
+def test_a_copy_begins_on_the_update_thread_when_the_unit_is_done() -> None:
+    with simulated_device() as streams:
+        driver = make("host")
+        driver.forward()
+        driver.backward()
+        held = threading.Event()
+        update = driver.store.step.update
+
+        def slow(*arguments: Any) -> None:
+            held.wait()
+            update(*arguments)
+
+        driver.store.step.update = slow  # type: ignore[method-assign]
+        driver.update()
+        before = driver.store.stats()["link_up_bytes"]
+        out = torch.full((NUMELS[0],), float("nan"), dtype=torch.bfloat16)
+        arrival = driver.store.swap_in(0, out)
+        assert driver.store.stats()["link_up_bytes"] == before  # its update is not done
+        held.set()
+        driver.store.wait()
+        assert driver.store.stats()["link_up_bytes"] == before + 2 * NUMELS[0]  # nobody asked again
+        assert bool(out.isnan().all())  # begun; it arrives for who waits
+        follows = streams[0].follows
+        arrival.wait()
+        assert streams[0].follows == follows + 1 and not bool(out.isnan().any())
+        driver.store.close()
+
+
+def test_what_was_dropped_is_not_copied_and_not_waited_for() -> None:
+    with simulated_device():
+        nvme = FaultyByteStore(MemoryByteStore())
+        placement = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
+        driver = make(placement, nvme, driver={"numels": (MI // 2,) * 6, "frozen": ()})
+        driver.store.wait()
+        nvme.hold()
+        before = driver.store.stats()["link_up_bytes"]
+        out = torch.empty(MI // 2, dtype=torch.bfloat16)
+        driver.store.swap_in(0, out).drop()  # no slot has it any more, and its read never ends
+        assert driver.store.stats()["link_up_bytes"] == before
+        nvme.release()
+        driver.store.close()
+
+
+def test_memory_of_a_copy_that_began_is_free_after_drop() -> None:
+    with simulated_device():
+        driver = make("host")
+        out = torch.empty(NUMELS[0], dtype=torch.bfloat16)
+        arrival = driver.store.swap_in(0, out)
+        arrival.drop()
+        out.untyped_storage().resize_(0)
+        driver.store.close()  # what is still queued is copied here, and would go to freed memory
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_an_update_does_not_change_what_is_still_to_be_copied(tier: str) -> None:
+    """A forward that nobody waited for, such as an evaluation, then a step."""
+    numels = (MI // 2,) * 3
+    placement = {"parameters": tier, "gradients": "host", "optimizer": "host"}
+    with simulated_device():
+        driver = make(placement, driver={"numels": numels, "frozen": ()})
+        driver.forward()
+        driver.backward()
+        outs = [torch.empty(numel, dtype=torch.bfloat16) for numel in numels]
+        arrivals = [driver.store.swap_in(i, out) for i, out in enumerate(outs)]
+        while any(arrival.copied is None for arrival in arrivals):  # reads come to their end by themselves
+            driver.store.prefetch(0)
+        driver.update()
+        driver.store.wait()
+        for arrival in arrivals:
+            arrival.wait()
+        before = make("host", driver={"numels": numels, "frozen": ()})
+        for i, out in enumerate(outs):
+            assert torch.equal(out, before.store.parameters(i))
+        for store in (driver.store, before.store):
+            store.close()
+
+
+def test_asking_for_a_unit_waits_for_no_copy_out_of_a_slot() -> None:
+    placement = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
+    with simulated_device() as streams:
+        nvme = FaultyByteStore(MemoryByteStore())
+        driver = make(placement, nvme, driver={"numels": (MI // 2,) * 6, "frozen": ()})
+        streams[0].random.random = lambda: 1.0  # type: ignore[method-assign]  # no copy is made unless it is waited for
+        driver.store.wait()
+        for i in (5, 4, 3):  # in the three slots since they were laid out
+            assert driver.store.swap_in(i, torch.empty(MI // 2, dtype=torch.bfloat16)).copied is not None
+        seen = len(nvme.log)
+        driver.store.prefetch(0)
+        assert len(nvme.log) == seen and len(streams[0].lanes["swap_in"]) == 3
+        assert float(driver.store.parameters(0)[0]) == float(driver.initial[0][0].bfloat16())  # this waits
+        driver.store.release(0)
+        driver.store.close()
+
+
+class Held:
+    """Lets the gradients' thread go on only when told to."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.gate, self.inside = threading.Event(), threading.Event()
+        self._squares = driver.store.step.chunk_norms_squared
+        driver.store.step.chunk_norms_squared = self  # type: ignore[method-assign]
+
+    def __call__(self, values: torch.Tensor) -> Any:
+        self.inside.set()
+        assert self.gate.wait(60)
+        return self._squares(values)
+
+
+def gradients_while_the_thread_is_held(units: list[int]) -> list[torch.Tensor]:
+    """Gradients of `units`: two that the thread finds together, the rest while it adds the first; then a step."""
+    driver = make("host", driver={"numels": (MI // 2,) * 4, "frozen": ()})
+    driver.forward()
+    held = Held(driver)
+    if not driver.store.swaps_in:
+        held.gate.set()
+
+    def accept(number: int, i: int) -> None:
+        values = torch.full((MI // 2,), 0.25 * (number + 1), dtype=torch.bfloat16)
+        lent = driver.store.gradient_buffer(i)
+        driver.store.accept_gradient(i, values if lent is None else lent.copy_(values))
+
+    with driver.store._monitor.condition:
+        for number, i in enumerate(units[:2]):
+            accept(number, i)
+    assert held.inside.wait(60)
+    for number, i in enumerate(units[2:], 2):
+        accept(number, i)
+    held.gate.set()
+    driver.update()
+    values = driver.everything()
+    driver.store.close()
+    return values
+
+
+@pytest.mark.parametrize("units", [[3, 2, 1, 0], [3, 2, 2], [3, 3, 3]], ids=str)
+def test_landing_buffers_and_sums_while_the_thread_lags(units: list[int]) -> None:
+    expected = gradients_while_the_thread_is_held(units)
+    with simulated_device() as streams:
+        assert same(gradients_while_the_thread_is_held(units), expected)
+        assert streams[0].follows > 0
+
+
+def test_each_gradient_and_each_unit_crosses_once_in_16_bits() -> None:
+    with simulated_device():
+        driver = make("host")
+        assert isinstance(driver.store, SwapsIn) and driver.store.swaps_in
+        setup = driver.store.stats()
+        assert setup["link_up_bytes"] == setup["link_down_bytes"] == 0
+        driver.step()
+        moved = driver.store.stats()
+        trained = sum(numel for i, numel in enumerate(NUMELS) if i not in driver.frozen)
+        assert moved["link_down_bytes"] == 2 * trained
+        assert moved["link_up_bytes"] == 2 * 2 * sum(NUMELS)  # forward and backward
+        assert moved["device_bytes"] == 2 * 2 * max(NUMELS)  # two landing buffers
+        driver.store.close()
+
+
+def test_gradients_in_memory_of_the_caller_s() -> None:
+    """Every landing buffer is lent to units that are still being filled."""
+
+    def run(lend: Callable[[Driver], None]) -> list[torch.Tensor]:
+        driver = make("host")
+        for _ in range(2):
+            driver.forward()
+            lend(driver)
+            for i in reversed(driver.units):
+                if i not in driver.frozen:
+                    gradient = driver.gradient(i)
+                    driver.store.accept_gradient(i, gradient)
+                    gradient.fill_(float("nan"))  # ours again, in stream order
+            driver.update()
+        values = driver.everything()
+        driver.store.close()
+        return values
+
+    def lend_all(driver: Driver) -> None:
+        lent = [driver.store.gradient_buffer(i) for i in (0, 1)]
+        assert all(buffer is not None for buffer in lent)
+        assert driver.store.gradient_buffer(3) is None
+
+    expected = run(lambda driver: None)
+    with simulated_device():
+        assert same(run(lambda driver: None), expected)
+        assert same(run(lend_all), expected)
+
+
+def test_discarded_gradients_leave_nothing_behind() -> None:
+    expected = train(make("host"))
+    with simulated_device():
+        driver = make("host")
+        driver.forward()
+        driver.backward()
+        driver.store.gradient_buffer(0)  # lent and forgotten
+        driver.store.discard_gradients()
+        driver.losses.clear()
+        assert float(driver.store.gradient_norm_squared()) == 0.0
+        assert same(train(driver), expected)
+
+
+def test_a_failure_while_adding_reaches_the_training_thread() -> None:
+    with simulated_device():
+        nvme = FaultyByteStore(MemoryByteStore())
+        driver = make({"parameters": "host", "gradients": "nvme", "optimizer": "host"}, nvme)
+        driver.forward()
+        nvme.fail("write")
+        with pytest.raises(OSError, match="gradient of"):
+            driver.backward()
+            driver.update()
+            driver.store.wait()
+        with pytest.raises(OSError, match="gradient of"):
+            driver.store.wait()
+        driver.store.close()
+
+
+def test_the_threads_end_with_the_store() -> None:
+    with simulated_device() as streams:
+        driver = make({"host": 0.5, "nvme": 0.5}, tile_numel=MI)
+        driver.step()
+        driver.store.close()
+        assert streams[0].closed
+    assert not [t for t in threading.enumerate() if t.name in ("zero-offload gradients", "zero-offload update")]
