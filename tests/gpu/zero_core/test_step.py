@@ -9,14 +9,12 @@ import zero_core
 from tests.integration.zero_core import toys
 from zero_core.reference import Reference
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_equals_the_twin(stage, dtype):
+def test_training_equals_the_twin(device, stage, dtype):
     torch.manual_seed(0)
-    model, dense = toys.Stack().cuda(), toys.Stack().cuda()
+    model, dense = toys.Stack().to(device), toys.Stack().to(device)
     dense.load_state_dict(model.state_dict())
     reference = Reference(dense, toys.adamw, param_dtype=dtype, max_grad_norm=0.5)
     optimizer = zero_core.shard(
@@ -29,7 +27,7 @@ def test_training_equals_the_twin(stage, dtype):
     )
 
     def loss(model, x):
-        return model(x.to(dtype).cuda()).float().square().mean()
+        return model(x.to(device, dtype)).float().square().mean()
 
     for step in range(5):
         loss(model, toys.data(step, 0)).backward()

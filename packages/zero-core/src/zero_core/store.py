@@ -199,7 +199,10 @@ class Arrival(Protocol):
         """The current stream goes on when the shard is there. The host waits only for a copy that has not begun."""
 
     def drop(self) -> None:
-        """The shard is not wanted: its memory may be used for something else, in the caller's stream order."""
+        """The shard is not wanted: its memory may be used for something else, in the caller's stream order.
+
+        Harmless after a wait() that raised.
+        """
 
 
 @runtime_checkable

@@ -4,6 +4,7 @@
 `flat` is a storage of zero bytes between uses, and the parameters are views of it. To unshard, memory is put *under*
 the storage (`_swap_data_ptr_` with an alias of a pooled buffer, or of the very tensor that the store lent), so no view
 is re-pointed, nothing is copied and no version counter moves. Tensors that autograd saved share the storage and follow.
+Where the store copies into what it is given, and on a torch that cannot swap, the memory is the unit's own: own_memory.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from torch import Tensor, nn
 from .collectives import Ranks
 from .errors import ChangedParameterError
 from .layout import UnitLayout
+from .own_memory import OwnMemory
 from .parameter import Sharded
 from .pool import Pool
 from .store import Observer, ShardStore
 
 __all__ = ["Reduction", "Residency", "Unit"]
 
-_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # torch >= 2.12
 
 
 class Residency(Enum):
-    """Who pays: SHARDED nobody; the others the whole unit's bytes (on one shard, what the store lent)."""
+    """Who pays: SHARDED nobody; the others the whole unit's bytes (on one shard, what the store lent, if it did)."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
@@ -42,12 +44,8 @@ def _storage(flat: Tensor) -> Any:
 def _put_under(flat: Tensor, memory: Tensor) -> None:
     """Give `flat`, of zero bytes, the memory of a contiguous tensor of its size."""
     with torch.inference_mode(False):
-        if _CAN_SWAP:
-            alias = torch._C._from_dlpack(torch._C._to_dlpack(memory.detach()))
-            _storage(flat)._swap_data_ptr_(alias.untyped_storage())
-        else:  # older torch: the same states, at the price of a copy
-            flat.untyped_storage().resize_(memory.nbytes)
-            flat.data.copy_(memory)
+        alias = torch._C._from_dlpack(torch._C._to_dlpack(memory.detach()))
+        _storage(flat)._swap_data_ptr_(alias.untyped_storage())
 
 
 def _take_away(flat: Tensor) -> None:
@@ -95,9 +93,11 @@ class Unit:
         self._memory: Tensor | None = None
         self._pooled = False  # the memory is a buffer of the pool, not the store's
         self._work: Any = None
+        self._owns = False  # the memory under `flat` is its own: neither the store's nor the pool's
         self.flat = torch.empty(layout.numel, dtype=dtype, device=ranks.device)
         self.views = [self.flat.data[s.offset : s.stop].view(s.shape) for s in layout.slots]
         edges = [s.offset for s in layout.slots[1:]] + [layout.numel]
+        self._own = OwnMemory(self.flat, index, layout, ranks=ranks, store=store, observer=observer)
         _take_away(self.flat)
         self._pads = [(s.stop, edge) for s, edge in zip(layout.slots, edges, strict=True) if s.stop < edge]
 
@@ -115,11 +115,17 @@ class Unit:
             parameter.__class__ = Sharded
 
     def prefetch(self) -> None:
-        """Start to unshard. On one shard there is nothing to start but the store."""
+        """Start to unshard. On one shard whose memory the store lends there is nothing to start but the store."""
         if self.residency is not Residency.SHARDED:
             return
-        if self.ranks.shard.size == 1:
+        swaps_in = self._swaps_in
+        if self.ranks.shard.size == 1 and not swaps_in:
             self.store.prefetch(self.index)
+            return
+        if swaps_in or not _CAN_SWAP:
+            self._begin_own(swaps_in)
+            if self.ranks.shard.size > 1:
+                self._own.proceed()
             return
         with self.observer.span("wait", self.name):
             shard = self.store.parameters(self.index)
@@ -128,15 +134,29 @@ class Unit:
             self._work = self.ranks.all_gather(self._memory, shard, self.name, self.index)
         self.residency = Residency.UNSHARDING
 
+    @property
+    def _swaps_in(self) -> bool:
+        return getattr(self.store, "swaps_in", False)  # a store knows when it is attached, and most have no such thing
+
+    def _begin_own(self, swaps_in: bool) -> None:
+        self._own.begin(swaps_in=swaps_in)
+        self._owns, self.residency = True, Residency.UNSHARDING
+
     def unshard(self, *, copy: bool = False) -> None:
         """Bring the memory in, whatever the state. The parameters' class is left as it is.
 
         copy: never the store's own memory, also on one shard, so that writes can be taken back.
         """
         if self.residency is Residency.UNSHARDED:
-            if not copy or self._pooled:
+            if not copy or self._pooled or self._owns:
                 return
             self.reshard()
+        if self._owns or self._swaps_in or not _CAN_SWAP:
+            if self.residency is Residency.SHARDED:
+                self._begin_own(self._swaps_in)
+            self._own.finish()
+            self.residency = Residency.UNSHARDED
+            return
         if self.ranks.shard.size == 1:
             with self.observer.span("wait", self.name):
                 self._memory = self.store.parameters(self.index)
@@ -155,8 +175,13 @@ class Unit:
         self.residency = Residency.UNSHARDED
 
     def reshard(self) -> None:
-        """Take the memory out; waits for a gather under way."""
+        """Take the memory out; ends a gather or a copy under way."""
         if self.residency is Residency.SHARDED:
+            return
+        if self._owns:
+            self._own.abandon()
+            self._own.free()
+            self._owns, self.residency = False, Residency.SHARDED
             return
         assert self._memory is not None
         if self.residency is Residency.UNSHARDING:

@@ -1,0 +1,61 @@
+"""The device that tests of this folder run on: a GPU, or the CPU to rehearse the same code where there is none.
+
+pytest tests/gpu                  skips every test, visibly, without a GPU
+pytest tests/gpu --device cpu     runs what does not need one
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cuda", help="what tests/gpu run on: cuda (default), cuda:1, or cpu")
+
+
+def _wanted(config) -> torch.device:
+    # The option is unknown where this folder was reached from above: `pytest tests`.
+    return torch.device(config.getoption("--device", default="cuda"))
+
+
+def _missing(wanted: torch.device) -> str | None:
+    """Why there is no such device; None where there is."""
+    if wanted.type == "cpu":
+        return None
+    if torch.version.cuda is None:
+        return f"no GPU: torch {torch.__version__} is built without CUDA (--device cpu rehearses)"
+    found = torch.cuda.device_count()
+    if (wanted.index or 0) >= found:
+        return f"no GPU {wanted.index or 0}: torch {torch.__version__} sees {found} (--device cpu rehearses)"
+    return None
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig) -> torch.device:
+    """Where the test runs, with an index on CUDA. Skips where it is missing."""
+    wanted = _wanted(pytestconfig)
+    reason = _missing(wanted)
+    if reason is not None:
+        pytest.skip(reason)
+    if wanted.type == "cuda":
+        wanted = torch.device("cuda", wanted.index or 0)
+        torch.cuda.set_device(wanted)
+    return wanted
+
+
+@pytest.fixture(scope="session")
+def cuda(device) -> torch.device:
+    """As `device`, for what only CUDA has: streams, its allocator's counters, its profiler."""
+    if device.type != "cuda":
+        pytest.skip(f"asserts what only CUDA has, and this is a rehearsal on {device}")
+    return device
+
+
+@pytest.fixture(scope="session")
+def gpus(pytestconfig) -> int:
+    """How many ranks NCCL can have: all GPUs there are. Skips under two."""
+    found = torch.cuda.device_count() if _wanted(pytestconfig).type == "cuda" else 0
+    if found < 2:
+        pytest.skip(f"several GPUs are needed, {found} found")
+    return found

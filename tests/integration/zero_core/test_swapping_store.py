@@ -1,0 +1,199 @@
+"""A store that copies into the unit's own memory trains to the bits of one that lends: stages, ranks, interruptions.
+
+Fails if memory is read before its copy is waited for (it is NaN until then), if a copy is begun twice, waited for after
+it was dropped, left behind at an update, or written over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_core
+from tests.integration.zero_core import swapping, toys
+
+
+def trained(store: Any, make: Any = toys.Stack, **options: Any) -> list[Tensor]:
+    """Five steps with all that may come between; losses, norms, an output of every evaluation, the last masters."""
+    rank, _ = toys.world()
+    torch.manual_seed(1)
+    model = make()
+    options = {"max_grad_norm": 0.5, **options}
+    optimizer = zero_core.shard(model, toys.adamw(model.parameters()), store=store, **options)
+    dtype, seen = options.get("param_dtype", torch.float32), []
+
+    def loss(number: int) -> Tensor:
+        value = toys.loss_of(model, toys.data(number, rank).to(dtype))
+        seen.append(value.detach().clone())
+        return value
+
+    for step in range(5):
+        if step == 1:
+            interrupt_backward(model, lambda: loss(50))
+            optimizer.zero_grad()
+        if step == 2:
+            with zero_core.gathered(model), torch.no_grad():
+                model.head.weight.mul_(0.5)
+            interrupt_forward(model, toys.data(51, rank).to(dtype))
+        with zero_core.no_sync(model):
+            loss(2 * step).backward()
+        loss(2 * step + 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(torch.tensor(optimizer.grad_norm))
+        with torch.no_grad():
+            seen.append(model(toys.data(60 + step, rank).to(dtype)).clone())
+    with zero_core.gathered(model, master=True):
+        seen += [p.detach().clone() for p in model.parameters()]
+    for unit in zero_core.units(model):
+        assert unit.flat.untyped_storage().nbytes() == 0, unit.name
+    optimizer.close()
+    assert not getattr(store, "under_way", None)
+    return seen
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_backward(model: Any, loss: Callable[[], Tensor]) -> None:
+    """Raises half-way through the second block."""
+
+    def stop(*_: Any) -> None:
+        raise Interrupted
+
+    def watch(module: Any, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(stop)
+
+    with model.blocks[1].norm.register_forward_hook(watch):
+        value = loss()
+        with pytest.raises(Interrupted):
+            value.backward()
+
+
+def interrupt_forward(model: Any, x: Tensor) -> None:
+    """Raises in the second block, when the third is under way."""
+
+    def stop(*_: Any) -> None:
+        raise Interrupted
+
+    with model.blocks[1].up.register_forward_pre_hook(stop), pytest.raises(Interrupted):
+        model(x)
+
+
+def compare(options: dict[str, Any], make: Any) -> list[dict[str, int]]:
+    """The bits of a plain store against the two others'; what happened to their arrivals."""
+    plain, counts = trained(swapping.DeviceStore(), make, **options), []
+    for kind in (swapping.SwappingStore, swapping.ThreadSwappingStore):
+        store = kind()
+        ours = trained(store, make, **options)
+        assert len(ours) == len(plain)
+        for k, (a, b) in enumerate(zip(ours, plain, strict=True)):
+            assert torch.equal(a, b), (kind.__name__, k, a, b)
+        counts.append({**store.counts, "most": store.most})
+    return counts
+
+
+def reentrant() -> toys.Stack:
+    return toys.Checkpointed(True)
+
+
+def segments() -> toys.Stack:
+    return toys.Checkpointed(False, segment=2)
+
+
+RUNS = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "nothing ahead": {"prefetch_bytes": 0},
+    "some stay": {"resident_bytes": 4000},
+    "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_same_bits_as_a_store_that_lends(ranks, size, run):
+    for each in ranks(size).run(compare, RUNS[run], toys.Stack):
+        for counts in each:
+            assert counts["begun"] == counts["waited"] + counts.get("dropped", 0)
+            assert counts["most"] >= (2 if size == 1 and run != "nothing ahead" else 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "make"),
+    [
+        *((1, make) for make in (reentrant, segments, toys.Unused, toys.External, toys.Twice, toys.Frozen)),
+        *((2, make) for make in (reentrant, segments, toys.External)),
+        *((4, make) for make in (toys.Unused, toys.Twice)),
+    ],
+)
+def test_the_same_bits_for_models_that_leave_the_beaten_track(ranks, size, make):
+    ranks(size).run(compare, {"prefetch_bytes": 4000}, make)
+
+
+class Watch:
+    """What is under way when a unit's module begins."""
+
+    def __init__(self, store: Any, model: Any) -> None:
+        self.seen: list[tuple[int, ...]] = []
+        for block in model.blocks:
+            block.norm.register_forward_pre_hook(lambda *_: self.seen.append(tuple(sorted(store.under_way.values()))))
+
+
+def test_on_one_rank_the_next_units_are_under_way_as_far_as_the_bytes_go():
+    """The forward of a block finds the next one's copy begun, and no more than the budget."""
+    for budget_units, ahead in ((0, 0), (1, 1), (2, 2)):
+        store, model = swapping.SwappingStore(), toys.Stack(5)
+        watch = Watch(store, model)
+        block_bytes = 2176  # fp32, slots padded to 32 elements: 13, 13, 221, 17, 221
+        optimizer = zero_core.shard(
+            model, toys.sgd(model.parameters()), store=store, prefetch_bytes=budget_units * block_bytes
+        )
+        units = zero_core.units(model)
+        blocks = [unit for unit in units if "blocks" in unit.name]
+        assert len(blocks) == 5 and all(unit.nbytes == block_bytes for unit in blocks)
+        for _ in range(2):
+            watch.seen.clear()
+            with torch.no_grad():
+                model(toys.data(0, 0))
+        for k, seen in enumerate(watch.seen[:3]):
+            wanted = [unit.index for unit in blocks[k + 1 : k + 1 + ahead]]
+            assert list(seen) == wanted, (budget_units, k)
+        optimizer.close()
+
+
+def test_what_was_begun_and_is_not_wanted_is_dropped_and_never_waited_for():
+    store, model = swapping.SwappingStore(), toys.Stack()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), store=store)
+    with torch.no_grad():
+        model(toys.data(0, 0))
+    assert store.counts["dropped"] == 0
+    before = store.counts["waited"]
+    unit = zero_core.units(model)[-1]
+    unit.prefetch()
+    assert unit.residency.value == "unsharding" and unit.flat.untyped_storage().nbytes() == unit.nbytes
+    optimizer.step()
+    assert unit.residency.value == "sharded" and unit.flat.untyped_storage().nbytes() == 0
+    assert store.counts["dropped"] == 1 and store.counts["waited"] == before
+    optimizer.close()
+
+
+def test_a_copy_that_fails_is_raised_where_it_is_waited_for_and_leaves_no_memory():
+    store, model = swapping.SwappingStore(), toys.Stack()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), store=store)
+    with torch.no_grad():
+        model(toys.data(0, 0))
+    store.fail_at = 2
+    with pytest.raises(OSError, match="the copy failed"):
+        model(toys.data(0, 0))
+    optimizer.close()
+    assert not store.under_way
+    assert all(unit.flat.untyped_storage().nbytes() == 0 for unit in zero_core.units(model))
