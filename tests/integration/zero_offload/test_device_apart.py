@@ -13,6 +13,7 @@ import pytest
 from tests.integration.zero_offload.test_training import equal
 from tests.integration.zero_offload.training import Case, Outcome, train
 from tests.unit.zero_offload.simulated import simulated_device
+from zero_offload import TorchStep
 
 STREAMED = {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}
 
@@ -74,3 +75,23 @@ def test_each_unit_crosses_for_forward_and_for_backward_and_its_gradient_once(ra
     assert stats["link_down_bytes"] == 2 * steps * numel
     # the last unit of the forward is the first of the backward, and stays; `gathered` has every unit once more
     assert 2 * numel * steps < stats["link_up_bytes"] <= 2 * numel * (2 * steps + 1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_on_the_device_with_states_below(ranks: Any, size: int) -> None:
+    """ZeRO-Offload's placement: a unit crosses once a step, after its update, not for every use."""
+    placement = {"parameters": "device", "gradients": "host", "optimizer": "nvme"}
+    step = {"step": TorchStep("fp32"), "slots": 3}
+    expected = ranks(size).run(train, Case("host", store={"step": TorchStep("fp32")}))
+    for mine, theirs in zip(ranks(size).run(apart, Case(placement, store=step)), expected, strict=True):
+        assert equal(mine, theirs)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_any_fraction_on_the_device_is_close_to_the_device_store(ranks: Any, size: int, stage: int) -> None:
+    expected = ranks(size).run(train, Case(None, stage=stage))[0]
+    for shares in ({"device": 1.0}, {"device": 0.5, "host": 0.5}, {"device": 0.3, "host": 0.3, "nvme": 0.4}):
+        found = ranks(size).run(apart, Case(shares, stage=stage, store={"slots": 3}))[0]
+        assert found.losses == pytest.approx(expected.losses, abs=2e-2)
+        assert found.norms[0] == pytest.approx(expected.norms[0], rel=1e-6)

@@ -41,6 +41,7 @@ class Driver:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     step_number: int = 0
+    max_norm: float = 50.0
 
     def __post_init__(self) -> None:
         self.specs = make_specs(self.dtype, self.numels, self.frozen)
@@ -92,7 +93,7 @@ class Driver:
         self.norms.append(squared)
         steps = [[self.step_number] * len(spec.segments) for spec in self.specs]
         order = self.units if order is None else order
-        self.store.update(self.groups(), min(1.0, 50.0 / (squared**0.5 + 1e-6)), order, steps)
+        self.store.update(self.groups(), min(1.0, self.max_norm / (squared**0.5 + 1e-6)), order, steps)
 
     def step(self, accumulate: int = 1) -> None:
         for micro_batch in range(accumulate):

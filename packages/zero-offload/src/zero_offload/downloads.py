@@ -37,7 +37,7 @@ class _Download:
     """One gradient (shard_numel,) on the device, complete after `ready`."""
 
     unit: int
-    source: Tensor
+    source: Tensor  # from the unit's `whole_numel` on
     ready: Mark
     buffer: Tensor | None  # the landing buffer that it lies in; None: the caller's memory
     into: Tensor | None = None  # where it is kept, if it goes there straight
@@ -85,8 +85,8 @@ class Downloads:
 
     def accept(self, i: int, gradient: Tensor) -> None:
         """Take a gradient (shard_numel,) on the device; it may be overwritten afterwards in stream order."""
-        self._gradients.check(i, gradient)
-        if not self._plan.units[i].trainable:
+        unit = self._plan.units[i]
+        if not unit.trainable or unit.whole_numel == unit.spec.numel:
             return
         lent = self.lend(i)
         buffer = self._lent.pop(i, None)
@@ -94,7 +94,7 @@ class Downloads:
             if lent.data_ptr() != gradient.data_ptr():
                 lent.copy_(gradient)
             gradient = lent
-        download = _Download(i, gradient, self._streams.mark(), buffer)
+        download = _Download(i, gradient[unit.whole_numel :], self._streams.mark(), buffer)
         with self._monitor.condition:
             self._queue.append(download)
             if self._thread is None:
@@ -102,7 +102,7 @@ class Downloads:
                 self._thread.start()
             self._monitor.condition.notify_all()
         if buffer is None:  # both buffers are lent to units around this one: the caller's memory is not ours to keep
-            self._monitor.wait_until(lambda: download.copied is not None, self._plan.units[i].spec.name)
+            self._monitor.wait_until(lambda: download.copied is not None, unit.spec.name)
             assert download.copied is not None
             self._streams.follow(download.copied)
 
@@ -195,6 +195,7 @@ class _Pieces:
     def __init__(self, downloads: Downloads, download: _Download) -> None:
         self._downloads, self._download = downloads, download
         self._waiting = deque((tile.start, tile.stop) for tile in downloads._gradients.kept(download.unit))
+        self._above = downloads._plan.units[download.unit].whole_numel
         self._free = deque(downloads._staging)
         self._ahead: deque[tuple[int, Tensor, Mark, Block]] = deque()
         self._held: Block | None = None
@@ -214,7 +215,7 @@ class _Pieces:
     def _issue(self, start: int, stop: int) -> None:
         block, source = self._free.popleft(), self._download.source
         values = block.view(source.dtype, stop - start)
-        mark = self._downloads._copy(self._download, values, source[start:stop])
+        mark = self._downloads._copy(self._download, values, source[start - self._above : stop - self._above])
         self._ahead.append((start, values, mark, block))
         if not self._waiting:
             self._downloads._copied(self._download, mark)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,17 +15,18 @@ from zero_core.store import ShardSpec
 
 from .arena import PAGE_BYTES, Arena
 from .errors import BudgetError, PlacementError, gib
-from .placement import Placement, place
+from .placement import Placement, place, shares
 from .protocols import UpdateStep
 from .tier import Tier
 from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
 
-__all__ = ["KINDS", "MINIMUM_SLOTS", "StorePlan", "UnitPlan", "plan_store"]
+__all__ = ["KINDS", "MINIMUM_SLOTS", "StorePlan", "UnitPlan", "check_device_shares", "plan_store"]
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
 SMALL_UNIT_BYTES = 1 << 20
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
 LANDING_BUFFERS = 2  # on a device apart: a gradient is written while the one before it is copied to the host
+MIRROR_SLOTS = 2  # of host memory, each a tile of parameters: one is updated while the one before it is copied up
 STAGING_SLOTS = 4  # of host memory, each a tile in the reduce dtype: gradients that cannot go straight to their place
 SPILL_SLOTS = 4  # of host memory, each of SPILL_PIECE_BYTES, that activations on nvme travel through
 SPILL_PIECE_BYTES = 4 << 20
@@ -41,19 +43,32 @@ class UnitPlan:
     parameter_tiers: tuple[Tier, ...]
     gradient_tiers: tuple[Tier, ...]
     state_tiers: tuple[Tier, ...]
+    apart: bool = False  # the device tier is not host memory
 
     @property
     def trainable(self) -> bool:
         return any(tile.trainable for tile in self.tiles)
 
     def memory_numel(self, tiers: Sequence[Tier]) -> int:
-        """Elements of the leading tiles that are not on nvme."""
-        return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier is not Tier.NVME)
+        """Elements of the tiles in host memory; they follow those on a device apart, and lead those on nvme."""
+        kept = sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier is not Tier.NVME)
+        return kept - self.device_numel(tiers)
+
+    def device_numel(self, tiers: Sequence[Tier]) -> int:
+        """Elements of the leading tiles that are on a device apart."""
+        if not self.apart:
+            return 0
+        return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier is Tier.DEVICE)
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements of the leading tiles whose parameter, gradient and states are all on a device apart."""
+        return self.device_numel(self.state_tiers) if self.trainable else 0
 
     @property
     def streamed(self) -> bool:
         """Whether any of its parameters is on nvme: then it is used in a unit slot."""
-        return self.memory_numel(self.parameter_tiers) < self.spec.numel
+        return Tier.NVME in self.parameter_tiers
 
     @property
     def parameter_bytes(self) -> int:
@@ -75,6 +90,10 @@ class StorePlan:
     unit_slot_bytes: int
     own_slots: tuple[int, ...]  # streamed units so small that each has a slot of its own, of its own size
     landing_numel: int = 0  # of each of LANDING_BUFFERS on a device apart; 0: there is none
+    landing_itemsize: int = 0
+    state_itemsize: int = 0  # bytes of states of an element on a device apart
+    mirror_slots: int = 0  # of parameters that live on a device apart while the host updates them
+    mirror_slot_bytes: int = 0
     staging_slots: int = 0
     staging_slot_bytes: int = 0
 
@@ -84,7 +103,8 @@ class StorePlan:
         if kind not in KINDS:
             raise KeyError(f"kind {kind!r}; known: {', '.join(KINDS)}")
         if kind == "buffers":
-            return self.buffer_bytes if tier is Tier.HOST else 0
+            device = LANDING_BUFFERS * self.landing_numel * self.landing_itemsize + self._scratch_bytes
+            return {Tier.HOST: self.buffer_bytes, Tier.DEVICE: device, Tier.NVME: 0}[tier]
         return sum(self._unit_bytes(unit, tier, kind) for unit in self.units)
 
     def _unit_bytes(self, unit: UnitPlan, tier: Tier, kind: str) -> int:
@@ -99,7 +119,15 @@ class StorePlan:
                 total += tile.numel * GRADIENT_BYTES if where is not Tier.NVME or tile.trainable else 0
             elif kind == "optimizer" and record is not None:
                 total += record.nbytes
+        if kind == "optimizer" and tier is Tier.DEVICE:
+            total += unit.whole_numel * self.state_itemsize
         return total
+
+    @property
+    def _scratch_bytes(self) -> int:
+        """In which a device apart widens the gradient of one unit's whole tiles."""
+        widest = max((unit.whole_numel for unit in self.units), default=0)
+        return GRADIENT_BYTES * widest if self.landing_itemsize < GRADIENT_BYTES else 0
 
     @property
     def buffer_bytes(self) -> int:
@@ -112,6 +140,7 @@ class StorePlan:
                 (self.gradient_slots, self.gradient_slot_bytes),
                 (self.unit_slots, self.unit_slot_bytes),
                 (self.staging_slots, self.staging_slot_bytes),
+                (self.mirror_slots, self.mirror_slot_bytes),
             )
         )
 
@@ -170,7 +199,10 @@ def plan_store(
     if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < MINIMUM_SLOTS):
         raise PlacementError(f"slots={slots!r}: at least {MINIMUM_SLOTS} (a read, an update and a write at a time)")
     alignment = max(alignment, PAGE_BYTES)
-    units = _place_units(specs, step, (parameters, gradients, optimizer), tile_numel, alignment)
+    apart = landing_dtype is not None
+    if apart:
+        check_device_shares(parameters, gradients, optimizer)
+    units = _place_units(specs, step, (parameters, gradients, optimizer), tile_numel, alignment, apart)
     states = [r.nbytes for u in units for r, t in zip(u.records, u.state_tiers, strict=True) if r and t is Tier.NVME]
     swapped_gradients = [
         round_up(tile.numel * GRADIENT_BYTES, alignment)
@@ -191,19 +223,44 @@ def plan_store(
         unit_slots=shared,
         unit_slot_bytes=round_up(largest, alignment),
         own_slots=own,
-        **(_landing(units, landing_dtype) if landing_dtype is not None else {}),
+        **(_apart(units, landing_dtype, len(step.state_names())) if landing_dtype is not None else {}),
     )
     return plan if host_bytes is None else _fit(plan, host_bytes, fixed=slots is not None)
 
 
-def _landing(units: Sequence[UnitPlan], dtype: torch.dtype) -> dict[str, int]:
-    """What gradients from a device apart pass through."""
-    trained = [unit for unit in units if unit.trainable]
-    tile = max((tile.numel for unit in trained for tile in unit.tiles), default=0)
+def check_device_shares(parameters: Placement, gradients: Placement, optimizer: Placement) -> None:
+    """Raises PlacementError unless tiles whose states are on a device apart have everything else there too."""
+    below, states = shares(gradients, "gradients"), shares(optimizer, "optimizer")[Tier.DEVICE]
+    if not math.isclose(below[Tier.DEVICE], states, abs_tol=1e-6):
+        raise PlacementError(
+            f"gradients={gradients!r} and optimizer={optimizer!r}: on a device apart a tile's gradient is where its "
+            f'states are; give both the same share of "device" ({states:g})'
+        )
+    if shares(parameters, "parameters")[Tier.DEVICE] < states - 1e-6:
+        raise PlacementError(
+            f"parameters={parameters!r} and optimizer={optimizer!r}: states on the device need their parameters there; "
+            f'give parameters at least {states:g} of "device"'
+        )
+
+
+def _apart(units: Sequence[UnitPlan], dtype: torch.dtype, states: int) -> dict[str, int]:
+    """What a device apart needs: where gradients pass through, where the host updates parameters that live there."""
+    below = [unit for unit in units if unit.trainable and unit.whole_numel < unit.spec.numel]
+    tile = max((tile.numel for unit in below for tile in unit.tiles), default=0)
+    homes = [
+        tile.numel * unit.spec.dtype.itemsize
+        for unit in units
+        for tile in unit.tiles
+        if unit.whole_numel < tile.stop <= unit.device_numel(unit.parameter_tiers)
+    ]
     return {
-        "landing_numel": max((unit.spec.numel for unit in trained), default=0),
-        "staging_slots": STAGING_SLOTS if trained else 0,
+        "landing_numel": max((unit.spec.numel for unit in below), default=0),
+        "landing_itemsize": dtype.itemsize,
+        "staging_slots": STAGING_SLOTS if below else 0,
         "staging_slot_bytes": round_up(tile * dtype.itemsize, PAGE_BYTES),
+        "state_itemsize": 4 * (states + any(unit.spec.dtype != torch.float32 for unit in units)),
+        "mirror_slots": MIRROR_SLOTS if homes else 0,
+        "mirror_slot_bytes": round_up(max(homes, default=0), PAGE_BYTES),
     }
 
 
@@ -213,6 +270,7 @@ def _place_units(
     placements: tuple[Placement, Placement, Placement],
     tile_numel: int,
     alignment: int,
+    apart: bool,
 ) -> tuple[UnitPlan, ...]:
     tiles = [cut(number, spec, tile_numel) for number, spec in enumerate(specs)]
     sizes = [tile.numel for unit in tiles for tile in unit]
@@ -221,13 +279,16 @@ def _place_units(
     units, at = [], 0
     for spec, unit in zip(specs, tiles, strict=True):
         records: list[Record | None] = []
-        for tile in unit:
+        tiers = [kind[at : at + len(unit)] for kind in flat]
+        for tile, state in zip(unit, tiers[2], strict=True):
+            if apart and state is Tier.DEVICE:
+                records.append(None)  # its states are the device's own
+                continue
             key = (tile.numel, spec.dtype)
             if tile.trainable and key not in cache:
                 cache[key] = record_of(step, *key, alignment)
             records.append(cache[key] if tile.trainable and cache[key].nbytes else None)
-        tiers = [kind[at : at + len(unit)] for kind in flat]
-        units.append(UnitPlan(spec, unit, tuple(records), tiers[0], tiers[1], tiers[2]))
+        units.append(UnitPlan(spec, unit, tuple(records), tiers[0], tiers[1], tiers[2], apart))
         at += len(unit)
     return tuple(units)
 

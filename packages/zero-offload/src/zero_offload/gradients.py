@@ -74,6 +74,7 @@ class GradientStore:
         self._plan, self._nvme, self._step, self._monitor, self.dtype = plan, nvme, step, monitor, dtype
         self.pool = SlotPool([arena.take(plan.gradient_slot_bytes) for _ in range(plan.gradient_slots)], monitor)
         self._held = [Held.NONE] * len(plan.units)
+        self._above = [unit.whole_numel for unit in plan.units]  # leading elements, kept on a device apart
         self._memory: list[Block | None] = []
         self._memory_numel: list[int] = []
         self._extents: dict[Tile, Extent] = {}
@@ -91,8 +92,8 @@ class GradientStore:
     # -- the thread that adds ------------------------------------------------------------------------------------
 
     def lend(self, i: int) -> Tensor | None:
-        """(shard_numel,) reduce dtype, where unit i's first gradient will be kept; None if it cannot be in place."""
-        numel, memory = self._plan.units[i].spec.numel, self._memory[i]
+        """In the reduce dtype, where unit i's first gradient will be kept; None if it cannot be in place."""
+        numel, memory = self._plan.units[i].spec.numel - self._above[i], self._memory[i]
         if memory is None or self._held[i] is not Held.NONE or self._memory_numel[i] < numel or not numel:
             return None
         return memory.view(self.dtype, numel)
@@ -107,10 +108,10 @@ class GradientStore:
             )
 
     def accept(self, i: int, gradient: Tensor) -> None:
-        """Add a gradient (shard_numel,) on the CPU in the reduce dtype."""
-        self.check(i, gradient)
-        numel = self._memory_numel[i]
-        self._accept(i, lambda start, stop: gradient[start:stop], [(0, numel)] if numel else [])
+        """Add a gradient (shard_numel,) on the CPU in the reduce dtype, less what is kept on a device apart."""
+        above, numel = self._above[i], self._memory_numel[i]
+        in_memory = [(above, above + numel)] if numel else []
+        self._accept(i, lambda start, stop: gradient[start - above : stop - above], in_memory)
 
     def accept_pieces(self, i: int, part: Part) -> None:
         """Add a gradient of which `part` gives the tiles of kept(i), one after another."""
@@ -120,7 +121,8 @@ class GradientStore:
         """The tiles whose gradient is kept, in their order: in memory first, then on nvme."""
         unit = self._plan.units[i]
         rows = zip(unit.tiles, unit.gradient_tiers, strict=True)
-        return [tile for tile, tier in rows if tier is not Tier.NVME or tile in self._extents]
+        below = [(tile, tier) for tile, tier in rows if tile.start >= self._above[i]]
+        return [tile for tile, tier in below if tier is not Tier.NVME or tile in self._extents]
 
     def _accept(self, i: int, part: Part, in_memory: Sequence[tuple[int, int]]) -> None:
         if not self._plan.units[i].trainable:
@@ -147,12 +149,13 @@ class GradientStore:
         if held is Held.NONE:
             return
         dtype, numel = (self.dtype if held is Held.REDUCED else torch.float32), self._memory_numel[i]
-        memory = self._memory[i]
-        if memory is not None and start < numel:
+        memory, above = self._memory[i], self._above[i]
+        begin, end = max(start, above), min(stop, above + numel)
+        if memory is not None and begin < end:
             kept = memory.view(dtype, numel)
-            kept[start : min(stop, numel)].zero_()
-            first, last = start // CHUNK_NUMEL * CHUNK_NUMEL, min(round_up(stop, CHUNK_NUMEL), numel)
-            self._sum_chunks(i, first, kept[first:last])
+            kept[begin - above : end - above].zero_()
+            first, last = begin // CHUNK_NUMEL * CHUNK_NUMEL, min(round_up(end, CHUNK_NUMEL), above + numel)
+            self._sum_chunks(i, first, kept[first - above : last - above])
         for tile in self._plan.units[i].tiles:
             low, high = max(start, tile.start), min(stop, tile.stop)
             if tile in self._extents and low < high:
@@ -185,7 +188,7 @@ class GradientStore:
         memory = self._memory[i]
         assert memory is not None
         dtype = self.dtype if held is Held.NONE else torch.float32
-        kept = memory.view(dtype, gradient.numel(), start * dtype.itemsize)
+        kept = memory.view(dtype, gradient.numel(), (start - self._above[i]) * dtype.itemsize)
         if held is not Held.NONE:
             self._step.accumulate(kept, gradient)
         elif kept.data_ptr() != gradient.data_ptr():
@@ -273,7 +276,7 @@ class GradientStore:
         """(tile.numel,) of a tile that is not on nvme."""
         memory = self._memory[tile.unit]
         assert memory is not None
-        return memory.view(dtype, tile.numel, tile.start * dtype.itemsize)
+        return memory.view(dtype, tile.numel, (tile.start - self._above[tile.unit]) * dtype.itemsize)
 
     def begin_read(self, tile: Tile, dtype: torch.dtype, block: Block) -> Transfer:
         """Begin to bring a taken tile of `dtype` into `block`, after the write that is still in flight."""

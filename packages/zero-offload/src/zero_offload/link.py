@@ -1,6 +1,6 @@
-"""The way between host memory and a compute device apart from it: units up, gradients down, both beside the compute.
+"""A compute device apart from the host: what stays there, and the way of the rest: units up, gradients down.
 
-Owns the wiring of the two and what `parameters` lends. On the CPU there is no link.
+Owns the wiring of these and what `parameters` lends. On the CPU there is no link.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .arena import Block
+from .device_tier import DeviceTier
 from .downloads import Downloads
 from .footprint import StorePlan
 from .gradients import GradientStore
@@ -28,6 +29,7 @@ class Link:
     def __init__(
         self,
         streams: Streams,
+        device: DeviceTier,
         plan: StorePlan,
         parameters: ParameterStore,
         gradients: GradientStore,
@@ -35,17 +37,40 @@ class Link:
         monitor: Monitor,
         staging: Sequence[Block],
     ) -> None:
-        self._streams = streams
+        self._streams, self.device = streams, device
         self._units = [unit.spec for unit in plan.units]
-        self.up = Uploads(streams, parameters, monitor, pipeline.behind, [spec.name for spec in self._units])
+        self.up = Uploads(streams, parameters, device, monitor, pipeline.behind, [spec.name for spec in self._units])
         self.down = Downloads(streams, gradients, plan, monitor, staging)
         self._copies: dict[int, Tensor] = {}
         pipeline.unit_done = self.up.poll
 
     @property
     def device_bytes(self) -> int:
-        """What it holds on the device now."""
+        """What passes through the device now, beside what was placed there."""
         return self.down.device_bytes + sum(copy.nbytes for copy in self._copies.values())
+
+    @property
+    def up_bytes(self) -> int:
+        return self.up.nbytes + self.device.up_bytes
+
+    @property
+    def down_bytes(self) -> int:
+        return self.down.nbytes + self.device.down_bytes
+
+    def gradient_buffer(self, i: int) -> Tensor | None:
+        self.up.poll()
+        return self.device.lend(i) if self.device.has_all(i) else self.down.lend(i)
+
+    def accept(self, i: int, gradient: Tensor) -> None:
+        """The leading elements stay, the others go down."""
+        if self.device.has(i):
+            self.device.accept(i, gradient)
+        self.down.accept(i, gradient)
+
+    def discard(self) -> None:
+        """Forget every gradient that is on the device."""
+        self.down.forget()
+        self.device.discard()
 
     def swap_in(self, i: int, out: Tensor) -> Arrival:
         return self.up.begin(i, out)
@@ -66,3 +91,4 @@ class Link:
         self.down.close()
         self._streams.close()
         self._copies.clear()
+        self.device.close()

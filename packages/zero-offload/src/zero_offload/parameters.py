@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .arena import Arena, Block
+from .device_tier import DeviceTier
 from .errors import BudgetError
 from .footprint import StorePlan, UnitPlan
 from .monitor import Monitor
@@ -60,18 +61,22 @@ class _UnitSlot:
 
 
 class ParameterStore:
-    """Unit i's parameters as host memory: (shard_numel,) parameter dtype."""
+    """Unit i's parameters as host memory: (shard_numel,) parameter dtype, less what leads them on a device apart."""
 
-    def __init__(self, plan: StorePlan, arena: Arena, nvme: Nvme | None, monitor: Monitor) -> None:
-        self._plan, self._nvme, self._monitor = plan, nvme, monitor
-        self._memory: list[Block] = []  # the leading tiles that are not on nvme
+    def __init__(
+        self, plan: StorePlan, arena: Arena, nvme: Nvme | None, monitor: Monitor, device: DeviceTier | None = None
+    ) -> None:
+        self._plan, self._nvme, self._monitor, self._device = plan, nvme, monitor, device
+        self._above = [unit.device_numel(unit.parameter_tiers) for unit in plan.units]  # leading elements, not here
+        self._memory: list[Block] = []  # the tiles after them that are not on nvme
         self._memory_numel: list[int] = []
         self._extents: list[Extent | None] = []
         for unit in plan.units:
             numel = unit.memory_numel(unit.parameter_tiers)
             self._memory.append(arena.take(numel * unit.spec.dtype.itemsize))
             self._memory_numel.append(numel)
-            behind = round_up((unit.spec.numel - numel) * unit.spec.dtype.itemsize, plan.alignment)
+            above = unit.device_numel(unit.parameter_tiers)
+            behind = round_up((unit.spec.numel - above - numel) * unit.spec.dtype.itemsize, plan.alignment)
             self._extents.append(nvme.own(behind) if behind and nvme is not None else None)
         self._slots = [_UnitSlot(arena.take(plan.unit_slot_bytes)) for _ in range(plan.unit_slots)]
         self._own = {
@@ -98,10 +103,11 @@ class ParameterStore:
                 self._touch(slot)
 
     def acquire(self, i: int) -> Tensor:
-        """(shard_numel,) with a storage of its own, valid until release(i)."""
+        """With a storage of its own, valid until release(i)."""
         unit = self._plan.units[i]
+        numel = unit.spec.numel - self._above[i]
         if not self.streamed(i):
-            return self._memory[i].view(unit.spec.dtype, unit.spec.numel)
+            return self._memory[i].view(unit.spec.dtype, numel)
         with self._monitor.condition:
             slot = self._by_unit.get(i) or self._load(i, steal=True, settle=False)
             if slot is None:
@@ -120,7 +126,7 @@ class ParameterStore:
         except BaseException:
             self.release(i)  # Ctrl-C: the caller was given nothing that it could release
             raise
-        return slot.block.view(unit.spec.dtype, unit.spec.numel)
+        return slot.block.view(unit.spec.dtype, numel)
 
     def arrived(self, i: int) -> bool:
         """Whether acquire(i) would return at once. Asked under the condition."""
@@ -192,14 +198,21 @@ class ParameterStore:
             for transfer in moving:  # not under the condition: the training thread goes on meanwhile
                 transfer.wait()
 
-    def for_update(self, tile: Tile) -> Tensor:
-        """(tile.numel,) to be changed in place; waits for its read, its last write and its last copy to the device."""
+    def for_update(self, tile: Tile, *, read: bool = True) -> Tensor:
+        """(tile.numel,) to be changed in place; waits for its read, its last write and its last copy to the device.
+
+        `read=False`: every element will be written, so that a tile from a device apart need not be copied here.
+        """
         dtype = self._plan.units[tile.unit].spec.dtype
+        start = (tile.start - self._above[tile.unit]) * dtype.itemsize
+        if start < 0:
+            assert self._device is not None
+            return self._device.borrow(tile, read=read)
         if not self.streamed(tile.unit):
             left = self._leaving.pop(tile.unit, None)
             if left is not None:
                 left.wait()
-            return self._memory[tile.unit].view(dtype, tile.numel, tile.start * dtype.itemsize)
+            return self._memory[tile.unit].view(dtype, tile.numel, start)
         slot = self._by_unit[tile.unit]
         self._arrived(slot)
         for mark in slot.leaving:
@@ -207,24 +220,31 @@ class ParameterStore:
         if tile in slot.writes:
             slot.writes[tile].wait()
             del slot.writes[tile]
-        return slot.block.view(dtype, tile.numel, tile.start * dtype.itemsize)
+        return slot.block.view(dtype, tile.numel, start)
 
     def changed(self, tile: Tile) -> None:
         """The tile's new values go where they live."""
+        unit = self._plan.units[tile.unit]
+        size = unit.spec.dtype.itemsize
+        start = (tile.start - self._above[tile.unit]) * size
+        if start < 0:
+            assert self._device is not None
+            self._device.refresh(tile)
+            return
         if not self.streamed(tile.unit):
             return
-        unit = self._plan.units[tile.unit]
-        slot, size = self._by_unit[tile.unit], unit.spec.dtype.itemsize
+        slot = self._by_unit[tile.unit]
         if unit.parameter_tiers[tile.index] is Tier.NVME:
-            start = tile.start * size
             stop = start + round_up(tile.numel * size, self._plan.alignment)
             slot.writes[tile] = self._write(tile.unit, slot.block.raw(start, stop), start, f"parameters of {tile}")
         else:
-            home = self._memory[tile.unit].view(unit.spec.dtype, tile.numel, tile.start * size)
-            home.copy_(slot.block.view(unit.spec.dtype, tile.numel, tile.start * size))
+            home = self._memory[tile.unit].view(unit.spec.dtype, tile.numel, start)
+            home.copy_(slot.block.view(unit.spec.dtype, tile.numel, start))
 
     def end_update(self, i: int, *, wanted: bool = True) -> None:
         """Unit i waits in its slot for its next use, if it is `wanted` soon."""
+        if self._device is not None:
+            self._device.give_back(i)
         with self._monitor.condition:
             slot = self._by_unit.get(i)
             if slot is not None:
@@ -277,7 +297,7 @@ class ParameterStore:
         if numel:
             slot.block.view(unit.spec.dtype, numel).copy_(self._memory[i].view(unit.spec.dtype, numel))
         start = numel * size
-        stop = start + round_up((unit.spec.numel - numel) * size, self._plan.alignment)
+        stop = start + round_up((unit.spec.numel - self._above[i] - numel) * size, self._plan.alignment)
         slot.reads.append(nvme.read(extent, slot.block.raw(start, stop), f"parameters of {unit.spec.name}"))
 
     def _write(self, i: int, source: Tensor, start: int, what: str) -> Transfer:

@@ -39,12 +39,13 @@ POLL_SECONDS = 0.005
 
 @dataclass(frozen=True)
 class TileTask:
-    """One tile of one update. `last`: its unit is done with it."""
+    """One tile of one update. `last`: its unit is done with it. `reads`: its parameter's old values matter."""
 
     tile: Tile
     segments: tuple[SegmentStep, ...]
     gradient: Taken
     last: bool
+    reads: bool = True
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,8 @@ class Pipeline:
         task, tile = loaded.task, loaded.task.tile
         for transfer in loaded.transfers:
             transfer.wait()
-        view = View(self.states.views(tile, loaded.state), self.parameters.for_update(tile), self._gradient(loaded))
+        parameter = self.parameters.for_update(tile, read=task.reads)
+        view = View(self.states.views(tile, loaded.state), parameter, self._gradient(loaded))
         with self._monitor.span("update", str(tile)):
             self._step.update(view, task.segments, scale)
         if loaded.gradient is not None:

@@ -15,20 +15,21 @@ from torch import Tensor
 from zero_core.store import GroupStep, ShardSpec, StoreContext
 
 from .arena import Arena
+from .device_tier import DeviceTier
 from .ending import Ending
 from .errors import ClosedError, OffloadError, PlacementError
-from .footprint import StorePlan, plan_store
+from .footprint import StorePlan, UnitPlan, plan_store
 from .gradients import GradientStore
 from .link import Link
 from .monitor import Monitor
 from .parameters import ParameterStore
 from .pipeline import Pipeline, TileTask, UpdateJob
 from .placement import Placement, shares
-from .protocols import ByteStore, UpdateStep
+from .protocols import ByteStore, SegmentStep, UpdateStep
 from .states import StateStore
 from .streams import streams_of
 from .tier import Nvme, Tier
-from .tile import check_tile_numel, segment_steps
+from .tile import Tile, check_tile_numel, covers, segment_steps
 from .timeline import Timeline
 from .torch_step import TorchStep
 from .uploads import Arrival
@@ -48,7 +49,8 @@ class TieredStore:
     host_bytes: budget of the arena; attach raises BudgetError when it is too small.
     overlap: False makes update() return when it is done; the bits are the same.
 
-    On the CPU the device tier is host memory. On CUDA it is not written; leave `store` out to stay on the device.
+    On the CPU the device tier is host memory. On CUDA a tile's gradient is on the device iff its states are; its update
+    then runs there, by torch's own optimizer, and has that one's bits, not the step's.
     """
 
     def __init__(
@@ -103,7 +105,6 @@ class TieredStore:
         """Plan, reserve every byte, then take over the shards one at a time. See ShardStore."""
         if self.plan is not None or self._closed:
             raise OffloadError("a TieredStore is attached once; make another one")
-        self._refuse_device_tier(context)
         self.step.bind(optimizer)
         plan = plan_store(
             shards,
@@ -121,8 +122,7 @@ class TieredStore:
         try:
             self._build(plan, context)
             with torch.no_grad(), self._guard():
-                for i in range(len(plan.units)):
-                    self._values.first(i, initial(i))
+                self._lay_out(optimizer, initial)
             self._pipeline.wait()
         except BaseException:
             self.close()
@@ -134,31 +134,41 @@ class TieredStore:
         """Reserve every byte, on nvme and in memory."""
         nvme, monitor = self._nvme, self._monitor
         self._arena = arena = Arena(plan.arena_bytes)
-        self._parameters = ParameterStore(plan, arena, nvme, monitor)
+        streams, device = None, None
+        make_streams = streams_of(context.device)
+        if make_streams is not None:
+            streams = make_streams(arena.whole())
+            device = DeviceTier(streams, plan, [arena.take(plan.mirror_slot_bytes) for _ in range(plan.mirror_slots)])
+        self._parameters = ParameterStore(plan, arena, nvme, monitor, device)
         self._states = StateStore(plan, arena, nvme, monitor)
         self._gradients = GradientStore(plan, arena, nvme, self.step, monitor, context.reduce_dtype)
         self._values = Values(plan, self._parameters, self._states, self.step)
         self._pipeline = pipeline = Pipeline(
             self._parameters, self._gradients, self._states, self.step, monitor, nvme, len(plan.units)
         )
-        make_streams = streams_of(context.device)
-        if make_streams is not None:
+        if streams is not None and device is not None:
             staging = [arena.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
-            streams = make_streams(arena.whole())
-            self._link = Link(streams, plan, self._parameters, self._gradients, pipeline, monitor, staging)
+            self._link = Link(streams, device, plan, self._parameters, self._gradients, pipeline, monitor, staging)
             self.swaps_in = True
         # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
         self._ending = Ending(self, partial(_shut_down, pipeline, nvme, self._link, arena))
 
-    def _refuse_device_tier(self, context: StoreContext) -> None:
-        if context.device.type == "cpu":
-            return
-        for kind in ("parameters", "gradients", "optimizer"):
-            if shares(self._arguments[kind], kind)[Tier.DEVICE] > 0:
-                raise PlacementError(
-                    f"{kind}={self._arguments[kind]!r}: the device tier of a TieredStore is written for the CPU only; "
-                    f'use "host" or "nvme", or leave `store` out to keep everything on {context.device}'
-                )
+    def _lay_out(self, optimizer: torch.optim.Optimizer, initial: Callable[[int], Tensor]) -> None:
+        """Take over every shard in order, one in memory at a time; a device apart asks for those that it keeps."""
+        following = iter(range(len(self._plan.units)))
+
+        def up_to(last: int) -> Tensor:
+            for i in following:
+                master = initial(i)
+                self._values.first(i, master)
+                if i == last:
+                    return master
+            raise AssertionError(f"unit {last} was asked for twice")
+
+        if self._link is not None:
+            self._link.device.attach(optimizer, up_to, self._context)
+        for i in following:
+            self._values.first(i, initial(i))
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
@@ -193,8 +203,7 @@ class TieredStore:
         self._monitor.check()
         if self._link is not None:
             with self._guard():
-                self._link.up.poll()
-                return self._link.down.lend(i)
+                return self._link.gradient_buffer(i)
         self._wait_for(i)
         return self._gradients.lend(i)
 
@@ -204,9 +213,10 @@ class TieredStore:
         if not self._early_asked:
             self._early_asked = True
             self._pipeline.read_early([tile for unit in self._order for tile in self._plan.units[unit].tiles])
+        self._gradients.check(i, gradient)
         with torch.no_grad(), self._guard():
             if self._link is not None:
-                self._link.down.accept(i, gradient.detach())
+                self._link.accept(i, gradient.detach())
                 return
             with self._monitor.span("norm", self._plan.units[i].spec.name):
                 self._gradients.accept(i, gradient.detach())
@@ -215,7 +225,7 @@ class TieredStore:
         self._monitor.check()
         self._landed()
         if self._link is not None:
-            self._link.down.forget()
+            self._link.discard()
         self._gradients.discard()
 
     def discard_gradient(self, i: int, start: int, stop: int) -> None:
@@ -224,11 +234,15 @@ class TieredStore:
         self._landed()
         with torch.no_grad(), self._guard():
             self._gradients.zero(i, start, stop)
+            if self._link is not None:
+                self._link.device.zero(i, start, stop)
 
     def gradient_norm_squared(self) -> Tensor:
         self._monitor.check()
         self._landed()
-        return torch.tensor(self._gradients.norm_squared(), dtype=torch.float64, device=self._context.device)
+        squared = torch.tensor(self._gradients.norm_squared(), dtype=torch.float64, device=self._context.device)
+        above = self._link.device.norm_squared() if self._link is not None else None
+        return squared if above is None else above + squared
 
     # -- updates ------------------------------------------------------------------------------------------------
 
@@ -243,14 +257,27 @@ class TieredStore:
             if taken is None:
                 continue
             unit = self._plan.units[i]
-            found = [(tile, segment_steps(tile, unit.spec.segments, steps[i], groups)) for tile in unit.tiles]
+            below = [tile for tile in unit.tiles if tile.start >= unit.whole_numel]
+            found = [(tile, segment_steps(tile, unit.spec.segments, steps[i], groups)) for tile in below]
             found = [(tile, segments) for tile, segments in found if segments]
-            tasks += [TileTask(tile, segments, taken, tile is found[-1][0]) for tile, segments in found]
+            tasks += [
+                TileTask(tile, segments, taken, tile is found[-1][0], self._reads(unit, tile, segments))
+                for tile, segments in found
+            ]
+        if self._link is not None:
+            self._link.device.update(groups, scale, order, steps)
         self._expect(order)
         if tasks:
             self._pipeline.submit(UpdateJob(tuple(tasks), float(scale)))
         if not self.overlap:
             self.wait()
+
+    @staticmethod
+    def _reads(unit: UnitPlan, tile: Tile, segments: Sequence[SegmentStep]) -> bool:
+        """Whether an update of these segments needs the tile's parameter as it was."""
+        record = unit.records[tile.index]
+        has_master = record is not None and any(field.name == "master" for field in record.fields)
+        return not (has_master and covers(tile, segments))
 
     def _expect(self, order: Sequence[int]) -> None:
         """Learn what the next updates read: this order again, or, unit by unit, what followed this unit last time."""
@@ -288,13 +315,20 @@ class TieredStore:
         self._check_range(i, name, start, stop)
         with torch.no_grad(), self._guard():
             self._pipeline.wait()
-            return self._values.read(i, name, start, stop)
+            above = min(stop, max(start, self._plan.units[i].whole_numel))
+            values = self._values.read(i, name, above, stop)
+            if self._link is None or start == above:
+                return values
+            return torch.cat([self._link.device.read(i, name, start, above), values])
 
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
         self._check_range(i, name, start, start + values.numel())
         with torch.no_grad(), self._guard():
             self._pipeline.wait()
-            self._values.write(i, name, start, values)
+            above = min(start + values.numel(), max(start, self._plan.units[i].whole_numel))
+            if self._link is not None and start < above:
+                self._link.device.write(i, name, start, values[: above - start])
+            self._values.write(i, name, above, values[above - start :])
 
     def _check_range(self, i: int, name: str, start: int, stop: int) -> None:
         self._monitor.check()
@@ -321,10 +355,10 @@ class TieredStore:
             "nvme_write_bytes": nvme.write_bytes - self._setup[1] if nvme else 0,
             "setup_write_bytes": self._setup[1],
             "exposed_seconds": self._monitor.exposed_ns / 1e9,
-            "host_bytes": self._arena.nbytes - device,
+            "host_bytes": self._arena.nbytes - (device if self._link is None else 0),
             "device_bytes": device + (self._link.device_bytes if self._link is not None else 0),
-            "link_up_bytes": self._link.up.nbytes if self._link is not None else 0,
-            "link_down_bytes": self._link.down.nbytes if self._link is not None else 0,
+            "link_up_bytes": self._link.up_bytes if self._link is not None else 0,
+            "link_down_bytes": self._link.down_bytes if self._link is not None else 0,
             "huge_pages": self._arena.advice["MADV_HUGEPAGE"],
         }
 

@@ -24,7 +24,7 @@ from .arena import Block
 from .errors import PlacementError
 from .protocols import Field, SegmentStep, UpdateStep
 
-__all__ = ["Record", "Tile", "View", "check_tile_numel", "cut", "round_up", "segment_steps"]
+__all__ = ["Record", "Tile", "View", "check_tile_numel", "covers", "cut", "round_up", "segment_steps"]
 
 FIELD_ALIGNMENT = 128
 
@@ -117,6 +117,11 @@ def segment_steps(
             options = groups[segment.group].options
             found.append(SegmentStep(start - tile.start, stop - tile.start, options, step))
     return tuple(found)
+
+
+def covers(tile: Tile, moved: Sequence[SegmentStep]) -> bool:
+    """Whether `moved` is the whole tile: no frozen or skipped parameter in it, no padding."""
+    return tile.numel == sum(s.stop - s.start for s in moved)
 
 
 def record_of(step: UpdateStep, numel: int, dtype: torch.dtype, alignment: int) -> Record:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from .device_tier import DeviceTier
 from .monitor import Monitor
 from .parameters import ParameterStore
 from .streams import Mark, Streams
@@ -38,18 +39,19 @@ class Arrival:
 
 
 class Uploads:
-    """Copies of whole shards, one arrival each. `nbytes`: copied so far."""
+    """Copies of whole shards, one arrival each: what is on the device already, then the rest. `nbytes`: of the rest."""
 
     def __init__(
         self,
         streams: Streams,
         parameters: ParameterStore,
+        device: DeviceTier,
         monitor: Monitor,
         behind: Callable[[int], bool],
         names: Sequence[str],
     ) -> None:
         self._streams, self._parameters, self._monitor = streams, parameters, monitor
-        self._behind, self._names = behind, names
+        self._device, self._behind, self._names = device, behind, names
         self._waiting: dict[Arrival, None] = {}
         self.nbytes = 0
 
@@ -98,6 +100,10 @@ class Uploads:
     def _copy(self, arrival: Arrival, source: Tensor) -> None:
         """The caller has the condition."""
         self._waiting.pop(arrival, None)
-        arrival.copied = self._streams.copy("swap_in", arrival.out, source, (arrival.after,))
-        self._parameters.leaving(arrival.unit, arrival.copied)
-        self.nbytes += source.nbytes
+        copied = self._device.copy_into(arrival.unit, arrival.out, arrival.after) or arrival.after
+        if source.numel():
+            into = arrival.out[arrival.out.numel() - source.numel() :]
+            copied = self._streams.copy("swap_in", into, source, (arrival.after,))
+            self._parameters.leaving(arrival.unit, copied)
+            self.nbytes += source.nbytes
+        arrival.copied = copied

@@ -30,14 +30,16 @@ class Values:
         self._plan, self._parameters, self._states, self._step = plan, parameters, states, step
 
     def first(self, i: int, master: Tensor) -> None:
-        """Lay out shard i from its fp32 master (shard_numel,); nothing is read."""
+        """Lay out shard i from its fp32 master (shard_numel,), less what is whole on a device; nothing is read."""
         unit = self._plan.units[i]
         if master.numel() != unit.spec.numel:
             raise ValueError(f"initial({i}) has {master.numel()} elements, {unit.spec.name} has {unit.spec.numel}")
         master = master.detach().to("cpu", torch.float32)
         self._parameters.begin_update(i, wait=True, read=False)
         for tile, record in zip(unit.tiles, unit.records, strict=True):
-            parameter, values = self._parameters.for_update(tile), master[tile.start : tile.stop]
+            if tile.start < unit.whole_numel:
+                continue  # the device tier's
+            parameter, values = self._parameters.for_update(tile, read=False), master[tile.start : tile.stop]
             if tile.trainable:
                 block = self._states.pool.take() if self._states.swapped(tile) else None
                 states = self._states.views(tile, block) if record is not None else {}
@@ -82,7 +84,8 @@ class Values:
                     self._parameters.changed(tile)
 
     def _tiles(self, i: int, start: int, stop: int) -> Iterator[Tile]:
-        return (tile for tile in self._plan.units[i].tiles if tile.start < stop and tile.stop > start)
+        tiles = self._plan.units[i].tiles if start < stop else ()
+        return (tile for tile in tiles if tile.start < stop and tile.stop > start)
 
     @contextmanager
     def _opened(self, tile: Tile, *, change: bool) -> Iterator[View]:

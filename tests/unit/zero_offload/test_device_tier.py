@@ -1,0 +1,225 @@
+"""The device tier of a device apart, simulated: whole tiles have DeviceStore's bits, the others the host's.
+
+Gradients depend on their own unit's parameters and nothing is clipped, so that one tile's tier does not reach another's
+bits through the norm.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from zero_core.device_store import DeviceStore
+from zero_offload import PlacementError, TorchStep, plan_store
+
+from .harness import MI, NUMELS, Driver, make, make_specs, same
+from .simulated import simulated_device
+
+
+@dataclass
+class Unclipped(Driver):
+    max_norm: float = math.inf
+
+
+def train(driver: Driver, accumulate: int = 1, steps: int = 3) -> dict[tuple[int, str], torch.Tensor]:
+    """Logical values and parameters by unit after a few steps; closes the store."""
+    for _ in range(steps):
+        driver.step(accumulate)
+    found = {}
+    for i in driver.units:
+        for name in driver.store.state_names():
+            found[i, name] = driver.store.read_state(i, name, 0, driver.numels[i])
+        found[i, "parameter"] = driver.store.parameters(i).float()
+        driver.store.release(i)
+    driver.store.close()
+    return found
+
+
+def unclipped(placement: Any, layout: str = "split", dtype: torch.dtype = torch.bfloat16, **arguments: Any) -> Driver:
+    made = make(placement, driver={"max_norm": math.inf, "dtype": dtype}, step=TorchStep(layout), **arguments)
+    assert made.store is not None
+    return made
+
+
+def device_store(dtype: torch.dtype = torch.bfloat16) -> Driver:
+    return Driver(DeviceStore(), dtype=dtype, max_norm=math.inf)  # type: ignore[arg-type]
+
+
+def of_all(**shares: float) -> dict[str, Any]:
+    return {kind: dict(shares) for kind in ("parameters", "gradients", "optimizer")}
+
+
+def whole_numels(driver: Driver) -> list[int]:
+    return [unit.whole_numel for unit in driver.store.describe().units]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        "device",
+        of_all(device=0.5, host=0.5),
+        of_all(device=0.3, host=0.3, nvme=0.4),
+        of_all(device=0.4, host=0.6) | {"parameters": {"device": 0.8, "nvme": 0.2}},
+    ],
+    ids=str,
+)
+def test_whole_tiles_are_device_stores_and_the_rest_the_hosts(placement: Any, accumulate: int) -> None:
+    host, device = train(unclipped("host"), accumulate), train(device_store(), accumulate)
+    with simulated_device(seed=accumulate):
+        driver = unclipped(placement, slots=3)
+        whole = whole_numels(driver)
+        assert 0 < sum(whole) <= sum(NUMELS)
+        found = train(driver, accumulate)
+    for (i, name), values in found.items():
+        frozen = i in driver.frozen
+        for part, expected in ((slice(0, whole[i]), device), (slice(whole[i], None), host)):
+            if name in host or not frozen or name == "parameter":
+                assert torch.equal(values[part], expected[i, name][part]), (i, name, part)
+
+
+@pytest.mark.parametrize("layout", ["split", "fp32"])
+@pytest.mark.parametrize("below", ["host", "nvme"])
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_parameters_may_live_on_the_device_while_the_host_updates_them(layout: str, below: str, share: float) -> None:
+    expected = train(unclipped("host", layout), 2)
+    parameters = {"device": share, "host": 0.1, "nvme": 0.3} if share < 1 else "device"
+    with simulated_device():
+        driver = unclipped({"parameters": parameters, "gradients": below, "optimizer": below}, layout, slots=3)
+        assert sum(whole_numels(driver)) == 0
+        found = train(driver, 2)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_fp32_parameters_on_the_device_are_their_own_masters() -> None:
+    expected = train(unclipped("host", dtype=torch.float32))
+    with simulated_device():
+        placement = {"parameters": "device", "gradients": "host", "optimizer": "nvme"}
+        found = train(unclipped(placement, dtype=torch.float32, slots=3))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize(("layout", "tiles"), [("fp32", 2), ("split", 5)])
+def test_a_parameter_comes_down_only_where_its_old_value_matters(layout: str, tiles: int) -> None:
+    """With a master of its own: where the update leaves elements alone, here the padding of each unit's last tile."""
+    placement = {"parameters": "device", "gradients": "host", "optimizer": "host"}
+    numels = (2 * MI, 3 * MI)
+    with simulated_device():
+        driver = make(placement, step=TorchStep(layout), driver={"numels": numels, "frozen": ()})
+        setup = driver.store.stats()["link_down_bytes"]
+        driver.step()
+        driver.store.wait()
+        assert driver.store.stats()["link_down_bytes"] - setup == 2 * sum(numels) + 2 * MI * tiles
+        driver.store.close()
+
+
+@pytest.mark.parametrize("layout", ["split", "fp32"])
+def test_a_segment_that_is_skipped_keeps_its_values(layout: str) -> None:
+    """The tile's mirror holds another tile's values where the update does not write."""
+
+    def run(placement: Any) -> list[torch.Tensor]:
+        driver = make(placement, step=TorchStep(layout))
+        driver.step()
+        driver.forward()
+        driver.backward()
+        driver.store.update(driver.groups(), 1.0, driver.units, [[0, 2], [2, 0], [0, 0], [0, 2]])
+        values = driver.everything()
+        driver.store.close()
+        return values
+
+    expected = run("host")
+    with simulated_device():
+        assert same(run({"parameters": "device", "gradients": "host", "optimizer": "host"}), expected)
+
+
+def test_values_are_read_and_written_across_tiers() -> None:
+    with simulated_device():
+        driver = make(of_all(device=0.5, host=0.5))
+        i = next(i for i, numel in enumerate(whole_numels(driver)) if 0 < numel < NUMELS[i])
+        boundary = whole_numels(driver)[i]
+        for name in reversed(driver.store.state_names()):
+            values = torch.arange(1000.0).remainder(97)  # exact in bf16
+            driver.store.write_state(i, name, boundary - 300, values)
+            assert torch.equal(driver.store.read_state(i, name, boundary - 300, boundary + 700), values)
+            assert torch.equal(driver.store.read_state(i, name, boundary + 1, boundary + 2), values[301:302])
+            assert torch.equal(driver.store.read_state(i, name, boundary - 2, boundary - 1), values[298:299])
+        assert torch.equal(driver.store.parameters(i)[boundary - 300 : boundary + 700].float(), values)
+        driver.store.release(i)
+        driver.store.close()
+
+
+def test_a_gradient_is_dropped_on_both_sides_and_the_norm_is_of_both() -> None:
+    def run(placement: Any) -> tuple[float, float]:
+        driver = make(placement)
+        driver.forward()
+        driver.backward()
+        before = float(driver.store.gradient_norm_squared())
+        driver.store.discard_gradient(1, MI - 100, MI + 100)
+        after = float(driver.store.gradient_norm_squared())
+        driver.store.discard_gradients()
+        assert float(driver.store.gradient_norm_squared()) == 0.0
+        driver.store.close()
+        return before, after
+
+    expected = run("host")
+    with simulated_device():
+        found = run(of_all(device=0.5, host=0.5))
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert expected[1] < expected[0]
+
+
+def test_what_is_held_is_what_was_planned() -> None:
+    classic = {"parameters": "device", "gradients": "host", "optimizer": "host"}
+    with simulated_device():
+        for placement in ("device", of_all(device=0.5, host=0.5), classic):
+            driver = make(placement)
+            plan, stats = driver.store.describe(), driver.store.stats()
+            assert stats["host_bytes"] == plan.arena_bytes
+            kinds = ("parameters", "gradients", "optimizer", "buffers")
+            assert plan.bytes_of("device", "parameters") == 2 * sum(
+                unit.device_numel(unit.parameter_tiers) for unit in plan.units
+            )
+            whole = sum(whole_numels(driver))
+            assert plan.bytes_of("device", "optimizer") == 12 * whole  # master and two moments
+            held = sum(plan.bytes_of("host", kind) for kind in kinds)
+            assert held <= plan.arena_bytes < held + (1 << 20)
+            driver.store.close()
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (
+            {"parameters": "device", "gradients": "host", "optimizer": {"device": 0.5, "host": 0.5}},
+            r'same share of "device" \(0.5\)',
+        ),
+        (
+            {"parameters": "host", "gradients": "device", "optimizer": "device"},
+            r'parameters at least 1 of "device"',
+        ),
+    ],
+)
+def test_shares_that_cannot_be_updated_anywhere_are_refused(placement: Any, message: str) -> None:
+    with simulated_device(), pytest.raises(PlacementError, match=message):
+        make(placement)
+    make(placement).store.close()  # on the CPU the device tier is host memory, and any share will do
+
+
+def test_a_frozen_unit_on_the_device_has_no_master() -> None:
+    step = TorchStep()
+    step.bind(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
+    plan = plan_store(
+        make_specs(torch.bfloat16, frozen=(0, 1)),
+        step,
+        parameters="device",
+        gradients="device",
+        optimizer="device",
+        tile_numel=MI,
+        landing_dtype=torch.bfloat16,
+    )
+    assert [unit.whole_numel for unit in plan.units] == [0, 0, NUMELS[2], NUMELS[3]]
+    assert plan.bytes_of("device", "optimizer") == 12 * (NUMELS[2] + NUMELS[3])
