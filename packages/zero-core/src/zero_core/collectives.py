@@ -26,6 +26,7 @@ from torch import Tensor
 from .errors import CollectiveError, StageError
 from .pool import Pool
 from .precision import mean_of_rows
+from .streams import Side
 
 __all__ = ["Ranks"]
 
@@ -48,6 +49,7 @@ class Ranks:
         self.shard, self.replicate = shard, replicate
         self.rank, self.size = rank, size
         self.device = device
+        self.side = Side(device)  # where gathers ahead wait, see [Note: streams]
         self.digest = 0
         self.sent_numel: Counter[str] = Counter()  # elements this rank sends, by collective; a ring's share
         self._adds_here = shard.group is not None and f"{device.type}:gloo" in dist.get_backend_config(shard.group)

@@ -12,6 +12,8 @@ is what it copies into, and the gather's input:
     one shard     swap_in(whole) ..................................... wait
     several       swap_in(slice)   wait, all_gather(whole <- slice) .. wait
                   | begin          | proceed                           | finish
+
+Which stream each of them is on is in [Note: streams].
 """
 
 from __future__ import annotations
@@ -58,14 +60,15 @@ class OwnMemory:
         """Several shards: wait for this rank's, begin the gather. After it raised: go on from there."""
         if self._work is not None:
             return
-        with self._observer.span("wait", self._name):
-            if self._swaps_in:
-                self._await_arrival()
-            elif self._lent is None:
-                self._lent = self._store.parameters(self._index)
-        part = self._part if self._lent is None else self._lent
-        with self._observer.span("gather", self._name):
-            self._work = self._ranks.all_gather(self._flat, part, self._name, self._index)
+        with self._ranks.side.after_current():
+            with self._observer.span("wait", self._name):
+                if self._swaps_in:
+                    self._await_arrival()
+                elif self._lent is None:
+                    self._lent = self._store.parameters(self._index)
+            part = self._part if self._lent is None else self._lent
+            with self._observer.span("gather", self._name):
+                self._work = self._ranks.all_gather(self._flat, part, self._name, self._index)
 
     def finish(self) -> None:
         """The current stream goes on when the whole unit is there."""

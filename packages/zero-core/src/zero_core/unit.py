@@ -127,10 +127,10 @@ class Unit:
             if self.ranks.shard.size > 1:
                 self._own.proceed()
             return
-        with self.observer.span("wait", self.name):
+        with self.ranks.side.after_current(), self.observer.span("wait", self.name):
             shard = self.store.parameters(self.index)
         self._memory, self._pooled = self.pool.take(self.layout.numel, self.dtype), True
-        with self.observer.span("gather", self.name):
+        with self.ranks.side.after_current(), self.observer.span("gather", self.name):
             self._work = self.ranks.all_gather(self._memory, shard, self.name, self.index)
         self.residency = Residency.UNSHARDING
 

@@ -1,0 +1,55 @@
+"""The stream beside the compute stream on which gathers ahead wait. On the CPU there is none, and nothing happens.
+
+[Note: streams]
+What waits for a copy or for other ranks must not hold up kernels that need neither. Four streams, on one GPU:
+
+    compute   | unit 0 ........ | unit 1 ........ | unit 2
+    side        \\ wait(copy of 1)  \\ wait(copy of 2)            begun by prefetch(), after what compute has queued
+    NCCL           \\ gather 1 ..../  \\ gather 2 .../             follows the stream on which it is called: side
+    store     copy 1 ...../     copy 2 ..../                     its own, after what compute has queued at swap_in
+
+- Only `unshard()` lets compute wait: for the store's arrival on one shard, for the gather on several. It is the first
+  that needs the memory.
+- Memory is allocated and freed with compute as the current stream, also what only the others write. Freed memory may
+  still be read by kernels that compute has queued, so whoever writes into new memory first waits for compute: side
+  does in `after_current`, NCCL behind it, and the store in swap_in.
+- Nothing is freed, or given back to a pool or a store, before compute waits for the last that writes or reads it on
+  another stream. Where the unit is used, unshard() did. Where it is not wanted, `Arrival.drop()` does (the store), and
+  the wait for the gather. So `record_stream` is not needed, which would keep memory until the host sees an event pass;
+  for `resize_(0)` it is the one way that holds whether or not the collectives' library keeps its tensors.
+- Gradients are reduced behind compute, which produces them, and waited for when the next unit's reduction begins. The
+  calls of one communicator run in the order in which they were made: a gather that waits for a late copy holds up the
+  reduction called after it, not compute.
+- The host waits for none of this. It runs ahead by as many units as it has launched; memory follows compute's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Side"]
+
+
+class Side:
+    """A stream of its own for what is begun ahead. `streams`: torch.cuda, or what stands for it; None: no streams."""
+
+    def __init__(self, device: torch.device, streams: Any = None) -> None:
+        self._device = device
+        self._streams = torch.cuda if streams is None and device.type == "cuda" else streams
+        self._stream: Any = None
+
+    @contextmanager
+    def after_current(self) -> Iterator[None]:
+        """Inside, the current stream is the side stream, which goes on from where the caller's is now."""
+        if self._streams is None:
+            yield
+            return
+        if self._stream is None:
+            self._stream = self._streams.Stream(self._device)
+        self._stream.wait_stream(self._streams.current_stream(self._device))
+        with self._streams.stream(self._stream):
+            yield

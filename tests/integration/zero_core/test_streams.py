@@ -1,0 +1,88 @@
+"""[Note: streams], held on the CPU by streams that run nothing and remember what comes before what.
+
+Fails if memory is written or read on one stream while another may still use it, freed or given back before compute has
+seen its last use, allocated off the compute stream, or if prefetching lets compute wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zero_core
+from tests.integration.zero_core import ordering, toys
+from tests.integration.zero_core.test_swapping_store import interrupt_backward, interrupt_forward
+from zero_core.streams import Side
+
+
+def ordered_run(swaps: bool, can_swap: bool, make: Any, options: dict[str, Any]) -> tuple[int, int, int]:
+    """Four steps and two interruptions; (accesses checked, units begun ahead, side streams made)."""
+    from zero_core import unit as unit_module
+
+    rank, _ = toys.world()
+    before, unit_module._CAN_SWAP = unit_module._CAN_SWAP, can_swap and unit_module._CAN_SWAP
+    try:
+        torch.manual_seed(1)
+        model, store = make(), ordering.OrderedStore(swaps)
+        optimizer = zero_core.shard(model, toys.adamw(model.parameters()), store=store, max_grad_norm=1.0, **options)
+        ordering.watch(zero_core.handle(model))
+        for step in range(4):
+            if step == 2:
+                interrupt_backward(model, lambda: toys.loss_of(model, toys.data(9, rank)))
+                optimizer.zero_grad()
+                interrupt_forward(model, toys.data(9, rank))
+            toys.loss_of(model, toys.data(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with zero_core.gathered(model):
+            pass
+        optimizer.close()
+        return store.memory.accesses, store.ahead, store.streams.made
+    finally:
+        unit_module._CAN_SWAP = before
+
+
+def reentrant() -> toys.Stack:
+    return toys.Checkpointed(True)
+
+
+@pytest.mark.parametrize(
+    ("size", "swaps", "can_swap", "make", "options"),
+    [
+        (1, True, True, toys.Stack, {}),
+        (1, True, True, reentrant, {"resident_bytes": 4000}),
+        (1, False, True, toys.Stack, {}),
+        (1, False, False, toys.Stack, {}),
+        (2, True, True, toys.Stack, {}),
+        (2, True, True, toys.External, {"stage": 1}),
+        (2, True, True, reentrant, {"resident_bytes": 4000}),
+        (2, False, True, toys.Stack, {}),
+        (2, False, True, toys.External, {"stage": 2}),
+        (2, False, False, toys.Stack, {}),
+    ],
+)
+def test_memory_is_used_in_the_order_of_its_streams(ranks, size, swaps, can_swap, make, options):
+    for accesses, ahead, made in ranks(size).run(ordered_run, swaps, can_swap, make, options):
+        assert accesses > 100
+        assert (ahead > 10) == (size > 1 or swaps)
+        assert made == (1 if size > 1 else 0)
+
+
+def test_the_side_stream_goes_on_from_where_the_callers_is():
+    streams = ordering.Streams()
+    side = Side(torch.device("cpu"), streams)
+    stamp = streams.compute.tick()
+    with side.after_current():
+        assert streams.now.name == "side 1" and streams.now.has_seen(stamp)
+        inside = streams.now.tick()
+    assert streams.now is streams.compute and not streams.compute.has_seen(inside)
+    with side.after_current():
+        assert streams.made == 1
+
+
+def test_on_the_cpu_there_is_no_side_stream():
+    with Side(torch.device("cpu")).after_current():
+        pass
+    assert Side(torch.device("cpu"))._streams is None
