@@ -228,7 +228,11 @@ class HardwareConfig:
     device_gbps: Optional[float] = None
     """GB/s of device memory."""
     link_gbps: Optional[float] = None
-    """GB/s between a device and its host, each way."""
+    """GB/s from the host to a device."""
+    link_out_gbps: Optional[float] = None
+    """GB/s from a device to its host; null: as the other way."""
+    link_mixed_gbps: Optional[float] = None
+    """GB/s of both directions together when both are in use; null: neither slows the other."""
     update_gbps: Optional[float] = None
     """GB/s that a host's optimizer step moves."""
     nvme_read_gbps: Optional[float] = None
