@@ -104,7 +104,10 @@ void bind_values(py::module_& m) {
     m.def("table", [](const std::string& isa) { return const_cast<Table*>(table_of(isa)); },
           py::return_value_policy::reference);
     py::class_<Pool, PoolPointer>(m, "Pool")
-        .def(py::init([](int threads) { return PoolPointer(new Pool(threads)); }))
+        .def(py::init([](int threads, std::vector<int> cores) {
+                 return PoolPointer(new Pool(threads, std::move(cores)));
+             }),
+             py::arg("threads"), py::arg("cores") = std::vector<int>())
         .def_property_readonly("threads", &Pool::threads);
     py::class_<Handle>(m, "Handle", "An update that was started: done(), wait(seconds); negative: no limit.")
         .def("done", &Handle::done)

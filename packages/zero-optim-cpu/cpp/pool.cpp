@@ -96,8 +96,16 @@ struct Pool::State {
         return nullptr;
     }
 
-    void work_until_stopped(int threads) {
-        if (has_affinity) pthread_setaffinity_np(pthread_self(), sizeof affinity, &affinity);
+    // `core` negative: anywhere that the pool may be.
+    void work_until_stopped(int threads, int core) {
+        if (core >= 0) {
+            cpu_set_t one;
+            CPU_ZERO(&one);
+            CPU_SET(core, &one);
+            pthread_setaffinity_np(pthread_self(), sizeof one, &one);
+        } else if (has_affinity) {
+            pthread_setaffinity_np(pthread_self(), sizeof affinity, &affinity);
+        }
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
             std::shared_ptr<Job> job = take(threads);
@@ -115,7 +123,7 @@ struct Pool::State {
     }
 };
 
-Pool::Pool(int threads) : threads_(threads), state_(new State) {
+Pool::Pool(int threads, std::vector<int> cores) : threads_(threads), cores_(std::move(cores)), state_(new State) {
     State& s = *state_.load();
     s.has_affinity = sched_getaffinity(0, sizeof s.affinity, &s.affinity) == 0;
 }
@@ -147,7 +155,8 @@ void Pool::enqueue(const std::shared_ptr<Job>& job, int workers_wanted, int join
     {
         const std::lock_guard<std::mutex> lock(s.mutex);
         while (int(s.workers.size()) < workers_wanted) {
-            s.workers.emplace_back([this, &s] { s.work_until_stopped(threads_); });
+            const int core = cores_.empty() ? -1 : cores_[s.workers.size() % cores_.size()];
+            s.workers.emplace_back([this, &s, core] { s.work_until_stopped(threads_, core); });
         }
         job->joined_ = joined;
         s.queue.push_back(job);
@@ -157,9 +166,13 @@ void Pool::enqueue(const std::shared_ptr<Job>& job, int workers_wanted, int join
 }
 
 void Pool::run(const std::shared_ptr<Job>& job) {
-    const int helpers = int(std::min<std::int64_t>(threads_, job->parts_)) - 1;
-    if (helpers > 0) enqueue(job, helpers, 1);
-    job->participate();
+    if (cores_.empty()) {
+        const int helpers = int(std::min<std::int64_t>(threads_, job->parts_)) - 1;
+        if (helpers > 0) enqueue(job, helpers, 1);
+        job->participate();
+    } else {
+        submit(job);
+    }
     job->wait();
 }
 

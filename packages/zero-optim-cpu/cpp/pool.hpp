@@ -7,7 +7,8 @@
 //
 // At most `threads` of them work on a job, the blocked caller included. Workers start with the first job that needs
 // them, sleep on a condition variable (never spin: torch's threads want the core), and keep the affinity that the
-// pool was made under. A job runs with denormals kept and rounding to nearest, whatever the caller's control word.
+// pool was made under. A pool with `cores` has one worker on each of them and the caller sleeps: beside a GPU it is a
+// thread of the host's, and the core that it runs on launches kernels. A job runs with denormals kept and rounding to nearest, whatever the caller's control word.
 //
 // [Note: fork]  A child has none of its parent's threads, and may have its mutex locked. State is therefore
 // abandoned, not repaired: the first use in a child makes a new one. A handle of the parent's job raises there.
@@ -21,6 +22,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 namespace zero_optim {
 
@@ -47,7 +49,8 @@ private:
 
 class Pool {
 public:
-    explicit Pool(int threads);
+    // `cores` empty: see above. Else one CPU a thread.
+    explicit Pool(int threads, std::vector<int> cores = {});
     ~Pool();  // finishes what was submitted
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
@@ -62,6 +65,7 @@ private:
     void enqueue(const std::shared_ptr<Job>& job, int workers_wanted, int joined);
 
     const int threads_;
+    const std::vector<int> cores_;
     std::atomic<State*> state_;
 };
 

@@ -32,12 +32,38 @@ def test_on_the_cpu_the_update_adds_to_compute():
     assert found.step_seconds == pytest.approx(found.compute_seconds + found.update_seconds)
 
 
-def test_beside_a_device_the_update_hides_from_enough_tokens_on():
+def ends(hardware, found):
+    """What nothing hides: the first unit's update and its copy, the copy of a backward's first, the last gradient."""
+    unit = 2 * NUMEL / 8
+    return found.update_seconds / 8 + 3 * unit / (hardware.link_gbps * 1e9) + unit / (hardware.update_gbps * 1e9)
+
+
+def test_beside_a_device_the_update_hides_from_enough_tokens_on_but_for_its_ends():
     found = predict(GPU, 100, **HOST)
-    assert found.exposed_seconds > 0
+    assert found.exposed_seconds > 0.9 * found.update_seconds
     enough = predict(GPU, found.hides_from_tokens, **HOST)
-    assert enough.exposed_seconds == pytest.approx(0, abs=1e-9)
-    assert predict(GPU, int(found.hides_from_tokens * 0.9), **HOST).exposed_seconds > 0
+    assert enough.exposed_seconds == pytest.approx(ends(GPU, enough))
+    assert predict(GPU, int(found.hides_from_tokens * 0.9), **HOST).exposed_seconds > ends(GPU, enough)
+
+
+def test_a_device_that_has_the_first_tiles_has_no_ends_but_the_gradients():
+    """With an eighth of every kind on the device the first unit waits for nothing."""
+    part = {kind: {"device": 0.125, "host": 0.875} for kind in HOST}
+    found = predict(GPU, 200_000, **part)
+    device = 30 * NUMEL / 8 / 2000e9
+    unit = 2 * NUMEL / 8
+    assert found.exposed_seconds == pytest.approx(device + unit / 25e9)  # its update there, and a backward's first copy
+
+
+def test_both_directions_at_once_take_what_the_mixed_figure_says():
+    fast = {"update_gbps": 1e6, "tflops": 1e6, "device_gbps": 1e6}
+    alone = predict(replace(GPU, **fast), 10, **HOST)
+    mixed = predict(replace(GPU, **fast, link_mixed_gbps=30), 10, **HOST)
+    out = predict(replace(GPU, **fast, link_out_gbps=5), 10, **HOST)
+    up = 2 * NUMEL / 25e9
+    assert alone.step_seconds == pytest.approx(2 * up + up / 8, rel=1e-2)  # forward, backward, the last gradient
+    assert mixed.step_seconds == pytest.approx(up + (1 + 1 / 8) * 4 * NUMEL / 30e9, rel=1e-2)
+    assert out.step_seconds == pytest.approx(up + 5 * up + up / 8, rel=2e-2)
 
 
 def test_the_tokens_that_hide_are_the_bytes_over_the_window():
@@ -52,8 +78,8 @@ def test_the_tokens_that_hide_are_the_bytes_over_the_window():
 def test_from_those_tokens_on_no_transfer_is_exposed(hardware, where):
     tokens = max(1, predict(hardware, 1000, **where).hides_from_tokens)
     found = predict(hardware, tokens, **where)
-    arithmetic = found.update_seconds if hardware.shares_host else 0.0
-    assert found.step_seconds == pytest.approx(found.compute_seconds + arithmetic, rel=1e-3)
+    beside = found.update_seconds if hardware.shares_host else ends(hardware, found)
+    assert found.step_seconds == pytest.approx(found.compute_seconds + beside, rel=1e-3)
 
 
 def test_more_slots_hide_more():

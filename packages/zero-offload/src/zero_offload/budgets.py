@@ -3,9 +3,12 @@
 Integers only. Owns `Budgets`, `Buffers`, `PlanError`; the states themselves are counted in `accounting`.
 
 [Note: Buffers]
-    device  gathered units: two open, those on their way and those that stay, where a unit is not simply where its
-            parameters lie; the gradient of the unit whose backward runs
-    host    slots for states, gradients, units and activations that lie on nvme, and the rounding of blocks to pages
+    device  units unsharded, where a unit is not simply where its parameters lie: the one in use with those fetched
+            ahead (in backward the one before it is still open then), and those that stay. The gradient of the unit
+            whose backward runs; on a device apart that is one of two landing buffers, as the one before it is on its
+            way to the host, and a parameter's gradient that autograd has just made
+    host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
+            from a device apart, and the rounding of blocks to pages
 Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
 """
 
@@ -16,13 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .accounting import TIERS, Account, Placed, Shape
+from .arena import PAGE_BYTES, Arena
 from .errors import BudgetError, gib
-from .footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
+from .footprint import LANDING_BUFFERS, SMALL_UNIT_BYTES, SPILL_PIECE_BYTES, SPILL_SLOTS, STAGING_SLOTS
 from .hardware import Hardware
 from .sizes import ModelSizes
 from .tier import Tier
+from .tile import round_up
 
-OPEN_UNITS = 2  # computed with at a time at most
 POLICIES = ("keep", "recompute", "host", "nvme")
 
 
@@ -89,16 +93,58 @@ class Buffers:
         activations: Sequence[str],
     ) -> Buffers:
         """Of a placement. `shared`: the device is the CPU. `tokens`: of one micro-batch."""
-        unit = sizes.largest_unit_numel * shape.parameter_dtype.itemsize
         below = any(tier is not Tier.DEVICE for run in placed.runs for tier in run.unit.parameter_tiers)
-        in_place = shape.shard_count == 1 and (shared or not below)
-        ahead = min(
-            max(unit, shape.prefetch_bytes) + shape.resident_bytes, sizes.numel * shape.parameter_dtype.itemsize
-        )
-        gathered = 0 if in_place or stage < 3 else OPEN_UNITS * unit + ahead
+        landed = not shared and any(t is not Tier.DEVICE for run in placed.runs for t in run.unit.gradient_tiers)
+        device = 0
+        if stage == 3 and (shape.shard_count > 1 or (below and not shared)):
+            device += unsharded_bytes(sizes, shape)
+        device += _gradient_bytes(sizes, shape, landed)
         host = placed.arena_bytes - counted.held_on("device") - counted.held_on("host")
+        if landed:
+            tile = max((t.numel for run in placed.runs for t in run.unit.tiles), default=0)
+            host += STAGING_SLOTS * Arena.rounded(round_up(tile * shape.reduce_dtype.itemsize, PAGE_BYTES))
         host += SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through
-        return cls(gathered + unit, host, activation_bytes(sizes, activations, tokens))
+        return cls(device, host, activation_bytes(sizes, activations, tokens))
+
+
+def unsharded_bytes(sizes: ModelSizes, shape: Shape) -> int:
+    """Most bytes of units that are unsharded at once: one in use, those ahead (one at least), those that may stay.
+
+    The root, and a unit as small as a norm, are open all along. On several ranks what they were gathered into is kept:
+    one more.
+    """
+    itemsize = shape.parameter_dtype.itemsize
+    nbytes = [unit.numel * itemsize for unit in sizes.units]
+    passing = [not unit.encloses and size > SMALL_UNIT_BYTES for unit, size in zip(sizes.units, nbytes, strict=True)]
+    large = [size for size, passes in zip(nbytes, passing, strict=True) if passes]
+    most = 0
+    for order in (large, large[::-1]):
+        stop, ahead = 0, 0  # `ahead`: of the units after `start` up to `stop`
+        for start, size in enumerate(order):
+            if stop <= start:
+                stop, ahead = start + 1, 0
+            else:
+                ahead -= size
+            while stop < len(order) and (stop == start + 1 or ahead + order[stop] <= shape.prefetch_bytes):
+                ahead += order[stop]
+                stop += 1
+            most = max(most, size + ahead)
+    most += sum(size for size, passes in zip(nbytes, passing, strict=True) if not passes)
+    if shape.shard_count > 1:
+        most += max(nbytes, default=0)
+    return min(most + shape.resident_bytes, sum(nbytes))
+
+
+def _gradient_bytes(sizes: ModelSizes, shape: Shape, landed: bool) -> int:
+    """Bytes of gradients on their way, on the device. `landed`: they go on to the host of a device apart."""
+    trained = [sum(p.numel for p in unit.parameters if p.trained) and unit.numel for unit in sizes.units]
+    unit = max(trained, default=0) * shape.reduce_dtype.itemsize
+    if not landed:
+        return unit
+    made = max((p.numel for u in sizes.units for p in u.parameters if p.trained), default=0)
+    made *= shape.parameter_dtype.itemsize
+    whole = 2 * unit if shape.shard_count > 1 else 0  # computed and reduced, before the rank's shard lands
+    return LANDING_BUFFERS * unit // shape.shard_count + whole + made
 
 
 def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) -> dict[str, int]:

@@ -45,7 +45,9 @@ class Hardware:
     nvme_paths: int = 1  # a node
     tflops: float | None = None  # a rank: what a model's forward and backward reach, not the data sheet's peak
     device_gbps: float | None = None  # a rank: device memory, for an update on the device
-    link_gbps: float | None = None  # a rank: host to device, each direction; not used on the CPU
+    link_gbps: float | None = None  # a rank: host to device, from registered memory; not used on the CPU
+    link_out_gbps: float | None = None  # a rank: device to host; None: as host to device
+    link_mixed_gbps: float | None = None  # a rank: both directions at once, summed; None: neither slows the other
     update_gbps: float | None = None  # a node: bytes an optimizer step on the host moves, see `UpdateTraffic`
     nvme_read_gbps: float | None = None  # a path
     nvme_write_gbps: float | None = None  # a path
@@ -103,6 +105,8 @@ class Hardware:
     def rank_rate(self, name: str) -> float | None:
         """Bytes a second (FLOP a second for ``tflops``) of one rank, everyone at work; None: not known."""
         value: float | None = getattr(self, name)
+        if name == "link_out_gbps" and value is None:
+            value = self.link_gbps
         if value is None:
             return None
         if name == "tflops":

@@ -8,19 +8,21 @@ Owns the arithmetic of windows. Pure: takes bytes from `accounting` and rates fr
                reads of the first tiles may start, and the writes of the last may end, in backward
 Within a window the resources (compute, nvme, link, network, the CPU's update) work side by side, so it lasts as long
 as its busiest one. Where the CPU is the compute device its update competes with compute: I/O hides, arithmetic adds.
+Where compute is apart from the host the windows have ends as well, which nothing hides: `timetable` has them by unit.
 A window is w FLOP per parameter and token: 2 for a forward, 4 for a backward, 6 for one that recomputes. Traffic of B
 bytes per parameter hides in it iff tokens ≥ B·F/(w·BW).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from .accounting import Account, Shape
-from .footprint import GRADIENT_BYTES
+from .footprint import GRADIENT_BYTES, LANDING_BUFFERS
 from .hardware import Hardware
 from .sizes import ModelSizes
+from .timetable import UnitWork, backward_seconds, forward_seconds
 
 FORWARD_FLOP = 2
 BACKWARD_FLOP = 4
@@ -34,7 +36,7 @@ class Prediction:
     compute_seconds: float
     update_seconds: float
     exposed_seconds: float  # step less compute: what overlap does not hide, the CPU's update included
-    hides_from_tokens: int | None  # tokens of one rank's step; None: no compute to hide behind. Activations apart
+    hides_from_tokens: int | None  # of one rank's step; None: no compute to hide behind. Activations and ends apart
     busy: Mapping[str, float]
 
 
@@ -43,7 +45,8 @@ class _Rates:
     """Bytes (FLOP) a second of one rank. Infinite where the resource is not used."""
 
     flops: float
-    link: float
+    link: float  # host to device
+    link_out: float
     network: float
     host_update: float
     device_update: float
@@ -79,10 +82,15 @@ def predict(
     windows = _windows(sizes, shape, account, hardware, rates, slot_fraction, spilled)
     arithmetic = update if hardware.shares_host else update - on_host  # takes turns with compute
     behind = 0.0 if hardware.shares_host else on_host  # runs beside it
-    first = max(forward + arithmetic, behind, *windows["first"].values())
-    later = max(forward, *windows["forward"].values())
-    back = max(backward, *windows["backward"].values())
-    step = first + (shape.accumulate - 1) * later + shape.accumulate * back
+    passes = (forward, forward, backward, 0.0)
+    if not hardware.shares_host:
+        away = spilled.get("nvme", 0) + spilled.get("host", 0)
+        passes = _by_unit(sizes, shape, account, hardware, rates, forward, backward, away)
+    first = max(passes[0] + arithmetic, behind, *windows["first"].values())
+    later = max(passes[1], *windows["forward"].values())
+    lanes = ("nvme", "link", "network") if hardware.shares_host else ("nvme", "network")  # the link is in `passes`
+    back = max(passes[2], *(windows["backward"][lane] for lane in lanes))
+    step = first + (shape.accumulate - 1) * later + shape.accumulate * back + passes[3]
     # State traffic that the slots let slip into backward must find room there; what does not waits in the forward.
     overflow = max(0.0, windows["slipped"]["nvme"] - (back * shape.accumulate - _total(windows, shape)))
     step += overflow
@@ -129,6 +137,7 @@ def _rates(account: Account, shape: Shape, hardware: Hardware) -> _Rates | None:
     found = (
         rate("tflops", True),
         rate("link_gbps", not hardware.shares_host),
+        rate("link_out_gbps", not hardware.shares_host),
         rate("network_gbps", shape.shard_count > 1),
         rate("update_gbps", bool(account.updated.get("host")) or (on_device and hardware.shares_host)),
         rate("update_gbps" if hardware.shares_host else "device_gbps", on_device),
@@ -136,8 +145,72 @@ def _rates(account: Account, shape: Shape, hardware: Hardware) -> _Rates | None:
     nvme = nvme_seconds(hardware, account.read_bytes, account.write_bytes)
     if None in found or nvme is None:
         return None
-    flops, link, network, host_update, device_update = (r for r in found if r is not None)
-    return _Rates(flops, link, network, host_update, device_update)
+    return _Rates(*(r for r in found if r is not None))
+
+
+def _by_unit(
+    sizes: ModelSizes,
+    shape: Shape,
+    account: Account,
+    hardware: Hardware,
+    rates: _Rates,
+    forward: float,
+    backward: float,
+    away: int,
+) -> tuple[float, float, float, float]:
+    """Seconds of the first forward, a later one and a backward, and of what the norm waits for after the last one.
+
+    `forward`, `backward`: of compute. `away`: bytes of checkpoints that come back in a backward, a block like another.
+    Where a kind is on the device in part, it is the part of the first units.
+    """
+    mixed = hardware.rank_rate("link_mixed_gbps")
+    slower = 1.0 if mixed is None else min(1.0, mixed / (rates.link + rates.link_out))
+    share = 1 / max(1, sizes.compute_numel)
+    numels = [unit.numel / shape.shard_count for unit in sizes.units]
+    below = {kind: _below(account, kind, numels) for kind in ("parameters", "gradients", "optimizer")}
+    element = account.updated.get("host", 0) / rates.host_update / max(1.0, sum(below["optimizer"]))
+    added = shape.reduce_dtype.itemsize + (0 if shape.accumulate == 1 else 2 * GRADIENT_BYTES)
+    itemsize, aside = shape.parameter_dtype.itemsize, away / max(1, sizes.blocks)
+    units = [
+        UnitWork(
+            forward=forward * unit.compute_numel * share,
+            backward=backward * unit.compute_numel * share,
+            update=element * states,
+            upload=parameters * itemsize / rates.link,
+            upload_again=(parameters * itemsize + aside * unit.is_block) / rates.link / slower,
+            download=gradients * shape.reduce_dtype.itemsize / rates.link_out / slower,
+            add=gradients * added / rates.host_update,
+            nbytes=unit.numel * itemsize,
+        )
+        for unit, parameters, gradients, states in zip(
+            sizes.units, below["parameters"], below["gradients"], below["optimizer"], strict=True
+        )
+    ]
+    units = _opened(units, sizes)
+    back, tail = backward_seconds(units, shape.prefetch_bytes, LANDING_BUFFERS)
+    first, later = (forward_seconds(units, shape.prefetch_bytes, updated=updated) for updated in (True, False))
+    return first, later, back, tail
+
+
+def _opened(units: Sequence[UnitWork], sizes: ModelSizes) -> list[UnitWork]:
+    """As they are used: a unit that encloses the others is there first, and computes (its head) and closes last."""
+    roots = [work for work, unit in zip(units, sizes.units, strict=True) if unit.encloses]
+    others = [work for work, unit in zip(units, sizes.units, strict=True) if not unit.encloses]
+    first = [replace(work, forward=0.0, backward=0.0, upload_again=0.0) for work in roots]
+    last = [UnitWork(work.forward, work.backward, upload_again=work.upload_again) for work in roots]
+    return [*first, *others, *last]
+
+
+def _below(account: Account, kind: str, numels: Sequence[float]) -> list[float]:
+    """Elements of each unit that are not on the device, which has the first ones."""
+    held = {tier: account.held.get((tier, kind), 0) for tier in ("device", "host", "nvme")}
+    total = sum(held.values())
+    edge = sum(numels) * (held["device"] / total if total else 1.0)
+    found, start = [], 0.0
+    for numel in numels:
+        found.append(min(numel, max(0.0, start + numel - edge)))
+        start += numel
+    return found
 
 
 def _windows(
@@ -159,20 +232,22 @@ def _windows(
     states = nvme_seconds(hardware, moved["optimizer_read"], moved["optimizer_write"] + moved["parameters_write"]) or 0
     update_gradients = nvme_seconds(hardware, moved["gradients_read"], 0) or 0
     slips, narrow = min(1.0, slot_fraction), shape.reduce_dtype.itemsize / GRADIENT_BYTES
-    aside, away = spilled.get("nvme", 0), (spilled.get("nvme", 0) + spilled.get("host", 0)) / rates.link
+    aside, away = spilled.get("nvme", 0), spilled.get("nvme", 0) + spilled.get("host", 0)
+    mixed = hardware.rank_rate("link_mixed_gbps") or float("inf")
+    up, down = below + away, gradients_below * narrow  # bytes of a backward
     stream = nvme_seconds(hardware, moved["forward_read"] / accumulate, aside) or 0
     gradient_io = nvme_seconds(
         hardware,
         (moved["backward_read"] + moved["accumulate_read"]) / accumulate + aside,
         moved["gradients_write"] / accumulate,
     )
-    forward = {"nvme": stream, "link": max(below / rates.link, away), "network": gather}
+    forward = {"nvme": stream, "link": max(below / rates.link, away / rates.link_out), "network": gather}
     return {
         "first": {**forward, "nvme": stream + (1 - slips) * states + update_gradients},
         "forward": forward,
         "backward": {
             "nvme": gradient_io or 0.0,
-            "link": max(below / rates.link + away, gradients_below * narrow / rates.link),  # full duplex
+            "link": max(up / rates.link, down / rates.link_out, (up + down) / mixed),  # full duplex
             "network": 2 * gather,
         },
         "slipped": {"nvme": slips * states, "link": 0.0, "network": 0.0},

@@ -1,8 +1,9 @@
-"""`probe`: measure this machine's `Hardware`. Takes a few seconds, and about 1 GiB of host memory.
+"""`probe`: measure this machine's `Hardware`. Takes a few seconds, and about 1 GiB of host memory (2 GiB beside a GPU).
 
-Owns the measurements only. Figures are what this package would reach: direct I/O through the caller's own `ByteStore`
-from huge-page memory, the caller's own `UpdateStep` on tiles out of cache, a transformer block's forward and backward.
-Each is the best of a few rounds: the machine's, not that of whatever else ran at the time.
+Owns the measurements only; those of a CUDA device are `probing_cuda`'s. Figures are what this package would reach:
+direct I/O through the caller's own `ByteStore` from huge-page memory, the caller's own `UpdateStep` on tiles out of
+cache, a transformer block's forward and backward. Each is the best of a few rounds: the machine's, not that of whatever
+else ran at the time.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from torch import Tensor, nn
 
 from .accounting import Shape, update_bytes
 from .hardware import GB, GIB, Hardware
+from .probing_cuda import best, cuda_figures
 from .protocols import ByteStore, UpdateStep
 
 ROUNDS = 3
 BLOCK_BYTES = 8 << 20
 BLOCKS = 16  # 128 MiB a direction
 UPDATE_NUMEL = 1 << 22
-UPDATE_TILES = 4  # 28 bytes an element: 450 MB, beyond any cache
+UPDATE_TILES = 4  # 28 bytes an element: 450 MB, beyond the cache of a small machine
+SERVER_TILES = 16  # 1.8 GB: beyond that of a GPU's host
+CUDA_BLOCKS = 8  # of compute, queued before the host waits
 
 
 def probe(
@@ -48,6 +52,9 @@ def probe(
     has `hidden_size`; a figure for another size may differ, small ones being slower.
     """
     where = torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    apart = where.type != "cpu"
     figures: dict[str, Any] = {
         "name": name or platform.node() or "this machine",
         "ranks_per_node": ranks_per_node,
@@ -55,13 +62,13 @@ def probe(
         "host_gib": round(host_memory_bytes() / GIB, 2),
         "tflops": compute_tflops(where, parameter_dtype, hidden_size, tokens),
     }
-    if where.type != "cpu":
-        free, total = torch.cuda.mem_get_info(where)
-        figures["device_gib"] = round(total / GIB, 2)
-        figures["device_reserved_gib"] = round(max(1.0, (total - free) / GIB), 2)
-        figures["link_gbps"], figures["device_gbps"] = device_gbps(where)
+    if apart:
+        measured = cuda_figures(where)
+        figures |= {k: round(v, 2) if k.endswith("_gib") else _figure(v) for k, v in measured.items()}
     if step is not None:
-        figures["update_gbps"] = update_gbps(step, parameter_dtype)
+        gbps = update_gbps(step, parameter_dtype, SERVER_TILES if apart else UPDATE_TILES)
+        # Beside a GPU a rank's update has its share of the cores only: the node's figure is that of all ranks.
+        figures["update_gbps"] = _figure(gbps * (ranks_per_node if apart else 1))
     if nvme is not None:
         figures.update(nvme_figures(nvme))
     return Hardware(**figures)
@@ -137,12 +144,12 @@ class _Segment:
         self.start, self.stop, self.options, self.step = 0, numel, options, 1
 
 
-def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype) -> float:
-    """GB/s of memory traffic (as `accounting.update_bytes` counts it) of one AdamW update."""
+def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> float:
+    """GB/s of memory traffic (as `accounting.update_bytes` counts it) of AdamW over `count` tiles."""
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     step.bind(optimizer)
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    tiles = [_Tile(step, UPDATE_NUMEL, parameter_dtype) for _ in range(UPDATE_TILES)]
+    tiles = [_Tile(step, UPDATE_NUMEL, parameter_dtype) for _ in range(count)]
     segment = _Segment(UPDATE_NUMEL, options)
 
     def update() -> None:
@@ -150,10 +157,10 @@ def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype) -> float:
             step.update(tile, [segment], 1.0)
 
     update()
-    moved = UPDATE_TILES * update_bytes(
+    moved = count * update_bytes(
         Shape(parameter_dtype=parameter_dtype, reduce_dtype=torch.float32, step=step), UPDATE_NUMEL
     )
-    return _figure(moved / _best(update) / GB)
+    return moved / _best(update) / GB
 
 
 def compute_tflops(device: torch.device, dtype: torch.dtype, hidden_size: int, tokens: int) -> float:
@@ -163,7 +170,8 @@ def compute_tflops(device: torch.device, dtype: torch.dtype, hidden_size: int, t
     inner, outer = (
         nn.Linear(a, b, bias=False, device=device, dtype=dtype) for a, b in ((width, 3 * width), (3 * width, width))
     )
-    sequence = min(256, tokens)
+    on_cuda = device.type == "cuda"
+    sequence = min(2048 if on_cuda else 256, tokens)
     x = torch.randn(max(1, tokens // sequence), sequence, width, device=device, dtype=dtype, requires_grad=True)
     numel = sum(p.numel() for layer in (project, inner, outer) for p in layer.parameters())
 
@@ -173,29 +181,17 @@ def compute_tflops(device: torch.device, dtype: torch.dtype, hidden_size: int, t
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = x + attended.transpose(1, 2).flatten(2) * gate.sigmoid()
         (y + outer(nn.functional.silu(inner(y)))).sum().backward()
-        if device.type != "cpu":
-            torch.cuda.synchronize(device)
 
+    def queued() -> None:
+        for _ in range(CUDA_BLOCKS):
+            block()
+        torch.cuda.synchronize(device)
+
+    flop = 6 * numel * x.shape[0] * sequence
+    if on_cuda:
+        return _figure(CUDA_BLOCKS * flop / best(queued) / 1e12)
     block()
-    return _figure(6 * numel * x.shape[0] * sequence / _best(block) / 1e12)
-
-
-def device_gbps(device: torch.device) -> tuple[float, float]:
-    """(host to device from pinned memory, device memory copied: read plus written) in GB/s."""
-    pinned = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty_like(pinned, device=device)
-    other = torch.empty_like(there)
-
-    def run(into: Tensor, source: Tensor) -> Callable[[], None]:
-        def copy() -> None:
-            into.copy_(source, non_blocking=True)
-            torch.cuda.synchronize(device)
-
-        return copy
-
-    run(there, pinned)()
-    link, memory = _best(run(there, pinned)), _best(run(other, there))
-    return _figure(pinned.numel() / link / GB), _figure(2 * pinned.numel() / memory / GB)
+    return _figure(flop / _best(block) / 1e12)
 
 
 def _transfer(request: Callable[[Any, Any], Any], extents: Sequence[Any], buffers: Sequence[Tensor]) -> None:

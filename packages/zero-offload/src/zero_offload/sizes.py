@@ -54,6 +54,11 @@ class UnitSizes:
     def compute_numel(self) -> int:
         return self.numel if self.matmul_numel is None else self.matmul_numel
 
+    @property
+    def encloses(self) -> bool:
+        """Whether it is the whole model's own unit, as zero-core names it: open from the first unit to the last."""
+        return self.name == "root"
+
     def layout(self, dtype: torch.dtype, shard_count: int) -> UnitLayout:
         """The flat storage, as zero-core lays it out."""
         slots = [(parameter.name, (parameter.numel,)) for parameter in self.parameters]

@@ -1,5 +1,6 @@
 """PyTorch optimizers on the CPU at the speed of memory: one pass, SIMD chosen at run time, the same bits everywhere."""
 
+from zero_optim_cpu import cores
 from zero_optim_cpu.adagrad import Adagrad
 from zero_optim_cpu.adam import Adam, AdamW
 from zero_optim_cpu.engine import available_isas, compiled_isas
@@ -21,5 +22,6 @@ __all__ = [
     "Lion",
     "available_isas",
     "compiled_isas",
+    "cores",
 ]
 __version__ = "0.1.0"

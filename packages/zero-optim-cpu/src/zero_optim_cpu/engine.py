@@ -7,8 +7,10 @@ explicit ``isa=`` wins over it.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from zero_optim_cpu import _native
+from zero_optim_cpu.cores import granted, ranges
 
 
 def compiled_isas() -> tuple[str, ...]:
@@ -28,12 +30,17 @@ class Engine:
         threads: how many threads work on one update, the caller included. None: the physical cores among the CPUs
             that this process may run on (its affinity).
         isa: name of an instruction set. None: ``ZERO_OPTIM_ISA``, or the widest that the CPU has.
+        cores: CPUs to stay on, one thread each, the caller not included: it waits, wherever it runs. None: no thread
+            is held anywhere.
 
     Raises:
-        ValueError: the name is unknown, the CPU lacks the set, or ``threads`` is below 1.
+        ValueError: the name is unknown, the CPU lacks the set, ``threads`` is below 1, or ``cores`` are not ``threads``
+            different CPUs that this process may run on.
     """
 
-    def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
+    def __init__(self, threads: int | None = None, isa: str | None = None, cores: Sequence[int] | None = None) -> None:
+        if cores is not None:
+            threads = _checked(cores, threads)
         if threads is None:
             threads = _native.physical_cores()
         if threads < 1:
@@ -47,7 +54,22 @@ class Engine:
             raise ValueError(f"{source}{isa}: {error}") from None
         self.isa: str = isa
         self.threads: int = threads
-        self.pool = _native.Pool(threads)
+        self.cores: tuple[int, ...] | None = None if cores is None else tuple(cores)
+        self.pool = _native.Pool(threads) if cores is None else _native.Pool(threads, list(cores))
 
     def __repr__(self) -> str:
-        return f"Engine(threads={self.threads}, isa={self.isa!r})"
+        return f"Engine(threads={self.threads}, isa={self.isa!r}, cores={self.cores})"
+
+
+def _checked(cores: Sequence[int], threads: int | None) -> int:
+    """How many threads `cores` are for."""
+    if not cores or len(set(cores)) != len(cores) or threads not in (None, len(cores)):
+        raise ValueError(
+            f"cores={list(cores)} with threads={threads}: one different CPU for each thread; leave threads out"
+        )
+    if refused := sorted(set(cores) - granted(cores)):
+        raise ValueError(
+            f"cores={list(cores)}: this process may not run on CPU {ranges(refused)}; leave those out, or leave cores "
+            "out and the threads go where the process may"
+        )
+    return len(cores)

@@ -60,13 +60,22 @@ class CpuStep:
         layout: "fp32", "split", "split_bf16m", "split_8bit" or "bf16_stochastic", see ``layouts``.
         threads: threads of one update; None: one a physical core of this process's affinity.
         isa: instruction set; None: ``ZERO_OPTIM_ISA`` or the widest there is.
+        cores: CPUs that the threads stay on, one each, while the caller waits: where the rest of the machine has other
+            work, such as launching kernels. ``cores.beside_gpus`` chooses them. None: threads float, the caller works.
 
-    Results have the same bits for every ``threads`` and ``isa``. Every method releases the GIL while it computes.
+    Results have the same bits for every ``threads``, ``cores`` and ``isa``. Every method releases the GIL while it
+    computes.
     """
 
-    def __init__(self, layout: str = "split", threads: int | None = None, isa: str | None = None) -> None:
+    def __init__(
+        self,
+        layout: str = "split",
+        threads: int | None = None,
+        isa: str | None = None,
+        cores: Sequence[int] | None = None,
+    ) -> None:
         self._layout = layout_named(layout)
-        self._engine = Engine(threads, isa)
+        self._engine = Engine(threads, isa, cores)
         self._rule: Rule | None = None
         self._initial: dict[str, float] = {}
         self._counted = 0  # elements initialised so far: the counter of stochastic rounding
@@ -80,6 +89,11 @@ class CpuStep:
     def threads(self) -> int:
         """Threads of one update."""
         return self._engine.threads
+
+    @property
+    def cores(self) -> tuple[int, ...] | None:
+        """The CPUs that they stay on; None: wherever the process may run."""
+        return self._engine.cores
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the rule of this optimizer: its type and whether it has momentum.

@@ -72,8 +72,8 @@ class Engine:
             self.store.wait()
 
 
-def draft(config: Config) -> Draft:
-    """The model under `deferred_init`, the optimizer over it, and the bound update step.
+def draft(config: Config, cores: Sequence[int] | None = None) -> Draft:
+    """The model under `deferred_init`, the optimizer over it, and the bound update step, on `cores` where given.
 
     Raises:
         ConfigError: sizes that do not fit together, or an optimizer or layout that the update cannot run.
@@ -84,14 +84,18 @@ def draft(config: Config) -> Draft:
     if config.model.kind == "hf":
         _pretrained(model, config.model.path)
     optimizer = make_optimizer(config, model)
-    return Draft(model, optimizer, None if config.offload.kind == "none" else make_step(config, optimizer))
+    return Draft(model, optimizer, None if config.offload.kind == "none" else make_step(config, optimizer, cores))
 
 
-def make_step(config: Config, optimizer: torch.optim.Optimizer) -> Any:
-    """zero_optim_cpu.CpuStep, bound. Raises ConfigError for an optimizer or a layout that it does not know."""
+def make_step(config: Config, optimizer: torch.optim.Optimizer, cores: Sequence[int] | None = None) -> Any:
+    """zero_optim_cpu.CpuStep, bound. Raises ConfigError for an optimizer or a layout that it does not know.
+
+    `cores`: the CPUs that its threads stay on, see threads.py; None: optim.threads of them, anywhere.
+    """
     zero_optim_cpu = checks.sibling("zero_optim_cpu")
+    where: dict[str, Any] = {"threads": config.optim.threads} if cores is None else {"cores": cores}
     try:
-        step = zero_optim_cpu.CpuStep(layout=config.precision.states, threads=config.optim.threads)
+        step = zero_optim_cpu.CpuStep(layout=config.precision.states, **where)
         step.bind(optimizer)
     except (TypeError, ValueError) as error:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,8 +16,8 @@ from zero_train.ranks import Ranks
 from zero_train.schema import Config
 
 
-def measured(config: Config, ranks: Ranks) -> str:
-    """YAML to save as conf/hardware/NAME.yaml; takes some seconds. Only the first rank measures.
+def measured(config: Config, ranks: Ranks, cores: Sequence[int] | None = None) -> str:
+    """YAML to save as conf/hardware/NAME.yaml; takes some seconds. Only the first rank measures, its update on `cores`.
 
     Raises:
         ConfigError: a folder of offload.nvme_paths that cannot hold a slab.
@@ -30,7 +31,8 @@ def measured(config: Config, ranks: Ranks) -> str:
     with ExitStack() as stack:
         options: dict[str, Any] = {}
         if config.offload.kind != "none":
-            options["step"] = engine.make_step(config, engine.make_optimizer(config, models.build(config.model, 16)))
+            optimizer = engine.make_optimizer(config, models.build(config.model, 16))
+            options["step"] = engine.make_step(config, optimizer, cores)
         folders = []
         if checks.uses_nvme(config):
             folders = [checks.existing(path) for path in checks.nvme_paths(config, ranks.local_rank)]

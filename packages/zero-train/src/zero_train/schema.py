@@ -58,7 +58,7 @@ class RunConfig:
     plots: bool = True
     """Draw report.png and timeline.png at the end."""
     threads: Optional[int] = None
-    """Compute threads of a rank; null leaves torch's own choice."""
+    """Compute threads of a rank; null: torch's own choice, and beside a GPU those that do not disturb the update."""
 
 
 @dataclass
@@ -181,7 +181,8 @@ class OptimConfig:
     final_fraction: float = 0.1
     """Learning rate at the last step over `lr`: a cosine leads there. 1: constant."""
     threads: Optional[int] = None
-    """Threads of the CPU update; null leaves zero-optim-cpu's own choice."""
+    """Threads of the CPU update. null: one a core; beside a GPU they stay on the cores of its NUMA node (this rank's
+    share), of which two are left to launches and I/O. A number: as many, wherever the process may run."""
 
 
 @dataclass
@@ -227,7 +228,11 @@ class HardwareConfig:
     device_gbps: Optional[float] = None
     """GB/s of device memory."""
     link_gbps: Optional[float] = None
-    """GB/s between a device and its host, each way."""
+    """GB/s from the host to a device."""
+    link_out_gbps: Optional[float] = None
+    """GB/s from a device to its host; null: as the other way."""
+    link_mixed_gbps: Optional[float] = None
+    """GB/s of both directions together when both are in use; null: neither slows the other."""
     update_gbps: Optional[float] = None
     """GB/s that a host's optimizer step moves."""
     nvme_read_gbps: Optional[float] = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ import zero_core
 import zero_offload
 from zero_train import checks, data, engine, formats, interrupt, planning, probing, progress, report, resume, sampling
 from zero_train import config as configuration
+from zero_train import threads as cores
 from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History, Loop, Step
 from zero_train.ranks import Ranks, joined
@@ -75,14 +76,21 @@ class _Run:
         self._config, self._ranks, self._asked, self._on_end = config, ranks, asked, on_end
         self._config.run.dir = ranks.agree(config.run.dir)
         self._format = ""
+        self._cores: Any | None = None  # zero_optim_cpu.Cores: beside a GPU
 
     def go(self) -> Outcome:
         config, ranks = self._config, self._ranks
-        if config.run.threads:
-            torch.set_num_threads(config.run.threads)
-        if config.run.probe:
-            self._say(_together(ranks, lambda: probing.measured(config, ranks)))
-            return Outcome()
+        with cores.claimed(config, ranks) as self._cores:
+            if config.run.threads:
+                torch.set_num_threads(config.run.threads)
+            if config.run.probe:
+                pool = self._cores and self._cores.pool
+                self._say(_together(ranks, lambda: probing.measured(config, ranks, pool)))
+                return Outcome()
+            return self._run()
+
+    def _run(self) -> Outcome:
+        config, ranks = self._config, self._ranks
         corpus, draft, plan, checkpoint = _together(ranks, self._prepared)
         self._announce(corpus, draft, plan)
         if config.run.dry:
@@ -111,7 +119,7 @@ class _Run:
             checks.run_folder(config)
         corpus = data.load(config.data, config.run.seed)
         checkpoint = resume.found(config)
-        draft = engine.draft(config)
+        draft = engine.draft(config, self._cores and self._cores.pool)
         return corpus, draft, planning.make(config, draft.model, ranks, draft.step), checkpoint
 
     def _announce(self, corpus: data.Corpus, draft: engine.Draft, plan: zero_offload.Plan) -> None:
@@ -129,6 +137,8 @@ class _Run:
             f"{corpus.validation.numel() / 1e6:.1f} MB held out"
         )
         self._say(planning.described(plan, config, ranks))
+        if self._cores:
+            self._say(f"update of each rank: {self._cores}" if ranks.world_size > 1 else f"update: {self._cores}")
 
     def _train(
         self, ready: engine.Engine, corpus: data.Corpus, plan: zero_offload.Plan, folder: Path, first: int

@@ -1,0 +1,71 @@
+"""Memory of a device that is nobody's state, by hand. Fails if a unit or a gradient on its way is forgotten."""
+
+import pytest
+import torch
+
+from zero_offload import Hardware, ModelSizes, plan
+from zero_offload.accounting import Shape
+from zero_offload.budgets import unsharded_bytes
+from zero_offload.sizes import ParameterSizes, UnitSizes
+
+MI = 1 << 20
+GPU = Hardware(device="cuda", device_gib=80, host_gib=512, nvme_gib=1000)
+HOST = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
+
+
+def block(i, numel=4 * MI, largest=3 * MI):
+    return UnitSizes(f"layers.{i}", (ParameterSizes("a", largest), ParameterSizes("b", numel - largest)))
+
+
+ROOT = UnitSizes("root", (ParameterSizes("embedding", 2 * MI), ParameterSizes("head", 2 * MI)), is_block=False)
+NORM = UnitSizes("norm", (ParameterSizes("weight", 1000),), is_block=False)
+
+
+@pytest.mark.parametrize(
+    ("prefetch_bytes", "units"), [(0, 2), (8 * MI - 1, 2), (8 * MI, 2), (16 * MI, 3), (24 * MI, 4), (1 << 40, 6)]
+)
+def test_the_unit_in_use_and_those_that_are_fetched_ahead(prefetch_bytes, units):
+    sizes = ModelSizes(tuple(block(i) for i in range(6)))
+    assert unsharded_bytes(sizes, Shape(prefetch_bytes=prefetch_bytes)) == units * 8 * MI
+
+
+def test_what_encloses_the_others_is_open_beside_them():
+    sizes = ModelSizes((ROOT, *(block(i) for i in range(4)), NORM))
+    assert unsharded_bytes(sizes, Shape()) == 2 * 8 * MI + 8 * MI + 2000
+
+
+def test_the_largest_two_in_a_row_count_not_the_largest_twice():
+    sizes = ModelSizes((block(0), block(1, 16 * MI), block(2), block(3)))
+    assert unsharded_bytes(sizes, Shape()) == (16 + 4) * 2 * MI
+
+
+def test_what_may_stay_is_added_up_to_the_whole_model():
+    sizes = ModelSizes(tuple(block(i) for i in range(6)))
+    assert unsharded_bytes(sizes, Shape(resident_bytes=8 * MI)) == 3 * 8 * MI
+    assert unsharded_bytes(sizes, Shape(resident_bytes=1 << 40)) == 6 * 8 * MI
+
+
+def test_a_device_apart_has_two_units_two_landing_buffers_and_the_gradient_just_made():
+    sizes = ModelSizes(tuple(block(i) for i in range(6)))
+    found = plan(sizes, GPU, **HOST, shard_count=1, prefetch_bytes=0)
+    assert found.bytes_of("device", "buffers") == 2 * 8 * MI + 2 * 8 * MI + 6 * MI
+    wide = plan(sizes, GPU, **HOST, shard_count=1, prefetch_bytes=0, reduce_dtype=torch.float32)
+    assert wide.bytes_of("device", "buffers") == 2 * 8 * MI + 2 * 16 * MI + 6 * MI
+
+
+def test_what_gradients_pass_through_on_the_host_is_counted_once():
+    sizes = ModelSizes(tuple(block(i) for i in range(6)))
+    apart, here = (plan(sizes, machine, **HOST, shard_count=1) for machine in (GPU, Hardware(host_gib=512)))
+    assert apart.bytes_of("host", "buffers") - here.bytes_of("host", "buffers") == 4 * 8 * MI
+
+
+def test_frozen_units_have_no_gradient():
+    frozen = ModelSizes(tuple(UnitSizes.whole(f"u{i}", 4 * MI, trained=False) for i in range(3)))
+    assert plan(frozen, GPU, **HOST, shard_count=1, prefetch_bytes=0).bytes_of("device", "buffers") == 2 * 8 * MI
+
+
+def test_everything_on_the_device_is_not_held_twice():
+    sizes = ModelSizes(tuple(block(i) for i in range(6)))
+    found = plan(sizes, GPU, **dict.fromkeys(HOST, "device"), shard_count=1)
+    assert found.bytes_of("device", "buffers") == 8 * MI
+    assert found.bytes_of("host", "buffers") == 0
