@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_offload import MemoryByteStore, TieredStore, TorchStep, plan
+from tests.unit.zero_offload.simulated import simulated_device
+from zero_offload import Hardware, MemoryByteStore, TieredStore, TorchStep, plan
 
 MI = 1 << 20
 PLACEMENTS = {
@@ -124,3 +125,50 @@ def test_a_model_that_was_never_built_has_the_same_plan():
     ghost.head.weight = ghost.embedding.weight
     options = PLACEMENTS["nvme"] | {"tile_numel": MI, "parameter_dtype": torch.bfloat16}
     assert plan(ghost, **options).account == plan(Tied(), **options).account
+
+
+APART = PLACEMENTS | {
+    "classic": {"parameters": "device", "gradients": "host", "optimizer": "nvme"},
+    "mixed": dict.fromkeys(("parameters", "gradients", "optimizer"), {"device": 0.4, "host": 0.3, "nvme": 0.3}),
+    "everything": dict.fromkeys(("parameters", "gradients", "optimizer"), "device"),
+}
+
+
+def check_apart(placement, dtype, shard_count):
+    """With a device apart, simulated: every tier holds what was planned, and each gradient crosses once."""
+    model = Tied()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    step = TorchStep("fp32")
+    step.bind(optimizer)
+    gpu = Hardware(device="cuda", device_gib=4, host_gib=8, nvme_gib=8)
+    planned = plan(
+        model, gpu, **APART[placement], step=step, parameter_dtype=dtype, shard_count=shard_count, tile_numel=MI
+    )
+    with simulated_device():
+        store = TieredStore(plan=planned, nvme=MemoryByteStore(), step=step)
+        optimizer = zero_core.shard(model, optimizer, store=store, param_dtype=dtype, max_grad_norm=1.0)
+        reserved = store.describe()
+        for tier in ("device", "host", "nvme"):
+            for kind in ("parameters", "gradients", "optimizer"):
+                assert planned.bytes_of(tier, kind) == reserved.bytes_of(tier, kind), (tier, kind)
+        assert store.stats()["host_bytes"] == planned.total("host")
+        assert reserved.bytes_of("device", "buffers") <= planned.bytes_of("device", "buffers")
+        assert store.stats()["device_bytes"] <= planned.total("device")
+        tokens = torch.arange(8).view(1, 8)
+        nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        store.wait()
+        assert store.stats()["nvme_write_bytes"] == planned.write_bytes_per_step
+        optimizer.close()
+    return True
+
+
+@pytest.mark.parametrize("placement", APART)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_with_a_device_apart(placement, dtype):
+    assert check_apart(placement, dtype, 1)
+
+
+@pytest.mark.parametrize("placement", APART)
+def test_with_a_device_apart_on_two_ranks(ranks, placement):
+    assert ranks(2).run(check_apart, placement, torch.bfloat16, 2) == [True, True]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from zero_offload.errors import PlacementError
 from zero_offload.hardware import GIB, Hardware
 from zero_offload.planner import PlanError, fits, plan
 from zero_offload.sizes import ModelSizes
@@ -33,6 +34,20 @@ def test_an_explicit_placement_is_taken_as_it_is():
     assert found.write_bytes_per_step == 12 * LLAMA.numel
     assert found.written_bytes(10) == 11 * 12 * LLAMA.numel
     assert found.step_seconds is None and found.hides_from_tokens is None
+
+
+def test_what_does_not_fit_on_the_device_leaves_it_from_the_end_states_and_gradients_together():
+    small = Hardware(device="cuda", device_gib=3, host_gib=512, nvme_gib=1000)
+    found = plan(LLAMA, small, tokens=2048)
+    shares = {kind: found.placements[kind].get("device", 0.0) for kind in STATES}
+    assert 0 < shares["optimizer"] == shares["gradients"] < shares["parameters"] == 1.0
+    assert 0.9 * found.budgets.device < found.total("device") <= found.budgets.device
+    given = plan(LLAMA, small, tokens=2048, optimizer="host")
+    assert given.placements["gradients"] == {"host": 1.0}
+    with pytest.raises(PlacementError, match='same share of "device"'):
+        plan(LLAMA, small, optimizer="host", gradients="device")
+    with pytest.raises(PlacementError, match="parameters at least 1"):
+        plan(LLAMA, small, optimizer="device", parameters="host")
 
 
 def test_everything_that_fits_stays_fast():

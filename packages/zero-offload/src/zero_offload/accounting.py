@@ -29,7 +29,7 @@ from zero_core.store import lent_bytes
 
 from .arena import PAGE_BYTES, Arena
 from .errors import PlacementError
-from .footprint import GRADIENT_BYTES, KINDS, MINIMUM_SLOTS, StorePlan, UnitPlan, _slots, _unit_slots
+from .footprint import GRADIENT_BYTES, KINDS, MINIMUM_SLOTS, StorePlan, UnitPlan, _apart, _slots, _unit_slots
 from .placement import Placement, shares
 from .protocols import Field
 from .sizes import ModelSizes
@@ -61,6 +61,9 @@ class AdamLayout:
         names = ("exp_avg", "exp_avg_sq") if parameter_dtype == torch.float32 else ("master", "exp_avg", "exp_avg_sq")
         return [Field(name, torch.float32, numel) for name in names]
 
+    def state_names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -74,11 +77,17 @@ class Shape:
     accumulate: int = 1  # micro-batches a step
     prefetch_bytes: int = 0
     resident_bytes: int = 0
-    step: Any = field(default_factory=AdamLayout)  # an UpdateStep, or as much of one as `layout` is
+    step: Any = field(default_factory=AdamLayout)  # an UpdateStep, or as much of one as AdamLayout is
+    apart: bool = False  # the device tier is not host memory
 
     def state_bytes(self, numel: int) -> int:
         """Bytes of optimizer state of `numel` elements."""
         return sum(item.nbytes for item in self.step.layout(numel, self.parameter_dtype))
+
+    @property
+    def device_state_itemsize(self) -> int:
+        """Bytes of optimizer state of an element that a device apart updates: fp32, and a master where it needs one."""
+        return GRADIENT_BYTES * (len(self.step.state_names()) + (self.parameter_dtype != torch.float32))
 
 
 @dataclass(frozen=True)
@@ -105,11 +114,7 @@ class Placed:
     @property
     def arena_bytes(self) -> int:
         """As `StorePlan.arena_bytes`, which needs every unit by itself."""
-        return self.buffer_bytes + sum(
-            run.count
-            * replace(self.slots, units=(run.unit,), state_slots=0, gradient_slots=0, unit_slots=0).arena_bytes
-            for run in self.runs
-        )
+        return self.buffer_bytes + sum(run.count * self.slots.unit_bytes(run.unit) for run in self.runs)
 
 
 class Cut:
@@ -154,7 +159,10 @@ class Cut:
                     tuple(_tier_at((start + t.start + t.numel / 2) / self.numel, kind) for t in run.unit.tiles)
                     for kind in fractions
                 ]
-                plan = UnitPlan(run.unit.spec, run.unit.tiles, run.unit.records, tiers[0], tiers[1], tiers[2])
+                apart, records = self.shape.apart, run.unit.records
+                if apart:  # what a device updates itself has no record of the step's
+                    records = tuple(None if s is Tier.DEVICE else r for r, s in zip(records, tiers[2], strict=True))
+                plan = UnitPlan(run.unit.spec, run.unit.tiles, records, tiers[0], tiers[1], tiers[2], apart)
                 runs.append(UnitRun(plan, count, start))
         return Placed(tuple(runs), *self._buffers(runs, slots))
 
@@ -187,6 +195,7 @@ class Cut:
             unit_slots=shared,
             unit_slot_bytes=round_up(max((u.parameter_bytes for u in units if u.streamed), default=0), alignment),
             own_slots=(),
+            **(_apart([run.unit for run in runs], shape.reduce_dtype, shape.step) if shape.apart else {}),
         )
         return plan, sum(Arena.rounded(round_up(units[i].parameter_bytes, alignment)) for i in own)
 
@@ -248,7 +257,11 @@ def account(placed: Placed, shape: Shape) -> Account:
     size, align = shape.parameter_dtype.itemsize, placed.slots.alignment
     for run in placed.runs:
         unit, count = run.unit, run.count
-        behind = unit.parameter_bytes - unit.memory_numel(unit.parameter_tiers) * size
+        if unit.whole_numel:
+            held["device", "optimizer"] += count * unit.whole_numel * shape.device_state_itemsize
+            updated["device"] += count * device_update_bytes(shape, unit.whole_numel)
+        above = unit.memory_numel(unit.parameter_tiers) + unit.device_numel(unit.parameter_tiers)
+        behind = unit.parameter_bytes - above * size
         moved["extents"] += count * round_up(behind, align)
         rows = zip(unit.tiles, unit.records, unit.parameter_tiers, unit.gradient_tiers, unit.state_tiers, strict=True)
         for tile, record, parameter, gradient, state in rows:
@@ -272,6 +285,7 @@ def account(placed: Placed, shape: Shape) -> Account:
         "parameters_write": moved["parameters"],
         **_gradient_traffic(moved["reduced"], moved["wide"], shape),
     }
+    updated = Counter({where: n for where, n in updated.items() if n})
     return Account({key: n for key, n in held.items() if n}, traffic, dict(updated), moved["extents"] + optimizer)
 
 
@@ -283,6 +297,13 @@ def _gradient_traffic(reduced: int, wide: int, shape: Shape) -> dict[str, int]:
         "gradients_read": wide if later else reduced,
         "gradients_write": reduced + later * wide,
     }
+
+
+def device_update_bytes(shape: Shape, numel: int) -> int:
+    """As `update_bytes`, on a device apart: the gradient is widened there first."""
+    narrow = shape.reduce_dtype.itemsize if shape.accumulate == 1 else GRADIENT_BYTES
+    widened = narrow + GRADIENT_BYTES if narrow < GRADIENT_BYTES else 0
+    return (2 * shape.device_state_itemsize + 2 * shape.parameter_dtype.itemsize + GRADIENT_BYTES + widened) * numel
 
 
 def update_bytes(shape: Shape, numel: int) -> int:

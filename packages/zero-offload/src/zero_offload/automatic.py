@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from .accounting import STATE_KINDS, TIERS, Account
 from .budgets import POLICIES, Budgets, activation_bytes
-from .placement import Placement
+from .placement import Placement, shares
 from .sizes import ModelSizes
+from .tier import Tier
 
 __all__ = ["choose", "choose_activations"]
 
@@ -38,13 +39,18 @@ def choose(
     """
     if budgets is None:
         return {kind: given.get(kind, "host") for kind in STATE_KINDS}
-    if device_whole and not budgets.shared:
+    if not budgets.shared and all(given.get(kind, "device") == "device" for kind in STATE_KINDS[1:]):
         everything = {kind: given.get(kind, "device") for kind in STATE_KINDS}
         if all(total <= (budgets.of(tier) or 0) for tier, total in cost(everything)[1].items()):
             return everything
     # Tiles up to ends["device"], a fraction of all elements, lie on the device, up to ends["host"] on host.
     on_device = 0.0 if device_whole or budgets.shared else 1.0
     ends = {kind: {"device": on_device, "host": 1.0} for kind in DEMOTED if kind not in given}
+    tied = [kind for kind in DEMOTED[:2] if kind in ends]  # where its states are is where a tile's gradient is
+    for kind in DEMOTED[:2]:
+        if kind in given and tied and not budgets.shared:
+            ends[tied[0]]["device"] = shares(given[kind], kind)[Tier.DEVICE]
+            tied = []
 
     def placements() -> dict[str, Placement]:
         return {kind: given[kind] if kind in given else _fractions(**ends[kind]) for kind in STATE_KINDS}
@@ -55,7 +61,7 @@ def choose(
         for tier, total in needed.items():
             over = total - (budgets.of(tier) or 0)
             if over > 0 and (tier == "device" or (tier == "host" and budgets.nvme > 0)):
-                moved = _demote(counted, ends, tier, over, tile) or moved
+                moved = _demote(counted, ends, tier, over, tile, tied if tier == "device" else ()) or moved
         if not moved:
             break
     return placements()
@@ -66,17 +72,29 @@ def _fractions(device: float, host: float) -> dict[str, float]:
     return {tier: fraction for tier, fraction in found.items() if fraction > 0}
 
 
-def _demote(counted: Account, ends: dict[str, dict[str, float]], tier: str, over: int, tile: float) -> bool:
-    """Let the last tiles that are on `tier`, worth `over` bytes, go one down. Returns whether there were any."""
+def _demote(
+    counted: Account,
+    ends: dict[str, dict[str, float]],
+    tier: str,
+    over: int,
+    tile: float,
+    tied: Sequence[str] = (),
+) -> bool:
+    """Let the last tiles that are on `tier`, worth `over` bytes, go one down. Returns whether there were any.
+
+    `tied`: kinds that leave it together.
+    """
     moved = False
-    for kind in [kind for kind in DEMOTED if kind in ends]:
+    for kind in [kind for kind in DEMOTED if kind in ends and kind not in tied[1:]]:
+        together = tied if kind in tied else (kind,)
         end, begin = ends[kind][tier], 0.0 if tier == "device" else ends[kind]["device"]
-        held = counted.held.get((tier, kind), 0)
+        held = sum(counted.held.get((tier, each), 0) for each in together)
         if over <= 0 or end <= begin:
             continue
         # A tile moves when its middle is beyond the end, so half a tile more moves no less than `over`.
         share = (end - begin) * over / held + tile / 2 if held else 1.0
-        ends[kind][tier] = end - share if share < end - begin else begin
+        for each in together:
+            ends[each][tier] = end - share if share < end - begin else begin
         over -= held
         moved = True
     return moved

@@ -19,13 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .accounting import TIERS, Account, Placed, Shape
-from .arena import PAGE_BYTES, Arena
 from .errors import BudgetError, gib
-from .footprint import LANDING_BUFFERS, SMALL_UNIT_BYTES, SPILL_PIECE_BYTES, SPILL_SLOTS, STAGING_SLOTS
+from .footprint import LANDING_BUFFERS, SMALL_UNIT_BYTES, SPILL_PIECE_BYTES, SPILL_SLOTS
 from .hardware import Hardware
 from .sizes import ModelSizes
 from .tier import Tier
-from .tile import round_up
 
 POLICIES = ("keep", "recompute", "host", "nvme")
 
@@ -99,10 +97,8 @@ class Buffers:
         if stage == 3 and (shape.shard_count > 1 or (below and not shared)):
             device += unsharded_bytes(sizes, shape)
         device += _gradient_bytes(sizes, shape, landed)
-        host = placed.arena_bytes - counted.held_on("device") - counted.held_on("host")
-        if landed:
-            tile = max((t.numel for run in placed.runs for t in run.unit.tiles), default=0)
-            host += STAGING_SLOTS * Arena.rounded(round_up(tile * shape.reduce_dtype.itemsize, PAGE_BYTES))
+        host = placed.arena_bytes - counted.held_on("host") - (0 if shape.apart else counted.held_on("device"))
+        device += placed.slots.scratch_bytes([run.unit for run in placed.runs])
         host += SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through
         return cls(device, host, activation_bytes(sizes, activations, tokens))
 

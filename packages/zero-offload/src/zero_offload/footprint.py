@@ -103,7 +103,7 @@ class StorePlan:
         if kind not in KINDS:
             raise KeyError(f"kind {kind!r}; known: {', '.join(KINDS)}")
         if kind == "buffers":
-            device = LANDING_BUFFERS * self.landing_numel * self.landing_itemsize + self._scratch_bytes
+            device = LANDING_BUFFERS * self.landing_numel * self.landing_itemsize + self.scratch_bytes(self.units)
             return {Tier.HOST: self.buffer_bytes, Tier.DEVICE: device, Tier.NVME: 0}[tier]
         return sum(self._unit_bytes(unit, tier, kind) for unit in self.units)
 
@@ -123,10 +123,9 @@ class StorePlan:
             total += unit.whole_numel * self.state_itemsize
         return total
 
-    @property
-    def _scratch_bytes(self) -> int:
+    def scratch_bytes(self, units: Sequence[UnitPlan]) -> int:
         """In which a device apart widens the gradient of one unit's whole tiles."""
-        widest = max((unit.whole_numel for unit in self.units), default=0)
+        widest = max((unit.whole_numel for unit in units), default=0)
         return GRADIENT_BYTES * widest if self.landing_itemsize < GRADIENT_BYTES else 0
 
     @property
@@ -147,14 +146,17 @@ class StorePlan:
     @property
     def arena_bytes(self) -> int:
         """The arena, rounding of its blocks included."""
-        total = self.buffer_bytes
-        for unit in self.units:
-            total += Arena.rounded(unit.memory_numel(unit.parameter_tiers) * unit.spec.dtype.itemsize)
-            if unit.trainable:
-                total += Arena.rounded(unit.memory_numel(unit.gradient_tiers) * GRADIENT_BYTES)
-            for record, tier in zip(unit.records, unit.state_tiers, strict=True):
-                if record is not None and tier is not Tier.NVME:
-                    total += Arena.rounded(record.nbytes)
+        return self.buffer_bytes + sum(self.unit_bytes(unit) for unit in self.units)
+
+    @staticmethod
+    def unit_bytes(unit: UnitPlan) -> int:
+        """What lies in the arena of one unit, slots apart."""
+        total = Arena.rounded(unit.memory_numel(unit.parameter_tiers) * unit.spec.dtype.itemsize)
+        if unit.trainable:
+            total += Arena.rounded(unit.memory_numel(unit.gradient_tiers) * GRADIENT_BYTES)
+        for record, tier in zip(unit.records, unit.state_tiers, strict=True):
+            if record is not None and tier is not Tier.NVME:
+                total += Arena.rounded(record.nbytes)
         return total
 
     @property
@@ -223,7 +225,7 @@ def plan_store(
         unit_slots=shared,
         unit_slot_bytes=round_up(largest, alignment),
         own_slots=own,
-        **(_apart(units, landing_dtype, len(step.state_names())) if landing_dtype is not None else {}),
+        **(_apart(units, landing_dtype, step) if landing_dtype is not None else {}),
     )
     return plan if host_bytes is None else _fit(plan, host_bytes, fixed=slots is not None)
 
@@ -243,7 +245,7 @@ def check_device_shares(parameters: Placement, gradients: Placement, optimizer: 
         )
 
 
-def _apart(units: Sequence[UnitPlan], dtype: torch.dtype, states: int) -> dict[str, int]:
+def _apart(units: Sequence[UnitPlan], dtype: torch.dtype, step: UpdateStep) -> dict[str, int]:
     """What a device apart needs: where gradients pass through, where the host updates parameters that live there."""
     below = [unit for unit in units if unit.trainable and unit.whole_numel < unit.spec.numel]
     tile = max((tile.numel for unit in below for tile in unit.tiles), default=0)
@@ -258,7 +260,7 @@ def _apart(units: Sequence[UnitPlan], dtype: torch.dtype, states: int) -> dict[s
         "landing_itemsize": dtype.itemsize,
         "staging_slots": STAGING_SLOTS if below else 0,
         "staging_slot_bytes": round_up(tile * dtype.itemsize, PAGE_BYTES),
-        "state_itemsize": 4 * (states + any(unit.spec.dtype != torch.float32 for unit in units)),
+        "state_itemsize": 4 * (len(step.state_names()) + any(unit.spec.dtype != torch.float32 for unit in units)),
         "mirror_slots": MIRROR_SLOTS if homes else 0,
         "mirror_slot_bytes": round_up(max(homes, default=0), PAGE_BYTES),
     }

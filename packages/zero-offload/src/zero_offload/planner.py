@@ -15,12 +15,13 @@ from torch import nn
 
 from .accounting import KINDS, TIERS, Account, AdamLayout, Placed, Shape
 from .budgets import Budgets, Buffers, PlanError, check
-from .footprint import MINIMUM_SLOTS
+from .footprint import MINIMUM_SLOTS, check_device_shares
 from .hardware import Hardware
 from .placement import Placement, shares
 from .prediction import Prediction
 from .protocols import UpdateStep
 from .sizes import ModelSizes
+from .tier import Tier
 from .trial import Trial
 
 __all__ = ["Plan", "PlanError", "fits", "plan"]
@@ -176,7 +177,7 @@ def plan(
     tokens: int = 0,
     accumulate: int = 1,
     host_bytes: int | None = None,
-    device_whole: bool = True,
+    device_whole: bool = False,
 ) -> Plan:
     """Plan one rank's memory and step.
 
@@ -184,9 +185,8 @@ def plan(
     of the tiles, or "auto". `step` says what the optimizer states of a tile are (a bound `UpdateStep`); without it Adam
     in fp32. `units`, `prefetch_bytes`, `resident_bytes`, `stage`, dtypes: as given to `zero_core.shard`. `tokens`: of
     one rank's step, over its `accumulate` micro-batches. `host_bytes` overrides this rank's share of the host's memory.
-    `device_whole`: "auto" puts either everything on a device apart from the host, or nothing: a `TieredStore` does not
-    share a CUDA device, without a store everything stays there. Without `hardware` nothing is refused, and "auto" means
-    host.
+    `device_whole`: "auto" puts everything on a device apart from the host, or nothing. Without `hardware` nothing is
+    refused, and "auto" means host.
 
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
@@ -207,7 +207,10 @@ def plan(
         prefetch_bytes=prefetch_bytes,
         resident_bytes=resident_bytes,
         step=AdamLayout() if step is None else step,
+        apart=hardware is not None and not hardware.shares_host,
     )
+    if shape.apart:
+        _refuse_shares(given)
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
     sizes = ModelSizes.of(model, units, dtype)
     trial = Trial(sizes, shape, budgets, given, stage, tokens // accumulate, activations, device_whole)
@@ -235,6 +238,15 @@ def _given(**wanted: str | Placement) -> dict[str, Placement]:
     for kind, placement in given.items():
         shares(placement, kind)
     return given
+
+
+def _refuse_shares(given: Mapping[str, Placement]) -> None:
+    """PlacementError where what is given cannot be updated on a device apart; what is left to "auto" will follow."""
+    states = given.get("optimizer", given.get("gradients"))
+    if states is not None:
+        device = shares(states, "optimizer")[Tier.DEVICE]
+        follows: Placement = {"device": device, "host": 1.0 - device}
+        check_device_shares(given.get("parameters", "device"), given.get("gradients", follows), states)
 
 
 def _dtype_of(model: nn.Module | ModelSizes | Sequence[int]) -> torch.dtype:

@@ -176,7 +176,8 @@ def _by_unit(
             forward=forward * unit.compute_numel * share,
             backward=backward * unit.compute_numel * share,
             update=element * states,
-            upload=parameters * itemsize / rates.link,
+            # What lives on the device and is updated below crosses after its update, as what lives below does.
+            upload=max(parameters, states) * itemsize / rates.link,
             upload_again=(parameters * itemsize + aside * unit.is_block) / rates.link / slower,
             download=gradients * shape.reduce_dtype.itemsize / rates.link_out / slower,
             add=gradients * added / rates.host_update,
