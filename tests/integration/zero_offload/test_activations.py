@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import zero_core
+from tests.unit.zero_offload.simulated import simulated_device
 from zero_offload import ActivationError, MemoryByteStore, Plan, TieredStore, TorchStep, offload_activations, plan
 from zero_offload import activations as module_under_test
 
@@ -98,6 +99,16 @@ def test_the_same_bits_under_every_policy(kept, policy, placement):
     assert same(found, kept)
     assert found[2]["recomputed"] == 3 * LAYERS
     assert (found[2]["spilled_bytes"] > 0) == (policy != "recompute")
+
+
+@pytest.mark.parametrize("policy", ["recompute", "host", "nvme"])
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_the_same_bits_with_a_device_apart(kept, policy, placement):
+    """Simulated: what is set aside, and what comes back, is copied as late as it may be."""
+    with simulated_device():
+        found = train(policy, placement)
+    assert same(found, kept)
+    assert (found[2]["host_bytes"] > 0) == (policy != "recompute")
 
 
 @pytest.mark.parametrize("slots", [2, 3])

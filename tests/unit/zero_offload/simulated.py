@@ -62,7 +62,7 @@ class SimulatedStreams:
     """`waits`: how often the caller's stream followed a mark. `copied`: elements by lane."""
 
     def __init__(self, host: Tensor, seed: int = 0) -> None:
-        self.host = (host.data_ptr(), host.data_ptr() + host.nbytes)
+        self.registered = [host]
         self.random = random.Random(seed)
         self.lock = threading.RLock()
         self.lanes: dict[Lane, deque[_Copy]] = {"swap_in": deque(), "swap_out": deque()}
@@ -80,15 +80,25 @@ class SimulatedStreams:
         assert into.shape == source.shape and into.dtype == source.dtype
         assert into.is_contiguous() and source.is_contiguous()
         if lane == "swap_out":  # what comes up may also come from memory of the device's
-            assert self.host[0] <= into.data_ptr() < self.host[1], "host memory that was never registered"
+            at = into.data_ptr()
+            here = any(host.data_ptr() <= at < host.data_ptr() + host.nbytes for host in self.registered)
+            assert here, "host memory that was never registered"
         copy = _Copy(self, lane, into, source, after)
         with self.lock, torch.no_grad():
-            into.fill_(float("nan"))
+            into.fill_(float("nan") if into.is_floating_point() else 255)
             self.lanes[lane].append(copy)
         return copy
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.full((numel,), float("nan"), dtype=dtype)
+        return torch.full((numel,), float("nan") if dtype.is_floating_point else 255, dtype=dtype)
+
+    def host(self, nbytes: int) -> Tensor:
+        self.registered.append(torch.full((nbytes,), 255, dtype=torch.uint8))
+        return self.registered[-1]
+
+    def give_back(self, memory: Tensor) -> None:
+        self.registered = [host for host in self.registered if host.data_ptr() != memory.data_ptr()]
+        memory.fill_(255)
 
     def close(self) -> None:
         with self.lock:
@@ -107,5 +117,8 @@ def simulated_device(seed: int = 0) -> Iterator[list[SimulatedStreams]]:
         made.append(SimulatedStreams(host, seed))
         return made[-1]
 
-    with mock.patch("zero_offload.store.streams_of", lambda device: make):
+    with (
+        mock.patch("zero_offload.store.streams_of", lambda device: make),
+        mock.patch("zero_offload.activations.streams_of", lambda device: make),
+    ):
         yield made

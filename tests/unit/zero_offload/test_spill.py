@@ -4,9 +4,11 @@ a layout is lost, or extents pile up."""
 import pytest
 import torch
 
+from tests.unit.zero_offload.simulated import SimulatedStreams
 from zero_offload import ClosedError, MemoryByteStore, SwapError, Timeline
+from zero_offload.host_spill import HostSpill
 from zero_offload.nvme_spill import NvmeSpill
-from zero_offload.spill import ChangedInputError, DeviceSpill, HostSpill
+from zero_offload.spill import ChangedInputError, DeviceSpill
 from zero_offload.testing import FaultyByteStore
 from zero_offload.tier import Nvme
 
@@ -46,9 +48,13 @@ def tensors():
     yield from (torch.arange(7), torch.rand(9) > 0.5, torch.tensor(3.0), torch.randn(3, 5, dtype=torch.complex64))
 
 
-@pytest.mark.parametrize("kind", [DeviceSpill, HostSpill, "nvme"])
+def on_host(seed=0):
+    return HostSpill(SimulatedStreams(torch.empty(0, dtype=torch.uint8), seed), owned=True)
+
+
+@pytest.mark.parametrize("kind", ["device", "host", "nvme"])
 def test_values_shape_strides_and_dtype_come_back(kind, spill):
-    where = spill if kind == "nvme" else kind()
+    where = {"device": DeviceSpill, "host": on_host, "nvme": lambda: spill}[kind]()
     for tensor in tensors():
         again = where.pack(tensor, "unit").load()
         assert torch.equal(again, tensor)
@@ -139,4 +145,55 @@ def test_an_error_names_the_activation_and_the_file(store, kind):
         packed[0].load()
     with pytest.raises(SwapError, match="layers.0"):  # every call after the first failure says so
         spill.pack(torch.ones(1000), "layers.9")
+    spill.close()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_host_buffers_are_used_again_while_copies_are_late(seed):
+    """Fails if a buffer is filled anew before it was read, or the device's memory before it was copied."""
+    spill = on_host(seed)
+    for step in range(4):
+        packed = []
+        for i in range(6):
+            value = torch.full((1000,), float(10 * step + i))
+            packed.append(spill.pack(value, str(i)))
+            del value
+        for i in reversed(range(6)):
+            for _ in range(1 + (i == 3)):  # one of them twice
+                assert packed[i].load().eq(10 * step + i).all()
+        del packed
+    assert spill.host_bytes == 6 * 4000
+    spill.close()
+
+
+def test_the_one_before_is_on_its_way_when_it_is_asked_for_and_may_be_forgotten():
+    spill = on_host()
+    packed = [spill.pack(torch.full((1000,), float(i)), str(i)) for i in range(3)]
+    assert packed[2].load()[0] == 2
+    assert packed[1].arriving and not packed[0].arriving
+    del packed[1]  # its graph died; what was on its way for it is waited for before its memory goes
+    assert spill.pack(torch.zeros(1000), "next").load().sum() == 0
+    assert packed[0].load()[0] == 0
+    spill.close()
+
+
+def test_a_change_in_place_while_the_copy_is_on_its_way_is_refused():
+    spill = on_host()
+    tensor = torch.ones(1000)
+    packed = spill.pack(tensor, "layers.3")
+    tensor.add_(1)
+    with pytest.raises(ChangedInputError, match="input of unit layers.3 was changed in place"):
+        packed.load()
+    spill.close()
+
+
+@pytest.mark.parametrize("lengths", [range(1, 20), range(19, 0, -1), [3, 19, 1, 7, 19, 2, 11]])
+def test_host_buffers_of_many_lengths_take_the_room_of_the_longest(lengths):
+    spill = on_host()
+    for length in lengths:
+        packed = [spill.pack(torch.full((100 * length,), float(k)), "unit") for k in range(4)]
+        for k in (3, 2, 1, 0):
+            assert packed[k].load().eq(k).all()
+        del packed
+    assert spill.host_bytes <= 4 * 1900 * 4
     spill.close()

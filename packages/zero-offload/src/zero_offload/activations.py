@@ -32,10 +32,12 @@ from zero_core import handle
 from .budgets import POLICIES
 from .errors import OffloadError
 from .footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
+from .host_spill import HostSpill
 from .nvme_spill import NvmeSpill
 from .planner import Plan
-from .spill import DeviceSpill, HostSpill, Spill, Spilled
+from .spill import DeviceSpill, Spill, Spilled
 from .store import TieredStore
+from .streams import Streams, streams_of
 
 __all__ = ["ActivationError", "Activations", "offload_activations"]
 
@@ -61,9 +63,9 @@ class Activations:
 
     def stats(self) -> dict[str, int]:
         """recomputed: forwards run again; delegated: forwards left to enclosing hooks; spilled_bytes: set aside in all;
-        host_bytes: of the slots; nvme_bytes: of the extents."""
-        host, there = (self._nvme.host_bytes, self._nvme.extent_bytes) if self._nvme else (0, 0)
-        return self._counts | {"host_bytes": host, "nvme_bytes": there}
+        host_bytes: of the slots and buffers; nvme_bytes: of the extents."""
+        host = sum(getattr(spill, "host_bytes", 0) for spill in self._spills.values())
+        return self._counts | {"host_bytes": host, "nvme_bytes": self._nvme.extent_bytes if self._nvme else 0}
 
     def close(self) -> None:
         """Give the units their own forward back, and the memory and extents. A graph that is alive cannot run backward
@@ -202,7 +204,8 @@ def offload_activations(
             raise ActivationError(f"{node.name} opens units with different policies: {', '.join(sorted(found))}")
         chosen[node.name] = (node.module, found.pop() if found else "keep")
     _refuse_own_checkpointing(chosen)
-    spills, nvme = _spills({each for _, each in chosen.values()}, store, slots, piece_bytes)
+    device = behind.engine.ranks.device
+    spills, nvme = _spills({each for _, each in chosen.values()}, store, device, slots, piece_bytes)
     made = Activations({name: each for name, (_, each) in chosen.items()}, spills, nvme)
     for name, (module, each) in chosen.items():
         if each != "keep":
@@ -241,12 +244,13 @@ def _refuse_own_checkpointing(chosen: Mapping[str, tuple[nn.Module, str]]) -> No
 
 
 def _spills(
-    chosen: set[str], store: TieredStore | None, slots: int, piece_bytes: int
+    chosen: set[str], store: TieredStore | None, device: torch.device, slots: int, piece_bytes: int
 ) -> tuple[dict[str, Spill], NvmeSpill | None]:
     spills: dict[str, Spill] = {}
     nvme = None
     if "host" in chosen:
-        spills["host"] = HostSpill()
+        streams, owned = _streams(store, device)
+        spills["host"] = _STAYS if streams is None else HostSpill(streams, owned=owned)
     if "nvme" in chosen:
         if store is None or store._nvme is None:
             raise ActivationError(
@@ -254,3 +258,11 @@ def _spills(
             )
         nvme = spills["nvme"] = NvmeSpill(store._nvme, slots=slots, piece_bytes=piece_bytes)
     return spills, nvme
+
+
+def _streams(store: TieredStore | None, device: torch.device) -> tuple[Streams | None, bool]:
+    """The store's, where it has a device apart; else the device's, to be owned. None: nothing is apart."""
+    if store is not None and store.streams is not None:
+        return store.streams, False
+    make = streams_of(device)
+    return (None if make is None else make(torch.empty(0, dtype=torch.uint8))), True

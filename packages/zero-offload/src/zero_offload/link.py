@@ -37,7 +37,7 @@ class Link:
         monitor: Monitor,
         staging: Sequence[Block],
     ) -> None:
-        self._streams, self.device = streams, device
+        self.streams, self.device = streams, device
         self._units = [unit.spec for unit in plan.units]
         self.up = Uploads(streams, parameters, device, monitor, pipeline.behind, [spec.name for spec in self._units])
         self.down = Downloads(streams, gradients, plan, monitor, staging)
@@ -78,7 +78,7 @@ class Link:
     def parameters(self, i: int) -> Tensor:
         """Unit i in memory of its own until release(i)."""
         if i not in self._copies:
-            copy = self._streams.empty(self._units[i].numel, self._units[i].dtype)
+            copy = self.streams.empty(self._units[i].numel, self._units[i].dtype)
             self.swap_in(i, copy).wait()
             self._copies[i] = copy
         return self._copies[i]
@@ -89,6 +89,6 @@ class Link:
     def close(self) -> None:
         """End the thread, then wait for what the lanes hold. The host memory may go after this."""
         self.down.close()
-        self._streams.close()
+        self.streams.close()
         self._copies.clear()
         self.device.close()

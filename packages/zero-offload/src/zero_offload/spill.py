@@ -1,7 +1,7 @@
-"""Tensors set aside between forward and backward: left where they are, or copied to host. And how a tensor lies there.
+"""Tensors set aside between forward and backward: the seam, how a tensor lies in memory, and leaving it where it is.
 
-Owns the seam (`Spill`, `Spilled`) and the ways without nvme, which is `nvme_spill`'s. What is set aside, and when, is
-for `activations`.
+Owns `Spill`, `Spilled` and `Form`. The ways elsewhere are `host_spill`'s and `nvme_spill`'s; what is set aside, and
+when, is for `activations`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .errors import OffloadError
 
-__all__ = ["ChangedInputError", "DeviceSpill", "Form", "HostSpill", "Spill", "Spilled"]
+__all__ = ["ChangedInputError", "DeviceSpill", "Form", "Spill", "Spilled"]
 
 
 class ChangedInputError(OffloadError, RuntimeError):
@@ -87,16 +87,6 @@ class DeviceSpill:
         """Nothing is held here."""
 
 
-class HostSpill(DeviceSpill):
-    """Host memory. On the CPU that is where the tensor is already.
-
-    With a device apart the copies are synchronous: correct, and not hidden.
-    """
-
-    def pack(self, tensor: Tensor, what: str) -> Spilled:
-        return _Alive(tensor, what) if tensor.device.type == "cpu" else _Copied(tensor)
-
-
 class _Alive:
     def __init__(self, tensor: Tensor, what: str) -> None:
         self._tensor, self._what, self._version = tensor.detach(), what, tensor._version
@@ -105,13 +95,3 @@ class _Alive:
         if self._tensor._version != self._version:
             raise ChangedInputError(self._what)
         return self._tensor.detach()
-
-
-class _Copied:
-    def __init__(self, tensor: Tensor) -> None:
-        self._form = Form.of(tensor)
-        self._values = self._form.empty()
-        self._values.view(-1).view(torch.uint8).copy_(self._form.flatten(tensor))
-
-    def load(self) -> Tensor:
-        return self._form.restore(self._values)

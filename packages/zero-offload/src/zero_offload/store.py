@@ -27,7 +27,7 @@ from .pipeline import Pipeline, TileTask, UpdateJob
 from .placement import Placement, shares
 from .protocols import ByteStore, SegmentStep, UpdateStep
 from .states import StateStore
-from .streams import streams_of
+from .streams import Streams, streams_of
 from .tier import Nvme, Tier
 from .tile import Tile, check_tile_numel, covers, segment_steps
 from .timeline import Timeline
@@ -337,6 +337,11 @@ class TieredStore:
             raise ValueError(f"elements [{start}, {stop}) of shard {i}, which has {numel}")
         if name not in self.state_names():
             raise KeyError(f"state {name!r}; known: {', '.join(self.state_names())}")
+
+    @property
+    def streams(self) -> Streams | None:
+        """Of the device apart; None where computing is done in host memory. Activations that are set aside use them."""
+        return None if self._link is None else self._link.streams
 
     # -- facts --------------------------------------------------------------------------------------------------
 

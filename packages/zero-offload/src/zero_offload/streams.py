@@ -23,6 +23,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from .arena import Arena
 from .errors import OffloadError
 
 __all__ = ["CudaStreams", "Lane", "Mark", "Streams", "streams_of"]
@@ -54,6 +55,12 @@ class Streams(Protocol):
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) on the compute device."""
 
+    def host(self, nbytes: int) -> Tensor:
+        """(nbytes,) uint8 of host memory that copies may use, until it is given back or these streams are closed."""
+
+    def give_back(self, memory: Tensor) -> None:
+        """What `host` returned is used by no copy any more."""
+
     def close(self) -> None:
         """Return when every lane is empty; forget the host memory. Idempotent."""
 
@@ -80,16 +87,19 @@ class CudaStreams:
     def __init__(self, device: torch.device, host: Tensor) -> None:
         self.device = device
         self._lanes = {lane: torch.cuda.Stream(device) for lane in ("swap_in", "swap_out")}
-        self._registered: int | None = None
+        self._registered: dict[int, Tensor] = {}  # by address; kept alive until they are unregistered
         if host.nbytes:
-            with torch.cuda.device(device):
-                status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
-            if status != 0:
-                raise OffloadError(
-                    f"cudaHostRegister of the {host.nbytes} byte arena failed with status {status}; "
-                    "raise the locked memory limit (ulimit -l), take fewer slots or put more on nvme"
-                )
-            self._registered = host.data_ptr()
+            self._register(host)
+
+    def _register(self, host: Tensor) -> None:
+        with torch.cuda.device(self.device):
+            status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+        if status != 0:
+            raise OffloadError(
+                f"cudaHostRegister of {host.nbytes} bytes failed with status {status}; "
+                "raise the locked memory limit (ulimit -l), take fewer slots or put more on nvme"
+            )
+        self._registered[host.data_ptr()] = host
 
     def mark(self) -> Mark:
         return _Event(torch.cuda.current_stream(self.device))
@@ -110,13 +120,21 @@ class CudaStreams:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def host(self, nbytes: int) -> Tensor:
+        memory = Arena(nbytes).whole()
+        self._register(memory)
+        return memory[:nbytes]
+
+    def give_back(self, memory: Tensor) -> None:
+        with torch.cuda.device(self.device):
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        del self._registered[memory.data_ptr()]
+
     def close(self) -> None:
         for stream in self._lanes.values():
             stream.synchronize()
-        if self._registered is not None:
-            with torch.cuda.device(self.device):
-                torch.cuda.cudart().cudaHostUnregister(self._registered)
-            self._registered = None
+        for memory in list(self._registered.values()):
+            self.give_back(memory)
 
 
 def streams_of(device: torch.device) -> Callable[[Tensor], Streams] | None:
