@@ -10,6 +10,7 @@ so the last ones packed, which backward wants first, are not read at all:
     slots      [0]      [0 1]    [0 1 2]  [3 1 2]
     backward   load 3 (there) | load 2 (there) | load 1 (there), begins to read 0 | load 0 (read by then)
 Memory is the slots, however deep the model. A tensor's extent goes back to a list when the graph that wanted it dies.
+From a device apart the copies into slots and out of them are synchronous: correct, and not hidden.
 """
 
 from __future__ import annotations
