@@ -161,7 +161,7 @@ class PinnedStore(SwappingStore):
     def attach(self, *args: Any, **options: Any) -> None:
         super().attach(*args, **options)
         self.copies = torch.cuda.Stream(self._context.device)
-        self.pinned = [torch.empty_like(s.parameter, device="cpu", pin_memory=True) for s in self._shards]
+        self.pinned = [torch.empty(s.spec.numel, dtype=s.spec.dtype, pin_memory=True) for s in self._shards]
         self._keep()
 
     def _keep(self) -> None:

@@ -46,7 +46,7 @@ def warm_up(width: int, x: torch.Tensor) -> None:
 
 
 def held_by_store(handle: zero_core.Handle, dtype: torch.dtype) -> int:
-    """DeviceStore under AdamW: parameter, master, two moments, gradient; and one fp32 gradient of a unit for the step."""
+    """DeviceStore under AdamW: parameter, master, two moments, gradient; and for the step a unit's fp32 gradient."""
     numels = [unit.layout.shard_numel for unit in handle.units]
     if dtype == torch.float32:
         return sum(numels) * (4 + 8 + 4)
