@@ -45,17 +45,30 @@ def device(pytestconfig) -> torch.device:
 
 
 @pytest.fixture(scope="session")
-def cuda(device) -> torch.device:
-    """As `device`, for what only CUDA has: streams, its allocator's counters, its profiler."""
-    if device.type != "cuda":
-        pytest.skip(f"asserts what only CUDA has, and this is a rehearsal on {device}")
-    return device
+def device_ranks(pytestconfig, ranks):
+    """A pool of ranks, each with a GPU of its own and NCCL between them: all GPUs there are. Skips under two.
 
-
-@pytest.fixture(scope="session")
-def gpus(pytestconfig) -> int:
-    """How many ranks NCCL can have: all GPUs there are. Skips under two."""
-    found = torch.cuda.device_count() if _wanted(pytestconfig).type == "cuda" else 0
+    Rehearsed on the CPU: two ranks and gloo.
+    """
+    if _wanted(pytestconfig).type == "cpu":
+        yield ranks(2)
+        return
+    found = torch.cuda.device_count()
     if found < 2:
-        pytest.skip(f"several GPUs are needed, {found} found")
-    return found
+        pytest.skip(f"ranks with a GPU each need two GPUs, found {found}")
+    from zero_core.testing import RankPool
+
+    pool = RankPool(found, backend="nccl")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def only_cuda(device):
+    """Call it before what the CPU cannot show, after everything that it can run: the rest skips there."""
+
+    def stop_here(what: str) -> None:
+        if device.type != "cuda":
+            pytest.skip(f"rehearsed on {device}; {what} is CUDA's to show")
+
+    return stop_here

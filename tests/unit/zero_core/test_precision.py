@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from zero_core.precision import mean_of_rows, round_to, sum_of_squares, widen_scaled
+from zero_core.precision import chunk_squares, mean_of_rows, round_to, sum_of_squares, widen_scaled
 from zero_core.store import CHUNK_NUMEL
 
 
@@ -64,6 +64,23 @@ def test_sum_of_squares_is_a_doubles(dtype, numel):
 
 def test_squares_that_overflow_fp32_do_not():
     assert float(sum_of_squares(torch.full((4,), 1e30))) == pytest.approx(4e60, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [0, 5, CHUNK_NUMEL, 8 * CHUNK_NUMEL, 9 * CHUNK_NUMEL + 7])
+def test_chunk_squares_are_those_of_each_chunk(dtype, numel):
+    """What `sum_of_squares` adds up off the CPU, over the edge of its scratch and with a chunk that is not whole."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = [float(chunk.double().square().sum()) for chunk in values.split(CHUNK_NUMEL) if numel]
+    assert chunk_squares(values).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+def test_a_chunk_that_is_not_finite_says_so_and_the_others_are_untouched(poison):
+    values = torch.ones(2 * CHUNK_NUMEL + 4)
+    values[CHUNK_NUMEL + 1] = poison
+    first, second, third = chunk_squares(values).tolist()
+    assert (first, third) == (CHUNK_NUMEL, 4.0) and not math.isfinite(second)
 
 
 def test_widening_multiplies_in_fp32():

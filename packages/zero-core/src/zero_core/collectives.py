@@ -14,7 +14,7 @@ each adds up its own in fp32, in the order of the ranks, rounding once. It costs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +130,12 @@ class Ranks:
         with self._naming("all_reduce", unit, index):
             return dist.all_reduce(values, op=dist.ReduceOp.AVG, group=self.replicate.group, async_op=True)
 
+    def numbers(self, values: Sequence[float]) -> Tensor:
+        """(n,) float64 on the device. The host does not wait for it: from memory that is not pinned, CUDA would."""
+        if self.device.type != "cuda":
+            return torch.tensor(values, dtype=torch.float64, device=self.device)
+        return torch.tensor(values, dtype=torch.float64, pin_memory=True).to(self.device, non_blocking=True)
+
     def sum_everywhere(self, values: Tensor, what: str) -> Tensor:
         """values <- their sum over all ranks of the mesh, in place."""
         if self.size > 1:
@@ -140,7 +146,7 @@ class Ranks:
     def agree(self, value: int, what: str) -> bool:
         """Whether all ranks of the mesh have the same `value`, of which the lowest bits are compared."""
         value %= 1 << _DIGEST_BITS
-        sums = torch.tensor([value, value * value], dtype=torch.float64, device=self.device)
+        sums = self.numbers([value, value * value])
         total, squares = self.sum_everywhere(sums, what).tolist()
         return squares * self.size == total * total
 

@@ -154,6 +154,8 @@ class _Shard:
         self.views = [nn.Parameter(self.master[s.start : s.stop]) for s in spec.segments]
         self.optimizer = over_segments(optimizer, self.views, [s.group for s in spec.segments])
         self._made_at_first_step = not self.optimizer.state  # Adagrad makes its state when it is built
+        # The optimizer's own count of each segment, where known: to read its tensor would wait for the device.
+        self._counts: list[int | None] = [None] * len(self.views)
 
     def _memory(self) -> Tensor:
         if self._own.numel() != self.spec.numel:
@@ -184,10 +186,10 @@ class _Shard:
         for group in self.optimizer.param_groups:
             options = groups[group["zero_group"]].options
             group.update({k: v for k, v in options.items() if k != "params"})
-        for segment, view, step in zip(self.spec.segments, self.views, steps, strict=True):
+        for k, (segment, view, step) in enumerate(zip(self.spec.segments, self.views, steps, strict=True)):
             if step:
                 view.grad = gradient[segment.start : segment.stop]
-                self._align_step(view, step)
+                self._align_step(k, step)
         self.optimizer.step()
         for view in self.views:
             view.grad = None
@@ -195,16 +197,19 @@ class _Shard:
         if self.parameter is not self.master:
             round_to(self.master, self.parameter)
 
-    def _align_step(self, view: nn.Parameter, step: int) -> None:
+    def _align_step(self, k: int, step: int) -> None:
         """torch counts steps in the state; after a checkpoint was loaded the caller's count is the right one."""
+        known, self._counts[k] = self._counts[k], step
+        view = self.views[k]
         if step == 1 and self._made_at_first_step:
             self.optimizer.state.pop(view, None)
+            return
+        if known == step - 1:
             return
         state = self._state_of(view)
         count = state.get("step")
         if isinstance(count, Tensor):
-            if int(count) != step - 1:
-                count.fill_(step - 1)
+            count.fill_(step - 1)
         elif count is not None:
             state["step"] = step - 1
 
@@ -230,10 +235,10 @@ class _Shard:
             if self.parameter is not self.master:
                 round_to(self.master[start:stop], self.parameter[start:stop])
             return
-        for segment, view in zip(self.spec.segments, self.views, strict=True):
+        for k, segment in enumerate(self.spec.segments):
             low, high = max(start, segment.start), min(stop, segment.stop)
             if low < high and segment.group is not None:
-                state = self._made_state(view, name)[name]
+                state = self._made_state(k, name)[name]
                 state[low - segment.start : high - segment.start].copy_(values[low - start : high - start])
 
     def read_scalar(self, k: int, name: str) -> float | None:
@@ -242,18 +247,20 @@ class _Shard:
 
     @torch.no_grad()
     def write_scalar(self, k: int, name: str, value: float) -> None:
-        state = self._made_state(self.views[k], name)
+        state = self._made_state(k, name)
         if isinstance(state[name], Tensor):
             state[name].fill_(value)
         else:
             state[name] = type(state[name])(value)
 
-    def _made_state(self, view: nn.Parameter, name: str) -> dict[str, Any]:
-        """The view's state, made by a step that changes nothing else where the optimizer has none yet."""
+    def _made_state(self, k: int, name: str) -> dict[str, Any]:
+        """Segment k's state, made by a step that changes nothing else where the optimizer has none yet."""
+        view = self.views[k]
         if self._state_of(view).get(name) is None:
             kept = view.detach().clone()
             view.grad = torch.zeros_like(view)
             self.optimizer.step()  # no other view has a gradient outside update()
+            self._counts[k] = None
             view.grad = None
             view.data.copy_(kept)
             for value in self.optimizer.state[view].values():

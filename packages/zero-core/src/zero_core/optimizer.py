@@ -41,7 +41,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm = math.nan
         self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # what was carried over
         self._updated: set[int] = set()  # units that update_in_backward has updated since the last step
-        self._squared = 0.0
+        self._squared: Tensor | None = (
+            None  # () float64, device: of what update_in_backward updated since the last step
+        )
         self._observer = observer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -81,7 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 return math.sqrt(float(squared))
             digest = float(ranks.digest)
             used = [float(flag) for unit in engine.units for flag in unit.used]
-            mine = torch.tensor([0.0, digest, digest * digest, *used], dtype=torch.float64, device=squared.device)
+            mine = ranks.numbers([0.0, digest, digest * digest, *used])
             if ranks.replicate.rank == 0:  # replicas hold the same gradients
                 mine[0] = squared
             total = ranks.sum_everywhere(mine, "the gradient norm").tolist()
@@ -140,10 +142,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._updated.add(unit.index)
         with torch.no_grad():
-            flags = torch.tensor([float(flag) for flag in unit.used], dtype=torch.float64, device=engine.ranks.device)
-            engine.ranks.sum_everywhere(flags, unit.name)
-            unit.used = [flag > 0 for flag in flags.tolist()]
-            self._squared += float(engine.store.gradient_norm_squared())
+            if engine.ranks.size > 1:  # the host has to know what to skip: it waits here, once a unit
+                flags = engine.ranks.sum_everywhere(engine.ranks.numbers([float(f) for f in unit.used]), unit.name)
+                unit.used = [flag > 0 for flag in flags.tolist()]
+            squared = engine.store.gradient_norm_squared()
+            self._squared = squared.clone() if self._squared is None else self._squared + squared
             unit.reshard()
             steps = [_count_step(each) if each is unit else [0] * len(segment_slots(each)) for each in engine.units]
             engine.store.update(self._groups(), 1.0, [unit.index], steps)
@@ -151,9 +154,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _finish_updates(self) -> None:
         """The step of update_in_backward: everything is updated; the norm of what was is exchanged."""
         ranks = self.engine.ranks
-        squared = torch.tensor([self._squared], dtype=torch.float64, device=ranks.device)
-        self.grad_norm = math.sqrt(float(ranks.sum_everywhere(squared, "the gradient norm")) / ranks.replicate.size)
-        self._squared = 0.0
+        with self._observer.span("norm", ""):
+            squared = ranks.numbers([0.0]) if self._squared is None else self._squared.reshape(1)
+            total = float(ranks.sum_everywhere(squared, "the gradient norm"))
+        self.grad_norm = math.sqrt(total / ranks.replicate.size)
+        self._squared = None
         self._updated.clear()
         self.engine.forget_passes()
         self.step_count += 1

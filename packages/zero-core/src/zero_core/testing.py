@@ -45,13 +45,14 @@ class LocalRank:
 
 
 class RankPool:
-    """`size` processes joined in a gloo group, kept across calls; any failure ends them, the next call makes new ones.
+    """`size` processes joined in a group, kept across calls; any failure ends them, the next call makes new ones.
 
     Every rank runs one thread. Functions and arguments travel by pickle, so functions are module-level; so do results.
+    backend: "gloo", or "nccl", where rank r has GPU r and no other, and gloo serves what is on the CPU.
     """
 
-    def __init__(self, size: int, collective_timeout_seconds: float = 60.0) -> None:
-        self.size = size
+    def __init__(self, size: int, collective_timeout_seconds: float = 60.0, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
         self._collective_timeout_seconds = collective_timeout_seconds
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -97,7 +98,7 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, self.size, rendezvous, self._collective_timeout_seconds)
+            arguments = (theirs, rank, self.size, rendezvous, self._collective_timeout_seconds, self.backend)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -130,13 +131,16 @@ class RankPool:
         self._kill()
 
 
-def _serve(pipe: Connection, rank: int, size: int, rendezvous: str, timeout_seconds: float) -> None:
+def _serve(pipe: Connection, rank: int, size: int, rendezvous: str, timeout_seconds: float, backend: str) -> None:
     """The life of one rank: join, answer until told to stop, leave."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        "gloo", init_method=rendezvous, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
+        backend, init_method=rendezvous, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
     )
     while True:
         try:

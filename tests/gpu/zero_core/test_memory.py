@@ -1,0 +1,126 @@
+"""What one GPU holds: between steps what the store holds, inside one two units more; and no more as steps go by."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from tests.gpu.zero_core import runs
+
+WIDTH, BLOCKS, ROWS = 1024, 24, 8  # on a GPU: 8.4 M elements a unit, and activations of next to nothing
+REHEARSED = (32, 4, 8)
+CLOSE = 1.05
+
+
+def allocated(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    gc.collect()  # an exception keeps the frames that it passed
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def peak_of(device: torch.device, call: Any) -> int:
+    """Bytes above what was there before, at the most."""
+    before = allocated(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
+
+
+def sizes(device: torch.device) -> tuple[int, int, int]:
+    return (WIDTH, BLOCKS, ROWS) if device.type == "cuda" else REHEARSED
+
+
+def warm_up(width: int, x: torch.Tensor) -> None:
+    """What the libraries allocate once for a shape (workspaces) is not the model's."""
+    block = runs.Wide(width, 1).to(x.device, x.dtype)
+    for _ in range(2):
+        runs.loss_of(block, x).backward()
+
+
+def held_by_store(handle: zero_core.Handle, dtype: torch.dtype) -> int:
+    """DeviceStore under AdamW: parameter, master, two moments, gradient; and for the step a unit's fp32 gradient."""
+    numels = [unit.layout.shard_numel for unit in handle.units]
+    if dtype == torch.float32:
+        return sum(numels) * (4 + 8 + 4)
+    return sum(numels) * (2 + 4 + 8 + 2) + max(numels) * 4
+
+
+def activations(model: nn.Module, x: torch.Tensor) -> int:
+    """Bytes that a forward of the dense model leaves for its backward."""
+    before = allocated(x.device)
+    loss = runs.loss_of(model, x)
+    kept = allocated(x.device) - before
+    del loss
+    return kept
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stage_3_holds_what_the_store_holds_and_two_units(device, only_cuda, dtype, swaps):
+    width, blocks, rows = sizes(device)
+    x = torch.randn(rows, width, device=device, dtype=dtype)
+    warm_up(width, x)
+    dense = runs.Wide(width, blocks).to(device, dtype)
+    kept = activations(dense, x)
+    del dense
+    before = allocated(device)
+    model = runs.Wide(width, blocks).to(device)
+    store = runs.swapping(device) if swaps else None
+    optimizer = zero_core.shard(
+        model, runs.fused(model.parameters()), param_dtype=dtype, store=store, prefetch_bytes=1
+    )  # one unit ahead
+    handle = zero_core.handle(model)
+
+    def backward() -> None:
+        runs.loss_of(model, x).backward()
+
+    for _ in range(2):
+        backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    held = allocated(device) - before
+    plan = held_by_store(handle, dtype)
+    unit_bytes = max(unit.nbytes for unit in handle.units)
+    peak = peak_of(device, backward)
+    optimizer.close()
+    only_cuda("bytes allocated")
+    assert plan / CLOSE <= held <= plan * CLOSE, (held, plan)
+    # Two units; the gradients of one, as autograd makes them; what forward left; and as much again for one block's own.
+    assert peak <= CLOSE * (2 * unit_bytes + unit_bytes) + 2 * kept, (peak, unit_bytes, kept)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 3}, {"stage": 3, "resident_bytes": 1 << 20}], ids=str)
+def test_fifty_steps_leave_nothing_behind(device, only_cuda, options, swaps):
+    """Evaluations in between, and forwards that raise when the next units are under way."""
+    model = runs.checkpointed().to(device)
+    store = runs.swapping(device) if swaps else None
+    optimizer = zero_core.shard(model, runs.fused(model.parameters()), max_grad_norm=1.0, store=store, **options)
+    seen = []
+    for step in range(50):
+        x = runs.batch(step, 0, device, torch.float32)
+        runs.loss_of(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(x)
+        if step % 10 == 3:
+            with pytest.raises(RuntimeError):
+                model(x[:, :2])  # of another width
+        optimizer.zero_grad()
+        handle = zero_core.handle(model)
+        handle.settle()
+        del x
+        seen.append(allocated(device))
+    assert all(unit.flat.untyped_storage().nbytes() == 0 for unit in handle.units)
+    optimizer.close()
+    only_cuda("bytes allocated")
+    assert set(seen[5:]) == {seen[5]}, seen

@@ -1,0 +1,64 @@
+"""What ran beside what, from torch's profiler: intervals on the device by the names of what ran."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Interval = tuple[float, float]
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union, in order."""
+    union: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(stop, union[-1][1]))
+        else:
+            union.append((start, stop))
+    return union
+
+
+def hidden(of: Iterable[Interval], behind: Iterable[Interval]) -> float:
+    """The fraction of the time of `of` in which something of `behind` runs too."""
+    ours, theirs = merged(of), merged(behind)
+    total = sum(stop - start for start, stop in ours)
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in ours for b in theirs)
+    return both / total if total else 0.0
+
+
+def traced(device: torch.device, call: Callable[[], Any]) -> list[tuple[str, Interval]]:
+    """(name, interval in microseconds) of every kernel and copy on the device while `call` ran; on a CPU of operators.
+
+    From the exported trace, whose categories tell kernels from the annotations that the profiler lays over them.
+    """
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities) as profiler:
+        call()
+        if cuda:
+            torch.cuda.synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    wanted = {"kernel", "gpu_memcpy", "gpu_memset"} if cuda else {"cpu_op"}
+    return [
+        (event["name"], (event["ts"], event["ts"] + event["dur"]))
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") in wanted
+    ]
+
+
+def split(trace: list[tuple[str, Interval]], word: str) -> tuple[list[Interval], list[Interval]]:
+    """Intervals of what has the word in its name, and of the kernels that compute."""
+    moving = ("memcpy", "memset", "nccl")
+    ours = [interval for name, interval in trace if word in name.lower()]
+    others = [interval for name, interval in trace if not any(each in name.lower() for each in moving)]
+    return ours, others
