@@ -169,8 +169,8 @@ TRANSFORMER = ModelSizes.transformer(layers=24, hidden_size=2048, vocab_size=320
         (2048, 80, 512, {"keep"}),
         (3 * 2048, 80, 512, {"recompute", "keep"}),
         (16 * 2048, 40, 512, {"recompute"}),
-        (24 * 2048, 40, 512, {"host"}),
-        (24 * 2048, 40, 20, {"nvme"}),
+        (32 * 2048, 40, 512, {"host"}),
+        (32 * 2048, 40, 20, {"nvme"}),
     ],
 )
 def test_activations_are_kept_where_there_is_room_and_go_down_where_there_is_not(
@@ -190,7 +190,7 @@ def test_activations_that_are_given_are_counted_as_they_are():
     per_layer = (34 * 2048 + 5 * 16 * 2048) * 4096
     output = 6 * 32000 * 4096
     assert kept.bytes_of("device", "activations") == 24 * per_layer + output
-    assert again.bytes_of("device", "activations") == 24 * 2 * 2048 * 4096 + per_layer + output
+    assert again.bytes_of("device", "activations") == 24 * 2 * 2048 * 4096 + max(per_layer, output)
     with pytest.raises(ValueError, match="'drop' is no policy"):
         plan(TRANSFORMER, activations="drop")
     with pytest.raises(ValueError, match="1 activation policies for 26 units"):

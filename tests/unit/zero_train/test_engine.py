@@ -45,7 +45,7 @@ def test_what_does_not_fit_gets_one(auto):
     sizes = ("model.hidden_size=1024", "model.intermediate_size=2816", "model.layers=8", "model.heads=16")
     composed, draft, plan = auto(1.5, *sizes)
     assert plan.needs_store
-    assert all("device" not in str(placement) for placement in plan.placements.values())
+    assert plan.bytes_of("host", "optimizer") > 0  # the device keeps what it has room for
     assert plan.total("nvme") == 0  # the host has room
     store = engine.make_store(composed, draft, plan, None)
     assert store.step is draft.step

@@ -1,6 +1,7 @@
 """Host and NVMe tiers for models whose parameters, gradients and optimizer states do not fit on the device."""
 
 from .activations import ActivationError, Activations, offload_activations
+from .advice import OutOfMemoryError, explained
 from .budgets import PlanError
 from .errors import BudgetError, ClosedError, OffloadError, PlacementError, SwapError
 from .footprint import StorePlan, plan_store
@@ -30,6 +31,7 @@ __all__ = [
     "MemoryByteStore",
     "ModelSizes",
     "OffloadError",
+    "OutOfMemoryError",
     "ParameterSizes",
     "PlacementError",
     "Plan",
@@ -43,6 +45,7 @@ __all__ = [
     "TorchStep",
     "UnitSizes",
     "UpdateStep",
+    "explained",
     "fits",
     "offload_activations",
     "place",

@@ -146,7 +146,8 @@ def _gradient_bytes(sizes: ModelSizes, shape: Shape, landed: bool) -> int:
 def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) -> dict[str, int]:
     """Bytes by tier of what forward keeps for backward, and of the one unit whose backward runs.
 
-    `policies`: one a unit; only those of blocks count. `tokens`: of one micro-batch.
+    `policies`: one a unit; only those of blocks count. `tokens`: of one micro-batch. The gradient of the logits is gone
+    before a block is recomputed.
     """
     chosen = Counter(policy for unit, policy in zip(sizes.units, policies, strict=True) if unit.is_block)
     found = {tier: sizes.checkpoint_bytes_per_token * tokens * chosen[tier] for tier in TIERS[1:]}
@@ -154,8 +155,7 @@ def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) ->
     found["device"] = tokens * (
         chosen["keep"] * sizes.saved_bytes_per_token
         + chosen["recompute"] * sizes.checkpoint_bytes_per_token
-        + working
-        + sizes.output_bytes_per_token
+        + max(working, sizes.output_bytes_per_token)
     )
     return found
 

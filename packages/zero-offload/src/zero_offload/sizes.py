@@ -20,6 +20,8 @@ from zero_core.wrapping import plan_units
 
 __all__ = ["ModelSizes", "ParameterSizes", "UnitSizes"]
 
+LOGIT_BYTES = 12  # of a logit: the fp32 log of its probability, that one's gradient and its own
+
 
 @dataclass(frozen=True)
 class ParameterSizes:
@@ -83,7 +85,7 @@ class ModelSizes:
     checkpoint_bytes_per_token: int = 0  # a unit's input: all that recomputation keeps of it
     saved_bytes_per_token: int = 0  # what a unit's forward saves for its backward, where it is kept
     working_bytes_per_token: int = 0  # what recomputation rebuilds at once: a whole layer, where tiles are units
-    output_bytes_per_token: int = 0  # logits and their gradient
+    output_bytes_per_token: int = 0  # logits and their gradient, when there is most of them
 
     @cached_property
     def numel(self) -> int:
@@ -180,6 +182,22 @@ def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtyp
         units.append(UnitSizes(unit.name, rows, sum(row.numel for row in rows) - looked_up, is_block))
     config = getattr(model, "config", None)
     hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))
-    wider = (dtype or torch.bfloat16).itemsize / 2  # the formula counts 16-bit activations
-    saved = int(34 * hidden * wider)
-    return ModelSizes(tuple(units), int(2 * hidden * wider), saved, saved, int(6 * vocabulary * wider))
+    wider = (dtype or torch.bfloat16).itemsize / 2  # the formulas count 16-bit activations
+    saved, working = _block_bytes(units, hidden, int(getattr(config, "intermediate_size", 0) or 0))
+    return ModelSizes(
+        tuple(units), int(2 * hidden * wider), int(saved * wider), int(working * wider), LOGIT_BYTES * vocabulary
+    )
+
+
+def _block_bytes(units: Sequence[UnitSizes], hidden: int, inner: int) -> tuple[int, int]:
+    """(saved for backward, most at once in the backward of one block that was recomputed): 16-bit bytes a token.
+
+    Of blocks with a gated feed-forward and norms in fp32, as Llama's are in transformers: counted with
+    `saved_tensors_hooks`, and as the peak of the storages alive, over widths of 128 and 256. Of others the formula of
+    Korthikanti et al. 2022 for saved activations.
+    """
+    matrix = hidden * inner
+    for unit in units:
+        if unit.is_block and matrix and sum(p.numel for p in unit.parameters if p.numel % matrix == 0) == 3 * matrix:
+            return 24 * hidden + 8 * inner, 26 * hidden + 12 * inner
+    return 34 * hidden, 34 * hidden

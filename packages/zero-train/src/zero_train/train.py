@@ -16,6 +16,7 @@ import torch
 
 import zero_core
 import zero_offload
+from zero_offload.advice import is_out_of_memory
 from zero_train import checks, data, engine, formats, interrupt, planning, probing, progress, report, resume, sampling
 from zero_train import config as configuration
 from zero_train import threads as cores
@@ -52,7 +53,7 @@ def run(config: Config, on_end: Callable[[engine.Engine], None] | None = None) -
         except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
             raise RunError(f"the run stopped: {error}") from error
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             raise RunError(
                 f"the run stopped, out of memory: {str(error).strip() or type(error).__name__}; lower run.micro_batch "
@@ -151,7 +152,7 @@ class _Run:
             metrics = stack.enter_context(report.Metrics(folder, first)) if ranks.leader else None
             stack.enter_context(self._asked.gentle())
             try:
-                with shown:
+                with shown, zero_offload.explained(plan):
                     signal = loop.run(
                         first,
                         lambda step: _show(step, shown, metrics),
@@ -265,11 +266,6 @@ def _show_validation(number: int, loss: float, shown: progress.Reporter, metrics
     if metrics:
         metrics.validation(number, loss)
     shown.say(f"validation after step {number}: {loss:.4f} nats/byte")
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """torch has a class for a device that is full; on the CPU it raises a RuntimeError that says so."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def _say(text: str) -> None:

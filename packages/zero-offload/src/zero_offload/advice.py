@@ -1,0 +1,123 @@
+"""Out of memory in a step, explained: what was asked for, what the plan gave that tier, and which key makes it smaller.
+
+Owns the wording. It frees nothing and tries nothing again: after such an error the step is lost, not the process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from .errors import OffloadError, gib
+from .footprint import KINDS
+from .planner import Plan
+
+__all__ = ["OutOfMemoryError", "explained"]
+
+STATES = KINDS[:3]
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_AMOUNT = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+_SAID = {  # what torch's allocators say of themselves
+    "asked": rf"[Tt]ried to allocate {_AMOUNT}",
+    "free": rf"of which {_AMOUNT} is free",
+    "allocated": rf"{_AMOUNT} is allocated by PyTorch",
+    "fragments": rf"{_AMOUNT} is reserved by PyTorch but unallocated",
+}
+
+
+class OutOfMemoryError(OffloadError, torch.OutOfMemoryError):
+    """A tier had no room for what a step asked of it. `tier`: device or host; `asked_bytes`: None if nobody said."""
+
+    def __init__(self, text: str, tier: str, asked_bytes: int | None) -> None:
+        super().__init__(text)
+        self.tier, self.asked_bytes = tier, asked_bytes
+
+
+@contextmanager
+def explained(plan: Plan) -> Iterator[None]:
+    """Around steps: memory that runs out, on device or host, is raised as `OutOfMemoryError` with `plan`'s advice.
+
+    `with zero_offload.explained(plan): loss.backward(); optimizer.step()`. The original is chained. Keys are those of
+    zero-train, and so the keywords of `TieredStore` (``offload.``) and of `zero_core.shard` (``zero.``).
+    """
+    try:
+        yield
+    except OffloadError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        tier = "device" if isinstance(error, torch.OutOfMemoryError) else "host"
+        said = amounts(str(error))
+        raise OutOfMemoryError(_text(plan, tier, said, error), tier, said.get("asked")) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch has a class for a device that is full; on the CPU it raises a RuntimeError that says so."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def amounts(text: str) -> dict[str, int]:
+    """Bytes that torch's message names: asked, free, allocated, fragments."""
+    found = {name: re.search(pattern, text) for name, pattern in _SAID.items()}
+    return {name: int(float(match[1]) * _UNITS[match[2]]) for name, match in found.items() if match}
+
+
+def _text(plan: Plan, tier: str, said: Mapping[str, int], error: BaseException) -> str:
+    shared = plan.budgets is None or plan.budgets.shared
+    where = "host" if shared else tier
+    tiers = ("device", "host") if shared else (tier,)
+    if "asked" in said:
+        asked = f"{gib(said['asked'])} more were asked for"
+    else:
+        asked = str(error).strip() or type(error).__name__
+    known = {"allocated": "{} are in tensors", "fragments": "{} in fragments", "free": "{} are free"}
+    now = ", ".join(phrase.format(gib(said[name])) for name, phrase in known.items() if name in said)
+    facts = "; ".join(filter(None, (asked, now, _given(plan, where, tiers))))
+    return f"out of memory on the {where} tier: {facts}; lower it with {', or '.join(_ways(plan, tiers, said))}"
+
+
+def _given(plan: Plan, where: str, tiers: tuple[str, ...]) -> str:
+    """ "the plan gave it 12.1 GiB of 79.0 GiB (activations 10.3 GiB, buffers 1.8 GiB)"."""
+    parts = {kind: sum(plan.bytes_of(tier, kind) for tier in tiers) for kind in (*KINDS, "activations")}
+    ranked = sorted(((nbytes, kind) for kind, nbytes in parts.items() if nbytes), reverse=True)
+    contents = ", ".join(f"{kind} {gib(nbytes)}" for nbytes, kind in ranked)
+    budget = plan.budgets.of(where) if plan.budgets else None
+    return (
+        f"the plan gave it {gib(sum(parts.values()))}"
+        + (f" of {gib(budget)}" if budget else "")
+        + (f" ({contents})" if contents else "")
+    )
+
+
+def _ways(plan: Plan, tiers: tuple[str, ...], said: Mapping[str, int]) -> list[str]:
+    """What to change, the largest gain first; what it is worth where the plan knows."""
+    gains: list[tuple[int, str]] = []
+    below = {"device": "host", "host": "nvme"}[tiers[-1]]
+    for kind in STATES:
+        held = sum(plan.bytes_of(tier, kind) for tier in tiers)
+        gains.append((held, f"offload.{kind}={below} ({gib(held)})"))
+    activations = sum(plan.bytes_of(tier, "activations") for tier in tiers)
+    gains.append((activations // 2, f"half of run.micro_batch or data.sequence_length ({gib(activations // 2)})"))
+    slower = _next_policy(plan, tiers)
+    if slower:  # worth more than half where blocks are kept
+        gains.append((activations // 2 + 1, f"offload.activations={slower}"))
+    gains.append((plan.shape.prefetch_bytes if plan.bytes_of("device", "buffers") else 0, "zero.prefetch_bytes=0"))
+    gains.append((plan.shape.resident_bytes, f"zero.resident_bytes=0 ({gib(plan.shape.resident_bytes)})"))
+    ways = [text for gain, text in sorted(gains, key=lambda each: -each[0]) if gain > 0]
+    if said.get("fragments", 0) > said.get("asked", 0) > 0:
+        ways.insert(0, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, as the fragments would hold it")
+    return ways or ["more ranks with zero.stage=3, or smaller units (TiledLinear)"]
+
+
+def _next_policy(plan: Plan, tiers: tuple[str, ...]) -> str:
+    """The policy that takes away what most units keep on these tiers; empty: there is none."""
+    if not plan.activations:
+        return ""
+    common = Counter(plan.activations).most_common(1)[0][0]
+    lower = {"keep": "recompute", "recompute": "host" if tiers == ("device",) else "nvme"}
+    return lower.get(common, "nvme" if common == "host" and "host" in tiers else "")

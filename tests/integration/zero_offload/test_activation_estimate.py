@@ -1,0 +1,73 @@
+"""What the planner says a Llama's activations weigh, against every storage that is alive while one is trained.
+
+Fails if the estimate that device budgets rest on drifts from what transformers does by more than a twentieth.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zero_offload import ModelSizes
+from zero_offload.budgets import activation_bytes
+
+HIDDEN, INNER, LAYERS, TOKENS = 128, 448, 6, 1024
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the storages that operators made and that are still there, and the most there were."""
+
+    def __init__(self, known):
+        super().__init__()
+        self._alive = {storage._cdata: 0 for storage in known}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._alive:
+                    self._alive[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    self.most = max(self.most, self.now)
+                    weakref.finalize(storage, self._gone, storage._cdata)
+        return out
+
+    def _gone(self, address):
+        self.now -= self._alive.pop(address, 0)
+
+
+def most_bytes(model, tokens):
+    """Of a forward and backward whose gradients are taken away as they come."""
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    gc.disable()  # storages go when their last reference does, here and in the reference run alike
+    try:
+        with Alive([tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers(), tokens)]) as alive:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+    finally:
+        gc.enable()
+    return alive.most
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*")
+@pytest.mark.parametrize("vocabulary", [128, 2048])
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_the_estimate_is_what_training_holds(vocabulary, policy):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": vocabulary}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, use_cache=False)).to(torch.bfloat16)
+    if policy == "recompute":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    tokens = torch.randint(0, vocabulary, (1, TOKENS))
+    found = ModelSizes.of(model, dtype=torch.bfloat16)
+    expected = activation_bytes(found, [policy] * len(found.units), TOKENS)["device"]
+    expected += max(parameter.numel() for parameter in model.parameters()) * 2  # one gradient, just made
+    assert most_bytes(model, tokens) == pytest.approx(expected, rel=0.05)

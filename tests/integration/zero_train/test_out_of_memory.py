@@ -1,0 +1,62 @@
+"""A device that is full in the middle of a run, by a stand-in that raises what torch raises.
+
+Fails if the run ends with a traceback or without the plan's advice, or if what it did before is lost.
+"""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("zero_optim_cpu")
+
+from tests.integration.zero_train.helpers import COMMON, left, trained
+from zero_train import app, loop
+from zero_train.errors import RunError
+
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. "
+    "GPU 0 has a total capacity of 139.72 GiB of which 1.00 GiB is free."
+    " Of the allocated memory 130.00 GiB is allocated by PyTorch, and 5.00 GiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.fixture
+def full_at(monkeypatch):
+    """`full_at(n)`: the n-th forward finds no room."""
+
+    def at(number):
+        real, calls = loop._loss, []
+
+        def loss(*arguments):
+            calls.append(0)
+            if len(calls) == number:
+                raise torch.OutOfMemoryError(MESSAGE)
+            return real(*arguments)
+
+        monkeypatch.setattr(loop, "_loss", loss)
+
+    return at
+
+
+def test_a_run_says_what_the_plan_gave_and_leaves_what_it_has_done(full_at, tmp_path):
+    full_at(3)
+    with pytest.raises(RunError) as caught:
+        trained(tmp_path / "run", "offload=host", "run.micro_batch=4")
+    text = str(caught.value)
+    assert text.startswith(
+        "the run stopped: out of memory on the host tier: 2.0 GiB more were asked for; 130.0 GiB are"
+    )
+    assert "the plan gave it " in text and "lower it with PYTORCH_CUDA_ALLOC_CONF=" in text
+    assert "offload.optimizer=nvme" in text and "run.micro_batch" in text
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert "timeline.json" in left(tmp_path / "run")
+
+
+def test_the_command_ends_with_one_line_and_exit_code_1(full_at, tmp_path, capsys):
+    full_at(1)
+    assert app.main([*COMMON, f"run.dir={tmp_path / 'run'}", "offload=none"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("zero-train: the run stopped: out of memory") and error.count("\n") == 1

@@ -1,0 +1,106 @@
+"""What an error says when memory runs out in a step. Fails if it names no key, or one that would not help."""
+
+import pytest
+import torch
+
+from zero_offload import Hardware, ModelSizes, OffloadError, OutOfMemoryError, TieredStore, explained, plan
+
+GPU = Hardware(device="cuda", device_gib=80, host_gib=512, nvme_gib=1000)
+HERE = Hardware(host_gib=64, nvme_gib=1000)
+LLAMA = ModelSizes.transformer(layers=16, hidden_size=2048, intermediate_size=5632, gated=True, vocab_size=32000)
+HOST = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
+CUDA = (
+    "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is free. "
+    "Including non-PyTorch memory, this process has 77.60 GiB memory in use. Of the allocated memory 70.25 GiB is "
+    "allocated by PyTorch, and {fragments} is reserved by PyTorch but unallocated. If reserved but unallocated memory "
+    "is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+
+
+def raised(planned, error):
+    with pytest.raises(OutOfMemoryError) as caught, explained(planned):
+        raise error
+    assert caught.value.__cause__ is error
+    return caught.value
+
+
+def full(asked="2.00 GiB", fragments="512.00 MiB"):
+    return torch.OutOfMemoryError(CUDA.format(asked=asked, fragments=fragments))
+
+
+def test_it_says_what_was_asked_what_there_is_and_what_the_plan_gave():
+    planned = plan(LLAMA, GPU, **HOST, activations="keep", tokens=32768)
+    error = raised(planned, full())
+    assert (error.tier, error.asked_bytes) == ("device", 2 << 30)
+    text = str(error)
+    assert "out of memory on the device tier: 2.0 GiB more were asked for" in text
+    assert "70.2 GiB are in tensors, 0.5 GiB in fragments, 1.5 GiB are free" in text
+    assert f"the plan gave it {planned.total('device') / 2**30:.1f} GiB of 79.0 GiB (activations " in text
+
+
+@pytest.mark.parametrize(
+    ("activations", "first"),
+    [
+        ("keep", "offload.activations=recompute"),
+        ("recompute", "offload.activations=host"),
+        ("host", "half of run.micro_batch or data.sequence_length"),
+    ],
+)
+def test_activations_go_one_further_down(activations, first):
+    text = str(raised(plan(LLAMA, GPU, **HOST, activations=activations, tokens=32768), full()))
+    assert text.split("lower it with ")[1].startswith(first)
+    assert "or zero.prefetch_bytes=0" in text
+    assert "offload.parameters" not in text  # they are not on the device
+
+
+def test_states_that_lie_on_the_device_are_named_with_what_they_are_worth():
+    planned = plan(LLAMA, GPU, **dict.fromkeys(HOST, "device"), activations="recompute", tokens=2048)
+    ways = str(raised(planned, full())).split("lower it with ")[1].split(", or ")
+    held = [planned.bytes_of("device", kind) / 2**30 for kind in ("optimizer", "gradients", "parameters")]
+    assert ways[:3] == [
+        f"offload.{kind}=host ({nbytes:.1f} GiB)"
+        for kind, nbytes in zip(("optimizer", "gradients", "parameters"), held, strict=True)
+    ]
+
+
+def test_fragments_that_would_hold_it_come_first():
+    planned = plan(LLAMA, GPU, **HOST, activations="host", tokens=2048)
+    assert "lower it with PYTORCH_CUDA_ALLOC_CONF" in str(raised(planned, full("1.00 GiB", "3.00 GiB")))
+    assert "ALLOC_CONF" not in str(raised(planned, full("1.00 GiB", "0.50 GiB")))
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3221225472 bytes."), 3 << 30),
+        (MemoryError(), None),
+    ],
+)
+def test_on_the_cpu_device_and_host_are_one_tier(error, asked):
+    planned = plan(LLAMA, HERE, **HOST, activations="recompute", tokens=2048)
+    found = raised(planned, error)
+    total = planned.total("device") + planned.total("host")
+    assert (found.tier, found.asked_bytes) == ("host", asked)
+    assert f"the plan gave it {total / 2**30:.1f} GiB of 63.4 GiB (optimizer " in str(found)
+    assert "lower it with offload.optimizer=nvme" in str(found)
+    assert ("3.0 GiB more were asked for" if asked else "MemoryError; ") in str(found)
+
+
+def test_it_is_still_torchs_error_and_this_packages():
+    error = raised(plan([1 << 20], GPU, **HOST), full())
+    assert isinstance(error, torch.OutOfMemoryError) and isinstance(error, OffloadError)
+
+
+def test_other_errors_pass_as_they_are():
+    planned = plan([1 << 20], GPU, **HOST)
+    for error in (RuntimeError("shape mismatch"), OffloadError("mine"), KeyError("x")):
+        with pytest.raises(type(error)) as caught, explained(planned):
+            raise error
+        assert caught.value is error
+
+
+def test_a_plan_without_hardware_or_tokens_advises_too():
+    text = str(raised(plan([1 << 20] * 2, **HOST), MemoryError()))
+    assert "the plan gave it" in text and "offload.optimizer=nvme" in text
+    store = TieredStore(plan=plan([1 << 20], **HOST))
+    store.close()
