@@ -1,0 +1,140 @@
+"""What the GPU tests of TieredStore train: blocks of several tiles each, over any placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import zero_core
+from tests.gpu.zero_core.runs import NormMayWait, Wide, loss_of
+from tests.unit.zero_offload.simulated import simulated_device
+from zero_offload import MemoryByteStore, TieredStore, TorchStep, offload_activations
+
+MI = 1 << 20
+KINDS = ("parameters", "gradients", "optimizer")
+STEPS = 4
+Sized = tuple[int, int, int]  # width, blocks, rows of a batch
+
+
+def of_all(**shares: float) -> dict[str, Any]:
+    return {kind: dict(shares) for kind in KINDS}
+
+
+def classic(below: str) -> dict[str, Any]:
+    """Parameters stay on the device, all else is updated below."""
+    return {"parameters": "device", "gradients": below, "optimizer": below}
+
+
+BELOW: dict[str, Any] = {  # nothing is updated on the device: all of these have the same bits
+    "host": "host",
+    "nvme": "nvme",
+    "halves": of_all(host=0.5, nvme=0.5),
+    "parameters on nvme": {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"},
+    "classic": classic("host"),
+    "classic nvme": classic("nvme"),
+    "parameters in part": classic("host") | {"parameters": {"device": 0.4, "host": 0.3, "nvme": 0.3}},
+}
+MIXED: dict[str, Any] = {  # some tiles are
+    "device": "device",
+    "half": of_all(device=0.5, host=0.5),
+    "thirds": of_all(device=0.3, host=0.3, nvme=0.4),
+}
+
+
+def tiered(placement: Any, **options: Any) -> TieredStore:
+    by_kind = placement if isinstance(placement, Mapping) and set(placement) <= set(KINDS) else None
+    options = {"tile_numel": MI, "step": TorchStep("fp32"), "slots": 3, **options}
+    return TieredStore(**(by_kind or dict.fromkeys(KINDS, placement)), nvme=MemoryByteStore(), **options)
+
+
+@contextmanager
+def apart(device: torch.device) -> Iterator[None]:
+    """In a rehearsal the CPU is a device apart whose copies are late."""
+    with simulated_device() if device.type == "cpu" else nullcontext():
+        yield
+
+
+class Run:
+    """A sharded model, its store and what it takes to step. `close` it inside `apart`."""
+
+    def __init__(
+        self, device: torch.device, placement: Any, sized: Sized, *, activations: str = "keep", **options: Any
+    ) -> None:
+        width, blocks, rows = sized
+        torch.manual_seed(1)
+        self.model = Wide(width, blocks).to(device)
+        self.store = placement if isinstance(placement, TieredStore) or placement is None else tiered(placement)
+        self.observer = CoreNormMayWait(device)
+        build = options.pop("build", lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+        options = {"param_dtype": torch.bfloat16, "max_grad_norm": 1.0, "observer": self.observer, **options}
+        self.optimizer = zero_core.shard(self.model, build(self.model.parameters()), store=self.store, **options)
+        self.offloaded = offload_activations(self.model, self.store, activations)
+        generator = torch.Generator().manual_seed(2)
+        dtype = options["param_dtype"] or torch.float32
+        self.batches = [torch.randn(rows, width, generator=generator).to(device, dtype) for _ in range(4)]
+
+    def backward(self, number: int = 0) -> Tensor:
+        loss = loss_of(self.model, self.batches[number % len(self.batches)])
+        loss.backward()
+        return loss.detach()
+
+    def step(self, number: int = 0, accumulate: int = 1) -> list[Tensor]:
+        losses = [self.backward(number * accumulate + m) for m in range(accumulate)]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return losses
+
+    def masters(self) -> list[Tensor]:
+        with zero_core.gathered(self.model, master=True):
+            return [p.detach().cpu().clone() for p in self.model.parameters()]
+
+    def close(self) -> None:
+        self.offloaded.close()
+        self.optimizer.close()
+
+
+class CoreNormMayWait(NormMayWait):
+    """The store's spans come from its own threads as well, and must not switch the check off."""
+
+    @contextmanager
+    def span(self, kind: str, unit: str) -> Iterator[None]:
+        with super().span(kind, unit) if not unit else nullcontext():
+            yield
+
+
+def history(device: torch.device, placement: Any, sized: Sized, accumulate: int = 1, **options: Any) -> list[Tensor]:
+    """Losses, norms and masters of a few steps, with an evaluation before each update."""
+    with apart(device):
+        run = Run(device, placement, sized, **options)
+        seen: list[Tensor] = []
+        for number in range(STEPS):
+            losses = [run.backward(number * accumulate + m) for m in range(accumulate)]
+            with torch.no_grad():  # units are on their way to it while the update begins to change them
+                seen.append(run.model(run.batches[0]).cpu())
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            seen += [loss.cpu() for loss in losses] + [torch.tensor(run.optimizer.grad_norm)]
+        seen += run.masters()
+        run.close()
+    return seen
+
+
+def sized(device: torch.device, gpu: Sized, rehearsed: Sized = (360, 3, 8)) -> Sized:
+    return gpu if device.type == "cuda" else rehearsed
+
+
+def stats_of(device: torch.device, call: Callable[[], None]) -> tuple[int, int]:
+    """(bytes allocated before, most bytes while `call` ran) on the device; zeros on the CPU."""
+    if device.type != "cuda":
+        call()
+        return 0, 0
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return before, torch.cuda.max_memory_allocated(device)

@@ -1,0 +1,78 @@
+"""What one GPU holds is what was planned, and no more as steps go by."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from tests.gpu.zero_core.test_memory import activations, allocated, warm_up
+from tests.gpu.zero_offload import runs
+from zero_offload import Hardware, TieredStore, TorchStep, plan
+
+GPU = (1024, 24, 8)  # 8.4 M elements a block, and activations of next to nothing
+CLOSE = 1.05
+PLACEMENTS = {name: (runs.BELOW | runs.MIXED)[name] for name in ("host", "nvme", "classic", "half")}
+
+
+def planned(model: torch.nn.Module, placement: object) -> object:
+    kinds = placement if isinstance(placement, dict) else dict.fromkeys(runs.KINDS, placement)
+    step = TorchStep("fp32")
+    step.bind(torch.optim.AdamW(model.parameters()))
+    hardware = Hardware(device="cuda", device_gib=60, host_gib=60, nvme_gib=60)
+    options = {"parameter_dtype": torch.bfloat16, "shard_count": 1, "tile_numel": runs.MI, "slots": 3}
+    return plan(model, hardware, **kinds, step=step, prefetch_bytes=1, **options)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_device_holds_what_was_planned(device, only_cuda, placement):
+    width, blocks, rows = runs.sized(device, GPU)
+    x = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
+    warm_up(width, x)
+    model = runs.Wide(width, blocks)
+    figures = planned(model, PLACEMENTS[placement])
+    kept = activations(model.to(device, torch.bfloat16), x)
+    del model
+    with runs.apart(device):
+        before = allocated(device)
+        store = TieredStore(plan=figures, nvme=runs.MemoryByteStore(), step=TorchStep("fp32"))
+        run = runs.Run(device, store, (width, blocks, rows), prefetch_bytes=1)
+        run.step()
+        held, peak = runs.stats_of(device, lambda: run.step(1))
+        stats, batches = run.store.stats(), sum(b.nbytes for b in run.batches)
+        run.close()
+    placed = sum(figures.bytes_of("device", kind) for kind in runs.KINDS)
+    assert placed <= stats["device_bytes"] <= figures.total("device")
+    only_cuda("bytes allocated")
+    between, within = held - before - batches, peak - before - batches
+    assert between <= CLOSE * stats["device_bytes"], (between, stats)
+    most = figures.total("device")
+    assert within <= CLOSE * most + 2 * kept, (within, most, kept)
+    assert within >= most / CLOSE - 2 * kept, (within, most, kept)
+
+
+@pytest.mark.parametrize("activations", ["keep", "host"])
+@pytest.mark.parametrize("placement", [*PLACEMENTS, "thirds"])
+def test_fifty_steps_leave_nothing_behind(device, only_cuda, placement, activations):
+    """Evaluations in between, and forwards that raise while the next units are on their way."""
+    seen = []
+    with runs.apart(device):
+        steps = 50 if device.type == "cuda" else 8
+        sized = runs.sized(device, (512, 4, 8), (64, 4, 8))
+        run = runs.Run(device, (runs.BELOW | runs.MIXED)[placement], sized, activations=activations)
+        for number in range(steps):
+            run.step(number)
+            with torch.no_grad():
+                run.model(run.batches[0])
+            if number % 10 == 3:
+                with pytest.raises(RuntimeError):
+                    run.model(run.batches[0][:, :2])
+                run.optimizer.zero_grad()
+            gc.collect()
+            seen.append(allocated(device))
+        host = run.store.stats()["host_bytes"]
+        assert run.store.describe().arena_bytes == host
+        run.close()
+    only_cuda("bytes allocated")
+    assert set(seen[5:]) == {seen[5]}, seen
