@@ -228,7 +228,7 @@ def test_each_gradient_and_each_unit_crosses_once_in_16_bits() -> None:
         trained = sum(numel for i, numel in enumerate(NUMELS) if i not in driver.frozen)
         assert moved["link_down_bytes"] == 2 * trained
         assert moved["link_up_bytes"] == 2 * 2 * sum(NUMELS)  # forward and backward
-        assert moved["device_bytes"] == 2 * 2 * max(NUMELS)  # two landing buffers
+        assert moved["device_bytes"] == 2 * 2 * max(NUMELS)  # two landing buffers; the small unit is frozen
         driver.store.close()
 
 
@@ -296,3 +296,37 @@ def test_the_threads_end_with_the_store() -> None:
         driver.store.close()
         assert streams[0].closed
     assert not [t for t in threading.enumerate() if t.name in ("zero-offload gradients", "zero-offload update")]
+
+
+def test_the_training_thread_never_waits_for_the_thread_that_adds() -> None:
+    """First gradients are copied from where they landed while none has been added yet."""
+    numels = (MI // 2,) * 6
+    with simulated_device():
+        driver = make("host", driver={"numels": numels, "frozen": ()})
+        driver.forward()
+        held = Held(driver)
+        driver.backward()
+        assert not driver.store._monitor.blocked and driver.store._link is not None
+        assert driver.store._link.down._under_way == [1] * 6
+        assert held.inside.wait(60)
+        held.gate.set()
+        driver.update()
+        driver.store.close()
+
+
+def test_a_small_unit_that_is_open_all_along_takes_no_landing_from_the_others() -> None:
+    numels = (MI // 2, MI // 2, 640, MI // 2)
+    with simulated_device():
+        driver = make("host", driver={"numels": numels, "frozen": ()})
+        plan = driver.store.describe()
+        assert plan.own_landings == (2,)
+        assert plan.landing_bytes == driver.store.stats()["device_bytes"] == 2 * (2 * (MI // 2) + 640)
+        driver.forward()
+        lent = [driver.store.gradient_buffer(i) for i in (2, 0, 1)]
+        assert all(
+            buffer is not None and buffer.numel() == numels[i] for buffer, i in zip(lent, (2, 0, 1), strict=True)
+        )
+        assert driver.store.gradient_buffer(3) is None
+        driver.store.discard_gradients()
+        assert driver.store.gradient_buffer(3) is not None
+        driver.store.close()

@@ -184,6 +184,8 @@ class Cut:
         whole = (unit.parameter_bytes * shape.shard_count for unit in units)
         lent = lent_bytes(whole, shape.prefetch_bytes, shape.resident_bytes, shape.shard_count)
         own, shared = _unit_slots(cast(Sequence[UnitPlan], units), lent // shape.shard_count)
+        apart = _apart([run.unit for run in runs], shape.reduce_dtype, shape.step) if shape.apart else {}
+        apart["own_landings"] = ()  # of units, which are not here; budgets counts them
         plan = StorePlan(
             units=(),
             tile_numel=self.shape.tile_numel,
@@ -195,7 +197,7 @@ class Cut:
             unit_slots=shared,
             unit_slot_bytes=round_up(max((u.parameter_bytes for u in units if u.streamed), default=0), alignment),
             own_slots=(),
-            **(_apart([run.unit for run in runs], shape.reduce_dtype, shape.step) if shape.apart else {}),
+            **apart,
         )
         return plan, sum(Arena.rounded(round_up(units[i].parameter_bytes, alignment)) for i in own)
 

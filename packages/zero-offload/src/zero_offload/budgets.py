@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from .accounting import TIERS, Account, Placed, Shape
 from .errors import BudgetError, gib
-from .footprint import LANDING_BUFFERS, SMALL_UNIT_BYTES, SPILL_PIECE_BYTES, SPILL_SLOTS
+from .footprint import LANDING_BUFFERS, SMALL_UNIT_BYTES, SPILL_PIECE_BYTES, SPILL_SLOTS, small_landing
 from .hardware import Hardware
 from .sizes import ModelSizes
 from .tier import Tier
@@ -140,7 +140,9 @@ def _gradient_bytes(sizes: ModelSizes, shape: Shape, landed: bool) -> int:
     made = max((p.numel for u in sizes.units for p in u.parameters if p.trained), default=0)
     made *= shape.parameter_dtype.itemsize
     whole = 2 * unit if shape.shard_count > 1 else 0  # computed and reduced, before the rank's shard lands
-    return LANDING_BUFFERS * unit // shape.shard_count + whole + made
+    itemsize = shape.reduce_dtype.itemsize
+    own = sum(n for n in trained if small_landing(n, max(trained, default=0), itemsize)) * itemsize
+    return (LANDING_BUFFERS * unit + own) // shape.shard_count + whole + made
 
 
 def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) -> dict[str, int]:

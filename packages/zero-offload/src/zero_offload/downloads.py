@@ -7,9 +7,10 @@ form and with which sums is `gradients`'.
     compute stream   backward of i writes landing 0 | backward of i-1 writes landing 1 | of i-2: landing 0 again,
     swap_out lane                                   | D2H of i                         | D2H of i-1   after D2H of i
     this thread                                                  waits for D2H of i, squares, adds     ...
-The first gradient after an update goes straight to where it is kept. One that is added to another, or that lives on
-nvme, comes in tiles through the staging slots. The training thread waits only where both buffers are still full because
-this thread is behind: what the host adds is then slower than what the device computes.
+The first gradient after an update goes straight to where it is kept: its copy is queued when it is accepted, and the
+training thread waits for nothing. One that is added to another, or that lives on nvme, comes in tiles through the
+staging slots, as this thread adds them; the training thread then runs ahead of the device by the two buffers. Small
+units, such as a final norm that is open during the whole backward, have a buffer of their own.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class _Download:
     copied: Mark | None = None  # its last copy, once that is queued
 
 
+_Landings = deque[tuple[Tensor, Mark | None]]  # free buffers, each with the copy out of it that is still to be made
+
+
 class Downloads:
     """Accepts gradients from the device, one after another. `nbytes`: copied so far."""
 
@@ -52,18 +56,17 @@ class Downloads:
     ) -> None:
         self._streams, self._gradients, self._plan, self._monitor = streams, gradients, plan, monitor
         self._staging = tuple(staging)
-        numel = plan.landing_numel
-        self._buffers = [streams.empty(numel, gradients.dtype) for _ in range(LANDING_BUFFERS if numel else 0)]
-        self._free: deque[tuple[Tensor, Mark | None]] = deque((buffer, None) for buffer in self._buffers)
+        numel, dtype = plan.landing_numel, gradients.dtype
+        shared = [streams.empty(numel, dtype) for _ in range(LANDING_BUFFERS if numel else 0)]
+        self._free = _Landings((buffer, None) for buffer in shared)
+        self._own = {i: _Landings([(streams.empty(plan.units[i].spec.numel, dtype), None)]) for i in plan.own_landings}
         self._lent: dict[int, Tensor] = {}
         self._queue: deque[_Download] = deque()
+        self._under_way = [0] * len(plan.units)
+        self.device_bytes = plan.landing_bytes
         self._busy = False
         self._thread: threading.Thread | None = None
         self.nbytes = 0
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
 
     # -- the training thread ------------------------------------------------------------------------------------
 
@@ -73,11 +76,12 @@ class Downloads:
         if not unit.trainable or not unit.spec.numel:
             return None
         if i not in self._lent:
-            if len(self._lent) == len(self._buffers):
+            free = self._own.get(i, self._free)
+            if free is self._free and len(self._lent.keys() - self._own.keys()) == LANDING_BUFFERS:
                 return None
-            self._monitor.wait_until(lambda: bool(self._free), unit.spec.name)
+            self._monitor.wait_until(lambda: bool(free), unit.spec.name)
             with self._monitor.condition:
-                buffer, copied = self._free.popleft()
+                buffer, copied = free.popleft()
             self._lent[i] = buffer
             if copied is not None:
                 self._streams.follow(copied)
@@ -96,6 +100,9 @@ class Downloads:
             gradient = lent
         download = _Download(i, gradient[unit.whole_numel :], self._streams.mark(), buffer)
         with self._monitor.condition:
+            if not self._under_way[i]:  # else the thread is about to change what is kept of it
+                self._begin(download)
+            self._under_way[i] += 1
             self._queue.append(download)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._main, name="zero-offload gradients", daemon=True)
@@ -113,7 +120,8 @@ class Downloads:
     def forget(self) -> None:
         """Nothing that was lent will be accepted."""
         with self._monitor.condition:
-            self._free.extend((buffer, None) for buffer in self._lent.values())
+            for i, buffer in self._lent.items():
+                self._own.get(i, self._free).append((buffer, None))
             self._lent.clear()
 
     def close(self) -> None:
@@ -125,14 +133,13 @@ class Downloads:
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        begun: deque[_Download] = deque()
         try:
             with self._monitor.background(), torch.no_grad():
                 while True:
-                    for download in self._next(begun):
-                        self._begin(download)
-                        begun.append(download)
-                    self._finish(begun.popleft())
+                    download = self._next()
+                    self._finish(download)
+                    with self._monitor.condition:
+                        self._under_way[download.unit] -= 1
         except Stopped:
             pass
         except BaseException as error:
@@ -143,24 +150,19 @@ class Downloads:
                 self._busy = False
                 self._monitor.condition.notify_all()
 
-    def _next(self, begun: Sequence[_Download]) -> list[_Download]:
-        """What to begin before the next is finished: all that wait, up to a unit's second gradient. Waits for one."""
+    def _next(self) -> _Download:
         with self._monitor.condition:
-            self._busy = bool(begun)
+            self._busy = False
             self._monitor.condition.notify_all()
-            while not self._queue and not begun:
+            while not self._queue:
                 self._monitor.check_stop()
                 self._monitor.condition.wait()
             self._monitor.check_stop()
             self._busy = True
-            units, found = {download.unit for download in begun}, []
-            while self._queue and self._queue[0].unit not in units:
-                found.append(self._queue.popleft())
-                units.add(found[-1].unit)
-            return found
+            return self._queue.popleft()
 
     def _begin(self, download: _Download) -> None:
-        """Queue the copy of one that goes straight to where it is kept."""
+        """Queue the copy, if it goes straight to where it is kept. Nothing of the unit is under way."""
         download.into = self._gradients.lend(download.unit)
         if download.into is not None:
             self._copied(download, self._copy(download, download.into, download.source))
@@ -185,7 +187,7 @@ class Downloads:
         with self._monitor.condition:
             download.copied = mark
             if download.buffer is not None:
-                self._free.append((download.buffer, mark))
+                self._own.get(download.unit, self._free).append((download.buffer, mark))
             self._monitor.condition.notify_all()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -91,6 +92,7 @@ class StorePlan:
     own_slots: tuple[int, ...]  # streamed units so small that each has a slot of its own, of its own size
     landing_numel: int = 0  # of each of LANDING_BUFFERS on a device apart; 0: there is none
     landing_itemsize: int = 0
+    own_landings: tuple[int, ...] = ()  # units so small that each has a landing buffer of its own size
     state_itemsize: int = 0  # bytes of states of an element on a device apart
     mirror_slots: int = 0  # of parameters that live on a device apart while the host updates them
     mirror_slot_bytes: int = 0
@@ -103,7 +105,7 @@ class StorePlan:
         if kind not in KINDS:
             raise KeyError(f"kind {kind!r}; known: {', '.join(KINDS)}")
         if kind == "buffers":
-            device = LANDING_BUFFERS * self.landing_numel * self.landing_itemsize + self.scratch_bytes(self.units)
+            device = self.landing_bytes + self.scratch_bytes(self.units)
             return {Tier.HOST: self.buffer_bytes, Tier.DEVICE: device, Tier.NVME: 0}[tier]
         return sum(self._unit_bytes(unit, tier, kind) for unit in self.units)
 
@@ -122,6 +124,12 @@ class StorePlan:
         if kind == "optimizer" and tier is Tier.DEVICE:
             total += unit.whole_numel * self.state_itemsize
         return total
+
+    @property
+    def landing_bytes(self) -> int:
+        """On a device apart, where gradients leave from."""
+        own = sum(self.units[i].spec.numel for i in self.own_landings)
+        return (LANDING_BUFFERS * self.landing_numel + own) * self.landing_itemsize
 
     def scratch_bytes(self, units: Sequence[UnitPlan]) -> int:
         """In which a device apart widens the gradient of one unit's whole tiles."""
@@ -245,7 +253,12 @@ def check_device_shares(parameters: Placement, gradients: Placement, optimizer: 
         )
 
 
-def _apart(units: Sequence[UnitPlan], dtype: torch.dtype, step: UpdateStep) -> dict[str, int]:
+def small_landing(numel: int, largest: int, itemsize: int) -> bool:
+    """Whether a gradient of `numel` elements, where the `largest` has so many, lands in a buffer of its own."""
+    return numel * itemsize <= min(largest * itemsize // 16, SMALL_UNIT_BYTES)
+
+
+def _apart(units: Sequence[UnitPlan], dtype: torch.dtype, step: UpdateStep) -> dict[str, Any]:
     """What a device apart needs: where gradients pass through, where the host updates parameters that live there."""
     below = [unit for unit in units if unit.trainable and unit.whole_numel < unit.spec.numel]
     tile = max((tile.numel for unit in below for tile in unit.tiles), default=0)
@@ -255,9 +268,17 @@ def _apart(units: Sequence[UnitPlan], dtype: torch.dtype, step: UpdateStep) -> d
         for tile in unit.tiles
         if unit.whole_numel < tile.stop <= unit.device_numel(unit.parameter_tiers)
     ]
+    largest = max((unit.spec.numel for unit in below), default=0)
     return {
-        "landing_numel": max((unit.spec.numel for unit in below), default=0),
+        "landing_numel": largest,
         "landing_itemsize": dtype.itemsize,
+        "own_landings": tuple(
+            i
+            for i, unit in enumerate(units)
+            if unit.trainable
+            and unit.whole_numel < unit.spec.numel
+            and small_landing(unit.spec.numel, largest, dtype.itemsize)
+        ),
         "staging_slots": STAGING_SLOTS if below else 0,
         "staging_slot_bytes": round_up(tile * dtype.itemsize, PAGE_BYTES),
         "state_itemsize": 4 * (len(step.state_names()) + any(unit.spec.dtype != torch.float32 for unit in units)),
