@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.integration.zero_core import swapping
 from zero_core.device_store import DeviceStore
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.store import ScalarStates, ShardStore, StoreContext
@@ -48,6 +49,18 @@ class TestDeviceStoreWithAverages(ShardStoreSuite):
 
     def make_optimizer(self, groups):
         return torch.optim.ASGD(groups, lr=1e-2, t0=1)
+
+
+class TestStoreThatSwapsIn(ShardStoreSuite):
+    """The tests' own: what holds a real one holds it too."""
+
+    def make_store(self):
+        return swapping.SwappingStore()
+
+
+class TestStoreThatSwapsInFromAThread(ShardStoreSuite):
+    def make_store(self):
+        return swapping.ThreadSwappingStore()
 
 
 def test_it_satisfies_the_protocol():

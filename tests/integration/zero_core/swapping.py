@@ -138,6 +138,8 @@ class ThreadSwappingStore(SwappingStore):
             job()
 
     def close(self) -> None:
+        if self._closed:
+            return
         super().close()
         self.queue.put(None)
         self._thread.join(60)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .precision import round_to, sum_of_squares
-from .store import GroupStep, ScalarStates, Segment, ShardSpec, ShardStore, StoreContext
+from .store import Arrival, GroupStep, ScalarStates, Segment, ShardSpec, ShardStore, StoreContext, SwapsIn
 
 __all__ = ["ShardStoreSuite"]
 
@@ -24,8 +24,11 @@ class ShardStoreSuite:
     """Three shards: one with two groups and a gap, one with a frozen segment, one of a single parameter.
 
     Set `parameter_dtypes` and `reduce_dtypes` to what the store takes, `exact` to False where its arithmetic is not
-    torch's own (then `tolerance` is relative to the update).
+    torch's own (then `tolerance` is relative to the update). `device`: where store and optimizer compute. A store that
+    says `swaps_in` once it is attached is asked to copy instead of to lend.
     """
+
+    device = torch.device("cpu")
 
     parameter_dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16)
     reduce_dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16)
@@ -161,11 +164,31 @@ class ShardStoreSuite:
         trial.store.close()
         trial.store.close()
         try:
-            trial.store.parameters(0)
+            trial.copy_of(0)
         except Exception as error:
             assert "close" in str(error), error
         else:
-            raise AssertionError("parameters() of a closed store returned")
+            raise AssertionError("parameters of a closed store were had")
+
+    def test_copies_under_way_together_arrive_and_dropped_ones_touch_nothing(self) -> None:
+        """Of a store that swaps in: the memory of a dropped copy is the caller's again."""
+        for dtype in self.parameter_dtypes:
+            with _Trial(self, dtype) as trial:
+                if not trial.swaps_in:
+                    continue
+                for seed in range(2):
+                    expected = [trial.copy_of(i) for i in range(len(_SIZES))]
+                    memory = [trial.memory(i) for i in range(len(_SIZES))]
+                    arrivals = [trial.swap_in(i, memory[i]) for i in range(len(_SIZES))]
+                    arrivals[1].drop()
+                    memory[1].fill_(7.0)
+                    for i in (2, 0):
+                        arrivals[i].wait()
+                        assert torch.equal(memory[i], expected[i]), f"shard {i} did not arrive whole"
+                    assert bool((memory[1] == 7.0).all()), "a dropped copy was written"
+                    assert torch.equal(trial.copy_of(1), expected[1])
+                    trial.step(seed)
+                    trial.compare_parameters()
 
 
 class _Trial:
@@ -174,7 +197,7 @@ class _Trial:
     def __init__(self, suite: ShardStoreSuite, dtype: torch.dtype, reduce_dtype: torch.dtype = torch.float32) -> None:
         self.suite, self.dtype, self.reduce_dtype = suite, dtype, reduce_dtype
         generator = torch.Generator().manual_seed(0)
-        masters = [torch.randn(size, generator=generator) for size in _SIZES]
+        masters = [torch.randn(size, generator=generator).to(suite.device) for size in _SIZES]
         segments = [
             (Segment(0, 96, 0, "a"), Segment(128, 320, 1, "b")),
             (Segment(0, 700, 1, "c"), Segment(704, 1000, None, "frozen")),
@@ -194,7 +217,7 @@ class _Trial:
         self.gradients: list[Tensor | None] = [None] * len(_SIZES)
         self.counts = [[0] * len(s) for s in segments]
         self.store = suite.make_store()
-        context = StoreContext(torch.device("cpu"), reduce_dtype=reduce_dtype)
+        context = StoreContext(suite.device, reduce_dtype=reduce_dtype)
         asked: list[int] = []
 
         def initial(i: int) -> Tensor:
@@ -203,6 +226,7 @@ class _Trial:
 
         self.store.attach(self.specs, self.optimizer, initial, context=context)
         assert asked == list(range(len(_SIZES))), "initial(i) is called once each, in order"
+        self.swaps_in = bool(getattr(self.store, "swaps_in", False))
 
     def __enter__(self) -> _Trial:
         return self
@@ -216,7 +240,7 @@ class _Trial:
         inside = torch.zeros(_SIZES[i], dtype=torch.bool)
         for segment in self.specs[i].segments:
             inside[segment.start : segment.stop] = segment.group is not None
-        return values * inside
+        return (values * inside).to(self.suite.device)
 
     def give_gradients(
         self,
@@ -293,8 +317,20 @@ class _Trial:
             assert isinstance(self.store, ScalarStates) and number is not None, (i, k, name)
             self.store.write_scalar(i, k, name, number)
 
+    def memory(self, i: int) -> Tensor:
+        """(numel,) for shard i, of values that no shard has."""
+        return torch.full((_SIZES[i],), float("nan"), dtype=self.dtype, device=self.suite.device)
+
+    def swap_in(self, i: int, out: Tensor) -> Arrival:
+        assert isinstance(self.store, SwapsIn)
+        return self.store.swap_in(i, out)
+
     def copy_of(self, i: int) -> Tensor:
         self.store.prefetch(i)
+        if self.swaps_in:
+            out = self.memory(i)
+            self.swap_in(i, out).wait()
+            return out
         values = self.store.parameters(i).clone()
         self.store.release(i)
         return values
@@ -304,7 +340,7 @@ class _Trial:
         for i, spec in enumerate(self.specs):
             found = self.copy_of(i)
             assert found.dtype == self.dtype and found.shape == (_SIZES[i],)
-            expected = torch.empty(_SIZES[i], dtype=self.dtype)
+            expected = torch.empty(_SIZES[i], dtype=self.dtype, device=self.suite.device)
             round_to(self.whole[i], expected)
             self._compare(spec, found, expected, exact, "parameters")
 
@@ -315,7 +351,7 @@ class _Trial:
                 spec, self.store.read_state(i, "master", 0, _SIZES[i]), self.whole[i], self.suite.exact, "master"
             )
             for name in self.store.state_names()[1:]:
-                expected = torch.zeros(_SIZES[i])
+                expected = torch.zeros(_SIZES[i], device=self.suite.device)
                 for segment, view in zip(spec.segments, self.views[i], strict=True):
                     if segment.group is not None and name in self.optimizer.state[view]:
                         expected[segment.start : segment.stop] = self.optimizer.state[view][name]
