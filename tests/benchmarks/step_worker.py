@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.step_worker '{"name": "nvme", "micro_batch": 2, "folder": "."}'
 
-It says what it is in one line of JSON, then answers each line on stdin with another: `turn N` times N steps, after one
-that is not timed, and waits for what runs in the background; `end` leaves. Between turns it does nothing, so that
-others can take theirs. A step is timed from the return of one `optimizer.step()` to that of the next, so it holds
-exactly one update, wherever that hides.
+It says what it is in one line of JSON, then answers each line on stdin with another: `turn N [ROWS]` times N steps of
+as many rows (micro_batch where left out), after one that is not timed, and waits for what runs in the background;
+`trace FILE [ROWS]` writes torch's profile of two steps; `end` leaves. Between turns it does nothing, so that others can
+take theirs. A step is timed from the return of one `optimizer.step()` to that of the next, so it holds exactly one
+update, wherever that hides.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,15 +39,32 @@ TIERS: dict[str, dict[str, Any]] = {
     "everything-nvme": dict.fromkeys(KINDS, "nvme") | {"slots": 3, "prefetch_bytes": 0},
 }
 FSDP2 = "fsdp2-host"
-DEEPSPEED = {"deepspeed-host": "cpu", "deepspeed-nvme": "nvme", "deepspeed-everything-nvme": "nvme"}
+DEEPSPEED = {
+    "deepspeed-host": "cpu",
+    "deepspeed-super-host": "cpu",
+    "deepspeed-nvme": "nvme",
+    "deepspeed-everything-nvme": "nvme",
+}
 
 
 class Missing(Exception):
     """The configuration cannot run here; the text says why."""
 
 
-def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, torch.Tensor]:
-    """The 119.6 M Llama, or one of `sizes`, in the benchmark's dtype, and a micro-batch of (rows, sequence) tokens.
+class Batch:
+    """Tokens of a step, (rows, sequence): as many rows as were asked for last."""
+
+    def __init__(self, arguments: dict[str, Any], device: str) -> None:
+        self._length = 32 if arguments.get("tiny") else arguments.get("length", 256)
+        self._device = device
+        self.take(arguments["micro_batch"])
+
+    def take(self, rows: int) -> None:
+        self.tokens = torch.randint(0, 256, (rows, self._length), device=self._device)
+
+
+def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, Batch]:
+    """The 119.6 M Llama, or one of `sizes`, in the benchmark's dtype, and its batch.
 
     `device` is where both are made; `length` the sequence's; `checkpointing` recomputes each block.
     """
@@ -63,30 +83,32 @@ def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, torch.Tensor]:
     if arguments.get("checkpointing"):
         made.gradient_checkpointing_enable({"use_reentrant": False})
     made.train()
-    length = 32 if tiny else arguments.get("length", 256)
-    return made, torch.randint(0, 256, (arguments["micro_batch"], length), device=device)
+    return made, Batch(arguments, device)
 
 
-def backward(model: nn.Module, tokens: torch.Tensor) -> None:
-    model(input_ids=tokens, labels=tokens).loss.backward()
+def backward(model: nn.Module, batch: Batch) -> None:
+    model(input_ids=batch.tokens, labels=batch.tokens).loss.backward()
 
 
 def floor(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
-    """Forward and backward alone; then one pass of CpuStep over the model's elements, states in memory."""
-    model, tokens = model_of(arguments)
+    """Forward and backward alone; on the CPU then one pass of CpuStep over the model's elements, states in memory."""
+    model, batch = model_of(arguments)
     tiles: list[Any] = []
 
     def step() -> None:
-        backward(model, tokens)
+        backward(model, batch)
         for parameter in model.parameters():
             parameter.grad = None
+
+    if arguments.get("device") == "cuda":
+        return {"step": step, "rows": batch.take}
 
     def update() -> None:
         if not tiles:
             tiles.append(pass_of_cpu_step(model, arguments))
         tiles[0]()
 
-    return {"step": step, "extra": update}
+    return {"step": step, "rows": batch.take, "extra": update}
 
 
 def pass_of_cpu_step(model: nn.Module, arguments: dict[str, Any]) -> Callable[[], None]:
@@ -133,7 +155,7 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
     import zero_offload
     import zero_optim_cpu
 
-    model, tokens = model_of(arguments)
+    model, batch = model_of(arguments)
     dtype = next(model.parameters()).dtype
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=arguments["name"] == "none")
     store, prefetch_bytes = None, PREFETCH_BYTES
@@ -141,23 +163,38 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
         placed, layout, slots, prefetch_bytes = choices(arguments["name"])
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments["folder"]))
         slab = stack.enter_context(zero_nvme.Slab([folder])) if "nvme" in placed.values() else None
-        step = zero_optim_cpu.CpuStep(layout=layout)
-        store = zero_offload.TieredStore(**placed, nvme=slab, step=step, slots=slots)
+        step = zero_optim_cpu.CpuStep(layout=layout, cores=beside_gpu(arguments))
+        tile = {"tile_numel": arguments["tile_numel"]} if "tile_numel" in arguments else {}
+        store = zero_offload.TieredStore(**placed, nvme=slab, step=step, slots=slots, **tile)
     optimizer = zero_core.shard(
         model, optimizer, stage=3, max_grad_norm=1.0, store=store, prefetch_bytes=prefetch_bytes,
         param_dtype=None if dtype == torch.float32 else dtype,
     )  # fmt: skip
     stack.callback(optimizer.close)
-    zero_core.keep_freed_memory()
+    if arguments.get("device", "cpu") == "cpu":
+        zero_core.keep_freed_memory()
 
     def train() -> None:
-        backward(model, tokens)
+        backward(model, batch)
         optimizer.step()
         optimizer.zero_grad()
 
     if store is None:
-        return {"step": train}
-    return {"step": train, "wait": store.wait, "exposed": lambda: store.stats()["exposed_seconds"]}
+        return {"step": train, "rows": batch.take}
+    exposed = {"exposed": lambda: store.stats()["exposed_seconds"]}
+    return {"step": train, "rows": batch.take, "wait": store.wait} | exposed
+
+
+def beside_gpu(arguments: dict[str, Any]) -> tuple[int, ...] | None:
+    """The update's cores on a GPU's host, this process bound to the others, as zero-train does it. None on the CPU."""
+    if arguments.get("device") != "cuda":
+        return None
+    from zero_optim_cpu import cores
+
+    chosen = cores.beside_gpus([cores.seat_of(torch.device("cuda", torch.cuda.current_device()))], 0)
+    os.sched_setaffinity(0, chosen.rest)
+    torch.set_num_threads(chosen.rest_cores)
+    return chosen.pool
 
 
 def deepspeed(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
@@ -171,13 +208,46 @@ def deepspeed(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable
         raise Missing(f"DeepSpeed cannot be imported: {error}") from error
     package.utils.logging.logger.setLevel("ERROR")
     folder = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments["folder"]))
-    model, tokens = model_of(arguments)
-    tier = DEEPSPEED[arguments["name"]]
-    place = {"device": tier, "nvme_path": folder}
+    model, batch = model_of(arguments)
+    config = deepspeed_config(arguments, model.config.hidden_size, folder)
+    try:
+        engine, *_ = package.initialize(model=model, config=config)
+    except Exception as error:
+        raise Missing(f"DeepSpeed does not start: {type(error).__name__}: {str(error)[:400]}") from error
+
+    def train() -> None:
+        engine.backward(engine(input_ids=batch.tokens, labels=batch.tokens).loss)
+        engine.step()
+
+    return {"step": train, "rows": batch.take}
+
+
+def deepspeed_config(arguments: dict[str, Any], hidden: int, folder: str) -> dict[str, Any]:
+    """On a GPU what its documentation advises for offload: pinned memory, overlap, buckets of the model's width.
+
+    super: its SuperOffload, made for hosts that the GPU reaches faster than over PCIe.
+    """
+    name, on_gpu = arguments["name"], arguments.get("device") == "cuda"
+    place: dict[str, Any] = {"device": DEEPSPEED[name], "nvme_path": folder}
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": place | {"buffer_count": 5}}
-    if arguments["name"] != "deepspeed-nvme":
+    if name != "deepspeed-nvme":
         zero["offload_param"] = place | {"buffer_count": 8, "buffer_size": 16 << 20}
-    config = {
+    if on_gpu:
+        for part in ("offload_optimizer", "offload_param"):
+            zero.get(part, {})["pin_memory"] = True
+        zero |= {
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 10**9,
+            "reduce_bucket_size": hidden * hidden,
+            "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+            "stage3_param_persistence_threshold": 10 * hidden,
+            "stage3_max_live_parameters": 10**9,
+            "stage3_max_reuse_distance": 10**9,
+        }
+    if "super" in name:
+        zero["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": 0.8}
+    return {
         "train_micro_batch_size_per_gpu": arguments["micro_batch"],
         "gradient_clipping": 1.0,
         "zero_optimization": zero,
@@ -185,20 +255,13 @@ def deepspeed(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable
         "aio": {"block_size": 8 << 20, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     }
-    try:
-        engine, *_ = package.initialize(model=model, config=config)
-    except Exception as error:
-        raise Missing(f"DeepSpeed does not start: {type(error).__name__}: {str(error)[:400]}") from error
-
-    def train() -> None:
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        engine.step()
-
-    return {"step": train}
 
 
 def fsdp2(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
-    """FSDP2 with CPUOffloadPolicy on one GPU: fp32 shards and fused AdamW on the host, `dtype` on the device."""
+    """FSDP2 with CPUOffloadPolicy on one GPU: fp32 shards and fused AdamW on the host, `dtype` on the device.
+
+    Pinned memory, gradients reduced in `dtype`, and each block prefetches the next one, in both directions.
+    """
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -209,34 +272,41 @@ def fsdp2(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[],
     dist.init_process_group("cpu:gloo,cuda:nccl")
     stack.callback(dist.destroy_process_group)
     wanted = getattr(torch, arguments.get("dtype", "float32"))
-    model, tokens = model_of(arguments | {"dtype": "float32", "device": "cpu"})  # its shards are its fp32 masters
+    model, batch = model_of(arguments | {"dtype": "float32", "device": "cpu"})  # its shards are its fp32 masters
     options: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=wanted),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=wanted, reduce_dtype=wanted),
         "offload_policy": CPUOffloadPolicy(pin_memory=True),
     }
     for block in model.model.layers:
         fully_shard(block, **options)
     fully_shard(model, **options)
+    for block, following in pairwise(model.model.layers):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
     for buffer in model.buffers():  # the policy moves parameters only
         buffer.data = buffer.data.cuda()
-    tokens = tokens.cuda()
+    batch = Batch(arguments, "cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def train() -> None:
-        backward(model, tokens)
+        backward(model, batch)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    return {"step": train}
+    return {"step": train, "rows": batch.take}
 
 
-def turn(parts: dict[str, Callable[[], Any]], count: int) -> dict[str, Any]:
+def turn(parts: dict[str, Callable[..., Any]], count: int, rows: int | None = None) -> dict[str, Any]:
     """One step untimed, `count` timed, then the end of the background, untimed.
 
     The first step after others had their turns is up to half again as long, updates in the background or not.
     """
     exposed = parts.get("exposed", lambda: 0.0)
+    if rows is not None:
+        parts["rows"](rows)
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
     parts["step"]()
     wait_for_kernels()
     before, begin = exposed(), time.perf_counter()
@@ -248,12 +318,52 @@ def turn(parts: dict[str, Callable[[], Any]], count: int) -> dict[str, Any]:
     answer = {"seconds": seconds, "exposed_seconds": hidden_not, "peak_rss_bytes": peak_rss_bytes(os.getpid())}
     if torch.cuda.is_initialized():
         answer["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+        answer["peak_rss_bytes"] += pinned_beside_rss()
+        torch.cuda.empty_cache()  # the others want the room
     if "extra" in parts:  # after the peak was read: these states are not the floor's
         parts["extra"]()
         begin = time.perf_counter()
         parts["extra"]()
         answer["extra_seconds"] = time.perf_counter() - begin
     return answer
+
+
+def trace(parts: dict[str, Callable[..., Any]], file: str, rows: int | None) -> dict[str, Any]:
+    """torch's profile of two steps after one that is not profiled. On a GPU of kernels and copies only."""
+    from torch.profiler import ProfilerActivity, profile
+
+    if rows is not None:
+        parts["rows"](rows)
+    parts["step"]()
+    wait_for_kernels()
+    where = ProfilerActivity.CUDA if torch.cuda.is_initialized() else ProfilerActivity.CPU
+    with profile(activities=[where]) as profiled:
+        parts["step"]()
+        parts["step"]()  # the update of the first hides in the forward of the second
+        wait_for_kernels()
+    parts.get("wait", lambda: None)()
+    profiled.export_chrome_trace(file)
+    return {"trace": file}
+
+
+@cache
+def _rss_has_pinned() -> bool:
+    """Whether the kernel counts memory that the driver pins in a process's resident set: tried out once."""
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before, size = resident(), 64 << 20
+    pinned = torch.ones(size, dtype=torch.uint8, pin_memory=True)
+    return resident() - before > size // 2 and pinned.is_pinned()
+
+
+def pinned_beside_rss() -> int:
+    """Most bytes of torch's pinned memory, where the resident set leaves them out. FSDP2 and DeepSpeed have much."""
+    statistics = getattr(torch.cuda, "host_memory_stats", dict)()
+    most = max((n for key, n in statistics.items() if key.startswith("reserved_bytes") and "peak" in key), default=0)
+    return 0 if not most or _rss_has_pinned() else int(most)
 
 
 def wait_for_kernels() -> None:
@@ -291,9 +401,11 @@ def main() -> None:
             return
         say({"name": name})
         for line in sys.stdin:
-            if line.strip() == "end":
+            word, *rest = line.split()
+            if word == "end":
                 break
-            say(turn(parts, int(line.split()[1])))
+            rows = int(rest[1]) if len(rest) > 1 else None
+            say(trace(parts, rest[0], rows) if word == "trace" else turn(parts, int(rest[0]), rows))
 
 
 if __name__ == "__main__":

@@ -75,11 +75,18 @@ class Worker:
         self.missing = self._answer().get("missing")
         return self
 
-    def turn(self, count: int) -> None:
+    def turn(self, count: int, rows: int | None = None) -> None:
+        self.answers.append(self.ask(f"turn {count}" + ("" if rows is None else f" {rows}")))
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Its answer to a line; {"missing": …} where it is gone."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"turn {count}\n")
-        self._process.stdin.flush()
-        self.answers.append(self._answer())
+        try:
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its end is what it answers
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -185,8 +192,8 @@ def sizes_of(micro_batch: int, tiny: bool) -> tuple[Any, int]:
     """What the planner knows of the model, and tokens of a step."""
     import zero_offload
 
-    model, tokens = step_worker.model_of({"micro_batch": micro_batch, "tiny": tiny})
-    return zero_offload.ModelSizes.of(model), tokens.numel()
+    model, batch = step_worker.model_of({"micro_batch": micro_batch, "tiny": tiny})
+    return zero_offload.ModelSizes.of(model), batch.tokens.numel()
 
 
 def probe(folder: str, options: dict[str, Any]) -> dict[str, Any]:
