@@ -64,7 +64,7 @@ def digest(model: torch.nn.Module) -> str:
     with torch.no_grad(), zero_core.gathered(model):
         for name, parameter in model.named_parameters():
             total.update(name.encode())
-            total.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            total.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 
