@@ -39,6 +39,10 @@ class _Copy:
             while not self.made:
                 self._streams.lanes[self._lane].popleft()._make()
 
+    def reads(self, memory: Tensor) -> bool:
+        start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        return self._source.data_ptr() < stop and self._source.data_ptr() + self._source.nbytes > start
+
     def _make(self) -> None:
         for mark in self._after:
             mark.wait()
@@ -85,6 +89,9 @@ class SimulatedStreams:
             assert here, "host memory that was never registered"
         copy = _Copy(self, lane, into, source, after)
         with self.lock, torch.no_grad():
+            ordered = (*self.lanes[lane], *(mark for mark in after if isinstance(mark, _Copy)))
+            for earlier in [each for each in ordered if each.reads(into)]:
+                earlier.wait()  # it is ordered before this one, so it may still read what this one writes
             into.fill_(float("nan") if into.is_floating_point() else 255)
             self.lanes[lane].append(copy)
         return copy

@@ -95,6 +95,20 @@ def test_parameters_may_live_on_the_device_while_the_host_updates_them(layout: s
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+def test_a_parameter_comes_down_after_it_went_home() -> None:
+    """The tile updated last is read first: its way home may still be ahead of it."""
+    placement = {"parameters": "device", "gradients": "host", "optimizer": "host"}
+    found = []
+    for where in ("host", placement):
+        with simulated_device():
+            driver = unclipped(where)
+            driver.step()
+            driver.store.wait()
+            found.append(driver.store.read_state(3, "master", 0, NUMELS[3]))
+            driver.store.close()
+    assert torch.equal(*found)
+
+
 def test_fp32_parameters_on_the_device_are_their_own_masters() -> None:
     expected = train(unclipped("host", dtype=torch.float32))
     with simulated_device():

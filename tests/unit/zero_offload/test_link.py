@@ -128,13 +128,13 @@ def test_memory_of_a_copy_that_began_is_free_after_drop() -> None:
         driver.store.close()  # what is still queued is copied here, and would go to freed memory
 
 
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("tier", ["host", "nvme", "device", "device alone"])
 def test_an_update_does_not_change_what_is_still_to_be_copied(tier: str) -> None:
     """A forward that nobody waited for, such as an evaluation, then a step."""
     numels = (MI // 2,) * 3
-    placement = {"parameters": tier, "gradients": "host", "optimizer": "host"}
+    placement: Any = {"parameters": tier, "gradients": "host", "optimizer": "host"}
     with simulated_device():
-        driver = make(placement, driver={"numels": numels, "frozen": ()})
+        driver = make("device" if tier == "device alone" else placement, driver={"numels": numels, "frozen": ()})
         driver.forward()
         driver.backward()
         outs = [torch.empty(numel, dtype=torch.bfloat16) for numel in numels]

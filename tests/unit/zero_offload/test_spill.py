@@ -166,6 +166,15 @@ def test_host_buffers_are_used_again_while_copies_are_late(seed):
     spill.close()
 
 
+def test_the_devices_memory_is_free_two_packs_later():
+    spill = on_host()
+    first = torch.ones(1000)
+    packed = [spill.pack(first, "0"), spill.pack(torch.zeros(1000), "1"), spill.pack(torch.zeros(1000), "2")]
+    first.fill_(float("nan"))
+    assert packed[0].load().sum() == 1000
+    spill.close()
+
+
 def test_the_one_before_is_on_its_way_when_it_is_asked_for_and_may_be_forgotten():
     spill = on_host()
     packed = [spill.pack(torch.full((1000,), float(i)), str(i)) for i in range(3)]
