@@ -95,6 +95,32 @@ def test_parameters_may_live_on_the_device_while_the_host_updates_them(layout: s
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+def test_the_next_tile_comes_down_while_one_is_updated() -> None:
+    placement = {"parameters": "device", "gradients": "host", "optimizer": "host"}
+    with simulated_device() as streams:
+        driver = make(placement, driver={"numels": (4 * MI,), "frozen": ()})
+        driver.forward()
+        driver.backward()
+        driver.store.gradient_norm_squared()
+        order: list[str] = []
+        copy, update = streams[0].copy, driver.store.step.update
+
+        def noted_copy(lane: Any, *arguments: Any) -> Any:
+            order.append({"swap_in": "up", "swap_out": "down"}[lane])
+            return copy(lane, *arguments)
+
+        def noted_update(*arguments: Any) -> None:
+            order.append("update")
+            update(*arguments)
+
+        streams[0].copy, driver.store.step.update = noted_copy, noted_update  # type: ignore[method-assign]
+        driver.update()
+        driver.store.wait()
+        assert order.count("down") == order.count("update") == order.count("up") == 4
+        assert order[:3] == ["down", "down", "update"]
+        driver.store.close()
+
+
 def test_a_parameter_comes_down_after_it_went_home() -> None:
     """The tile updated last is read first: its way home may still be ahead of it."""
     placement = {"parameters": "device", "gradients": "host", "optimizer": "host"}

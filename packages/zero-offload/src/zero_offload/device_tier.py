@@ -48,6 +48,7 @@ class DeviceTier:
         self._fresh: dict[int, Mark] = {}  # unit -> the last copy into its home
         self._mirrors: deque[tuple[Block, Mark | None]] = deque((block, None) for block in mirrors)
         self._borrowed: dict[Tile, Block] = {}
+        self._arriving: dict[Tile, Mark] = {}
         self.up_bytes = self.down_bytes = 0
 
     # -- whole tiles --------------------------------------------------------------------------------------------
@@ -139,23 +140,38 @@ class DeviceTier:
 
     # -- the update thread: homes -------------------------------------------------------------------------------
 
+    def fetch(self, tile: Tile) -> None:
+        """Begin to copy the tile's values down, if a mirror can be had now, and one is left for a tile before it."""
+        used = self._mirrors[0][1] if len(self._mirrors) > 1 else None
+        if len(self._mirrors) > 1 and (used is None or used.done()):
+            self._take(tile, read=True)
+
     def borrow(self, tile: Tile, *, read: bool) -> Tensor:
         """(tile.numel,) on the host, for a tile that has its home here; its values, if they are `read`."""
+        if tile not in self._borrowed:
+            self._take(tile, read=read)
+        arriving = self._arriving.pop(tile, None)
+        if arriving is not None:
+            arriving.wait()
+        return self._mirror(tile)
+
+    def _take(self, tile: Tile, *, read: bool) -> None:
         block, used = self._mirrors.popleft()
         if used is not None:
             used.wait()
         self._borrowed[tile] = block
-        mirror = block.view(self._plan.units[tile.unit].spec.dtype, tile.numel)
         if read:
-            fresh = self._fresh.get(tile.unit)
-            self._streams.copy("swap_out", mirror, self._home(tile), (fresh,) if fresh is not None else ()).wait()
+            mirror, fresh = self._mirror(tile), self._fresh.get(tile.unit)
+            after = (fresh,) if fresh is not None else ()
+            self._arriving[tile] = self._streams.copy("swap_out", mirror, self._home(tile), after)
             self.down_bytes += mirror.nbytes
-        return mirror
+
+    def _mirror(self, tile: Tile) -> Tensor:
+        return self._borrowed[tile].view(self._plan.units[tile.unit].spec.dtype, tile.numel)
 
     def refresh(self, tile: Tile) -> None:
         """The mirror's values go home."""
-        block = self._borrowed.pop(tile)
-        mirror = block.view(self._plan.units[tile.unit].spec.dtype, tile.numel)
+        mirror, block = self._mirror(tile), self._borrowed.pop(tile)
         mark = self._streams.copy("swap_in", self._home(tile), mirror)
         self._fresh[tile.unit] = mark
         self._mirrors.append((block, mark))

@@ -222,6 +222,11 @@ class ParameterStore:
             del slot.writes[tile]
         return slot.block.view(dtype, tile.numel, start)
 
+    def fetch(self, tile: Tile) -> None:
+        """The tile's old values will be asked for soon: begin to bring them, if they live on a device apart."""
+        if self._device is not None and tile.start < self._above[tile.unit]:
+            self._device.fetch(tile)
+
     def changed(self, tile: Tile) -> None:
         """The tile's new values go where they live."""
         unit = self._plan.units[tile.unit]

@@ -203,6 +203,8 @@ class Pipeline:
             loaded.transfers.append(state[1])
         if loaded.gradient is not None:
             loaded.transfers.append(self.gradients.begin_read(tile, dtype, loaded.gradient))
+        if task.reads:
+            self.parameters.fetch(tile)
         return loaded
 
     def _finish(self, loaded: _Loaded, scale: float) -> None:
