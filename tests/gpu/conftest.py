@@ -6,6 +6,8 @@ pytest tests/gpu --device cpu     runs what does not need one
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ def _missing(wanted: torch.device) -> str | None:
 
 
 @pytest.fixture(scope="session")
-def device(pytestconfig) -> torch.device:
+def device(pytestconfig) -> Iterator[torch.device]:
     """Where the test runs, with an index on CUDA. Skips where it is missing."""
     wanted = _wanted(pytestconfig)
     reason = _missing(wanted)
@@ -41,7 +43,12 @@ def device(pytestconfig) -> torch.device:
     if wanted.type == "cuda":
         wanted = torch.device("cuda", wanted.index or 0)
         torch.cuda.set_device(wanted)
-    return wanted
+        yield wanted
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny tensors: on a machine with other work, threads wait for each other
+    yield wanted
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -186,7 +186,8 @@ def test_what_was_begun_and_is_not_wanted_is_dropped_and_never_waited_for():
     optimizer.close()
 
 
-def test_a_copy_that_fails_is_raised_where_it_is_waited_for_and_leaves_no_memory():
+def fail() -> None:
+    """Every rank's copy of one unit fails."""
     store, model = swapping.SwappingStore(), toys.Stack()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), store=store)
     with torch.no_grad():
@@ -195,5 +196,10 @@ def test_a_copy_that_fails_is_raised_where_it_is_waited_for_and_leaves_no_memory
     with pytest.raises(OSError, match="the copy failed"):
         model(toys.data(0, 0))
     optimizer.close()
-    assert not store.under_way
+    assert not store.under_way and store.counts["dropped"] >= 1
     assert all(unit.flat.untyped_storage().nbytes() == 0 for unit in zero_core.units(model))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_copy_that_fails_is_raised_where_it_is_waited_for_and_leaves_no_memory(ranks, size):
+    ranks(size).run(fail)

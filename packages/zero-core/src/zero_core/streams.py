@@ -25,8 +25,7 @@ What waits for a copy or for other ranks must not hold up kernels that need neit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,14 +41,11 @@ class Side:
         self._streams = torch.cuda if streams is None and device.type == "cuda" else streams
         self._stream: Any = None
 
-    @contextmanager
-    def after_current(self) -> Iterator[None]:
+    def after_current(self) -> AbstractContextManager[None]:
         """Inside, the current stream is the side stream, which goes on from where the caller's is now."""
         if self._streams is None:
-            yield
-            return
+            return nullcontext()
         if self._stream is None:
             self._stream = self._streams.Stream(self._device)
         self._stream.wait_stream(self._streams.current_stream(self._device))
-        with self._streams.stream(self._stream):
-            yield
+        return self._streams.stream(self._stream)
