@@ -161,7 +161,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(name="bench-gpu", venv_backend="none")
 def bench_gpu(session: nox.Session) -> None:
-    """The GPU's tables, in the environment that stands: torch with CUDA, a compiler and the built packages."""
+    """The GPU's tables in ten minutes, or with `-- --largest` the largest models; in the environment that stands."""
     session.run("python", "-m", "tests.benchmarks.test_gpu", *session.posargs, external=True)
 
 

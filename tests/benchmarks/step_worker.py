@@ -189,12 +189,24 @@ def beside_gpu(arguments: dict[str, Any]) -> tuple[int, ...] | None:
     """The update's cores on a GPU's host, this process bound to the others, as zero-train does it. None on the CPU."""
     if arguments.get("device") != "cuda":
         return None
-    from zero_optim_cpu import cores
-
-    chosen = cores.beside_gpus([cores.seat_of(torch.device("cuda", torch.cuda.current_device()))], 0)
+    chosen = _cores()
     os.sched_setaffinity(0, chosen.rest)
     torch.set_num_threads(chosen.rest_cores)
     return chosen.pool
+
+
+def all_beside_gpu(arguments: dict[str, Any]) -> None:
+    """The same cores for a peer: its update's OpenMP threads take all of them, as its documentation advises."""
+    if arguments.get("device") == "cuda":
+        chosen = _cores()
+        os.sched_setaffinity(0, {*chosen.pool, *chosen.rest})
+        torch.set_num_threads(len(chosen.pool) + chosen.rest_cores)
+
+
+def _cores() -> Any:
+    from zero_optim_cpu import cores
+
+    return cores.beside_gpus([cores.seat_of(torch.device("cuda", torch.cuda.current_device()))], 0)
 
 
 def deepspeed(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
@@ -208,6 +220,7 @@ def deepspeed(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable
         raise Missing(f"DeepSpeed cannot be imported: {error}") from error
     package.utils.logging.logger.setLevel("ERROR")
     folder = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments["folder"]))
+    all_beside_gpu(arguments)
     model, batch = model_of(arguments)
     config = deepspeed_config(arguments, model.config.hidden_size, folder)
     try:
@@ -269,6 +282,7 @@ def fsdp2(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[],
         raise Missing("FSDP2's CPUOffloadPolicy needs a GPU")
     os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
     os.environ["MASTER_PORT"] = str(arguments["port"])
+    all_beside_gpu(arguments)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     stack.callback(dist.destroy_process_group)
     wanted = getattr(torch, arguments.get("dtype", "float32"))
@@ -362,7 +376,7 @@ def _rss_has_pinned() -> bool:
 def pinned_beside_rss() -> int:
     """Most bytes of torch's pinned memory, where the resident set leaves them out. FSDP2 and DeepSpeed have much."""
     statistics = getattr(torch.cuda, "host_memory_stats", dict)()
-    most = max((n for key, n in statistics.items() if key.startswith("reserved_bytes") and "peak" in key), default=0)
+    most = max((n for key, n in statistics.items() if "bytes" in key and "peak" in key), default=0)
     return 0 if not most or _rss_has_pinned() else int(most)
 
 
