@@ -165,7 +165,10 @@ class ShardStore(Protocol):
         """Elements [start, stop) of shard i's gradient become zero, where there is one: nobody will step them."""
 
     def gradient_norm_squared(self) -> Tensor:
-        """() float64 on the compute device: chunks of CHUNK_NUMEL shard elements summed in double, added in order."""
+        """() float64 on the compute device: chunks of CHUNK_NUMEL shard elements, summed and added in double.
+
+        In an order that does not depend on where the shards lie; on the CPU, in that of the chunks.
+        """
 
     def update(
         self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
