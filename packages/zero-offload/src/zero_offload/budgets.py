@@ -134,14 +134,14 @@ def unsharded_bytes(sizes: ModelSizes, shape: Shape) -> int:
 def _gradient_bytes(sizes: ModelSizes, shape: Shape, landed: bool) -> int:
     """Bytes of gradients on their way, on the device. `landed`: they go on to the host of a device apart."""
     trained = [sum(p.numel for p in unit.parameters if p.trained) and unit.numel for unit in sizes.units]
-    unit = max(trained, default=0) * shape.reduce_dtype.itemsize
+    largest, itemsize = max(trained, default=0), shape.reduce_dtype.itemsize
+    unit = largest * itemsize
     if not landed:
         return unit
     made = max((p.numel for u in sizes.units for p in u.parameters if p.trained), default=0)
     made *= shape.parameter_dtype.itemsize
     whole = 2 * unit if shape.shard_count > 1 else 0  # computed and reduced, before the rank's shard lands
-    itemsize = shape.reduce_dtype.itemsize
-    own = sum(n for n in trained if small_landing(n, max(trained, default=0), itemsize)) * itemsize
+    own = sum(n for n in trained if small_landing(n, largest, itemsize)) * itemsize
     return (LANDING_BUFFERS * unit + own) // shape.shard_count + whole + made
 
 
