@@ -150,7 +150,7 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
         store = zero_offload.TieredStore(plan=plan, nvme=slab, step=step)
         optimizer = zero_core.shard(
             model, torch.optim.AdamW(model.parameters(), lr=1e-5), stage=3, max_grad_norm=1.0, store=store,
-            param_dtype=torch.bfloat16, prefetch_bytes=PREFETCH_BYTES,
+            param_dtype=torch.bfloat16, prefetch_bytes=PREFETCH_BYTES, device=device,
         )  # fmt: skip
         stack.callback(optimizer.close)
         ready, losses, seconds = time.monotonic() - begun, [], []

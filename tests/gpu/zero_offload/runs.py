@@ -119,11 +119,12 @@ def history(device: torch.device, placement: Any, sized: Sized, accumulate: int 
             run.optimizer.zero_grad()
             seen += [loss.cpu() for loss in losses] + [torch.tensor(run.optimizer.grad_norm)]
         seen += run.masters()
+        assert (run.offloaded.stats()["spilled_bytes"] > 0) == (options.get("activations") in ("host", "nvme"))
         run.close()
     return seen
 
 
-def sized(device: torch.device, gpu: Sized, rehearsed: Sized = (360, 3, 8)) -> Sized:
+def sized(device: torch.device, gpu: Sized, rehearsed: Sized = (360, 3, 128)) -> Sized:
     return gpu if device.type == "cuda" else rehearsed
 
 

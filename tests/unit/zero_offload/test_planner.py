@@ -50,6 +50,16 @@ def test_what_does_not_fit_on_the_device_leaves_it_from_the_end_states_and_gradi
         plan(LLAMA, small, optimizer="device", parameters="host")
 
 
+def test_units_have_memory_beside_parameters_that_live_on_a_device_apart():
+    gpu = Hardware(device="cuda", device_gib=80, host_gib=512, nvme_gib=1000)
+    below = {"gradients": "host", "optimizer": "host"}
+    host, device = (plan(LLAMA, gpu, parameters=tier, **below) for tier in ("host", "device"))
+    assert host.buffers.device == device.buffers.device > 0  # two units unsharded, landing buffers
+    whole = {tier: plan(LLAMA, gpu, parameters=tier, **below, stage=0) for tier in ("host", "device")}
+    assert whole["host"].bytes_of("device", "parameters") == 2 * LLAMA.numel
+    assert whole["device"].bytes_of("device", "parameters") == 4 * LLAMA.numel
+
+
 def test_everything_that_fits_stays_fast():
     gpu = Hardware(device="cuda", device_gib=80, host_gib=512, nvme_gib=1000)
     found = plan(LLAMA, gpu, tokens=2048)

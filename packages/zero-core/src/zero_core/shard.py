@@ -79,6 +79,7 @@ def shard(
     update_in_backward: bool = False,
     store: ShardStore | None = None,
     observer: Observer | None = None,
+    device: torch.device | str | None = None,
 ) -> ShardedOptimizer:
     """Shard `model` in place and return the optimizer that takes the place of `optimizer`. Collective.
 
@@ -89,6 +90,8 @@ def shard(
     max_grad_norm: exact global clipping. resident_bytes: stage 3 keeps that much unsharded between uses.
     prefetch_bytes: how much is gathered ahead; 0: nothing. update_in_backward: a unit is updated when its gradient
     arrives; not with clipping, loss scaling or stage 1. store: None is a DeviceStore. observer: told of every span.
+    device: where to compute, buffers go along; None: where the parameters are. A model that does not fit there stays in
+    host memory, or in deferred_init(), until shard takes it; then say device.
     What `optimizer` keeps already (it has stepped, or was loaded) moves into the store, rank 0's to every rank.
     Raises StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
     """
@@ -97,10 +100,12 @@ def shard(
     if update_in_backward:
         _check_update_in_backward(stage, max_grad_norm, scale)
     observer = observer or NullObserver()
-    device = _device(model)
-    ranks = Ranks.build(mesh, sharded=STAGES[stage].sharded, device=device)
+    where = _compute_device(model, device, mesh)
+    ranks = Ranks.build(mesh, sharded=STAGES[stage].sharded, device=where)
     initialiser = Initialiser(model)
     plans = plan_units(model, units)
+    if device is not None:
+        _move_buffers(model, where)
     made = _Maker(model, optimizer, ranks, plans, param_dtype, reduce_dtype, store or DeviceStore(), observer)
     made.build_units()
     engine = Engine(model, made.units, ranks, made.store, made.pool, STAGES[stage])
@@ -280,8 +285,21 @@ def _check_update_in_backward(stage: int, max_grad_norm: float | None, scale: Lo
             raise StageError(f"update_in_backward=True does not go with {reason}")
 
 
-def _device(model: nn.Module) -> torch.device:
+def _compute_device(model: nn.Module, device: torch.device | str | None, mesh: Any) -> torch.device:
+    """What was asked for; else where the parameters are; deferred ones are nowhere: the mesh's device, or the CPU."""
     devices = {p.device for p in model.parameters() if not p.is_meta}
     if len(devices) > 1:
         raise ZeroError(f"parameters on {sorted(map(str, devices))}: move the model to one device before shard")
-    return devices.pop() if devices else torch.device("cpu")
+    if device is None and devices:
+        return devices.pop()
+    found = torch.device(device if device is not None else getattr(mesh, "device_type", "cpu"))
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)

@@ -108,6 +108,12 @@ class Placed:
     own_slot_bytes: int  # of units so small that each has a slot of its own
 
     @property
+    def below(self) -> bool:
+        """Whether any tile of any kind is not on the device: then there is a store, and units have their own memory."""
+        kinds = ((u.parameter_tiers, u.gradient_tiers, u.state_tiers) for u in (run.unit for run in self.runs))
+        return any(tier is not Tier.DEVICE for tiers in kinds for kind in tiers for tier in kind)
+
+    @property
     def buffer_bytes(self) -> int:
         return self.slots.buffer_bytes + self.own_slot_bytes
 

@@ -91,7 +91,7 @@ class Buffers:
         activations: Sequence[str],
     ) -> Buffers:
         """Of a placement. `shared`: the device is the CPU. `tokens`: of one micro-batch."""
-        below = any(tier is not Tier.DEVICE for run in placed.runs for tier in run.unit.parameter_tiers)
+        below = placed.below
         landed = not shared and any(t is not Tier.DEVICE for run in placed.runs for t in run.unit.gradient_tiers)
         device = 0
         if stage == 3 and (shape.shard_count > 1 or (below and not shared)):

@@ -45,7 +45,9 @@ class DeviceTier:
         for unit in plan.units:
             numel = unit.device_numel(unit.parameter_tiers) - unit.whole_numel
             self._homes.append(streams.empty(numel, unit.spec.dtype))
-        self._fresh: dict[int, Mark] = {}  # unit -> the last copy into its home
+        # By unit, the last copy into its home; at first what had been queued when the allocator gave it its memory.
+        allocated = streams.mark()
+        self._fresh: dict[int, Mark] = {i: allocated for i, home in enumerate(self._homes) if home.numel()}
         self._mirrors: deque[tuple[Block, Mark | None]] = deque((block, None) for block in mirrors)
         self._borrowed: dict[Tile, Block] = {}
         self._arriving: dict[Tile, Mark] = {}
@@ -161,8 +163,7 @@ class DeviceTier:
             used.wait()
         self._borrowed[tile] = block
         if read:
-            mirror, fresh = self._mirror(tile), self._fresh.get(tile.unit)
-            after = (fresh,) if fresh is not None else ()
+            mirror, after = self._mirror(tile), (self._fresh[tile.unit],)
             self._arriving[tile] = self._streams.copy("swap_out", mirror, self._home(tile), after)
             self.down_bytes += mirror.nbytes
 
@@ -172,7 +173,7 @@ class DeviceTier:
     def refresh(self, tile: Tile) -> None:
         """The mirror's values go home."""
         mirror, block = self._mirror(tile), self._borrowed.pop(tile)
-        mark = self._streams.copy("swap_in", self._home(tile), mirror)
+        mark = self._streams.copy("swap_in", self._home(tile), mirror, (self._fresh[tile.unit],))
         self._fresh[tile.unit] = mark
         self._mirrors.append((block, mark))
         self.up_bytes += mirror.nbytes

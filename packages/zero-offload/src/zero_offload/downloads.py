@@ -63,7 +63,6 @@ class Downloads:
         self._lent: dict[int, Tensor] = {}
         self._queue: deque[_Download] = deque()
         self._under_way = [0] * len(plan.units)
-        self.device_bytes = plan.landing_bytes
         self._busy = False
         self._thread: threading.Thread | None = None
         self.nbytes = 0
@@ -129,6 +128,12 @@ class Downloads:
         self._monitor.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def drop(self) -> None:
+        """Give the device's memory back; the lanes are empty."""
+        for landings in (self._free, *self._own.values()):
+            landings.clear()
+        self._lent.clear()
 
     # -- the thread ---------------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ class HostSpill:
         """Drop the buffers; whoever owns the streams waits for what is under way. Idempotent."""
         self._collect()
         self._let_leave()
-        self._unused.clear()
+        self._give_back_unused()
         if self._owned:
             self._streams.close()
 
@@ -113,14 +113,17 @@ class HostSpill:
         if sizes:
             buffer, used = self._unused.pop(min(sizes)[1])
             return buffer, (used,)
-        for buffer, used in self._unused:
-            used.wait()
-            self._streams.give_back(buffer)
-            self.host_bytes -= buffer.numel()
-        self._unused.clear()
+        self._give_back_unused()
         buffer = self._streams.host(nbytes)
         self.host_bytes += nbytes
         return buffer, ()
+
+    def _give_back_unused(self) -> None:
+        while self._unused:
+            buffer, used = self._unused.pop()
+            used.wait()
+            self._streams.give_back(buffer)
+            self.host_bytes -= buffer.numel()
 
     def _begin(self, spilled: _OnHost) -> None:
         nbytes = spilled.nbytes

@@ -42,12 +42,13 @@ class Link:
         self.up = Uploads(streams, parameters, device, monitor, pipeline.behind, [spec.name for spec in self._units])
         self.down = Downloads(streams, gradients, plan, monitor, staging)
         self._copies: dict[int, Tensor] = {}
+        self._buffer_bytes = plan.bytes_of("device", "buffers")
         pipeline.unit_done = self.up.poll
 
     @property
     def device_bytes(self) -> int:
         """What passes through the device now, beside what was placed there."""
-        return self.down.device_bytes + sum(copy.nbytes for copy in self._copies.values())
+        return self._buffer_bytes + sum(copy.nbytes for copy in self._copies.values())
 
     @property
     def up_bytes(self) -> int:
@@ -91,4 +92,5 @@ class Link:
         self.down.close()
         self.streams.close()
         self._copies.clear()
+        self.down.drop()
         self.device.close()

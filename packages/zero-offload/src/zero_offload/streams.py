@@ -10,13 +10,16 @@ copies happen as late as the marks allow.
     swap_in lane     H2D of unit i ──mark──>        the compute stream follows it before it reads the unit
     compute stream   gradient of i ready ──mark──>  swap_out lane: D2H ──mark──> a background thread waits for it, the
                                                     compute stream follows it before that memory is written anew
-The training thread makes streams wait for marks and never waits itself, but for the norm. Nobody relies on the
-allocator's knowledge of streams: memory is used by a lane only between two marks of the compute stream.
+The training thread makes streams wait for marks. It waits itself at the norm; where a unit's update or its read from
+nvme is not done; where gradients are added more slowly than they come; and where a slot it needs is still being copied
+from. Nobody relies on the allocator's knowledge of streams: memory is used by a lane only between two marks of the
+compute stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Literal, Protocol
 
@@ -95,6 +98,8 @@ class CudaStreams:
         with torch.cuda.device(self.device):
             status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
         if status != 0:
+            with suppress(RuntimeError):  # torch leaves the error for the next kernel to report
+                torch.zeros(1, device=self.device)
             raise OffloadError(
                 f"cudaHostRegister of {host.nbytes} bytes failed with status {status}; "
                 "raise the locked memory limit (ulimit -l), take fewer slots or put more on nvme"
@@ -113,7 +118,9 @@ class CudaStreams:
         for mark in after:
             assert isinstance(mark, _Event)
             stream.wait_event(mark.event)
-        with torch.cuda.stream(stream), torch.no_grad():
+        # Also the device: leaving a stream sets the thread's former one, which for a thread made here is GPU 0's, and
+        # setting that would give this process a context there.
+        with torch.cuda.device(self.device), torch.cuda.stream(stream), torch.no_grad():
             into.copy_(source, non_blocking=True)
         return _Event(stream)
 
@@ -126,9 +133,9 @@ class CudaStreams:
         return memory[:nbytes]
 
     def give_back(self, memory: Tensor) -> None:
-        with torch.cuda.device(self.device):
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-        del self._registered[memory.data_ptr()]
+        if self._registered.pop(memory.data_ptr(), None) is not None:
+            with torch.cuda.device(self.device):
+                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def close(self) -> None:
         for stream in self._lanes.values():

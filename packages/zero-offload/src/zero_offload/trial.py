@@ -82,6 +82,8 @@ class Trial:
         counted = account(placed, self.shape)
         if self._stage < 3:
             whole = self.sizes.numel * self.shape.parameter_dtype.itemsize
+            if self.shape.apart and placed.below:  # beside what lives there by its placement
+                whole += counted.held.get(("device", "parameters"), 0)
             counted = replace(counted, held={**counted.held, ("device", "parameters"): whole})
         buffers = Buffers.needed(
             self.sizes,

@@ -158,7 +158,7 @@ def assembled(draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Rank
             store = make_store(config, draft, plan, slab)
             timeline = zero_offload.Timeline(rank=ranks.rank) if store is None else store.timeline
             optimizer = zero_core.shard(
-                draft.model, draft.optimizer, store=store, observer=timeline, **_options(config)
+                draft.model, draft.optimizer, store=store, observer=timeline, device=ranks.device, **_options(config)
             )
         except (OSError, MemoryError, ValueError, TypeError) as error:
             if store is not None:
