@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+import zero_core
 from tests.integration.zero_offload.test_training import equal
-from tests.integration.zero_offload.training import Case, Outcome, train
+from tests.integration.zero_offload.training import Case, Model, Outcome, train
 from tests.unit.zero_offload.simulated import simulated_device
-from zero_offload import TorchStep
+from zero_offload import TieredStore, TorchStep
 
 STREAMED = {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}
 
@@ -95,3 +97,16 @@ def test_any_fraction_on_the_device_is_close_to_the_device_store(ranks: Any, siz
         found = ranks(size).run(apart, Case(shares, stage=stage, store={"slots": 3}))[0]
         assert found.losses == pytest.approx(expected.losses, abs=2e-2)
         assert found.norms[0] == pytest.approx(expected.norms[0], rel=1e-6)
+
+
+def test_the_models_own_unit_takes_no_landing_from_the_blocks() -> None:
+    """Its gradient comes first in a backward and is complete last."""
+    with simulated_device():
+        model = Model(64, 3)
+        store = TieredStore(tile_numel=1 << 20)
+        optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store)
+        plan = store.describe()
+        names = [plan.units[i].spec.name for i in plan.own_landings]
+        assert "root" in names and not [name for name in names if name.startswith("layers")]
+        assert plan.landing_numel == max(u.spec.numel for u in plan.units if u.spec.name.startswith("layers"))
+        optimizer.close()

@@ -67,12 +67,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One unit's shard on this rank: `numel` elements of `dtype` (fp32, bf16 or fp16)."""
+    """One unit's shard on this rank: `numel` elements of `dtype` (fp32, bf16 or fp16).
+
+    `encloses`: it is the model's own unit, in use from the first unit's turn to the last's.
+    """
 
     name: str
     numel: int
     dtype: torch.dtype
     segments: tuple[Segment, ...]
+    encloses: bool = False
 
 
 @dataclass(frozen=True)

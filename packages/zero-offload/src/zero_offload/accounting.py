@@ -134,7 +134,7 @@ class Cut:
         self.runs: list[UnitRun] = []
         start, previous = 0, None
         for unit in sizes.units:
-            alike = tuple((parameter.numel, parameter.trained) for parameter in unit.parameters)
+            alike = (unit.encloses, *((parameter.numel, parameter.trained) for parameter in unit.parameters))
             if alike == previous:
                 last = self.runs[-1]
                 self.runs[-1] = replace(last, count=last.count + 1)

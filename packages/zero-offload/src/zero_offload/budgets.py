@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from .accounting import TIERS, Account, Placed, Shape
 from .errors import BudgetError, gib
-from .footprint import LANDING_BUFFERS, SMALL_UNIT_BYTES, SPILL_PIECE_BYTES, SPILL_SLOTS, small_landing
+from .footprint import LANDING_BUFFERS, SMALL_UNIT_BYTES, SPILL_PIECE_BYTES, SPILL_SLOTS, lands_apart
 from .hardware import Hardware
 from .sizes import ModelSizes
 from .tier import Tier
@@ -134,15 +134,18 @@ def unsharded_bytes(sizes: ModelSizes, shape: Shape) -> int:
 def _gradient_bytes(sizes: ModelSizes, shape: Shape, landed: bool) -> int:
     """Bytes of gradients on their way, on the device. `landed`: they go on to the host of a device apart."""
     trained = [sum(p.numel for p in unit.parameters if p.trained) and unit.numel for unit in sizes.units]
-    largest, itemsize = max(trained, default=0), shape.reduce_dtype.itemsize
-    unit = largest * itemsize
+    itemsize = shape.reduce_dtype.itemsize
+    unit = max(trained, default=0) * itemsize
     if not landed:
         return unit
+    roots = [each.encloses for each in sizes.units]
+    largest = max((n for n, root in zip(trained, roots, strict=True) if not root), default=0)
     made = max((p.numel for u in sizes.units for p in u.parameters if p.trained), default=0)
     made *= shape.parameter_dtype.itemsize
     whole = 2 * unit if shape.shard_count > 1 else 0  # computed and reduced, before the rank's shard lands
-    own = sum(n for n in trained if small_landing(n, largest, itemsize)) * itemsize
-    return (LANDING_BUFFERS * unit + own) // shape.shard_count + whole + made
+    pairs = zip(trained, roots, strict=True)
+    own = sum(n for n, root in pairs if lands_apart(n, largest, itemsize, root)) * itemsize
+    return (LANDING_BUFFERS * largest * itemsize + own) // shape.shard_count + whole + made
 
 
 def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) -> dict[str, int]:

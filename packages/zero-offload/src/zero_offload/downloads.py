@@ -9,8 +9,8 @@ form and with which sums is `gradients`'.
     this thread                                                  waits for D2H of i, squares, adds     ...
 The first gradient after an update goes straight to where it is kept: its copy is queued when it is accepted, and the
 training thread waits for nothing. One that is added to another, or that lives on nvme, comes in tiles through the
-staging slots, as this thread adds them; the training thread then runs ahead of the device by the two buffers. Small
-units, such as a final norm that is open during the whole backward, have a buffer of their own.
+staging slots, as this thread adds them; the training thread then runs ahead of the device by the two buffers. The
+model's own unit, which is open during the whole backward, and small ones have a buffer of their own.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class StorePlan:
     own_slots: tuple[int, ...]  # streamed units so small that each has a slot of its own, of its own size
     landing_numel: int = 0  # of each of LANDING_BUFFERS on a device apart; 0: there is none
     landing_itemsize: int = 0
-    own_landings: tuple[int, ...] = ()  # units so small that each has a landing buffer of its own size
+    own_landings: tuple[int, ...] = ()  # units which each have a landing buffer of their own size: see `lands_apart`
     state_itemsize: int = 0  # bytes of states of an element on a device apart
     mirror_slots: int = 0  # of parameters that live on a device apart while the host updates them
     mirror_slot_bytes: int = 0
@@ -253,9 +253,13 @@ def check_device_shares(parameters: Placement, gradients: Placement, optimizer: 
         )
 
 
-def small_landing(numel: int, largest: int, itemsize: int) -> bool:
-    """Whether a gradient of `numel` elements, where the `largest` has so many, lands in a buffer of its own."""
-    return numel * itemsize <= min(largest * itemsize // 16, SMALL_UNIT_BYTES)
+def lands_apart(numel: int, largest: int, itemsize: int, encloses: bool) -> bool:
+    """Whether a gradient of `numel` elements, where the `largest` has so many, lands in a buffer of its own.
+
+    A unit that is open during the whole backward would hold a buffer that the others take turns with; a small one, such
+    as a final norm, may be.
+    """
+    return encloses or numel * itemsize <= min(largest * itemsize // 16, SMALL_UNIT_BYTES)
 
 
 def _apart(units: Sequence[UnitPlan], dtype: torch.dtype, step: UpdateStep) -> dict[str, Any]:
@@ -268,7 +272,7 @@ def _apart(units: Sequence[UnitPlan], dtype: torch.dtype, step: UpdateStep) -> d
         for tile in unit.tiles
         if unit.whole_numel < tile.stop <= unit.device_numel(unit.parameter_tiers)
     ]
-    largest = max((unit.spec.numel for unit in below), default=0)
+    largest = max((unit.spec.numel for unit in below if not unit.spec.encloses), default=0)
     return {
         "landing_numel": largest,
         "landing_itemsize": dtype.itemsize,
@@ -277,7 +281,7 @@ def _apart(units: Sequence[UnitPlan], dtype: torch.dtype, step: UpdateStep) -> d
             for i, unit in enumerate(units)
             if unit.trainable
             and unit.whole_numel < unit.spec.numel
-            and small_landing(unit.spec.numel, largest, dtype.itemsize)
+            and lands_apart(unit.spec.numel, largest, dtype.itemsize, unit.spec.encloses)
         ),
         "staging_slots": STAGING_SLOTS if below else 0,
         "staging_slot_bytes": round_up(tile * dtype.itemsize, PAGE_BYTES),

@@ -74,7 +74,7 @@ class UnitSizes:
             Segment(piece.shard_start, piece.shard_stop, 0 if trained[piece.slot.name] else None, piece.slot.name)
             for piece in layout.pieces(rank)
         )
-        return ShardSpec(self.name, layout.shard_numel, dtype, segments)
+        return ShardSpec(self.name, layout.shard_numel, dtype, segments, self.encloses)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
     facts.setdefault("ranks_per_node", ranks.local_world_size)
     facts.setdefault("nodes", max(1, ranks.world_size // int(facts["ranks_per_node"])))
     facts.setdefault("device_gib", torch.cuda.mem_get_info(ranks.device)[0] / GIB if on_gpu else 0.0)
+    if on_gpu:  # what is free counts the context already; this is for the allocator's fragments and workspaces
+        facts.setdefault("device_reserved_gib", 2.0)
     facts.setdefault("host_gib", available_bytes() / GIB)
     paths = checks.nvme_paths(config, ranks.local_rank)
     if checks.uses_nvme(config):
