@@ -45,7 +45,7 @@ def prepare() -> None:
     """Let meta tensors pass where their memory or values would be asked for."""
     dist.init_process_group("fake", rank=7, world_size=WORLD, store=FakeStore())
     sharding: Any = sys.modules["zero_core.shard"]  # zero_core.shard is the function
-    sharding._device = lambda model: torch.device("meta")
+    sharding._compute_device = lambda model, device, mesh: torch.device("meta")
     sharding.Initialiser = NoValues
     unit: Any = sys.modules["zero_core.unit"]
     unit._put_under = lambda flat, memory: None
