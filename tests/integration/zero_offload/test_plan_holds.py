@@ -38,6 +38,12 @@ class Tied(nn.Module):
         return self.head(self.norm(x))
 
 
+def compare(planned, reserved):
+    for tier in ("device", "host", "nvme"):
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert planned.bytes_of(tier, kind) == reserved.bytes_of(tier, kind), (tier, kind)
+
+
 def check(placement, dtype, shard_count):
     torch.manual_seed(0)
     model = Tied()
@@ -51,9 +57,7 @@ def check(placement, dtype, shard_count):
     store = TieredStore(plan=planned, nvme=MemoryByteStore(), step=step)
     optimizer = zero_core.shard(model, optimizer, store=store, param_dtype=dtype, max_grad_norm=1.0)
     reserved = store.describe()
-    for tier in ("device", "host", "nvme"):
-        for kind in ("parameters", "gradients", "optimizer"):
-            assert planned.bytes_of(tier, kind) == reserved.bytes_of(tier, kind), (tier, kind)
+    compare(planned, reserved)
     assert store.stats()["host_bytes"] == planned.total("host")
     assert store.stats()["setup_write_bytes"] == planned.setup_write_bytes
     written = 0
@@ -148,9 +152,7 @@ def check_apart(placement, dtype, shard_count):
         store = TieredStore(plan=planned, nvme=MemoryByteStore(), step=step)
         optimizer = zero_core.shard(model, optimizer, store=store, param_dtype=dtype, max_grad_norm=1.0)
         reserved = store.describe()
-        for tier in ("device", "host", "nvme"):
-            for kind in ("parameters", "gradients", "optimizer"):
-                assert planned.bytes_of(tier, kind) == reserved.bytes_of(tier, kind), (tier, kind)
+        compare(planned, reserved)
         assert store.stats()["host_bytes"] == planned.total("host")
         assert reserved.bytes_of("device", "buffers") <= planned.bytes_of("device", "buffers")
         assert store.stats()["device_bytes"] <= planned.total("device")

@@ -119,11 +119,13 @@ def test_what_was_dropped_is_not_copied_and_not_waited_for() -> None:
 
 
 def test_memory_of_a_copy_that_began_is_free_after_drop() -> None:
-    with simulated_device():
+    with simulated_device() as streams:
         driver = make("host")
         out = torch.empty(NUMELS[0], dtype=torch.bfloat16)
         arrival = driver.store.swap_in(0, out)
+        assert arrival.copied is not None and streams[0].lanes["swap_in"]
         arrival.drop()
+        assert not streams[0].lanes["swap_in"]
         out.untyped_storage().resize_(0)
         driver.store.close()  # what is still queued is copied here, and would go to freed memory
 

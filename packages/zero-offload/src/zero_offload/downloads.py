@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from .arena import Block
-from .errors import ClosedError
 from .footprint import LANDING_BUFFERS, StorePlan
 from .gradients import GradientStore
-from .monitor import Monitor, Stopped
+from .monitor import Monitor
 from .streams import Mark, Streams
 
 __all__ = ["Downloads"]
@@ -139,17 +138,12 @@ class Downloads:
 
     def _main(self) -> None:
         try:
-            with self._monitor.background(), torch.no_grad():
+            with self._monitor.thread(), self._monitor.background(), torch.no_grad():
                 while True:
                     download = self._next()
                     self._finish(download)
                     with self._monitor.condition:
                         self._under_way[download.unit] -= 1
-        except Stopped:
-            pass
-        except BaseException as error:
-            if not (self._monitor.stopping and isinstance(error, ClosedError)):  # a pool's way to say the same
-                self._monitor.fail(error)
         finally:
             with self._monitor.condition:
                 self._busy = False

@@ -97,6 +97,17 @@ class Monitor:
     # -- the threads in the background --------------------------------------------------------------------------
 
     @contextmanager
+    def thread(self) -> Iterator[None]:
+        """What a thread runs: being asked to stop ends it quietly, anything else is everybody's failure."""
+        try:
+            yield
+        except Stopped:
+            pass
+        except BaseException as error:
+            if not (self.stopping and isinstance(error, ClosedError)):  # a pool's way to say the same
+                self.fail(error)
+
+    @contextmanager
     def background(self) -> Iterator[None]:
         """What this thread waits for in here is not the training thread's time."""
         self._local.background = True

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from .arena import Block
-from .errors import ClosedError
 from .gradients import GradientStore, Taken
-from .monitor import Monitor, Stopped
+from .monitor import Monitor
 from .parameters import ParameterStore
 from .protocols import SegmentStep, UpdateStep
 from .states import StateStore
@@ -138,24 +137,19 @@ class Pipeline:
 
     def _main(self) -> None:
         try:
-            while True:
-                with self._monitor.condition:
-                    self._busy = False
-                    self._monitor.condition.notify_all()
-                    self._idle_until_asked()
-                    self._monitor.check_stop()
-                    item = self._queue.popleft()
-                    self._busy = True
-                with torch.no_grad():
+            with self._monitor.thread(), torch.no_grad():
+                while True:
+                    with self._monitor.condition:
+                        self._busy = False
+                        self._monitor.condition.notify_all()
+                        self._idle_until_asked()
+                        self._monitor.check_stop()
+                        item = self._queue.popleft()
+                        self._busy = True
                     if isinstance(item, UpdateJob):
                         self._run(item)
                     else:
                         self.states.read_early(item)
-        except Stopped:
-            pass
-        except BaseException as error:
-            if not (self._monitor.stopping and isinstance(error, ClosedError)):  # a pool's way to say the same
-                self._monitor.fail(error)
         finally:
             with self._monitor.condition:
                 self._busy = False
