@@ -12,7 +12,6 @@ import mmap
 import os
 import platform
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from .accounting import Shape, update_bytes
 from .hardware import GB, GIB, Hardware
-from .probing_cuda import best, cuda_figures
+from .probing_cuda import best, cuda_figures, least_seconds
 from .protocols import ByteStore, UpdateStep
 
 ROUNDS = 3
@@ -201,12 +200,7 @@ def _transfer(request: Callable[[Any, Any], Any], extents: Sequence[Any], buffer
 
 def _best(work: Callable[[], None]) -> float:
     """Least seconds of a few rounds."""
-    times = []
-    for _ in range(ROUNDS):
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-    return max(min(times), 1e-9)
+    return least_seconds(work, ROUNDS)
 
 
 def _figure(value: float) -> float:

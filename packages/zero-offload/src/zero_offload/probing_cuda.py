@@ -66,8 +66,13 @@ def best(work: Callable[[], None]) -> float:
         work()
         if time.perf_counter() - begin >= WARM_SECONDS:
             break
+    return least_seconds(work, ROUNDS)
+
+
+def least_seconds(work: Callable[[], None], rounds: int) -> float:
+    """Of a few rounds."""
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         begin = time.perf_counter()
         work()
         times.append(time.perf_counter() - begin)
