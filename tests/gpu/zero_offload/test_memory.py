@@ -16,30 +16,31 @@ CLOSE = 1.05
 PLACEMENTS = {name: (runs.BELOW | runs.MIXED)[name] for name in ("host", "nvme", "classic", "half")}
 
 
-def planned(model: torch.nn.Module, placement: object) -> object:
+def planned(model: torch.nn.Module, placement: object, accumulate: int) -> object:
     kinds = placement if isinstance(placement, dict) else dict.fromkeys(runs.KINDS, placement)
     step = TorchStep("fp32")
     step.bind(torch.optim.AdamW(model.parameters()))
     hardware = Hardware(device="cuda", device_gib=60, host_gib=60, nvme_gib=60)
     options = {"parameter_dtype": torch.bfloat16, "shard_count": 1, "tile_numel": runs.MI, "slots": 3}
-    return plan(model, hardware, **kinds, step=step, prefetch_bytes=1, accumulate=2, **options)
+    return plan(model, hardware, **kinds, step=step, prefetch_bytes=1, accumulate=accumulate, **options)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_device_holds_what_was_planned(device, only_cuda, placement):
+def test_the_device_holds_what_was_planned(device, only_cuda, placement, accumulate):
     width, blocks, rows = runs.sized(device, GPU)
     x = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
     warm_up(width, x)
     model = runs.Wide(width, blocks)
-    figures = planned(model, PLACEMENTS[placement])
+    figures = planned(model, PLACEMENTS[placement], accumulate)
     kept = forward_keeps(model.to(device, torch.bfloat16), x)
     del model
     with runs.apart(device):
         before = allocated(device)
         store = TieredStore(plan=figures, nvme=runs.MemoryByteStore(), step=TorchStep("fp32"))
         run = runs.Run(device, store, (width, blocks, rows), prefetch_bytes=1)
-        run.step(accumulate=2)  # a sum is fp32, for which the plan has room on the device
-        held, peak = runs.stats_of(device, lambda: run.step(1, accumulate=2))
+        run.step(accumulate=accumulate)
+        held, peak = runs.stats_of(device, lambda: run.step(1, accumulate=accumulate))
         stats, batches = run.store.stats(), sum(b.nbytes for b in run.batches)
         run.close()
     placed = sum(figures.bytes_of("device", kind) for kind in runs.KINDS)

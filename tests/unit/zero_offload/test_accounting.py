@@ -10,6 +10,7 @@ import torch
 
 from zero_offload import MemoryByteStore, PlacementError, TieredStore, TorchStep, plan_store
 from zero_offload.accounting import STATE_KINDS, TIERS, Cut, Shape, account
+from zero_offload.footprint import gradient_itemsize
 from zero_offload.planner import plan
 from zero_offload.sizes import ModelSizes, ParameterSizes, UnitSizes
 
@@ -46,9 +47,12 @@ def specs_of(model: ModelSizes, shape: Shape, rank: int = 0):
 @pytest.mark.parametrize("placements", list(itertools.product(PLACEMENTS, repeat=3)))
 def test_what_is_counted_is_what_the_store_reserves(placements):
     by_kind = dict(zip(STATE_KINDS, placements, strict=True))
-    for dtype, shards in ((torch.bfloat16, 1), (torch.float32, 2)):
-        shape = Shape(parameter_dtype=dtype, shard_count=shards, tile_numel=MI)
-        truth = plan_store(specs_of(MIXED, shape), shape.step, tile_numel=MI, shard_count=shards, **by_kind)
+    for dtype, shards, accumulate in ((torch.bfloat16, 1, 1), (torch.float32, 2, 3)):
+        shape = Shape(parameter_dtype=dtype, shard_count=shards, tile_numel=MI, accumulate=accumulate)
+        kept = gradient_itemsize(torch.bfloat16, accumulate)
+        truth = plan_store(
+            specs_of(MIXED, shape), shape.step, tile_numel=MI, shard_count=shards, gradient_itemsize=kept, **by_kind
+        )
         placed = Cut(MIXED, shape).place(by_kind, None)
         held = account(placed, shape).held
         for tier, kind in itertools.product(TIERS, STATE_KINDS):
@@ -98,14 +102,16 @@ def test_what_is_counted_is_what_a_step_moves(monkeypatch, where, dtype, accumul
 
 def test_each_kind_weighs_what_its_dtype_says():
     held = count(sizes(MI), Shape()).held
-    assert held == {("host", "parameters"): 2 * MI, ("host", "gradients"): 4 * MI, ("host", "optimizer"): 12 * MI}
+    assert held == {("host", "parameters"): 2 * MI, ("host", "gradients"): 2 * MI, ("host", "optimizer"): 12 * MI}
+    assert count(sizes(MI), Shape(accumulate=2)).held["host", "gradients"] == 4 * MI
+    assert count(sizes(MI), Shape(reduce_dtype=torch.float32)).held["host", "gradients"] == 4 * MI
     assert count(sizes(MI), Shape(parameter_dtype=torch.float32)).held["host", "optimizer"] == 8 * MI
 
 
 def test_shards_are_padded_to_128_bytes_of_parameters():
     for dtype, shards, numel in ((torch.bfloat16, 1, 128), (torch.float32, 1, 96), (torch.bfloat16, 4, 64)):
         held = count(sizes(65), Shape(parameter_dtype=dtype, shard_count=shards)).held
-        assert held["host", "gradients"] == 4 * numel
+        assert held["host", "gradients"] == 2 * numel
 
 
 def test_parameters_on_nvme_are_read_for_forward_and_backward_of_every_micro_batch():
@@ -126,7 +132,7 @@ def test_a_model_of_ten_thousand_units_counts_as_its_units_do():
     layers = sizes(*[3 * MI + 128] * 1000)
     placements = dict.fromkeys(STATE_KINDS, {"host": 0.4321, "nvme": 0.5679})
     shape = Shape(tile_numel=MI)
-    truth = plan_store(specs_of(layers, shape), shape.step, tile_numel=MI, **placements)
+    truth = plan_store(specs_of(layers, shape), shape.step, tile_numel=MI, gradient_itemsize=2, **placements)
     placed = Cut(layers, shape).place(placements, None)
     assert len(placed.runs) < 20
     assert placed.arena_bytes == truth.arena_bytes

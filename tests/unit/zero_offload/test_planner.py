@@ -92,7 +92,7 @@ def test_slots_take_a_quarter_of_the_states_where_there_is_room_and_three_where_
     roomy = plan(LLAMA, LAPTOP, optimizer="nvme")
     tiles = -(-LLAMA.numel // roomy.tile_numel)
     assert roomy.slots == pytest.approx(tiles / 4, abs=len(LLAMA.units))
-    least = plan(LLAMA, Hardware(host_gib=0.9, host_reserved_gib=0, nvme_gib=500))
+    least = plan(LLAMA, Hardware(host_gib=0.68, host_reserved_gib=0, nvme_gib=500))
     assert least.slots == 3
 
 

@@ -12,6 +12,7 @@ import torch
 
 from zero_core.store import ShardStore, StoreContext
 from zero_offload import ClosedError, MemoryByteStore, OffloadError, PlacementError, TieredStore
+from zero_offload.accounting import Shape
 
 from .harness import MI, NUMELS, Driver, make, make_specs, same
 
@@ -192,6 +193,7 @@ def test_a_plan_decides_placement_tiles_and_slots() -> None:
     class Plan:
         placements = {"parameters": "host", "gradients": {"host": 1.0}, "optimizer": "nvme"}
         tile_numel, slots = 2 * MI, 4
+        shape = Shape()
 
     with pytest.raises(PlacementError, match="optimizer='nvme' needs nvme="):
         TieredStore(plan=Plan())
@@ -199,7 +201,50 @@ def test_a_plan_decides_placement_tiles_and_slots() -> None:
     found = driver.store.describe()
     assert (found.tile_numel, found.state_slots) == (2 * MI, 4)
     assert found.bytes_of("nvme", "optimizer") > 0 and found.bytes_of("nvme", "parameters") == 0
+    assert found.gradient_itemsize == 2  # one micro-batch was planned
     driver.store.close()
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_one_micro_batch_takes_half_the_memory_of_gradients_and_has_the_same_bits(placement: Any) -> None:
+    sums, alone = make(placement), make(placement, accumulate=1)
+    for _ in range(3):
+        sums.step()
+        alone.step()
+    assert same(sums.everything(), alone.everything()) and sums.norms == alone.norms
+    half, whole = alone.store.describe(), sums.store.describe()
+    assert 0 < 2 * half.bytes_of(placement, "gradients") == whole.bytes_of(placement, "gradients")
+    assert half.arena_bytes < whole.arena_bytes and half.nvme_bytes <= whole.nvme_bytes
+    sums.store.close()
+    alone.store.close()
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_a_second_gradient_that_has_no_room_is_refused_and_the_first_stays(placement: Any) -> None:
+    refused, single = make(placement, accumulate=1), make(placement)
+    for driver in (refused, single):
+        driver.forward()
+        driver.backward()
+    with pytest.raises(OffloadError, match=r"a second gradient of u0 .* a sum needs 4; give .*accumulate="):
+        refused.store.accept_gradient(0, refused.gradient(0, 1))
+    for driver in (refused, single):
+        driver.update()
+    assert same(refused.everything(), single.everything())
+    refused.forward()
+    refused.backward()
+    refused.store.discard_gradients()  # as zero_grad() does: the next one is a first one again
+    refused.step()
+    refused.store.close()
+    single.store.close()
+
+
+def test_in_fp32_a_sum_needs_no_more_and_is_not_refused() -> None:
+    drivers = [make("host", driver={"reduce_dtype": torch.float32}, accumulate=n) for n in (1, 2)]
+    for driver in drivers:
+        driver.step(accumulate=2)
+    assert same(*(driver.everything() for driver in drivers))
+    for driver in drivers:
+        driver.store.close()
 
 
 def test_inference_reads_and_never_writes() -> None:

@@ -29,7 +29,17 @@ from zero_core.store import lent_bytes
 
 from .arena import PAGE_BYTES, Arena
 from .errors import PlacementError
-from .footprint import GRADIENT_BYTES, KINDS, MINIMUM_SLOTS, StorePlan, UnitPlan, _apart, _slots, _unit_slots
+from .footprint import (
+    GRADIENT_BYTES,
+    KINDS,
+    MINIMUM_SLOTS,
+    StorePlan,
+    UnitPlan,
+    _apart,
+    _slots,
+    _unit_slots,
+    gradient_itemsize,
+)
 from .placement import Placement, shares
 from .protocols import Field
 from .sizes import ModelSizes
@@ -83,6 +93,11 @@ class Shape:
     def state_bytes(self, numel: int) -> int:
         """Bytes of optimizer state of `numel` elements."""
         return sum(item.nbytes for item in self.step.layout(numel, self.parameter_dtype))
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes that are kept of an element of a gradient."""
+        return gradient_itemsize(self.reduce_dtype, self.accumulate)
 
     @property
     def device_state_itemsize(self) -> int:
@@ -175,7 +190,7 @@ class Cut:
     def _buffers(self, runs: Sequence[UnitRun], wanted: int | None) -> tuple[StorePlan, int]:
         if wanted is not None and wanted < MINIMUM_SLOTS:
             raise PlacementError(f"slots={wanted}: at least {MINIMUM_SLOTS} (a read, an update and a write at a time)")
-        alignment = max(self.shape.alignment, PAGE_BYTES)
+        shape, alignment = self.shape, max(self.shape.alignment, PAGE_BYTES)
         states, gradients = list[int](), list[int]()
         units: list[_Sized] = []
         for run in runs:
@@ -184,9 +199,8 @@ class Cut:
                 if record is not None and s is Tier.NVME:
                     states += [record.nbytes] * run.count
                 if tile.trainable and g is Tier.NVME:
-                    gradients += [round_up(tile.numel * GRADIENT_BYTES, alignment)] * run.count
+                    gradients += [round_up(tile.numel * shape.gradient_itemsize, alignment)] * run.count
             units += [_Sized(unit.parameter_bytes, unit.streamed)] * run.count
-        shape = self.shape
         whole = (unit.parameter_bytes * shape.shard_count for unit in units)
         lent = lent_bytes(whole, shape.prefetch_bytes, shape.resident_bytes, shape.shard_count)
         own, shared = _unit_slots(cast(Sequence[UnitPlan], units), lent // shape.shard_count)
@@ -194,7 +208,7 @@ class Cut:
         apart["own_landings"] = ()  # of units, which are not here; budgets counts them
         plan = StorePlan(
             units=(),
-            tile_numel=self.shape.tile_numel,
+            tile_numel=shape.tile_numel,
             alignment=alignment,
             state_slots=_slots(states, wanted),
             state_slot_bytes=max(states, default=0),
@@ -203,6 +217,7 @@ class Cut:
             unit_slots=shared,
             unit_slot_bytes=round_up(max((u.parameter_bytes for u in units if u.streamed), default=0), alignment),
             own_slots=(),
+            gradient_itemsize=shape.gradient_itemsize,
             **apart,
         )
         return plan, sum(Arena.rounded(round_up(units[i].parameter_bytes, alignment)) for i in own)
@@ -277,7 +292,7 @@ def account(placed: Placed, shape: Shape) -> Account:
             if parameter is Tier.NVME and tile.trainable:
                 moved["parameters"] += count * round_up(tile.numel * size, align)
             if unit.trainable and (gradient is not Tier.NVME or tile.trainable):
-                held[gradient.value, "gradients"] += count * tile.numel * GRADIENT_BYTES
+                held[gradient.value, "gradients"] += count * tile.numel * shape.gradient_itemsize
             if gradient is Tier.NVME and tile.trainable:
                 moved["reduced"] += count * round_up(tile.numel * shape.reduce_dtype.itemsize, align)
                 moved["wide"] += count * round_up(tile.numel * GRADIENT_BYTES, align)
@@ -309,12 +324,11 @@ def _gradient_traffic(reduced: int, wide: int, shape: Shape) -> dict[str, int]:
 
 def device_update_bytes(shape: Shape, numel: int) -> int:
     """As `update_bytes`, on a device apart: the gradient is widened there first."""
-    narrow = shape.reduce_dtype.itemsize if shape.accumulate == 1 else GRADIENT_BYTES
-    widened = narrow + GRADIENT_BYTES if narrow < GRADIENT_BYTES else 0
+    kept = shape.gradient_itemsize
+    widened = kept + GRADIENT_BYTES if kept < GRADIENT_BYTES else 0
     return (2 * shape.device_state_itemsize + 2 * shape.parameter_dtype.itemsize + GRADIENT_BYTES + widened) * numel
 
 
 def update_bytes(shape: Shape, numel: int) -> int:
     """Memory traffic of one update of `numel` elements: states and parameter read and written, gradient read."""
-    gradient = shape.reduce_dtype.itemsize if shape.accumulate == 1 else GRADIENT_BYTES
-    return 2 * shape.state_bytes(numel) + (2 * shape.parameter_dtype.itemsize + gradient) * numel
+    return 2 * shape.state_bytes(numel) + (2 * shape.parameter_dtype.itemsize + shape.gradient_itemsize) * numel

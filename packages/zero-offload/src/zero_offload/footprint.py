@@ -21,7 +21,15 @@ from .protocols import UpdateStep
 from .tier import Tier
 from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
 
-__all__ = ["KINDS", "MINIMUM_SLOTS", "StorePlan", "UnitPlan", "check_device_shares", "plan_store"]
+__all__ = [
+    "KINDS",
+    "MINIMUM_SLOTS",
+    "StorePlan",
+    "UnitPlan",
+    "check_device_shares",
+    "gradient_itemsize",
+    "plan_store",
+]
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
 SMALL_UNIT_BYTES = 1 << 20
@@ -31,7 +39,7 @@ MIRROR_SLOTS = 3  # of host memory, each a tile of parameters: one copied down, 
 STAGING_SLOTS = 4  # of host memory, each a tile in the reduce dtype: gradients that cannot go straight to their place
 SPILL_SLOTS = 4  # of host memory, each of SPILL_PIECE_BYTES, that activations on nvme travel through
 SPILL_PIECE_BYTES = 4 << 20
-GRADIENT_BYTES = 4  # fp32: what an accumulated gradient takes; a single micro-batch touches the reduce dtype's bytes
+GRADIENT_BYTES = 4  # fp32: what an accumulated gradient takes; see gradient_itemsize
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,7 @@ class StorePlan:
     mirror_slot_bytes: int = 0
     staging_slots: int = 0
     staging_slot_bytes: int = 0
+    gradient_itemsize: int = GRADIENT_BYTES  # that is kept of an element
 
     def bytes_of(self, tier: Tier | str, kind: str) -> int:
         """Bytes of "parameters", "gradients", "optimizer" or "buffers" (slots; host only) in a tier."""
@@ -118,7 +127,7 @@ class StorePlan:
             if kind == "parameters":
                 total += tile.numel * unit.spec.dtype.itemsize
             elif kind == "gradients" and unit.trainable:
-                total += tile.numel * GRADIENT_BYTES if where is not Tier.NVME or tile.trainable else 0
+                total += tile.numel * self.gradient_itemsize if where is not Tier.NVME or tile.trainable else 0
             elif kind == "optimizer" and record is not None:
                 total += record.nbytes
         if kind == "optimizer" and tier is Tier.DEVICE:
@@ -156,12 +165,11 @@ class StorePlan:
         """The arena, rounding of its blocks included."""
         return self.buffer_bytes + sum(self.unit_bytes(unit) for unit in self.units)
 
-    @staticmethod
-    def unit_bytes(unit: UnitPlan) -> int:
+    def unit_bytes(self, unit: UnitPlan) -> int:
         """What lies in the arena of one unit, slots apart."""
         total = Arena.rounded(unit.memory_numel(unit.parameter_tiers) * unit.spec.dtype.itemsize)
         if unit.trainable:
-            total += Arena.rounded(unit.memory_numel(unit.gradient_tiers) * GRADIENT_BYTES)
+            total += Arena.rounded(unit.memory_numel(unit.gradient_tiers) * self.gradient_itemsize)
         for record, tier in zip(unit.records, unit.state_tiers, strict=True):
             if record is not None and tier is not Tier.NVME:
                 total += Arena.rounded(record.nbytes)
@@ -180,7 +188,7 @@ class StorePlan:
                 if record is not None and state is Tier.NVME:
                     total += round_up(record.nbytes, self.alignment)
                 if tile.trainable and gradient is Tier.NVME:
-                    total += round_up(tile.numel * GRADIENT_BYTES, self.alignment)
+                    total += round_up(tile.numel * self.gradient_itemsize, self.alignment)
         return total
 
 
@@ -198,12 +206,14 @@ def plan_store(
     shard_count: int = 1,
     alignment: int = PAGE_BYTES,
     landing_dtype: torch.dtype | None = None,
+    gradient_itemsize: int = GRADIENT_BYTES,
 ) -> StorePlan:
     """Cut, place and count. `step` is bound already.
 
     `slots`: of states and of gradients each; None: a quarter of what is on nvme, at least 3, fewer where `host_bytes`
-    is short. `landing_dtype`: with a device apart from the host, the reduce dtype of what comes from it. Raises
-    PlacementError, or BudgetError when `host_bytes` is too small even with 3 slots.
+    is short. `landing_dtype`: with a device apart from the host, the reduce dtype of what comes from it.
+    `gradient_itemsize`: as the function of that name gives it. Raises PlacementError, or BudgetError when `host_bytes`
+    is too small even with 3 slots.
     """
     check_tile_numel(tile_numel)
     if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < MINIMUM_SLOTS):
@@ -215,7 +225,7 @@ def plan_store(
     units = _place_units(specs, step, (parameters, gradients, optimizer), tile_numel, alignment, apart)
     states = [r.nbytes for u in units for r, t in zip(u.records, u.state_tiers, strict=True) if r and t is Tier.NVME]
     swapped_gradients = [
-        round_up(tile.numel * GRADIENT_BYTES, alignment)
+        round_up(tile.numel * gradient_itemsize, alignment)
         for unit in units
         for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True)
         if tile.trainable and tier is Tier.NVME
@@ -233,9 +243,18 @@ def plan_store(
         unit_slots=shared,
         unit_slot_bytes=round_up(largest, alignment),
         own_slots=own,
+        gradient_itemsize=gradient_itemsize,
         **(_apart(units, landing_dtype, step) if landing_dtype is not None else {}),
     )
     return plan if host_bytes is None else _fit(plan, host_bytes, fixed=slots is not None)
+
+
+def gradient_itemsize(reduce_dtype: torch.dtype, accumulate: int | None) -> int:
+    """Bytes that are kept of an element of a gradient, of which `accumulate` reach the store before a step.
+
+    One alone stays as it came. What is added to it is summed in fp32. None: it is not known how many.
+    """
+    return reduce_dtype.itemsize if accumulate == 1 else GRADIENT_BYTES
 
 
 def check_device_shares(parameters: Placement, gradients: Placement, optimizer: Placement) -> None:

@@ -4,7 +4,8 @@ Owns the memory, the extents and the chunk sums. The arithmetic is the UpdateSte
 
 [Note: two forms]
 The first gradient after an update is kept as it came, in the reduce dtype; from the second on the sum is fp32, in the
-same memory of 4 bytes an element. So without accumulation a 16-bit gradient touches (or swaps) 2 bytes an element:
+same memory of 4 bytes an element. So without accumulation a 16-bit gradient touches (or swaps) 2 bytes an element;
+where the plan says that there will be none, no more are reserved, and a second gradient is refused:
 
     NONE ──first──> REDUCED |g g g g|. . . .|  ──second──> FP32 |G   G   G   G   |  ──update, discard──> NONE
 
@@ -74,6 +75,7 @@ class GradientStore:
         self._plan, self._nvme, self._step, self._monitor, self.dtype = plan, nvme, step, monitor, dtype
         self.pool = SlotPool([arena.take(plan.gradient_slot_bytes) for _ in range(plan.gradient_slots)], monitor)
         self._held = [Held.NONE] * len(plan.units)
+        self._expected = [False] * len(plan.units)  # a gradient was checked, and may not be added yet
         self._above = [unit.whole_numel for unit in plan.units]  # leading elements, kept on a device apart
         self._memory: list[Block | None] = []
         self._memory_numel: list[int] = []
@@ -82,12 +84,12 @@ class GradientStore:
         self._sums: list[list[float]] = []
         for unit in plan.units:
             numel = unit.memory_numel(unit.gradient_tiers) if unit.trainable else 0
-            self._memory.append(arena.take(numel * GRADIENT_BYTES) if unit.trainable else None)
+            self._memory.append(arena.take(numel * plan.gradient_itemsize) if unit.trainable else None)
             self._memory_numel.append(numel)
             self._sums.append([0.0] * -(-unit.spec.numel // CHUNK_NUMEL))
             for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True):
                 if tile.trainable and tier is Tier.NVME and nvme is not None:
-                    self._extents[tile] = nvme.own(round_up(tile.numel * GRADIENT_BYTES, plan.alignment))
+                    self._extents[tile] = nvme.own(round_up(tile.numel * plan.gradient_itemsize, plan.alignment))
 
     # -- the thread that adds ------------------------------------------------------------------------------------
 
@@ -99,13 +101,24 @@ class GradientStore:
         return memory.view(self.dtype, numel)
 
     def check(self, i: int, gradient: Tensor) -> None:
-        """Raises ValueError unless it is (shard_numel,) in the reduce dtype."""
+        """Before a gradient is accepted. Raises ValueError unless it is (shard_numel,) in the reduce dtype.
+
+        OffloadError where it would be added to another and there is no memory for a sum.
+        """
         unit = self._plan.units[i]
         if gradient.numel() != unit.spec.numel or gradient.dtype != self.dtype:
             raise ValueError(
                 f"gradient of {unit.spec.name}: {gradient.numel()} elements of {gradient.dtype}, "
                 f"expected {unit.spec.numel} of {self.dtype}"
             )
+        if self._expected[i] and self._plan.gradient_itemsize < GRADIENT_BYTES:
+            raise OffloadError(
+                f"a second gradient of {unit.spec.name} before step(): with accumulate=1 the store has "
+                f"{self._plan.gradient_itemsize} bytes an element for it, and a sum needs {GRADIENT_BYTES}; give the "
+                "number of micro-batches to zero_offload.plan(accumulate=...) or TieredStore(accumulate=...), in "
+                "zero-train run.accumulate. The first gradient is still there"
+            )
+        self._expected[i] = unit.trainable
 
     def accept(self, i: int, gradient: Tensor) -> None:
         """Add a gradient (shard_numel,) on the CPU in the reduce dtype, less what is kept on a device apart."""
@@ -140,6 +153,7 @@ class GradientStore:
 
     def discard(self) -> None:
         self._held = [Held.NONE] * len(self._held)
+        self._expected = [False] * len(self._held)
         for sums in self._sums:
             sums[:] = [0.0] * len(sums)
 
@@ -178,6 +192,7 @@ class GradientStore:
     def take(self, i: int) -> Taken | None:
         """Hand unit i's gradient to an update; the store's account of it is empty from here on. None: there is none."""
         held, self._held[i] = self._whole(i), Held.NONE
+        self._expected[i] = False
         self._sums[i][:] = [0.0] * len(self._sums[i])
         if held is Held.NONE:
             return None

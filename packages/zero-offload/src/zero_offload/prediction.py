@@ -232,7 +232,7 @@ def _windows(
     gather = sizes.numel * itemsize * others / rates.network
     states = nvme_seconds(hardware, moved["optimizer_read"], moved["optimizer_write"] + moved["parameters_write"]) or 0
     update_gradients = nvme_seconds(hardware, moved["gradients_read"], 0) or 0
-    slips, narrow = min(1.0, slot_fraction), shape.reduce_dtype.itemsize / GRADIENT_BYTES
+    slips, narrow = min(1.0, slot_fraction), shape.reduce_dtype.itemsize / shape.gradient_itemsize
     aside, away = spilled.get("nvme", 0), spilled.get("nvme", 0) + spilled.get("host", 0)
     mixed = hardware.rank_rate("link_mixed_gbps") or float("inf")
     up, down = below + away, gradients_below * narrow  # bytes of a backward

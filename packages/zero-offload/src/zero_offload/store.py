@@ -18,7 +18,7 @@ from .arena import Arena
 from .device_tier import DeviceTier
 from .ending import Ending
 from .errors import ClosedError, OffloadError, PlacementError
-from .footprint import StorePlan, UnitPlan, plan_store
+from .footprint import StorePlan, UnitPlan, gradient_itemsize, plan_store
 from .gradients import GradientStore
 from .link import Link
 from .monitor import Monitor
@@ -48,6 +48,8 @@ class TieredStore:
     slots: of states, and of gradients where they are on nvme; None: a quarter of their bytes, at least 3.
     host_bytes: budget of the arena; attach raises BudgetError when it is too small.
     overlap: False makes update() return when it is done; the bits are the same.
+    accumulate: micro-batches whose gradients reach the store before a step; `plan` has its own. 1: a gradient takes the
+        reduce dtype's bytes, and a second one before step() raises OffloadError; None, or more: 4 an element, for sums.
 
     On the CPU the device tier is host memory. On CUDA a tile's gradient is on the device iff its states are; its update
     then runs there, by torch's own optimizer, and has that one's bits, not the step's.
@@ -65,11 +67,13 @@ class TieredStore:
         slots: int | None = None,
         host_bytes: int | None = None,
         overlap: bool = True,
+        accumulate: int | None = None,
     ) -> None:
         self._arguments: dict[str, Any] = dict(
             parameters=parameters, gradients=gradients, optimizer=optimizer, tile_numel=tile_numel, slots=slots,
             host_bytes=host_bytes,
         )  # fmt: skip
+        self._accumulate = accumulate if plan is None else plan.shape.accumulate
         if plan is not None:
             self._arguments.update(_from_plan(plan))
         for kind in ("parameters", "gradients", "optimizer"):
@@ -113,6 +117,7 @@ class TieredStore:
             shard_count=context.shard_count,
             alignment=self._nvme.alignment if self._nvme is not None else 1,
             landing_dtype=context.reduce_dtype if streams_of(context.device) is not None else None,
+            gradient_itemsize=gradient_itemsize(context.reduce_dtype, self._accumulate),
             **self._arguments,
         )
         if self._nvme is not None and plan.nvme_bytes:
