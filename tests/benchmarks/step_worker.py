@@ -165,7 +165,7 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
         slab = stack.enter_context(zero_nvme.Slab([folder])) if "nvme" in placed.values() else None
         step = zero_optim_cpu.CpuStep(layout=layout, cores=beside_gpu(arguments))
         tile = {"tile_numel": arguments["tile_numel"]} if "tile_numel" in arguments else {}
-        store = zero_offload.TieredStore(**placed, nvme=slab, step=step, slots=slots, **tile)
+        store = zero_offload.TieredStore(**placed, nvme=slab, step=step, slots=slots, accumulate=1, **tile)
     optimizer = zero_core.shard(
         model, optimizer, stage=3, max_grad_norm=1.0, store=store, prefetch_bytes=prefetch_bytes,
         param_dtype=None if dtype == torch.float32 else dtype,
