@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero_core.store import GroupStep, Segment, ShardSpec, StoreContext
-from zero_offload import MemoryByteStore, TieredStore
+from zero_offload import MemoryByteStore, TieredStore, TorchStep
 
 MI = 1 << 20
 NUMELS = (MI + 640, 2 * MI + 384, 896, MI // 2)  # several tiles, short last ones, a small frozen unit, less than a tile
@@ -110,6 +111,35 @@ class Driver:
             found.append(self.store.parameters(i).float())
             self.store.release(i)
         return found
+
+
+class LateStep(TorchStep):
+    """A step that can start. What was started is updated when it is waited for, after what was started before it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.under_way: deque[_Late] = deque()
+        self.most = 0  # under way at once
+
+    def start(self, tile: Any, segments: Any, scale: float) -> _Late:
+        late = _Late(self, lambda: self.update(tile, segments, scale))
+        self.under_way.append(late)
+        self.most = max(self.most, len(self.under_way))
+        return late
+
+
+@dataclass(eq=False)
+class _Late:
+    step: LateStep
+    update: Callable[[], None]
+
+    def done(self) -> bool:
+        return self not in self.step.under_way
+
+    def wait(self) -> None:
+        while not self.done():
+            self.step.under_way[0].update()
+            self.step.under_way.popleft()
 
 
 def make(

@@ -16,7 +16,7 @@ import torch
 from tests.covers import everything, identifier, pairwise
 from zero_offload import MemoryByteStore, TorchStep
 
-from .harness import MI, make, same
+from .harness import MI, LateStep, make, same
 
 HALF = {"host": 0.5, "nvme": 0.5}
 MIXED = {"parameters": {"host": 0.3, "nvme": 0.7}, "gradients": {"host": 0.6, "nvme": 0.4}, "optimizer": HALF}
@@ -29,6 +29,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "accumulate": (1, 4),
     "slots": (None, 3),
     "layout": ("split", "fp32"),
+    "starts": (False, True),
 }
 PLACEMENTS = {"host": "host", "nvme": "nvme", "half": HALF, "mixed": MIXED}
 
@@ -49,7 +50,7 @@ def run(case: dict[str, Any], steps: int = 2) -> tuple[Any, ...]:
         tile_numel=case["tile"] * MI,
         overlap=case["overlap"],
         slots=case["slots"],
-        step=TorchStep(case["layout"]),
+        step=(LateStep if case["starts"] else TorchStep)(case["layout"]),
     )
     try:
         for _ in range(steps):

@@ -11,7 +11,7 @@ import torch
 from zero_offload import MemoryByteStore
 from zero_offload.testing import FaultyByteStore
 
-from .harness import MI, NUMELS, Driver, make, same
+from .harness import MI, NUMELS, Driver, LateStep, make, same
 
 
 def test_update_in_backward_has_the_bits_of_an_update_after_it() -> None:
@@ -35,6 +35,50 @@ def test_update_in_backward_has_the_bits_of_an_update_after_it() -> None:
     expected = run("host", False)
     assert same(run("host", True), expected)
     assert same(run("nvme", True), expected)
+
+
+def test_tiles_in_memory_are_started_before_the_first_is_updated() -> None:
+    step = LateStep()
+    driver = make("host", step=step)
+    driver.step()
+    driver.store.wait()
+    assert step.most == 4 and not step.under_way
+    driver.store.close()
+
+
+@pytest.mark.timeout(60)
+def test_tiles_that_are_there_are_updated_while_the_next_one_is_read() -> None:
+    step, nvme = LateStep(), FaultyByteStore(MemoryByteStore())
+    driver = make({"parameters": "host", "gradients": "host", "optimizer": {"host": 0.4, "nvme": 0.6}}, nvme, step=step)
+    driver.forward()
+    driver.backward()
+    nvme.hold()
+    driver.update()
+    driver.store.parameters(0)  # both of unit 0's tiles are in memory
+    assert step.most == 2 and driver.store._pipeline.behind(1)
+    driver.store.release(0)
+    nvme.release()
+    driver.store.wait()
+    assert not step.under_way
+    driver.store.close()
+
+
+@pytest.mark.timeout(60)
+def test_what_was_started_is_done_before_a_failure_is_told() -> None:
+    class Fails(LateStep):
+        def start(self, tile: Any, segments: Any, scale: float) -> Any:
+            if len(self.under_way) == 2:
+                raise ValueError("no third")
+            return super().start(tile, segments, scale)
+
+    step = Fails()
+    driver = make("host", step=step)
+    driver.step()
+    with pytest.raises(ValueError, match="no third"):
+        driver.store.wait()
+    driver.store._pipeline._thread.join()
+    assert not step.under_way
+    driver.store.close()
 
 
 def test_update_in_backward_reads_the_next_unit_ahead() -> None:

@@ -198,6 +198,17 @@ class ParameterStore:
             for transfer in moving:  # not under the condition: the training thread goes on meanwhile
                 transfer.wait()
 
+    def at_hand(self, tile: Tile) -> bool:
+        """Whether for_update would return at once, and use no mirror."""
+        if tile.start < self._above[tile.unit]:
+            return False
+        if not self.streamed(tile.unit):
+            left = self._leaving.get(tile.unit)
+            return left is None or left.done()
+        slot = self._by_unit[tile.unit]
+        written = slot.writes.get(tile)
+        return all(each.done() for each in (*slot.reads, *slot.leaving)) and (written is None or written.done())
+
     def for_update(self, tile: Tile, *, read: bool = True) -> Tensor:
         """(tile.numel,) to be changed in place; waits for its read, its last write and its last copy to the device.
 

@@ -10,6 +10,13 @@ Owns the thread, the queue and the account of which units are behind. The tiers 
 forward i waits for unit i's last tile only. The thread takes what a tile needs (state slot, gradient slot, unit slot)
 all at once or not at all while anything it has taken is unfinished; it waits only with empty hands, and what it then
 waits for (a write, a gradient being stored, a unit in use) ends without it. Hence no deadlock, with three slots or any.
+
+[Note: tiles in a row]
+A step that can `start` is given the next tiles while it works, as far as nothing of theirs has to be waited for:
+    the step's threads  | t0      | t1      | t2      | t3
+    this thread         s0 s1 s2    c0 s3     c1 s4       start a tile, complete one: what follows its update
+So neither this thread's own work nor its turn at the interpreter's lock, beside a thread that launches kernels, leaves
+the step idle. A tile's record and parameter are its step's alone until it is completed.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +34,7 @@ from .arena import Block
 from .gradients import GradientStore, Taken
 from .monitor import Monitor
 from .parameters import ParameterStore
-from .protocols import SegmentStep, UpdateStep
+from .protocols import SegmentStep, Started, StartingStep, UpdateStep
 from .states import StateStore
 from .tier import Nvme, Transfer
 from .tile import Tile, View
@@ -34,6 +42,7 @@ from .tile import Tile, View
 __all__ = ["Pipeline", "TileTask", "UpdateJob"]
 
 POLL_SECONDS = 0.005
+MOST_STARTED = 4
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,15 @@ class _Loaded:
     transfers: list[Transfer] = field(default_factory=list)
 
 
+@dataclass
+class _Started:
+    """A task that the step works on, or soon will. `span`: from when it is the first."""
+
+    loaded: _Loaded
+    handle: Started
+    span: ExitStack = field(default_factory=ExitStack)
+
+
 class Pipeline:
     """Runs jobs one after another. `close` ends it between two tiles; it does so too when the interpreter exits."""
 
@@ -80,6 +98,7 @@ class Pipeline:
     ) -> None:
         self.parameters, self.gradients, self.states = parameters, gradients, states
         self._step, self._monitor, self._nvme = step, monitor, nvme
+        self._starting = step if isinstance(step, StartingStep) else None
         self._behind = [0] * unit_count
         self.unit_done: Callable[[], None] = _nothing  # called on the update thread after each unit
         self._queue: deque[UpdateJob | tuple[Tile, ...]] = deque()
@@ -162,20 +181,34 @@ class Pipeline:
             self._monitor.condition.wait(POLL_SECONDS if moving else None)
 
     def _run(self, job: UpdateJob) -> None:
-        waiting, ahead = deque(job.tasks), deque[_Loaded]()
+        waiting, ahead, started = deque(job.tasks), deque[_Loaded](), deque[_Started]()
         if len({task.tile.unit for task in job.tasks}) > 1:  # else what was read ahead is for the jobs that follow
             soonest = [task.tile for task in job.tasks if self.states.swapped(task.tile)][: self.states.pool.count]
             self.states.drop_early(keep=soonest)
         most = self.states.pool.count + self.gradients.pool.count + 4  # where no slot bounds it: into the next unit
-        while waiting or ahead:
-            self._monitor.check_stop()
-            while waiting and len(ahead) < most:
-                loaded = self._begin(waiting[0], wait=not ahead)
-                if loaded is None:
-                    break
-                ahead.append(loaded)
-                waiting.popleft()
-            self._finish(ahead.popleft(), job.scale)
+        try:
+            while waiting or ahead or started:
+                self._monitor.check_stop()
+                while waiting and len(ahead) < most:
+                    loaded = self._begin(waiting[0], wait=not ahead and not started)
+                    if loaded is None:
+                        break
+                    ahead.append(loaded)
+                    waiting.popleft()
+                if started and (started[0].handle.done() or not self._goes_on(ahead, started)):
+                    self._complete(started)
+                else:
+                    self._start(ahead.popleft(), job.scale, started)
+        finally:
+            for each in started:  # it failed, or was stopped: the memory may go after this
+                with each.span:
+                    each.handle.wait()
+
+    def _goes_on(self, ahead: Sequence[_Loaded], started: Sequence[_Started]) -> bool:
+        """Whether one more can be started, without a wait."""
+        if not ahead or len(started) == MOST_STARTED:
+            return False
+        return all(transfer.done() for transfer in ahead[0].transfers) and self.parameters.at_hand(ahead[0].task.tile)
 
     def _begin(self, task: TileTask, *, wait: bool) -> _Loaded | None:
         """Take what the tile needs and start its reads; None, with nothing taken, if that would wait and must not."""
@@ -201,15 +234,37 @@ class Pipeline:
             self.parameters.fetch(tile)
         return loaded
 
-    def _finish(self, loaded: _Loaded, scale: float) -> None:
-        """Wait for the reads, update, start the writes."""
+    def _start(self, loaded: _Loaded, scale: float, started: deque[_Started]) -> None:
+        """Wait for the reads, and start the update, or make it."""
         task, tile = loaded.task, loaded.task.tile
         for transfer in loaded.transfers:
             transfer.wait()
         parameter = self.parameters.for_update(tile, read=task.reads)
         view = View(self.states.views(tile, loaded.state), parameter, self._gradient(loaded))
-        with self._monitor.span("update", str(tile)):
-            self._step.update(view, task.segments, scale)
+        if self._starting is None:
+            with self._monitor.span("update", str(tile)):
+                self._step.update(view, task.segments, scale)
+            self._updated(loaded)
+            return
+        started.append(_Started(loaded, self._starting.start(view, task.segments, scale)))
+        if len(started) == 1:
+            self._now(started[0])
+
+    def _now(self, started: _Started) -> None:
+        started.span.enter_context(self._monitor.span("update", str(started.loaded.task.tile)))
+
+    def _complete(self, started: deque[_Started]) -> None:
+        """Wait for the first that was started."""
+        with started[0].span:
+            started[0].handle.wait()
+        loaded = started.popleft().loaded
+        if started:
+            self._now(started[0])
+        self._updated(loaded)
+
+    def _updated(self, loaded: _Loaded) -> None:
+        """Start the writes, give back what is not written."""
+        task, tile = loaded.task, loaded.task.tile
         if loaded.gradient is not None:
             self.gradients.pool.give(loaded.gradient)
         if loaded.state is not None:

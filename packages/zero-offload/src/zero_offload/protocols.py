@@ -18,6 +18,8 @@ __all__ = [
     "Extent",
     "Field",
     "SegmentStep",
+    "Started",
+    "StartingStep",
     "StateTile",
     "Ticket",
     "TileView",
@@ -166,3 +168,21 @@ class UpdateStep(Protocol):
 
     def chunk_norms_squared(self, values: Tensor) -> Sequence[float]:
         """The sum of squares of each chunk of 1 << 20 elements, in double. Not finite in: not finite out."""
+
+
+class Started(Protocol):
+    """An update under way."""
+
+    def done(self) -> bool:
+        """Whether it has ended. Never blocks."""
+
+    def wait(self) -> None:
+        """Return when it has."""
+
+
+@runtime_checkable
+class StartingStep(UpdateStep, Protocol):
+    """An `UpdateStep` with threads of its own: the store has several tiles under way, updated one after another."""
+
+    def start(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> Started:
+        """As `update`, but return at once; updates run in the order of their starts. Nobody else touches the tile."""
