@@ -41,16 +41,11 @@ PROCESS_GIB = 5.0  # of host memory: interpreter, torch with CUDA, transformers
 ENOUGH = 0.93  # of what is free: the kernel's lists of pinned pages, pages of files, fragments
 
 
-def available_bytes() -> int:
-    """Host memory that new processes may use: MemAvailable, or the room of the control group if that is less."""
-    with open("/proc/meminfo") as file:
-        room = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            room = min(room, int(limit.read()) - int(used.read()))
-    except (OSError, ValueError):
-        pass
-    return room
+def host_bytes(given_gib: float | None) -> int:
+    """Host memory to use: what is given, or what is free."""
+    import zero_offload
+
+    return zero_offload.available_host_bytes() if given_gib is None else int(given_gib * GIB)
 
 
 def machine(nvme_gib: float, host_gib: float | None, tiny: bool) -> dict[str, Any]:
@@ -65,7 +60,7 @@ def machine(nvme_gib: float, host_gib: float | None, tiny: bool) -> dict[str, An
         "device": "cuda",
         "device_gib": free / GIB,
         "device_reserved_gib": 2.0,
-        "host_gib": ENOUGH * (available_bytes() / GIB if host_gib is None else host_gib),
+        "host_gib": ENOUGH * host_bytes(host_gib) / GIB,
         "host_reserved_gib": PROCESS_GIB,
         "nvme_gib": nvme_gib,
     }
@@ -152,8 +147,8 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
         model = model_of(arguments["layers"], tiny)
         store = zero_offload.TieredStore(plan=plan, nvme=slab, step=step)
         optimizer = zero_core.shard(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-5), stage=3, max_grad_norm=1.0, store=store,
-            param_dtype=torch.bfloat16, prefetch_bytes=PREFETCH_BYTES, device=device,
+            model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda"), stage=3, max_grad_norm=1.0,
+            store=store, param_dtype=torch.bfloat16, prefetch_bytes=PREFETCH_BYTES, device=device,
         )  # fmt: skip
         stack.callback(optimizer.close)
         ready, losses, seconds = time.monotonic() - begun, [], []

@@ -51,6 +51,7 @@ OURS = ("host", "none", "floor")
 HOST_BYTES = {"host": 16, "fsdp2-host": 20, "deepspeed-host": 22, "deepspeed-super-host": 26}  # a parameter, about
 SPARE_BYTES = 12 << 30  # of interpreters, libraries and what the estimates above leave out
 TURN = 2  # timed steps
+LONGEST_ANSWER = 240  # seconds: to be built, or of a turn
 PREDICTION = 0.2
 Turn = dict[str, Any]
 
@@ -102,7 +103,7 @@ def run(
     workers: list[Worker] = []
     begun = time.monotonic()
     try:
-        workers = [Worker(each, options) for each in names]
+        workers = [Worker(each, options, limit_seconds=LONGEST_ANSWER) for each in names]
         for worker in workers:
             if reason := worker.ready().missing:
                 found.missing[worker.name] = reason
@@ -125,6 +126,8 @@ def run(
         if trace_file is not None and ours is not None:
             ours.ask(f"trace {trace_file} {rows[min(rows)]}")
     finally:
+        for worker in workers:
+            worker.leave()
         for worker in workers:
             worker.close()
 
@@ -164,10 +167,14 @@ def predicted(found: Found, tokens: int, options: dict[str, Any]) -> dict[str, f
             parameter_dtype=getattr(torch, options["dtype"]), prefetch_bytes=step_worker.PREFETCH_BYTES,
         )  # fmt: skip
 
-    at_one = planned(1.0).prediction
-    if at_one is None:
+    try:
+        at_one = planned(1.0).prediction
+        if at_one is None:
+            return {}
+        plan = planned(at_one.compute_seconds / floor)
+    except zero_offload.PlanError as error:
+        print(f"nothing is predicted: {error}", flush=True)
         return {}
-    plan = planned(at_one.compute_seconds / floor)
     assert plan.prediction is not None
     return {
         "seconds": plan.prediction.step_seconds,
@@ -374,8 +381,7 @@ def main(given: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         options["folder"] = str(Path(folder).absolute())
         rows = {tokens: ROWS[tokens] for tokens in arguments.tokens}
-        available = gpu_largest.available_bytes() if arguments.host_gib is None else int(arguments.host_gib * (1 << 30))
-        for names in groups(arguments.others, numel, available):
+        for names in groups(arguments.others, numel, gpu_largest.host_bytes(arguments.host_gib)):
             found.apart += [name for name in names if "host" not in names]
             if time.monotonic() - begun > arguments.seconds - 60:
                 found.missing |= dict.fromkeys(names, "no time was left")

@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import select
 import shutil
 import socket
 import statistics
@@ -53,7 +54,7 @@ PREDICTION = 0.2
 class Worker:
     """One configuration's process. `missing`: why it is not there."""
 
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
+    def __init__(self, name: str, options: dict[str, Any], limit_seconds: float | None = None) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -61,11 +62,13 @@ class Worker:
         self.name: str = name
         self.answers: list[dict[str, Any]] = []
         self.missing: str | None = None
+        self._limit_seconds = limit_seconds  # for an answer
+        self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             [sys.executable, step_worker.__file__, json.dumps({"name": name, "port": port, **options})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=None if os.environ.get("STEP_DEBUG") else subprocess.DEVNULL,
+            stderr=None if os.environ.get("STEP_DEBUG") else self._errors,
             text=True,
             env=environment,
         )
@@ -90,14 +93,31 @@ class Worker:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], self._limit_seconds)[0]:
+            self._process.kill()
+            return {"missing": f"no answer within {self._limit_seconds} s{self._last_words()}"}
         line = self._process.stdout.readline()
-        return json.loads(line) if line else {"missing": f"{self.name}: the process ended ({self._process.wait()})"}
+        if line:
+            return json.loads(line)
+        return {"missing": f"the process ended ({self._process.wait()}){self._last_words()}"}
 
-    def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def _last_words(self) -> str:
+        """The end of what it wrote to stderr."""
+        self._errors.seek(0)
+        words = self._errors.read()[-600:].strip()
+        return f": {words}" if words else ""
+
+    def leave(self) -> None:
+        """Tell it to end; do not wait."""
+        assert self._process.stdin is not None
         if self._process.poll() is None and self.missing is None:
             self._process.stdin.write("end\n")
             self._process.stdin.flush()
+        self.missing = self.missing or "it was told to leave"
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.leave()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
@@ -105,6 +125,7 @@ class Worker:
             self._process.wait()
         self._process.stdin.close()
         self._process.stdout.close()
+        self._errors.close()
 
 
 Round = dict[str, dict[str, Any]]  # what each process said of its turn, by name

@@ -7,6 +7,7 @@ pytest tests/gpu --device cpu     runs what does not need one
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,14 @@ def pytest_addoption(parser):
 def _wanted(config) -> torch.device:
     # The option is unknown where this folder was reached from above: `pytest tests`.
     return torch.device(config.getoption("--device", default="cuda"))
+
+
+def pytest_collection_modifyitems(config, items):
+    """On a GPU a test that hangs does so in C++, where no signal reaches Python: a thread ends the process, loudly."""
+    if _missing(_wanted(config)) is None and _wanted(config).type == "cuda":
+        for item in items:
+            if item.path.is_relative_to(Path(__file__).parent):
+                item.add_marker(pytest.mark.timeout(300, method="thread"))
 
 
 def _missing(wanted: torch.device) -> str | None:

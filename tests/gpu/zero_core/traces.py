@@ -11,26 +11,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tests.benchmarks.trace import common, merged, seconds
+
 Interval = tuple[float, float]
-
-
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union, in order."""
-    union: list[Interval] = []
-    for start, stop in sorted(intervals):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(stop, union[-1][1]))
-        else:
-            union.append((start, stop))
-    return union
 
 
 def hidden(of: Iterable[Interval], behind: Iterable[Interval]) -> float:
     """The fraction of the time of `of` in which something of `behind` runs too."""
-    ours, theirs = merged(of), merged(behind)
-    total = sum(stop - start for start, stop in ours)
-    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in ours for b in theirs)
-    return both / total if total else 0.0
+    ours = merged(of)
+    return seconds(common(ours, merged(behind))) / seconds(ours) if ours else 0.0
 
 
 def traced(device: torch.device, call: Callable[[], Any]) -> list[tuple[str, Interval]]:

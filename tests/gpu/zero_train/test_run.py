@@ -12,6 +12,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+pytest.importorskip("hydra")
+pytest.importorskip("omegaconf")
 pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
 

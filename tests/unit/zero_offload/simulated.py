@@ -29,12 +29,14 @@ class _Copy:
         self.made = False
 
     def done(self) -> bool:
+        self._streams.asked()
         with self._streams.lock:
             if not self.made and self._streams.random.random() < 0.3:
                 self.wait()
             return self.made
 
     def wait(self) -> None:
+        self._streams.asked()
         with self._streams.lock:
             while not self.made:
                 self._streams.lanes[self._lane].popleft()._make()
@@ -72,6 +74,15 @@ class SimulatedStreams:
         self.lanes: dict[Lane, deque[_Copy]] = {"swap_in": deque(), "swap_out": deque()}
         self.follows = 0
         self.closed = False
+        self.entered: set[int] = set()
+
+    def enter_thread(self) -> None:
+        self.entered.add(threading.get_ident())
+
+    def asked(self) -> None:
+        """A mark is asked: on a thread of the store's that is still set to another device, CUDA would use that one."""
+        own = threading.current_thread().name in ("zero-offload update", "zero-offload gradients")
+        assert not own or threading.get_ident() in self.entered, "a thread that never entered"
 
     def mark(self) -> Mark:
         return _Now()

@@ -84,6 +84,7 @@ class Cuda:
 
     def unregister(self, address):
         del self.registered[address]
+        return 0
 
     def stream(self, device):
         self.streams.append(object())
@@ -113,7 +114,7 @@ def test_the_link_is_measured_each_way_and_both_at_once_from_registered_memory(m
 
 def test_memory_that_cannot_be_registered_is_an_error_with_a_way_out(monkeypatch):
     Cuda(monkeypatch, status=2)
-    with pytest.raises(OffloadError, match="failed with status 2; raise the locked memory limit"):
+    with pytest.raises(OffloadError, match="failed with status 2 of the CUDA runtime; all of it must fit in memory"):
         probing_cuda.cuda_figures(torch.device("cpu"))
 
 

@@ -200,8 +200,9 @@ class _Maker:
             unit = self.units[i]
             for parameter in unit.parameters:
                 if not parameter.is_meta and self.ranks.size > 1:
-                    parameter.data = parameter.data.contiguous()
-                    self.ranks.broadcast(parameter.data, unit.name)
+                    values = parameter.data.contiguous().to(self.ranks.device)  # NCCL takes no host memory
+                    self.ranks.broadcast(values, unit.name)
+                    parameter.data = values.to(parameter.device)
             values = initialiser.shard(unit.layout, unit.parameters, rank)
             unit.adopt_parameters(become)
             return values

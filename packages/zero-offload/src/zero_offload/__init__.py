@@ -5,7 +5,7 @@ from .advice import OutOfMemoryError, explained
 from .budgets import PlanError
 from .errors import BudgetError, ClosedError, OffloadError, PlacementError, SwapError
 from .footprint import StorePlan, plan_store
-from .hardware import Hardware, HardwareError
+from .hardware import Hardware, HardwareError, available_host_bytes
 from .memory_store import MemoryByteStore
 from .placement import place
 from .planner import Plan, fits, plan
@@ -45,6 +45,7 @@ __all__ = [
     "TorchStep",
     "UnitSizes",
     "UpdateStep",
+    "available_host_bytes",
     "explained",
     "fits",
     "offload_activations",

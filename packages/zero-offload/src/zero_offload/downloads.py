@@ -139,6 +139,7 @@ class Downloads:
     def _main(self) -> None:
         try:
             with self._monitor.thread(), self._monitor.background(), torch.no_grad():
+                self._streams.enter_thread()
                 while True:
                     download = self._next()
                     self._finish(download)

@@ -180,7 +180,8 @@ class StorePlan:
         """All extents, rounding included."""
         total = 0
         for unit in self.units:
-            behind = unit.spec.numel - unit.memory_numel(unit.parameter_tiers)
+            tiers = unit.parameter_tiers
+            behind = unit.spec.numel - unit.device_numel(tiers) - unit.memory_numel(tiers)
             total += round_up(behind * unit.spec.dtype.itemsize, self.alignment)
             for tile, record, gradient, state in zip(
                 unit.tiles, unit.records, unit.gradient_tiers, unit.state_tiers, strict=True

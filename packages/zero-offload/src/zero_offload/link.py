@@ -43,7 +43,7 @@ class Link:
         self.down = Downloads(streams, gradients, plan, monitor, staging)
         self._copies: dict[int, Tensor] = {}
         self._buffer_bytes = plan.bytes_of("device", "buffers")
-        pipeline.unit_done = self.up.poll
+        pipeline.unit_done, pipeline.enter_thread = self.up.poll, streams.enter_thread
 
     @property
     def device_bytes(self) -> int:
@@ -90,7 +90,9 @@ class Link:
     def close(self) -> None:
         """End the thread, then wait for what the lanes hold. The host memory may go after this."""
         self.down.close()
-        self.streams.close()
-        self._copies.clear()
-        self.down.drop()
-        self.device.close()
+        try:
+            self.streams.close()
+        finally:
+            self._copies.clear()
+            self.down.drop()
+            self.device.close()

@@ -100,7 +100,8 @@ class Pipeline:
         self._step, self._monitor, self._nvme = step, monitor, nvme
         self._starting = step if isinstance(step, StartingStep) else None
         self._behind = [0] * unit_count
-        self.unit_done: Callable[[], None] = _nothing  # called on the update thread after each unit
+        self.enter_thread: Callable[[], None] = _nothing  # called on the update thread, first
+        self.unit_done: Callable[[], None] = _nothing  # after each unit
         self._queue: deque[UpdateJob | tuple[Tile, ...]] = deque()
         self._busy = False
         self._thread: threading.Thread | None = None
@@ -157,6 +158,7 @@ class Pipeline:
     def _main(self) -> None:
         try:
             with self._monitor.thread(), torch.no_grad():
+                self.enter_thread()
                 while True:
                     with self._monitor.condition:
                         self._busy = False

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .errors import OffloadError
 from .hardware import GB, GIB
+from .streams import register, unregister
 
 COPY_BYTES = 512 << 20
 DEVICE_COPIES = 16  # a round: 16 GiB read and written, as long as the device's memory takes milliseconds for
@@ -87,14 +87,9 @@ def registered(nbytes: int, device: torch.device) -> Iterator[Tensor]:
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     memory.fill_(1)  # the pages must be there, and not be the one page of zeros
-    with torch.cuda.device(device):
-        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0))
-    if status != 0:
-        raise OffloadError(
-            f"cudaHostRegister of {nbytes} bytes failed with status {status}; raise the locked memory limit (ulimit -l)"
-        )
+    register(memory, device)
     try:
         yield memory
     finally:
         torch.cuda.synchronize(device)
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        unregister(memory, device)

@@ -6,6 +6,7 @@ Owns the wiring and the order of calls. Bytes are the tiers', the background the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -130,7 +131,8 @@ class TieredStore:
                 self._lay_out(optimizer, initial)
             self._pipeline.wait()
         except BaseException:
-            self.close()
+            with suppress(Exception):  # what failed first is what is told
+                self.close()
             raise
         if self._nvme is not None:
             self._setup = (self._nvme.read_bytes, self._nvme.write_bytes)
@@ -415,15 +417,16 @@ class _Guard:
 
 def _shut_down(pipeline: Pipeline, nvme: Nvme | None, link: Link | None, arena: Arena) -> None:
     """End the background, then give extents and memory back."""
-    if link is not None:
-        link.down.close()  # it may wait for slots that the pipeline gives back
-    pipeline.close()
-    if nvme is not None:
-        nvme.settle()
-        nvme.free()
-    if link is not None:
-        link.close()
-    arena.close()
+    with ExitStack() as ending:  # from the last to the first, each whatever those before it raised
+        ending.callback(arena.close)
+        if link is not None:
+            ending.callback(link.close)
+        if nvme is not None:
+            ending.callback(nvme.free)
+            ending.callback(nvme.settle)
+        ending.callback(pipeline.close)
+        if link is not None:
+            ending.callback(link.down.close)  # it may wait for slots that the pipeline gives back
 
 
 def _from_plan(plan: Any) -> dict[str, Any]:

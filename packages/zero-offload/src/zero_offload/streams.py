@@ -19,7 +19,7 @@ compute stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Literal, Protocol
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from .arena import Arena
 from .errors import OffloadError
 
-__all__ = ["CudaStreams", "Lane", "Mark", "Streams", "streams_of"]
+__all__ = ["CudaStreams", "Lane", "Mark", "Streams", "register", "streams_of", "unregister"]
 
 Lane = Literal["swap_in", "swap_out"]
 
@@ -45,6 +45,9 @@ class Mark(Protocol):
 
 class Streams(Protocol):
     """Copies in two lanes beside the caller's current stream. Any thread may call any of these."""
+
+    def enter_thread(self) -> None:
+        """A thread of the store's begins. On CUDA a mark is asked on the thread's own device, whatever the mark's."""
 
     def mark(self) -> Mark:
         """What the caller's current stream has queued so far."""
@@ -84,6 +87,33 @@ class _Event:
         self.event.synchronize()
 
 
+def register(host: Tensor, device: torch.device) -> None:
+    """Let the device copy from and to `host` by itself: whole pages, which are all in memory from here on."""
+    with torch.cuda.device(device):
+        status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+    _check(
+        f"cudaHostRegister of {host.nbytes} bytes",
+        status,
+        device,
+        "; all of it must fit in memory: take fewer slots or put more on nvme, or raise the limit of locked memory",
+    )
+
+
+def unregister(host: Tensor, device: torch.device) -> None:
+    """The inverse; no copy is under way."""
+    with torch.cuda.device(device):
+        status = int(torch.cuda.cudart().cudaHostUnregister(host.data_ptr()))
+    _check(f"cudaHostUnregister of {host.nbytes} bytes", status, device)
+
+
+def _check(what: str, status: int, device: torch.device, way_out: str = "") -> None:
+    if status == 0:
+        return
+    with suppress(RuntimeError):  # torch leaves the error for the next kernel to report
+        torch.zeros(1, device=device)
+    raise OffloadError(f"{what} failed with status {status} of the CUDA runtime{way_out}")
+
+
 class CudaStreams:
     """A stream a lane on one CUDA device. `host`: the arena's bytes (uint8), registered once, exactly sized."""
 
@@ -95,16 +125,11 @@ class CudaStreams:
             self._register(host)
 
     def _register(self, host: Tensor) -> None:
-        with torch.cuda.device(self.device):
-            status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
-        if status != 0:
-            with suppress(RuntimeError):  # torch leaves the error for the next kernel to report
-                torch.zeros(1, device=self.device)
-            raise OffloadError(
-                f"cudaHostRegister of {host.nbytes} bytes failed with status {status}; "
-                "raise the locked memory limit (ulimit -l), take fewer slots or put more on nvme"
-            )
+        register(host, self.device)
         self._registered[host.data_ptr()] = host
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.device)
 
     def mark(self) -> Mark:
         return _Event(torch.cuda.current_stream(self.device))
@@ -134,14 +159,14 @@ class CudaStreams:
 
     def give_back(self, memory: Tensor) -> None:
         if self._registered.pop(memory.data_ptr(), None) is not None:
-            with torch.cuda.device(self.device):
-                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+            unregister(memory, self.device)
 
     def close(self) -> None:
-        for stream in self._lanes.values():
-            stream.synchronize()
-        for memory in list(self._registered.values()):
-            self.give_back(memory)
+        with ExitStack() as ending:  # from the last to the first, each whatever those before it raised
+            for memory in list(self._registered.values()):
+                ending.callback(self.give_back, memory)
+            for stream in self._lanes.values():
+                ending.callback(stream.synchronize)
 
 
 def streams_of(device: torch.device) -> Callable[[Tensor], Streams] | None:

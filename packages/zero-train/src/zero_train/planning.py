@@ -6,7 +6,6 @@ Owns the questions to the machine and the wording. The arithmetic and the refusa
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +36,7 @@ def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
     facts.setdefault("device_gib", torch.cuda.mem_get_info(ranks.device)[0] / GIB if on_gpu else 0.0)
     if on_gpu:  # what is free counts the context already; this is for the allocator's fragments and workspaces
         facts.setdefault("device_reserved_gib", 2.0)
-    facts.setdefault("host_gib", available_bytes() / GIB)
+    facts.setdefault("host_gib", zero_offload.available_host_bytes() / GIB)
     paths = checks.nvme_paths(config, ranks.local_rank)
     if checks.uses_nvme(config):
         facts.setdefault("nvme_gib", min(checks.free_bytes(path) for path in paths) / GIB)
@@ -47,20 +46,6 @@ def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
         return zero_offload.Hardware(**facts)
     except ValueError as error:
         raise ConfigError(f"hardware.{error}") from error
-
-
-def available_bytes() -> int:
-    """Memory that a new process may use without swapping: MemAvailable, or the control group's room if less."""
-    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo") as file:
-            found = [line.split() for line in file if line.startswith("MemAvailable:")]
-        room = int(found[0][1]) * 1024
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            room = min(room, int(limit.read()) - int(used.read()))
-    except (OSError, ValueError, IndexError):
-        pass  # no limit ("max"), no control groups, or no /proc: what is known stands
-    return room
 
 
 def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> zero_offload.Plan:

@@ -120,7 +120,7 @@ class _Run:
             checks.run_folder(config)
         corpus = data.load(config.data, config.run.seed)
         checkpoint = resume.found(config)
-        draft = engine.draft(config, self._cores and self._cores.pool)
+        draft = engine.draft(config, self._cores and self._cores.pool, on_gpu=ranks.device.type == "cuda")
         return corpus, draft, planning.make(config, draft.model, ranks, draft.step), checkpoint
 
     def _announce(self, corpus: data.Corpus, draft: engine.Draft, plan: zero_offload.Plan) -> None:
