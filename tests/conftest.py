@@ -21,6 +21,15 @@ def ranks():
         made.close()
 
 
+@pytest.fixture
+def small_chunks():
+    """A tile may have `tests.chunks.TILE` elements, 64 times fewer than there are in use."""
+    from tests.chunks import small_chunks
+
+    with small_chunks():
+        yield
+
+
 def pytest_addoption(parser):
     parser.addoption("--all-parity", action="store_true", help="every combination of the parity suite, not the cover")
     parser.addoption("--all-exactness", action="store_true", help="every combination of TieredStore's exactness matrix")

@@ -16,8 +16,10 @@ import torch
 from zero_core.device_store import DeviceStore
 from zero_offload import PlacementError, TorchStep, plan_store
 
-from .harness import MI, NUMELS, Driver, make, make_specs, same
+from .harness import NUMELS, TILE, Driver, make, make_specs, same
 from .simulated import simulated_device
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 @dataclass
@@ -98,7 +100,7 @@ def test_parameters_may_live_on_the_device_while_the_host_updates_them(layout: s
 def test_the_next_tile_comes_down_while_one_is_updated() -> None:
     placement = {"parameters": "device", "gradients": "host", "optimizer": "host"}
     with simulated_device() as streams:
-        driver = make(placement, driver={"numels": (4 * MI,), "frozen": ()})
+        driver = make(placement, driver={"numels": (4 * TILE,), "frozen": ()})
         driver.forward()
         driver.backward()
         driver.store.gradient_norm_squared()
@@ -147,13 +149,13 @@ def test_fp32_parameters_on_the_device_are_their_own_masters() -> None:
 def test_a_parameter_comes_down_only_where_its_old_value_matters(layout: str, tiles: int) -> None:
     """With a master of its own: where the update leaves elements alone, here the padding of each unit's last tile."""
     placement = {"parameters": "device", "gradients": "host", "optimizer": "host"}
-    numels = (2 * MI, 3 * MI)
+    numels = (2 * TILE, 3 * TILE)
     with simulated_device():
         driver = make(placement, step=TorchStep(layout), driver={"numels": numels, "frozen": ()})
         setup = driver.store.stats()["link_down_bytes"]
         driver.step()
         driver.store.wait()
-        assert driver.store.stats()["link_down_bytes"] - setup == 2 * sum(numels) + 2 * MI * tiles
+        assert driver.store.stats()["link_down_bytes"] - setup == 2 * sum(numels) + 2 * TILE * tiles
         driver.store.close()
 
 
@@ -198,7 +200,7 @@ def test_a_gradient_is_dropped_on_both_sides_and_the_norm_is_of_both() -> None:
         driver.forward()
         driver.backward()
         before = float(driver.store.gradient_norm_squared())
-        driver.store.discard_gradient(1, MI - 100, MI + 100)
+        driver.store.discard_gradient(1, TILE - 100, TILE + 100)
         after = float(driver.store.gradient_norm_squared())
         driver.store.discard_gradients()
         assert float(driver.store.gradient_norm_squared()) == 0.0
@@ -258,7 +260,7 @@ def test_a_frozen_unit_on_the_device_has_no_master() -> None:
         parameters="device",
         gradients="device",
         optimizer="device",
-        tile_numel=MI,
+        tile_numel=TILE,
         landing_dtype=torch.bfloat16,
     )
     assert [unit.whole_numel for unit in plan.units] == [0, 0, NUMELS[2], NUMELS[3]]
