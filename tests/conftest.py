@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 
 
@@ -9,11 +11,16 @@ import pytest
 def ranks():
     """`ranks(n).run(function, *args)`: one in-process rank, or a gloo pool of n kept for the session."""
     testing = pytest.importorskip("zero_core.testing")
+    import torch
+
+    # Forked ranks start in no time; but a process that has asked for a GPU may not fork.
+    start_method = "spawn" if torch.cuda.is_available() else "forkserver"
+    multiprocessing.set_forkserver_preload(["tests.preload"])
     pools = {}
 
     def pool(size: int):
         if size not in pools:
-            pools[size] = testing.LocalRank() if size == 1 else testing.RankPool(size)
+            pools[size] = testing.LocalRank() if size == 1 else testing.RankPool(size, start_method=start_method)
         return pools[size]
 
     yield pool
