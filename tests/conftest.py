@@ -28,6 +28,16 @@ def ranks():
         made.close()
 
 
+@pytest.fixture(scope="session")
+def interpreter():
+    """`interpreter(program)` runs a program in an interpreter of its own; see tests.interpreters."""
+    from tests.interpreters import Interpreters
+
+    interpreters = Interpreters()
+    yield interpreters.run
+    interpreters.close()
+
+
 @pytest.fixture
 def small_chunks():
     """A tile may have `tests.chunks.TILE` elements, 64 times fewer than there are in use."""

@@ -1,8 +1,9 @@
-"""What ranks import, imported once: they are forked from a process that has nothing else in it, see conftest's `ranks`.
+"""What forked ranks and interpreters import, imported once; see conftest's `ranks` and `interpreter`.
 
 Imports only: a fork would lose what a thread does and what a GPU was asked for.
 """
 
+import importlib
 from contextlib import suppress
 
 import zero_core.testing
@@ -17,5 +18,9 @@ with suppress(ImportError):
     )
 
     import tests.models  # noqa: F401
+
+for name in ("zero_offload", "zero_nvme", "zero_optim_cpu", "zero_train.train"):
+    with suppress(ImportError):
+        importlib.import_module(name)
 
 __all__ = ["zero_core"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from typing import Any
 
@@ -190,24 +187,11 @@ small.__enter__()
 """
 
 
-def run_python(body: str, tmp_path: Any) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "script.py"
-    script.write_text(HEAD + textwrap.dedent(body))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    return subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-    )
-
-
 @pytest.mark.parametrize("ending", ["pass", "raise RuntimeError('the loop broke')", "import sys; sys.exit(3)"])
-def test_the_interpreter_may_end_in_mid_update(ending: str, tmp_path: Any) -> None:
-    done = run_python(
-        f"""
+def test_the_interpreter_may_end_in_mid_update(ending: str, interpreter: Any) -> None:
+    done = interpreter(
+        HEAD
+        + textwrap.dedent(f"""
         import threading
         from zero_offload import TorchStep
 
@@ -225,17 +209,17 @@ def test_the_interpreter_may_end_in_mid_update(ending: str, tmp_path: Any) -> No
         print("behind", driver.store._pipeline.behind(0), flush=True)
         go.set()
         {ending}
-        """,
-        tmp_path,
+        """)
     )
     assert "behind True" in done.stdout, done.stderr
     assert done.returncode == {"p": 0, "r": 1, "i": 3}[ending[0]], done.stderr
     assert "Fatal" not in done.stderr and ("Traceback" in done.stderr) == (ending[0] == "r"), done.stderr
 
 
-def test_a_forked_child_leaves_the_parents_store_alone(tmp_path: Any) -> None:
-    done = run_python(
-        """
+def test_a_forked_child_leaves_the_parents_store_alone(interpreter: Any) -> None:
+    done = interpreter(
+        HEAD
+        + textwrap.dedent("""
         import os, sys
         driver = make("nvme", slots=3, driver={"numels": (TILE, TILE // 2), "frozen": ()})
         driver.step()
@@ -247,8 +231,7 @@ def test_a_forked_child_leaves_the_parents_store_alone(tmp_path: Any) -> None:
         driver.store.wait()
         driver.store.close()
         print("child", os.waitstatus_to_exitcode(status))
-        """,
-        tmp_path,
+        """)
     )
     assert done.returncode == 0 and "child 7" in done.stdout, done.stderr
 
