@@ -1,12 +1,14 @@
 """What forked ranks and interpreters import, imported once; see conftest's `ranks` and `interpreter`.
 
-Imports only: a fork would lose what a thread does and what a GPU was asked for.
+Imports only, of what there is: a fork would lose what a thread does and what a GPU was asked for.
 """
 
 import importlib
 from contextlib import suppress
 
-import zero_core.testing
+for name in ("torch", "zero_core.testing", "zero_offload", "zero_nvme", "zero_optim_cpu", "zero_train.train"):
+    with suppress(ImportError):
+        importlib.import_module(name)
 
 with suppress(ImportError):
     from transformers import (  # noqa: F401
@@ -16,11 +18,3 @@ with suppress(ImportError):
         MixtralForCausalLM,
         T5ForConditionalGeneration,
     )
-
-    import tests.models  # noqa: F401
-
-for name in ("zero_offload", "zero_nvme", "zero_optim_cpu", "zero_train.train"):
-    with suppress(ImportError):
-        importlib.import_module(name)
-
-__all__ = ["zero_core"]
