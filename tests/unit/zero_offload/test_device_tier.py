@@ -194,6 +194,18 @@ def test_values_are_read_and_written_across_tiers() -> None:
         driver.store.close()
 
 
+def test_a_write_does_not_change_what_is_still_to_be_copied() -> None:
+    with simulated_device():
+        driver = make("device")
+        out = torch.empty(NUMELS[0], dtype=torch.bfloat16)
+        arrival = driver.store.swap_in(0, out)
+        assert arrival.copied is not None
+        driver.store.write_state(0, "master", 0, torch.zeros(NUMELS[0]))
+        arrival.wait()
+        assert torch.equal(out, driver.initial[0].bfloat16())
+        driver.store.close()
+
+
 def test_a_gradient_is_dropped_on_both_sides_and_the_norm_is_of_both() -> None:
     def run(placement: Any) -> tuple[float, float]:
         driver = make(placement)
