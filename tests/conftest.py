@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 
 
@@ -9,16 +11,40 @@ import pytest
 def ranks():
     """`ranks(n).run(function, *args)`: one in-process rank, or a gloo pool of n kept for the session."""
     testing = pytest.importorskip("zero_core.testing")
+    import torch
+
+    # Forked ranks start in no time; but a process that has asked for a GPU may not fork.
+    start_method = "spawn" if torch.cuda.is_available() else "forkserver"
+    multiprocessing.set_forkserver_preload(["tests.preload"])
     pools = {}
 
     def pool(size: int):
         if size not in pools:
-            pools[size] = testing.LocalRank() if size == 1 else testing.RankPool(size)
+            pools[size] = testing.LocalRank() if size == 1 else testing.RankPool(size, start_method=start_method)
         return pools[size]
 
     yield pool
     for made in pools.values():
         made.close()
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    """`interpreter(program)` runs a program in an interpreter of its own; see tests.interpreters."""
+    from tests.interpreters import Interpreters
+
+    interpreters = Interpreters()
+    yield interpreters.run
+    interpreters.close()
+
+
+@pytest.fixture
+def small_chunks():
+    """A tile may have `tests.chunks.TILE` elements, 64 times fewer than there are in use."""
+    from tests.chunks import small_chunks
+
+    with small_chunks():
+        yield
 
 
 def pytest_addoption(parser):

@@ -295,8 +295,9 @@ def probe_here(device: str, dtype: str) -> None:
     print(json.dumps(figures.to_dict()))
 
 
-def test_the_report_has_its_shape(tmp_path):
+def test_the_report_has_its_shape(tmp_path, monkeypatch):
     """On the CPU, in small: the program, not the GPU."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # in processes of toy sizes, threads would wait for each other
     files = ["--folder", str(tmp_path), "--json", str(tmp_path / "gpu.json"), "--trace", str(tmp_path / "step.json")]
     code = main(["--tiny", "--rounds", "1", "--tokens", "8192", "--others", "none", "fsdp2-host", *files])
     saved = json.loads((tmp_path / "gpu.json").read_text())
@@ -319,7 +320,8 @@ def test_peers_take_turns_with_ours_as_far_as_memory_goes():
     assert groups(["deepspeed-host"], numel, 118 << 30) == [["host", "floor"], ["deepspeed-host"]]
 
 
-def test_the_largest_models_of_a_tiny_machine_train(tmp_path):
+def test_the_largest_models_of_a_tiny_machine_train(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder, file = str(tmp_path), str(tmp_path / "g.json")
     code = main(["--tiny", "--largest", "exact", "8-bit", "--folder", folder, "--json", file])
     exact, small = json.loads((tmp_path / "g_largest.json").read_text())["rows"]

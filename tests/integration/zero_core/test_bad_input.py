@@ -212,8 +212,8 @@ def stop_taking_part():
     return "no error"
 
 
-def test_a_rank_that_stops_is_named_with_unit_and_collective():
-    pool = RankPool(2, collective_timeout_seconds=4)
+def test_a_rank_that_stops_is_named_with_unit_and_collective(ranks):
+    pool = RankPool(2, collective_timeout_seconds=4, start_method=ranks(2).start_method)
     try:
         with pytest.raises(AssertionError, match=r"as wanted: all_gather of unit 'embed' failed on rank 0 of 2"):
             pool.run(stop_taking_part)

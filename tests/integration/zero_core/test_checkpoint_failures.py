@@ -8,10 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+import zero_core
 from tests.integration.zero_core import checkpoint_runs as runs
+from tests.integration.zero_core import toys
 from zero_core import checkpoint
 from zero_core.errors import CheckpointError
 
@@ -63,11 +67,17 @@ def test_a_file_cut_short_fails_the_load_on_all(ranks, tmp_path: Path) -> None:
         assert f"{path.name} is cut short" in text
 
 
+def stack() -> tuple[nn.Module, Any]:
+    """A sharded model that is built in no time, for processes which live shortly."""
+    model = toys.Stack()
+    return model, zero_core.shard(model, toys.adamw(model.parameters()), stage=3)
+
+
 SAVE_FOR_EVER = """
 import sys
-from tests.integration.zero_core import checkpoint_runs as runs
+from tests.integration.zero_core.test_checkpoint_failures import stack
 from zero_core import checkpoint
-model, optimizer = runs.make("llama", 3, seed=0)
+model, optimizer = stack()
 for count in range(1, 1 << 30):
     checkpoint.save(sys.argv[1], model, optimizer, extra=count, tile_numel=200)
     print(count, flush=True)
@@ -94,7 +104,7 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
             process.send_signal(signal.SIGKILL)
             rest = process.communicate()[0].split()
         reported = int(rest[-1]) if rest else reported
-        model, optimizer = runs.make("llama", 3, seed=3)
+        model, optimizer = stack()
         extra = checkpoint.load(tmp_path, model, optimizer).extra
         assert extra in (reported, reported + 1)
         checkpoint.save(tmp_path, model, optimizer)

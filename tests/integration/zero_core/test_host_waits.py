@@ -20,6 +20,7 @@ from tests.integration.zero_core import swapping, toys
 
 READING = {"item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__", "__contains__"}
 READING |= {"nonzero", "equal", "allclose", "masked_select", "unique", "is_nonzero", "tensor", "as_tensor"}
+STEPS = 3  # the first makes states, the second reuses memory, the third is like all others
 OPERATORS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero", "_unique2"}
 
 
@@ -80,16 +81,16 @@ def fused(parameters: Any) -> torch.optim.Optimizer:
 
 
 def reads(make: Any, build: Any, swaps: bool, options: dict[str, Any]) -> list[str]:
-    """What the host read in four steps of two micro-batches each."""
+    """What the host read in STEPS steps of two micro-batches each."""
     rank, _ = toys.world()
     watch, model = Watch(), make()
     dtype = options.get("param_dtype", torch.float32)
     store = swapping.SwappingStore() if swaps else None
     optimizer = zero_core.shard(model, build(model.parameters()), observer=watch, store=store, **options)
-    batches = [toys.data(step, rank).to(dtype) for step in range(8)]
+    batches = [toys.data(step, rank).to(dtype) for step in range(2 * STEPS)]
     micro = 1 if options.get("update_in_backward") else 2
     with Calls(watch), Operators(watch):
-        for step in range(4):
+        for step in range(STEPS):
             for m in range(micro):
                 toys.loss_of(model, batches[2 * step + m]).backward()
             optimizer.step()
@@ -111,18 +112,18 @@ OPTIONS = [
 def test_one_rank_reads_the_norm_and_nothing_else(options, build):
     for swaps in (False, True):
         # float() of a tensor: the call, and the operator under it
-        assert reads(toys.Stack, build, swaps, options) == ["__float__", "_local_scalar_dense"] * 4
+        assert reads(toys.Stack, build, swaps, options) == ["__float__", "_local_scalar_dense"] * STEPS
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_several_ranks_read_what_the_norm_exchanged(ranks, options):
     for seen in ranks(2).run(reads, toys.Stack, fused, True, options):
-        assert seen == ["tensor", "tolist"] * 4  # the first is pinned on CUDA, see Ranks.numbers
+        assert seen == ["tensor", "tolist"] * STEPS  # the first is pinned on CUDA, see Ranks.numbers
 
 
 @pytest.mark.parametrize("make", [lambda: toys.Checkpointed(False), toys.External, toys.Unused, toys.Frozen])
 def test_one_rank_reads_nothing_else_off_the_beaten_track_either(make):
-    assert reads(make, fused, True, {"max_grad_norm": 0.1}) == ["__float__", "_local_scalar_dense"] * 4
+    assert reads(make, fused, True, {"max_grad_norm": 0.1}) == ["__float__", "_local_scalar_dense"] * STEPS
 
 
 def test_a_read_elsewhere_would_be_refused():

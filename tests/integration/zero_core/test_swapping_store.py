@@ -18,7 +18,7 @@ from tests.integration.zero_core import swapping, toys
 
 
 def trained(store: Any, make: Any = toys.Stack, **options: Any) -> list[Tensor]:
-    """Five steps with all that may come between; losses, norms, an output of every evaluation, the last masters."""
+    """Four steps with all that may come between; losses, norms, an output of every evaluation, the last masters."""
     rank, _ = toys.world()
     torch.manual_seed(1)
     model = make()
@@ -31,7 +31,7 @@ def trained(store: Any, make: Any = toys.Stack, **options: Any) -> list[Tensor]:
         seen.append(value.detach().clone())
         return value
 
-    for step in range(5):
+    for step in range(4):
         if step == 1:
             interrupt_backward(model, lambda: loss(50))
             optimizer.zero_grad()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import zero_core
+from tests.chunks import TILE
 from tests.integration.zero_offload.test_training import equal
 from tests.integration.zero_offload.training import Case, Model, Outcome, train
 from tests.unit.zero_offload.simulated import simulated_device
@@ -52,7 +53,7 @@ def test_updates_in_backward(ranks: Any, size: int, placement: str) -> None:
 
 @pytest.mark.parametrize(
     "shard",
-    [{"prefetch_bytes": 0}, {"prefetch_bytes": 1 << 30}, {"resident_bytes": 1 << 30}, {"resident_bytes": 5 << 20}],
+    [{"prefetch_bytes": 0}, {"prefetch_bytes": 1 << 30}, {"resident_bytes": 1 << 30}, {"resident_bytes": 5 * TILE}],
     ids=str,
 )
 def test_whatever_is_asked_for_ahead_or_stays(ranks: Any, shard: dict[str, int]) -> None:
@@ -99,11 +100,11 @@ def test_any_fraction_on_the_device_is_close_to_the_device_store(ranks: Any, siz
         assert found.norms[0] == pytest.approx(expected.norms[0], rel=1e-6)
 
 
-def test_the_models_own_unit_takes_no_landing_from_the_blocks() -> None:
+def test_the_models_own_unit_takes_no_landing_from_the_blocks(small_chunks: None) -> None:
     """Its gradient comes first in a backward and is complete last."""
     with simulated_device():
         model = Model(64, 3)
-        store = TieredStore(tile_numel=1 << 20)
+        store = TieredStore(tile_numel=TILE)
         optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store)
         plan = store.describe()
         names = [plan.units[i].spec.name for i in plan.own_landings]

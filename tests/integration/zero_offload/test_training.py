@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.chunks import TILE
 from tests.integration.zero_offload.training import Case, Outcome, train
 from zero_core.scaling import LossScale
 
@@ -86,7 +87,7 @@ def test_units_that_stay_resident_change_nothing(ranks: Any) -> None:
     assert equal(ranks(2).run(train, Case("nvme", shard={"resident_bytes": 1 << 30}))[0], expected)
 
 
-@pytest.mark.parametrize("resident_bytes", [5 << 20, 1 << 30])
+@pytest.mark.parametrize("resident_bytes", [5 * TILE, 1 << 30])
 def test_units_that_stay_resident_on_one_rank_have_slots(ranks: Any, resident_bytes: int) -> None:
     """There the core keeps the slots themselves: the store must have them beside those of units that pass through."""
     expected = ranks(1).run(train, Case("host", layers=8))[0]

@@ -1,4 +1,4 @@
-"""A small model trained through zero_core.shard over a TieredStore; runs on every rank."""
+"""A small model trained through zero_core.shard over a TieredStore, in small chunks; runs on every rank."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from tests.chunks import TILE, small_chunks
 from zero_offload import MemoryByteStore, TieredStore
 
 
@@ -45,7 +46,7 @@ class Case:
     stage: int = 3
     accumulate: int = 1
     steps: int = 3
-    width: int = 256
+    width: int = 32  # a block is half a tile, and a little more bytes than a tile has elements
     layers: int = 3
     frozen: tuple[str, ...] = ()
     store: Mapping[str, Any] = field(default_factory=dict)
@@ -67,11 +68,16 @@ def make_store(case: Case) -> TieredStore | None:
     by_kind = case.placement
     if not isinstance(by_kind, Mapping) or not set(by_kind) & set(kinds):
         by_kind = dict.fromkeys(kinds, by_kind)
-    arguments = {"tile_numel": 1 << 20, **case.store}
+    arguments = {"tile_numel": TILE, **case.store}
     return TieredStore(**by_kind, nvme=MemoryByteStore(), overlap=case.overlap, **arguments)
 
 
 def train(case: Case) -> Outcome:
+    with small_chunks():
+        return _train(case)
+
+
+def _train(case: Case) -> Outcome:
     torch.manual_seed(0)
     model = Model(case.width, case.layers)
     for name, parameter in model.named_parameters():

@@ -57,6 +57,15 @@ def loss_of(model: Model, batch: Tensor) -> Tensor:
     return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A step of this model is short: two threads would mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @functools.cache
 def final_loss(layout: str) -> float:
     """Mean loss over held-out windows after training, nats a byte."""

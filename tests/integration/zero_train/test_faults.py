@@ -6,8 +6,6 @@ a checkpoint with it.
 
 import os
 import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -181,7 +179,7 @@ def test_a_gradient_that_is_not_finite_with_updates_in_flight_changes_nothing(tm
 
 
 @pytest.mark.parametrize("ending", ["pass", "raise RuntimeError('the loop broke')", "sys.exit(3)", "os._exit(4)"])
-def test_the_interpreter_may_end_in_mid_update_on_a_real_slab(tmp_path, ending):
+def test_the_interpreter_may_end_in_mid_update_on_a_real_slab(tmp_path, interpreter, ending):
     program = f"""
         import os, pathlib, sys
         from tests.integration.zero_train.test_faults import advance, sharded
@@ -190,15 +188,7 @@ def test_the_interpreter_may_end_in_mid_update_on_a_real_slab(tmp_path, ending):
             advance(model, optimizer, n)
         {ending}
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *(path for path in sys.path if path)])}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-    )
+    done = interpreter(program)
     assert done.returncode == {"p": 0, "r": 1, "s": 3, "o": 4}[ending[0]], done.stderr
     assert ("Traceback" in done.stderr) == (ending[0] == "r") and "Fatal" not in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == []  # nothing of the slab is left

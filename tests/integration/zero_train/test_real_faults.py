@@ -7,8 +7,6 @@ lost block is trained on.
 import contextlib
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ import zero_core
 import zero_nvme
 import zero_offload
 import zero_optim_cpu
-from tests.integration.zero_nvme.faults import environment, small_ext4
+from tests.integration.zero_nvme.faults import small_ext4
 from tests.integration.zero_train.helpers import trained
 from tests.integration.zero_train.test_faults import after_step as after_step
 from zero_train.errors import RunError
@@ -108,22 +106,15 @@ from zero_train.errors import RunError
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1200 << 20), -1))
 try:
-    trained(sys.argv[1], "offload=nvme", "run.steps=3", "run.micro_batch=256", "data.sequence_length=1024")
+    trained(FOLDER, "offload=nvme", "run.steps=3", "run.micro_batch=256", "data.sequence_length=1024")
 except RunError as error:
     print("RunError:", error, file=sys.stderr)
 """
 
 
-def test_memory_that_runs_out_in_a_forward_ends_the_run_with_a_way_out(tmp_path):
+def test_memory_that_runs_out_in_a_forward_ends_the_run_with_a_way_out(tmp_path, interpreter):
     """The device is the CPU here; a process that may not have more address space is refused memory by the kernel."""
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-    )
+    done = interpreter(f"FOLDER = {str(tmp_path / 'run')!r}\n{LIMITED}")
     assert done.returncode == 0, done.stderr
     said = r"RunError: the run stopped: out of memory on the host tier: .* more were asked for; the plan gave it "
     assert re.search(said + r".*run\.micro_batch", done.stderr), done.stderr

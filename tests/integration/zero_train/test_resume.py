@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -44,7 +42,7 @@ def test_after_ctrl_c_the_rest_is_the_same(tmp_path, monkeypatch, place):
     assert numbers(tmp_path / "run") == list(range(1, STEPS + 1))
 
 
-def test_after_kill_9_the_rest_is_the_same(tmp_path):
+def test_after_kill_9_the_rest_is_the_same(tmp_path, interpreter):
     whole = trained(tmp_path / "whole", "offload=nvme", *RUN)
     arguments = [*COMMON, "offload=nvme", *RUN, f"run.dir={tmp_path / 'run'}"]
     program = (
@@ -58,9 +56,8 @@ def test_after_kill_9_the_rest_is_the_same(tmp_path):
         "progress.Plain.step = step\n"
         f"app.main({arguments!r})\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    killed = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    killed = interpreter(program, tmp_path)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert numbers(tmp_path / "run") == [1, 2, 3, 4, 5]
     rest = trained(tmp_path / "run", "offload=nvme", *RUN, "run.resume=auto")
     assert [step.step for step in rest.steps] == [4, 5, 6, 7, 8]  # from the checkpoint after step 3

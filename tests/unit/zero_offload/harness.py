@@ -1,4 +1,7 @@
-"""Drives a ShardStore as zero-core does, on small shards, with gradients that depend on the parameters."""
+"""Drives a ShardStore as zero-core does, on small shards, with gradients that depend on the parameters.
+
+Tiles have `tests.chunks.TILE` elements, so whoever uses these does so inside `small_chunks`.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.chunks import TILE
 from zero_core.store import GroupStep, Segment, ShardSpec, StoreContext
 from zero_offload import MemoryByteStore, TieredStore, TorchStep
 
-MI = 1 << 20
-NUMELS = (MI + 640, 2 * MI + 384, 896, MI // 2)  # several tiles, short last ones, a small frozen unit, less than a tile
+
+def numels_of(tile: int) -> tuple[int, ...]:
+    """Units of several tiles, with short last ones; a small one, frozen by default; and one of less than a tile."""
+    return tile + 640, 2 * tile + 384, 896, tile // 2
+
+
+NUMELS = numels_of(TILE)
 
 
 def make_specs(dtype: torch.dtype, numels: Sequence[int] = NUMELS, frozen: Sequence[int] = (2,)) -> list[ShardSpec]:
@@ -150,7 +159,7 @@ def make(
     by_kind = (
         placement if isinstance(placement, dict) and set(placement) & set(kinds) else dict.fromkeys(kinds, placement)
     )
-    arguments.setdefault("tile_numel", MI)
+    arguments.setdefault("tile_numel", TILE)
     store = TieredStore(nvme=MemoryByteStore() if nvme is None else nvme, **by_kind, **arguments)
     return Driver(store, **(driver or {}))
 

@@ -16,8 +16,10 @@ import torch
 from zero_core.device_store import DeviceStore
 from zero_offload import PlacementError, TorchStep, plan_store
 
-from .harness import MI, NUMELS, Driver, make, make_specs, same
+from .harness import NUMELS, TILE, Driver, make, make_specs, same
 from .simulated import simulated_device
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 @dataclass
@@ -98,7 +100,7 @@ def test_parameters_may_live_on_the_device_while_the_host_updates_them(layout: s
 def test_the_next_tile_comes_down_while_one_is_updated() -> None:
     placement = {"parameters": "device", "gradients": "host", "optimizer": "host"}
     with simulated_device() as streams:
-        driver = make(placement, driver={"numels": (4 * MI,), "frozen": ()})
+        driver = make(placement, driver={"numels": (4 * TILE,), "frozen": ()})
         driver.forward()
         driver.backward()
         driver.store.gradient_norm_squared()
@@ -147,13 +149,13 @@ def test_fp32_parameters_on_the_device_are_their_own_masters() -> None:
 def test_a_parameter_comes_down_only_where_its_old_value_matters(layout: str, tiles: int) -> None:
     """With a master of its own: where the update leaves elements alone, here the padding of each unit's last tile."""
     placement = {"parameters": "device", "gradients": "host", "optimizer": "host"}
-    numels = (2 * MI, 3 * MI)
+    numels = (2 * TILE, 3 * TILE)
     with simulated_device():
         driver = make(placement, step=TorchStep(layout), driver={"numels": numels, "frozen": ()})
         setup = driver.store.stats()["link_down_bytes"]
         driver.step()
         driver.store.wait()
-        assert driver.store.stats()["link_down_bytes"] - setup == 2 * sum(numels) + 2 * MI * tiles
+        assert driver.store.stats()["link_down_bytes"] - setup == 2 * sum(numels) + 2 * TILE * tiles
         driver.store.close()
 
 
@@ -192,13 +194,25 @@ def test_values_are_read_and_written_across_tiers() -> None:
         driver.store.close()
 
 
+def test_a_write_does_not_change_what_is_still_to_be_copied() -> None:
+    with simulated_device():
+        driver = make("device")
+        out = torch.empty(NUMELS[0], dtype=torch.bfloat16)
+        arrival = driver.store.swap_in(0, out)
+        assert arrival.copied is not None
+        driver.store.write_state(0, "master", 0, torch.zeros(NUMELS[0]))
+        arrival.wait()
+        assert torch.equal(out, driver.initial[0].bfloat16())
+        driver.store.close()
+
+
 def test_a_gradient_is_dropped_on_both_sides_and_the_norm_is_of_both() -> None:
     def run(placement: Any) -> tuple[float, float]:
         driver = make(placement)
         driver.forward()
         driver.backward()
         before = float(driver.store.gradient_norm_squared())
-        driver.store.discard_gradient(1, MI - 100, MI + 100)
+        driver.store.discard_gradient(1, TILE - 100, TILE + 100)
         after = float(driver.store.gradient_norm_squared())
         driver.store.discard_gradients()
         assert float(driver.store.gradient_norm_squared()) == 0.0
@@ -258,7 +272,7 @@ def test_a_frozen_unit_on_the_device_has_no_master() -> None:
         parameters="device",
         gradients="device",
         optimizer="device",
-        tile_numel=MI,
+        tile_numel=TILE,
         landing_dtype=torch.bfloat16,
     )
     assert [unit.whole_numel for unit in plan.units] == [0, 0, NUMELS[2], NUMELS[3]]

@@ -19,7 +19,9 @@ from zero_offload.nvme_spill import NvmeSpill
 from zero_offload.testing import FaultyByteStore
 from zero_offload.tier import Nvme
 
-from .harness import MI, make
+from .harness import TILE, make
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def join_closing() -> None:
@@ -163,8 +165,8 @@ class _Interrupting:
 def test_ctrl_c_while_gradients_are_added_loses_no_slot(after: int) -> None:
     nvme = Interrupting(MemoryByteStore(), lazy=True)
     placement = {"parameters": "host", "gradients": "nvme", "optimizer": "host"}
-    driver = make(placement, nvme, slots=3, driver={"numels": (6 * MI,), "frozen": ()})
-    gradient = torch.ones(6 * MI, dtype=torch.bfloat16)
+    driver = make(placement, nvme, slots=3, driver={"numels": (6 * TILE,), "frozen": ()})
+    gradient = torch.ones(6 * TILE, dtype=torch.bfloat16)
     driver.store.accept_gradient(0, gradient)
     for _ in range(4):
         nvme.interrupt(after)
@@ -176,7 +178,7 @@ def test_ctrl_c_while_gradients_are_added_loses_no_slot(after: int) -> None:
         driver.store.discard_gradients()
         driver.store.accept_gradient(0, gradient)
     driver.store.accept_gradient(0, gradient)
-    assert float(driver.store.gradient_norm_squared()) == 4.0 * 6 * MI
+    assert float(driver.store.gradient_norm_squared()) == 4.0 * 6 * TILE
     assert nvme.overtaken == []
     driver.store.close()
 
@@ -186,16 +188,16 @@ def test_ctrl_c_while_gradients_are_added_loses_no_slot(after: int) -> None:
 def test_ctrl_c_while_states_are_read_and_written_loses_no_slot(after: int) -> None:
     nvme = Interrupting(MemoryByteStore(), lazy=True)
     driver = make("nvme", nvme, slots=3)
-    values = torch.randn(2 * MI)
+    values = torch.randn(2 * TILE)
     for _ in range(5):
         nvme.interrupt(after)
         with pytest.raises(KeyboardInterrupt):
             driver.store.write_state(1, "exp_avg", 0, values)
-            driver.store.read_state(1, "exp_avg_sq", 0, 2 * MI)
+            driver.store.read_state(1, "exp_avg_sq", 0, 2 * TILE)
             driver.everything()
         nvme.countdown = None
     driver.store.write_state(1, "exp_avg", 0, values)
-    assert torch.equal(driver.store.read_state(1, "exp_avg", 0, 2 * MI), values)
+    assert torch.equal(driver.store.read_state(1, "exp_avg", 0, 2 * TILE), values)
     driver.step()
     driver.everything()
     driver.store.close()

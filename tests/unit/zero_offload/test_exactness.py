@@ -16,7 +16,9 @@ import torch
 from tests.covers import everything, identifier, pairwise
 from zero_offload import MemoryByteStore, TorchStep
 
-from .harness import MI, LateStep, make, same
+from .harness import LateStep, make, numels_of, same
+
+MI = 1 << 20  # the true chunk: here, and nowhere else in this folder, units have millions of elements
 
 HALF = {"host": 0.5, "nvme": 0.5}
 MIXED = {"parameters": {"host": 0.3, "nvme": 0.7}, "gradients": {"host": 0.6, "nvme": 0.4}, "optimizer": HALF}
@@ -51,6 +53,7 @@ def run(case: dict[str, Any], steps: int = 2) -> tuple[Any, ...]:
         overlap=case["overlap"],
         slots=case["slots"],
         step=(LateStep if case["starts"] else TorchStep)(case["layout"]),
+        driver={"numels": numels_of(MI)},
     )
     try:
         for _ in range(steps):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from typing import Any
 
@@ -14,9 +11,11 @@ import torch
 from zero_offload import BudgetError, MemoryByteStore, PlacementError, SwapError, TieredStore, TorchStep
 from zero_offload.testing import FaultyByteStore
 
-from .harness import MI, NUMELS, Driver, make
+from .harness import NUMELS, TILE, Driver, make
 
-HALF = {"numels": (MI, MI // 2), "frozen": ()}
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+HALF = {"numels": (TILE, TILE // 2), "frozen": ()}
 
 
 def only_close_works(driver: Driver, error: type[BaseException]) -> None:
@@ -64,7 +63,9 @@ def test_an_io_error_in_the_background_names_file_offset_and_tile(kind: str) -> 
 @pytest.mark.parametrize("after", [0, 3, 7, 20])
 def test_wherever_a_transfer_fails_the_loop_stops_and_close_returns(kind: str, after: int) -> None:
     nvme = FaultyByteStore(MemoryByteStore())
-    driver = make("nvme", nvme, slots=3, driver={"numels": (MI + 640, MI // 2, MI // 2, MI // 2), "frozen": (2,)})
+    driver = make(
+        "nvme", nvme, slots=3, driver={"numels": (TILE + 640, TILE // 2, TILE // 2, TILE // 2), "frozen": (2,)}
+    )
     nvme.fail(kind, after=after)
     with pytest.raises(SwapError, match=kind[:4]):
         for _ in range(4):
@@ -98,9 +99,9 @@ def test_an_exception_of_the_step_is_raised_in_the_training_loop() -> None:
 
 
 def test_a_full_store_is_refused_before_anything_is_read() -> None:
-    store = TieredStore(optimizer="nvme", nvme=MemoryByteStore(capacity_bytes=MI), tile_numel=MI)
+    store = TieredStore(optimizer="nvme", nvme=MemoryByteStore(capacity_bytes=5 * TILE), tile_numel=TILE)
     driver = Driver.__new__(Driver)
-    with pytest.raises(BudgetError, match="wanted, 1.0 MiB there"):
+    with pytest.raises(BudgetError, match="0.2 MiB wanted, 0.1 MiB there"):
         driver.__init__(store, **HALF)
     store.close()
 
@@ -123,12 +124,12 @@ def test_an_extent_that_cannot_be_had_leaves_nothing_behind() -> None:
 def test_a_budget_too_small_is_refused_before_anything_is_reserved() -> None:
     nvme = MemoryByteStore()
     with pytest.raises(BudgetError, match="host tier needs .* budget is .* missing; lower it with"):
-        make("nvme", nvme, host_bytes=10 * MI, driver=HALF)
+        make("nvme", nvme, host_bytes=10 * TILE, driver=HALF)
     assert nvme._used == 0
 
 
 def test_holding_every_unit_slot_is_an_error_and_not_a_hang() -> None:
-    driver = make("nvme", driver={"numels": (MI // 2,) * 5, "frozen": ()})
+    driver = make("nvme", driver={"numels": (TILE // 2,) * 5, "frozen": ()})
     for i in range(3):
         driver.store.parameters(i)
     with pytest.raises(BudgetError, match="u3 wants a unit slot and all 3 are held, by u0, u1, u2"):
@@ -139,7 +140,7 @@ def test_holding_every_unit_slot_is_an_error_and_not_a_hang() -> None:
 
 
 def test_waiting_while_every_slot_is_held_is_an_error_and_not_a_hang() -> None:
-    driver = make("nvme", driver={"numels": (MI // 2,) * 5, "frozen": ()})
+    driver = make("nvme", driver={"numels": (TILE // 2,) * 5, "frozen": ()})
     driver.forward()
     driver.backward()
     driver.store.wait()
@@ -174,28 +175,23 @@ def test_no_deadlock_at_any_accepted_budget(seed: int) -> None:
     for number in range(3):
         driver.step(accumulate=1 + number % 2)
         if number == 1:
-            driver.store.read_state(1, "exp_avg", MI - 5, MI + 5)
+            driver.store.read_state(1, "exp_avg", TILE - 5, TILE + 5)
     driver.store.close()
 
 
-def run_python(body: str, tmp_path: Any) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "script.py"
-    script.write_text("from tests.unit.zero_offload.harness import *\n" + textwrap.dedent(body))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    return subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-    )
+HEAD = """
+from tests.chunks import TILE, small_chunks
+from tests.unit.zero_offload.harness import make
+small = small_chunks()
+small.__enter__()
+"""
 
 
 @pytest.mark.parametrize("ending", ["pass", "raise RuntimeError('the loop broke')", "import sys; sys.exit(3)"])
-def test_the_interpreter_may_end_in_mid_update(ending: str, tmp_path: Any) -> None:
-    done = run_python(
-        f"""
+def test_the_interpreter_may_end_in_mid_update(ending: str, interpreter: Any) -> None:
+    done = interpreter(
+        HEAD
+        + textwrap.dedent(f"""
         import threading
         from zero_offload import TorchStep
 
@@ -206,26 +202,26 @@ def test_the_interpreter_may_end_in_mid_update(ending: str, tmp_path: Any) -> No
                 go.wait()
                 super().update(tile, segments, scale)
 
-        driver = make("nvme", slots=3, step=Waits(), driver={{"numels": (MI,) * 4, "frozen": ()}})
+        driver = make("nvme", slots=3, step=Waits(), driver={{"numels": (TILE,) * 4, "frozen": ()}})
         driver.forward()
         driver.backward()
         driver.update()
         print("behind", driver.store._pipeline.behind(0), flush=True)
         go.set()
         {ending}
-        """,
-        tmp_path,
+        """)
     )
     assert "behind True" in done.stdout, done.stderr
     assert done.returncode == {"p": 0, "r": 1, "i": 3}[ending[0]], done.stderr
     assert "Fatal" not in done.stderr and ("Traceback" in done.stderr) == (ending[0] == "r"), done.stderr
 
 
-def test_a_forked_child_leaves_the_parents_store_alone(tmp_path: Any) -> None:
-    done = run_python(
-        """
+def test_a_forked_child_leaves_the_parents_store_alone(interpreter: Any) -> None:
+    done = interpreter(
+        HEAD
+        + textwrap.dedent("""
         import os, sys
-        driver = make("nvme", slots=3, driver={"numels": (MI, MI // 2), "frozen": ()})
+        driver = make("nvme", slots=3, driver={"numels": (TILE, TILE // 2), "frozen": ()})
         driver.step()
         child = os.fork()
         if child == 0:
@@ -235,8 +231,7 @@ def test_a_forked_child_leaves_the_parents_store_alone(tmp_path: Any) -> None:
         driver.store.wait()
         driver.store.close()
         print("child", os.waitstatus_to_exitcode(status))
-        """,
-        tmp_path,
+        """)
     )
     assert done.returncode == 0 and "child 7" in done.stdout, done.stderr
 

@@ -13,8 +13,10 @@ from zero_core.store import SwapsIn
 from zero_offload import MemoryByteStore
 from zero_offload.testing import FaultyByteStore
 
-from .harness import MI, NUMELS, Driver, make, same
+from .harness import NUMELS, TILE, Driver, make, same
 from .simulated import simulated_device
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 PLACEMENTS: list[Any] = [
     "host",
@@ -107,14 +109,18 @@ def test_what_was_dropped_is_not_copied_and_not_waited_for() -> None:
     with simulated_device():
         nvme = FaultyByteStore(MemoryByteStore())
         placement = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
-        driver = make(placement, nvme, driver={"numels": (MI // 2,) * 6, "frozen": ()})
+        driver = make(placement, nvme, driver={"numels": (TILE // 2,) * 6, "frozen": ()})
         driver.store.wait()
         nvme.hold()
         before = driver.store.stats()["link_up_bytes"]
-        out = torch.empty(MI // 2, dtype=torch.bfloat16)
+        out = torch.empty(TILE // 2, dtype=torch.bfloat16)
         driver.store.swap_in(0, out).drop()  # no slot has it any more, and its read never ends
         assert driver.store.stats()["link_up_bytes"] == before
         nvme.release()
+        while not driver.store._parameters.arrived(0):
+            driver.store.prefetch(0)
+        driver.store.prefetch(0)  # begins what can begin
+        assert driver.store.stats()["link_up_bytes"] == before
         driver.store.close()
 
 
@@ -133,7 +139,7 @@ def test_memory_of_a_copy_that_began_is_free_after_drop() -> None:
 @pytest.mark.parametrize("tier", ["host", "nvme", "device", "device alone"])
 def test_an_update_does_not_change_what_is_still_to_be_copied(tier: str) -> None:
     """A forward that nobody waited for, such as an evaluation, then a step."""
-    numels = (MI // 2,) * 3
+    numels = (TILE // 2,) * 3
     placement: Any = {"parameters": tier, "gradients": "host", "optimizer": "host"}
     with simulated_device():
         driver = make("device" if tier == "device alone" else placement, driver={"numels": numels, "frozen": ()})
@@ -158,11 +164,11 @@ def test_asking_for_a_unit_waits_for_no_copy_out_of_a_slot() -> None:
     placement = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
     with simulated_device() as streams:
         nvme = FaultyByteStore(MemoryByteStore())
-        driver = make(placement, nvme, driver={"numels": (MI // 2,) * 6, "frozen": ()})
+        driver = make(placement, nvme, driver={"numels": (TILE // 2,) * 6, "frozen": ()})
         streams[0].random.random = lambda: 1.0  # type: ignore[method-assign]  # no copy is made unless it is waited for
         driver.store.wait()
         for i in (5, 4, 3):  # in the three slots since they were laid out
-            assert driver.store.swap_in(i, torch.empty(MI // 2, dtype=torch.bfloat16)).copied is not None
+            assert driver.store.swap_in(i, torch.empty(TILE // 2, dtype=torch.bfloat16)).copied is not None
         seen = len(nvme.log)
         driver.store.prefetch(0)
         assert len(nvme.log) == seen and len(streams[0].lanes["swap_in"]) == 3
@@ -187,14 +193,14 @@ class Held:
 
 def gradients_while_the_thread_is_held(units: list[int]) -> list[torch.Tensor]:
     """Gradients of `units`: two that the thread finds together, the rest while it adds the first; then a step."""
-    driver = make("host", driver={"numels": (MI // 2,) * 4, "frozen": ()})
+    driver = make("host", driver={"numels": (TILE // 2,) * 4, "frozen": ()})
     driver.forward()
     held = Held(driver)
     if not driver.store.swaps_in:
         held.gate.set()
 
     def accept(number: int, i: int) -> None:
-        values = torch.full((MI // 2,), 0.25 * (number + 1), dtype=torch.bfloat16)
+        values = torch.full((TILE // 2,), 0.25 * (number + 1), dtype=torch.bfloat16)
         lent = driver.store.gradient_buffer(i)
         driver.store.accept_gradient(i, values if lent is None else lent.copy_(values))
 
@@ -243,8 +249,8 @@ def test_gradients_in_memory_of_the_caller_s() -> None:
             driver.forward()
             lend(driver)
             for i in reversed(driver.units):
-                if i not in driver.frozen:
-                    gradient = driver.gradient(i)
+                for micro_batch in range(0 if i in driver.frozen else 2):  # the second waits for the thread
+                    gradient = driver.gradient(i, micro_batch)
                     driver.store.accept_gradient(i, gradient)
                     gradient.fill_(float("nan"))  # ours again, in stream order
             driver.update()
@@ -293,7 +299,7 @@ def test_a_failure_while_adding_reaches_the_training_thread() -> None:
 
 def test_the_threads_end_with_the_store() -> None:
     with simulated_device() as streams:
-        driver = make({"host": 0.5, "nvme": 0.5}, tile_numel=MI)
+        driver = make({"host": 0.5, "nvme": 0.5}, tile_numel=TILE)
         driver.step()
         driver.store.close()
         assert streams[0].closed
@@ -302,7 +308,7 @@ def test_the_threads_end_with_the_store() -> None:
 
 def test_the_training_thread_never_waits_for_the_thread_that_adds() -> None:
     """First gradients are copied from where they landed while none has been added yet."""
-    numels = (MI // 2,) * 6
+    numels = (TILE // 2,) * 6
     with simulated_device():
         driver = make("host", driver={"numels": numels, "frozen": ()})
         driver.forward()
@@ -313,16 +319,18 @@ def test_the_training_thread_never_waits_for_the_thread_that_adds() -> None:
         assert held.inside.wait(60)
         held.gate.set()
         driver.update()
+        driver.store.wait()
+        assert driver.store._link.down._under_way == [0] * 6  # the next ones go straight to their place again
         driver.store.close()
 
 
 def test_a_small_unit_that_is_open_all_along_takes_no_landing_from_the_others() -> None:
-    numels = (MI // 2, MI // 2, 640, MI // 2)
+    numels = (TILE // 2, TILE // 2, 384, TILE // 2)
     with simulated_device():
         driver = make("host", driver={"numels": numels, "frozen": ()})
         plan = driver.store.describe()
         assert plan.own_landings == (2,)
-        assert plan.landing_bytes == driver.store.stats()["device_bytes"] == 2 * (2 * (MI // 2) + 640)
+        assert plan.landing_bytes == driver.store.stats()["device_bytes"] == 2 * (2 * (TILE // 2) + 384)
         driver.forward()
         lent = [driver.store.gradient_buffer(i) for i in (2, 0, 1)]
         assert all(

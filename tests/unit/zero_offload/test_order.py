@@ -11,7 +11,9 @@ import torch
 from zero_offload import MemoryByteStore
 from zero_offload.testing import FaultyByteStore
 
-from .harness import MI, NUMELS, Driver, LateStep, make, same
+from .harness import NUMELS, TILE, Driver, LateStep, make, same
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def test_update_in_backward_has_the_bits_of_an_update_after_it() -> None:
@@ -176,11 +178,11 @@ def test_an_updated_unit_is_handed_over_from_memory() -> None:
 def test_no_request_overtakes_a_write_of_the_same_bytes() -> None:
     """Transfers happen only when something waits for them: whoever does not wait is caught."""
     nvme = FaultyByteStore(MemoryByteStore(), lazy=True)
-    driver = make("nvme", nvme, slots=3, driver={"numels": (MI + 640, MI // 2, 896)})
+    driver = make("nvme", nvme, slots=3, driver={"numels": (TILE + 640, TILE // 2, 896)})
 
     driver.step(accumulate=2)
     driver.step()
-    gradient = torch.ones(MI // 2, dtype=torch.bfloat16)
+    gradient = torch.ones(TILE // 2, dtype=torch.bfloat16)
     driver.store.accept_gradient(1, gradient)
     driver.store.discard_gradients()
     for _ in range(2):  # the same unit again, its first gradient and its parameters still on their way
@@ -195,7 +197,7 @@ def three_slots_of_six_units() -> tuple[FaultyByteStore, Driver]:
     """Parameters on nvme, after one forward; nothing is held back yet."""
     nvme = FaultyByteStore(MemoryByteStore())
     placement = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
-    driver = make(placement, nvme, driver={"numels": (MI // 2,) * 6, "frozen": ()})
+    driver = make(placement, nvme, driver={"numels": (TILE // 2,) * 6, "frozen": ()})
     driver.forward()
     return nvme, driver
 

@@ -14,7 +14,9 @@ from zero_core.store import ShardStore, StoreContext
 from zero_offload import ClosedError, MemoryByteStore, OffloadError, PlacementError, TieredStore
 from zero_offload.accounting import Shape
 
-from .harness import MI, NUMELS, Driver, make, make_specs, same
+from .harness import NUMELS, TILE, Driver, make, make_specs, same
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def test_is_a_shard_store() -> None:
@@ -131,12 +133,12 @@ def test_skipped_segments_keep_their_bits_and_cost_no_transfer() -> None:
     assert same(before[3:-4], after[3:-4])
     records = [record.nbytes for record in driver.store.describe().units[0].records if record]
     written = driver.store.stats()["nvme_write_bytes"] - written
-    assert written == sum(records) + 2 * MI + 4096  # both tiles' states and parameters, the short one's to a page
+    assert written == sum(records) + 2 * TILE + 4096  # both tiles' states and parameters, the short one's to a page
     driver.store.close()
 
 
 def test_traffic_of_a_step_is_the_layout() -> None:
-    driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, tile_numel=2 * MI)
+    driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, tile_numel=2 * TILE)
     driver.step()
     driver.store.wait()
     before = driver.store.stats()
@@ -157,8 +159,8 @@ def test_write_state_is_read_back_and_moves_the_parameter() -> None:
     for placement in ("host", "nvme"):
         driver = make(placement)
         driver.step()
-        values = torch.randn(MI // 2, generator=torch.Generator().manual_seed(5))
-        start = MI - 1000  # over a tile's edge
+        values = torch.randn(TILE // 2, generator=torch.Generator().manual_seed(5))
+        start = TILE - 1000  # over a tile's edge
         driver.store.write_state(1, "master", start, values)
         driver.store.write_state(1, "exp_avg", start, values)
         driver.store.prefetch(1)
@@ -176,7 +178,7 @@ def test_write_state_is_read_back_and_moves_the_parameter() -> None:
 
 def test_states_written_back_elsewhere_continue_exactly() -> None:
     """A checkpoint by hand, from nvme to host: the next steps have the same bits."""
-    first, second = make("nvme"), make("host", tile_numel=2 * MI)
+    first, second = make("nvme"), make("host", tile_numel=2 * TILE)
     first.step()
     for i in first.units:
         for name in first.store.state_names():
@@ -192,14 +194,14 @@ def test_states_written_back_elsewhere_continue_exactly() -> None:
 def test_a_plan_decides_placement_tiles_and_slots() -> None:
     class Plan:
         placements = {"parameters": "host", "gradients": {"host": 1.0}, "optimizer": "nvme"}
-        tile_numel, slots = 2 * MI, 4
+        tile_numel, slots = 2 * TILE, 4
         shape = Shape()
 
     with pytest.raises(PlacementError, match="optimizer='nvme' needs nvme="):
         TieredStore(plan=Plan())
-    driver = Driver(TieredStore(plan=Plan(), nvme=MemoryByteStore(), tile_numel=MI))
+    driver = Driver(TieredStore(plan=Plan(), nvme=MemoryByteStore(), tile_numel=TILE))
     found = driver.store.describe()
-    assert (found.tile_numel, found.state_slots) == (2 * MI, 4)
+    assert (found.tile_numel, found.state_slots) == (2 * TILE, 4)
     assert found.bytes_of("nvme", "optimizer") > 0 and found.bytes_of("nvme", "parameters") == 0
     assert found.gradient_itemsize == 2  # one micro-batch was planned
     driver.store.close()
@@ -248,7 +250,7 @@ def test_in_fp32_a_sum_needs_no_more_and_is_not_refused() -> None:
 
 
 def test_inference_reads_and_never_writes() -> None:
-    driver = make("nvme", driver={"numels": (MI // 2,) * 6, "frozen": (4, 5)})  # six units, three slots
+    driver = make("nvme", driver={"numels": (TILE // 2,) * 6, "frozen": (4, 5)})  # six units, three slots
     before = driver.store.stats()["nvme_write_bytes"]
     driver.forward()
     driver.forward()
@@ -299,7 +301,7 @@ def test_calls_out_of_place_are_refused() -> None:
         driver.store.parameters(0)
     with pytest.raises(PlacementError, match="optimizer='nvme' needs nvme=.*Slab"):
         TieredStore(optimizer="nvme")
-    with pytest.raises(PlacementError, match="1048576"):
+    with pytest.raises(PlacementError, match=f"not a multiple of {TILE}, the gradient norm.s chunk; use {TILE}"):
         TieredStore(tile_numel=5)
     with pytest.raises(TypeError, match="RMSprop"):
         Driver(TieredStore(), optimizer_class=torch.optim.RMSprop, options={})
@@ -332,7 +334,7 @@ def test_a_forgotten_store_ends_its_thread_and_gives_extents_back() -> None:
 
 
 def test_an_empty_shard_takes_part() -> None:
-    driver = make("nvme", driver={"numels": (MI, 0, 640), "frozen": ()})
+    driver = make("nvme", driver={"numels": (TILE, 0, 640), "frozen": ()})
     driver.step()
     assert driver.store.parameters(1).numel() == 0
     driver.store.release(1)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -25,13 +23,6 @@ def prepared(threads: int) -> tuple[CpuStep, Tile, list[Segment]]:
     tile = make_tile(step, torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)), BF16)
     tile.gradient.copy_(torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)))
     return step, tile, [Segment(0, NUMEL, optimizer.param_groups[0])]
-
-
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    """In a fresh interpreter that finds what this one finds."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -124,19 +115,19 @@ def test_nothing_to_do() -> None:
     zero_optim_cpu.AdamW([torch.nn.Parameter(torch.zeros(3))]).step()
 
 
-def test_threads_follow_the_affinity() -> None:
+def test_threads_follow_the_affinity(interpreter: Any) -> None:
     code = """
         import os
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         from zero_optim_cpu import CpuStep
         assert CpuStep().threads == 1, CpuStep().threads
     """
-    done = run_python(code)
+    done = interpreter(code)
     assert done.returncode == 0, done.stderr
     assert 1 <= CpuStep().threads <= len(os.sched_getaffinity(0))
 
 
-def test_workers_keep_the_affinity_that_the_pool_was_made_under() -> None:
+def test_workers_keep_the_affinity_that_the_pool_was_made_under(interpreter: Any) -> None:
     code = """
         import os, torch
         torch.set_num_threads(1)
@@ -153,11 +144,11 @@ def test_workers_keep_the_affinity_that_the_pool_was_made_under() -> None:
         for worker in workers:
             assert os.sched_getaffinity(int(worker)) == one
     """
-    done = run_python(code)
+    done = interpreter(code)
     assert done.returncode == 0, done.stderr
 
 
-def test_idle_workers_take_no_processor_time_from_torch() -> None:
+def test_idle_workers_take_no_processor_time_from_torch(interpreter: Any) -> None:
     """They sleep: what spins would take a core from torch's threads. And torch keeps the threads that it had."""
     code = """
         import os, torch
@@ -179,11 +170,11 @@ def test_idle_workers_take_no_processor_time_from_torch() -> None:
         assert nanoseconds() - start < 2_000_000, nanoseconds() - start
         assert torch.get_num_threads() == 1
     """
-    done = run_python(code)
+    done = interpreter(code)
     assert done.returncode == 0, done.stderr
 
 
-def test_fork_with_a_warm_pool_and_an_update_in_flight() -> None:
+def test_fork_with_a_warm_pool_and_an_update_in_flight(interpreter: Any) -> None:
     """The child updates with threads of its own; a handle of the parent's raises there and works here."""
     code = """
         import os, sys, torch
@@ -214,16 +205,16 @@ def test_fork_with_a_warm_pool_and_an_update_in_flight() -> None:
         assert os.waitstatus_to_exitcode(status) == 0, status
         assert torch.equal(tile2.parameter, expected)
     """
-    done = run_python(code)
+    done = interpreter(code)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_interpreter_ends_with_a_pool_alive_and_work_in_flight() -> None:
+def test_the_interpreter_ends_with_a_pool_alive_and_work_in_flight(interpreter: Any) -> None:
     code = """
         from tests.unit.zero_optim_cpu.test_threads import prepared
         step, tile, segments = prepared(2)
         handles = [step.start(tile, segments, 1.0)]
         print("out")
     """
-    done = run_python(code)
+    done = interpreter(code)
     assert (done.returncode, done.stdout) == (0, "out\n"), done.stderr

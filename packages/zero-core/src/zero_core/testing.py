@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -49,10 +49,18 @@ class RankPool:
 
     Every rank runs one thread. Functions and arguments travel by pickle, so functions are module-level; so do results.
     backend: "gloo", or "nccl", where rank r has GPU r and no other, and gloo serves what is on the CPU.
+    start_method: "forkserver" imports what `multiprocessing.set_forkserver_preload` names once and not in every rank;
+    not for ranks that use CUDA, which a forked process cannot if anything imported has asked for it.
     """
 
-    def __init__(self, size: int, collective_timeout_seconds: float = 60.0, backend: str = "gloo") -> None:
-        self.size, self.backend = size, backend
+    def __init__(
+        self,
+        size: int,
+        collective_timeout_seconds: float = 60.0,
+        backend: str = "gloo",
+        start_method: Literal["spawn", "forkserver"] = "spawn",
+    ) -> None:
+        self.size, self.backend, self.start_method = size, backend, start_method
         self._collective_timeout_seconds = collective_timeout_seconds
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -95,7 +103,7 @@ class RankPool:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zero-ranks-")
         rendezvous = (Path(self._folder.name) / "rendezvous").as_uri()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(self.start_method)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             arguments = (theirs, rank, self.size, rendezvous, self._collective_timeout_seconds, self.backend)
