@@ -93,9 +93,9 @@ def shard(
     device: where to compute, buffers go along; None: where the parameters are. A model that does not fit there stays in
     host memory, or in deferred_init(), until shard takes it; then say device.
     What `optimizer` keeps already (it has stepped, or was loaded) moves into the store, rank 0's to every rank.
-    Raises StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
+    Raises ZeroError, StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
     """
-    _check(model, optimizer, stage, param_dtype)
+    _check(model, optimizer, stage, param_dtype, max_grad_norm)
     scale = LossScale.of(loss_scale)
     if update_in_backward:
         _check_update_in_backward(stage, max_grad_norm, scale)
@@ -235,11 +235,22 @@ class _Maker:
         return [Node(n, path or "root", modules[path], tuple(opened[path])) for n, path in enumerate(opened)]
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, param_dtype: torch.dtype | None) -> None:
+def _check(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stage: int,
+    param_dtype: torch.dtype | None,
+    max_grad_norm: float | None,
+) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        given = f"{type(model).__name__}, {type(optimizer).__name__}"
+        raise ZeroError(f"shard({given}): it takes the module first, then its torch.optim.Optimizer")
     if stage not in STAGES:
         raise StageError(f"stage={stage!r}: the stages of ZeRO are 0, 1, 2 and 3")
     if param_dtype is not None and param_dtype not in _DTYPES:
         raise StageError(f"param_dtype={param_dtype}: it can be float32, bfloat16 or float16")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ZeroError(f"max_grad_norm={max_grad_norm}: it is a norm above 0; None, the default, does not clip")
     if isinstance(optimizer, ShardedOptimizer) or "_zero_sharded" in optimizer.__dict__:
         raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
     for name, parameter in model.named_parameters():

@@ -213,7 +213,6 @@ def _counts(config: Config) -> None:
         "optim.lr": 0,
         "optim.eps": 0,
         "optim.weight_decay": 0,
-        "optim.max_grad_norm": 0,
         "optim.warmup_steps": 0,
         "optim.final_fraction": 0,
         "optim.threads": 1,
@@ -223,10 +222,13 @@ def _counts(config: Config) -> None:
         value = getattr(getattr(config, section), name)
         if value is not None and not value >= smallest:
             raise ConfigError(f"{key}={value} must be at least {smallest}")
+    norm = config.optim.max_grad_norm
+    if norm is not None and not norm > 0:
+        raise ConfigError(f"optim.max_grad_norm={norm} must be above 0; set it to null for no clipping")
     if not 0 < config.data.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction={config.data.validation_fraction} must lie between 0 and 1")
     scale = config.precision.loss_scale
-    if not (scale is None or scale == "dynamic" or (isinstance(scale, (int, float)) and scale > 0)):
+    if not (scale is None or scale == "dynamic" or (isinstance(scale, (int, float)) and 0 < scale < float("inf"))):
         raise ConfigError(f"precision.loss_scale={scale} is neither a positive number nor dynamic nor null")
 
 
