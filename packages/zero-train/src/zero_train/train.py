@@ -115,9 +115,10 @@ class _Run:
         self._format = formats.resolve(config, ranks.device)
         checks.values(config)  # once more: auto may have met a layout that it cannot go with
         checks.packages(config)
-        checks.nvme(config, ranks.local_rank)
         if not config.run.dry:
+            planning.here(config, ranks)
             checks.run_folder(config)
+        checks.nvme(config, ranks.local_rank)
         corpus = data.load(config.data, config.run.seed)
         checkpoint = resume.found(config)
         draft = engine.draft(config, self._cores and self._cores.pool)
