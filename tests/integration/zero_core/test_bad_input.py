@@ -284,3 +284,23 @@ def leave_the_order():
 
 def test_crossed_collectives_are_found_before_anything_is_updated(ranks):
     ranks(2).run(leave_the_order)
+
+
+def bring_something_else(what: str) -> str:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = toys.Stack(blocks=3 + rank if what == "blocks" else 3)
+    parameters = list(model.parameters())[: -1 if what == "group" and rank else None]
+    options = {"stage": 2 + rank} if what == "stage" else {"max_grad_norm": 1.0 + rank} if what == "norm" else {}
+    try:
+        zero_core.shard(model, toys.sgd(parameters), **options)
+    except ZeroError as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("what", ["blocks", "group", "stage", "norm"])
+def test_ranks_that_shard_different_things_are_told_before_they_cross(ranks, what):
+    for rank, text in enumerate(ranks(2).run(bring_something_else, what)):
+        assert text.startswith(f"the ranks gave shard() different things: on rank {rank} a model of "), text
+        assert text.endswith("must be the same on all 2")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,6 +110,7 @@ def shard(
         _move_buffers(model, where)
     made = _Maker(model, optimizer, ranks, plans, param_dtype, reduce_dtype, store or DeviceStore(), observer)
     made.build_units()
+    made.compare(stage, max_grad_norm)
     engine = Engine(model, made.units, ranks, made.store, made.pool, STAGES[stage])
     engine.prefetch_bytes, engine.residents.budget_bytes = prefetch_bytes, resident_bytes
     engine.loss_scale = scale
@@ -187,6 +190,19 @@ class _Maker:
                     pool=self.pool,
                     observer=self.observer,
                 )
+            )
+
+    def compare(self, stage: int, max_grad_norm: float | None) -> None:
+        """The same on every rank? Else the first collective would be of two sizes, which ends a process of gloo's."""
+        units = [(u.name, u.groups, [(s.name, s.shape) for s in u.layout.slots], u.dtype) for u in self.units]
+        kind, options = type(self.optimizer).__name__, (stage, max_grad_norm, self.reduce_dtype)
+        if not self.ranks.agree(zlib.crc32(repr((units, kind, options)).encode()), "what shard() was given"):
+            shapes = [s.shape for u in self.units for s in u.layout.slots]
+            raise ZeroError(
+                f"the ranks gave shard() different things: on rank {self.ranks.rank} a model of {len(shapes)} "
+                f"parameters, {sum(map(math.prod, shapes)):,} elements, in {len(units)} units, {kind} with groups of "
+                f"{[len(group['params']) for group in self.optimizer.param_groups]}, stage={stage}, max_grad_norm="
+                f"{max_grad_norm}, {self.reduce_dtype} gradients; it must be the same on all {self.ranks.size}"
             )
 
     def attach_store(self, initialiser: Initialiser, prefetch_bytes: int) -> None:
@@ -305,6 +321,8 @@ def _compute_device(model: nn.Module, device: torch.device | str | None, mesh: A
     if device is None and devices:
         return devices.pop()
     found = torch.device(device if device is not None else getattr(mesh, "device_type", "cpu"))
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ZeroError(f"device={found}: torch sees no GPU here; leave device out to compute on the CPU")
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found
