@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import time
+import weakref
 
 import pytest
 import torch
@@ -91,6 +93,55 @@ def test_stock_clipping_never_silently_does_nothing(stage):
         model.head.weight.grad.mul_(0.5)
     optimizer.step()
     assert model.head.weight.grad is None
+
+
+@pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
+def test_a_norm_that_would_freeze_or_turn_the_update(norm):
+    with pytest.raises(ZeroError, match=r"max_grad_norm=.*None, the default, does not clip"):
+        sharded(max_grad_norm=norm)
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf")])
+def test_a_loss_scale_that_is_none(scale):
+    with pytest.raises(ValueError, match="must be positive and finite"):
+        sharded(loss_scale=scale)
+
+
+def test_model_and_optimizer_the_wrong_way_round():
+    model = toys.Stack()
+    with pytest.raises(ZeroError, match=r"shard\(SGD, Stack\): it takes the module first"):
+        zero_core.shard(toys.sgd(model.parameters()), model)
+
+
+def test_a_grad_scaler_is_told_about_loss_scale():
+    model, optimizer = sharded()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(toys.loss_of(model, toys.data(0, 0))).backward()
+    with pytest.raises(GradientError, match='loss_scale="dynamic"'):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_and_optimizer_that_nobody_names_are_freed_without_close(stage):
+    model, optimizer = sharded(stage=stage)
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    optimizer.step()
+    alive = weakref.ref(model), weakref.ref(model.head.weight), weakref.ref(optimizer.engine)
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in alive] == [None, None, None]
+
+
+def test_a_backward_after_the_model_is_forgotten_does_nothing():
+    model, optimizer = sharded(stage=0)
+    loss = toys.loss_of(model, toys.data(0, 0))
+    alive = weakref.ref(optimizer.engine)
+    del model, optimizer
+    gc.collect()
+    loss.backward()
+    del loss
+    gc.collect()
+    assert alive() is None
 
 
 def test_model_zero_grad_discards_what_was_reduced():
@@ -233,3 +284,23 @@ def leave_the_order():
 
 def test_crossed_collectives_are_found_before_anything_is_updated(ranks):
     ranks(2).run(leave_the_order)
+
+
+def bring_something_else(what: str) -> str:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = toys.Stack(blocks=3 + rank if what == "blocks" else 3)
+    parameters = list(model.parameters())[: -1 if what == "group" and rank else None]
+    options = {"stage": 2 + rank} if what == "stage" else {"max_grad_norm": 1.0 + rank} if what == "norm" else {}
+    try:
+        zero_core.shard(model, toys.sgd(parameters), **options)
+    except ZeroError as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("what", ["blocks", "group", "stage", "norm"])
+def test_ranks_that_shard_different_things_are_told_before_they_cross(ranks, what):
+    for rank, text in enumerate(ranks(2).run(bring_something_else, what)):
+        assert text.startswith(f"the ranks gave shard() different things: on rank {rank} a model of "), text
+        assert text.endswith("must be the same on all 2")

@@ -41,6 +41,8 @@ def refused(capsys, folder, *arguments):
         (["model.hidden_size=30", "model.heads=4"], "model.heads"),
         (["run.resume=/nowhere"], "run.resume"),
         (["offload=nvme", "offload.tile_numel=1000"], "tile_numel"),
+        (["run.dir=/proc/version"], "run.dir=/proc/version"),
+        (["hardware=8x80gib"], "run.dry=true"),
     ],
 )
 def test_one_line_names_the_key(capsys, tmp_path, arguments, key):

@@ -426,3 +426,15 @@ def test_names_lose_the_prefixes_of_wrappers(tmp_path: Path) -> None:
     assert any("_orig_mod" in n for n, _ in model.named_parameters())
     checkpoint.save(tmp_path, model, optimizer)
     checkpoint.load(tmp_path, *build(False))
+
+
+def test_a_write_that_fails_names_the_folder_and_its_room(tmp_path: Path, monkeypatch) -> None:
+    def full(*args, **kwargs):
+        raise RuntimeError("unexpected pos 704 vs 598")  # torch.save's words for a full disk
+
+    model, optimizer, _ = saved(tmp_path / "before")
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(
+        CheckpointError, match=r"writing .*after, where [\d,]+ bytes are free: RuntimeError: unexpected"
+    ):
+        checkpoint.save(tmp_path / "after", model, optimizer)

@@ -120,6 +120,33 @@ def test_the_default_seed_is_torchs() -> None:
     assert torch.equal(Initialiser(model).values(model.weight), Initialiser(same).values(same.weight))
 
 
+def test_a_seed_set_inside_holds_from_there_on() -> None:
+    """It is where a script that builds its model in a function seeds: ignored, each run would start elsewhere."""
+
+    def built(before: int, inside: int | None, **options) -> list[torch.Tensor]:
+        torch.manual_seed(before)
+        with deferred_init(**options):
+            if inside is not None:
+                torch.manual_seed(inside)
+            model = MODELS["llama"]()  # its buffers are replayed in between
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(99)
+                model.of_another_seed = nn.Linear(4, 4)
+            model.after = nn.Linear(4, 4)
+        made = Initialiser(model)
+        return [made.values(p) for p in model.parameters()]
+
+    def same(left, right) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+    assert same(built(1, inside=7), built(2, inside=7))
+    assert same(built(7, inside=None), built(2, inside=7))  # where it is said makes no difference
+    assert not same(built(1, inside=7), built(1, inside=8))
+    assert same(built(1, inside=7, seed=3), built(2, inside=8, seed=3))  # a seed of its own is that of everything
+    assert same(built(1, inside=None)[-4:-2], built(2, inside=None)[-4:-2])  # the part that seeded itself
+    assert not same(built(1, inside=None)[-2:], built(2, inside=None)[-2:])
+
+
 @pytest.mark.parametrize("shard_count", [1, 2, 3, 8])
 def test_shards_put_together_are_the_values(shard_count: int) -> None:
     model = deferred(lambda: nn.Sequential(nn.Linear(13, 7), nn.LayerNorm(7), nn.Linear(7, 5)))

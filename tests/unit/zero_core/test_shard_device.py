@@ -24,12 +24,19 @@ def test_parameters_say_where_unless_it_is_said():
 
 
 def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     with zero_core.deferred_init():
         deferred = nn.Linear(3, 3)
     assert _compute_device(deferred, "cuda", None) == torch.device("cuda", 3)
     assert _compute_device(deferred, None, SimpleNamespace(device_type="cuda")) == torch.device("cuda", 3)
     assert _compute_device(deferred, "cuda:1", None) == torch.device("cuda", 1)
+
+
+def test_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(zero_core.ZeroError, match="device=cuda:1: torch sees no GPU here; leave device out"):
+        _compute_device(nn.Linear(3, 3), "cuda:1", None)
 
 
 def test_two_devices_are_refused():

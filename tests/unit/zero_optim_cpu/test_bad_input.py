@@ -220,3 +220,15 @@ def test_reductions_check_their_tensors() -> None:
         step.accumulate(torch.zeros(4), torch.zeros(3))
     with pytest.raises(TypeError, match="values is torch.int64"):
         step.norm_squared(torch.zeros(4, dtype=torch.int64))
+
+
+def test_a_parameter_that_was_cast_between_steps_says_so():
+    weight = torch.nn.Parameter(torch.ones(8))
+    optimizer = zero_optim_cpu.AdamW([weight])
+    weight.grad = torch.ones(8)
+    optimizer.step()
+    weight.grad = None
+    weight.data = weight.data.bfloat16()
+    weight.grad = torch.ones(8, dtype=torch.bfloat16)
+    with pytest.raises(KeyError, match=r"no state 'remainder'.*the parameter is torch\.bfloat16; if it was cast"):
+        optimizer.step()

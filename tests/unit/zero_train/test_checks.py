@@ -31,6 +31,10 @@ def changed(*overrides):
         (["optim.betas=[0.9]"], ["optim.betas"]),
         (["data.validation_fraction=1.5"], ["data.validation_fraction"]),
         (["precision.loss_scale=big"], ["precision.loss_scale=big"]),
+        (["precision.loss_scale=inf"], ["precision.loss_scale=inf"]),
+        (["optim.max_grad_norm=0"], ["optim.max_grad_norm=0", "null"]),
+        (["optim.max_grad_norm=-1"], ["optim.max_grad_norm=-1"]),
+        (["hardware.device=gpu"], ["hardware.device=gpu", "cuda"]),
     ],
 )
 def test_a_value_that_cannot_be_names_its_key(overrides, words):
@@ -53,6 +57,12 @@ def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"offload\.nvme_paths: .*is not a folder"):
         checks.nvme(changed(f"offload.nvme_paths=[{tmp_path}/file]"), 0)
+
+
+def test_a_run_folder_that_holds_the_slab_is_blamed_by_its_own_name(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^run\.dir .*is not a folder; .*offload\.nvme_paths"):
+        checks.nvme(changed(f"run.dir={tmp_path}/file/run"), 0)
 
 
 def test_a_folder_that_takes_no_file_is_refused_with_the_systems_reason():

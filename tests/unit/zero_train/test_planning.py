@@ -44,6 +44,22 @@ def test_a_tier_too_small_is_refused_with_a_key(overrides, key):
     assert key in str(caught.value) and "GiB" in str(caught.value)
 
 
+def test_a_described_machine_is_planned_for_and_not_run_on():
+    def asked(*overrides, ranks=Ranks()):  # noqa: B008  (frozen)
+        planning.here(config.compose(["recipe=tiny", "run.dir=runs/x", *overrides]), ranks)
+
+    here, other = Ranks().device.type, {"cpu": "cuda", "cuda": "cpu"}[Ranks().device.type]
+    asked()
+    asked(f"hardware.device={here}", "hardware.ranks_per_node=2", ranks=Ranks(0, 4, 0, 2))
+    asked(ranks=Ranks(0, 3, 0, 2))  # an uneven launch, nothing described
+    with pytest.raises(ConfigError, match=rf"hardware\.device={other}, but .* on {here}: .*hardware=detect"):
+        asked(f"hardware.device={other}")
+    with pytest.raises(ConfigError, match=r"are 8 ranks, this run has 1; plan for them with run\.dry=true"):
+        asked("hardware.ranks_per_node=8")
+    with pytest.raises(ConfigError, match=r"are 4 ranks, this run has 2"):
+        asked("hardware.nodes=4", "hardware.ranks_per_node=1", ranks=Ranks(0, 2, 0, 2))
+
+
 def test_a_figure_that_cannot_be_names_its_key():
     with pytest.raises(ConfigError, match=r"hardware\.host_gib"):
         planned("offload=host", "hardware.host_gib=-1")

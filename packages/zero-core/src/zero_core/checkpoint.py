@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def save(
     rank = view.ranks.rank
     contents.objects[f"zero.rng.{rank}"] = (("zero", f"rng.{rank}"), _random_state(view.ranks.device))
     aliases = {f"model.{clean_name(a)}": f"model.{clean_name(n.name)}" for n in names for a in n.aliases}
-    with _unwrapped():
+    with _unwrapped(Path(folder)):
         dcp.save(
             {},
             storage_writer=StreamingWriter(Path(folder), aliases),
@@ -145,7 +146,7 @@ def _view(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ShardVie
 
 
 @contextmanager
-def _unwrapped() -> Iterator[None]:
+def _unwrapped(written: Path | None = None) -> Iterator[None]:
     """Raise what a rank raised, instead of torch's summary of all ranks, and no warning about one process."""
     try:
         with warnings.catch_warnings():
@@ -155,7 +156,16 @@ def _unwrapped() -> Iterator[None]:
         rank, (error, _) = min(summary.failures.items())
         if isinstance(error, ZeroError):
             raise error from None
-        raise CheckpointError(f"rank {rank}: {type(error).__name__}: {error}") from error
+        where = "" if written is None else f"writing {written}, {_room(written)}: "
+        raise CheckpointError(f"rank {rank}: {where}{type(error).__name__}: {error}") from error
+
+
+def _room(folder: Path) -> str:
+    """What is free there: torch's writer says of a full disk only that it is somewhere else than it thought."""
+    try:
+        return f"where {shutil.disk_usage(folder).free:,} bytes are free"
+    except OSError:
+        return "which cannot be opened"
 
 
 def _read(folder: str | os.PathLike[str], view: ShardView, plan: Any, tile_numel: int) -> StreamingLoadPlanner:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from .errors import DeferredInitError
-from .recording import UNINITIALISED, Recording, mix, on_meta
+from .recording import UNINITIALISED, Recording, on_meta
 
 __all__ = ["continue_recording", "deferred_init", "forget_recording", "recording_of"]
 
@@ -37,11 +37,11 @@ _FACTORIES = (
 def deferred_init(seed: int | None = None) -> Iterator[Recording]:
     """Build modules inside: parameters take no memory until `shard` (or `init.materialise`) makes their values.
 
-    seed: of every random value; by default torch's own, as `torch.manual_seed` left it, and then the same on every rank
-    only if the user seeded them so (`shard` checks). The same seed and code give the same weights at every world size,
-    stage and store. Random numbers drawn inside leave torch's generator as it was.
+    seed: of every random value; by default torch's own, as `torch.manual_seed` left it, before or inside, and then the
+    same on every rank only if the user seeded them so (`shard` checks). The same seed and code give the same weights at
+    every world size, stage and store. Random numbers drawn inside leave torch's generator as it was.
     """
-    recording = Recording(torch.initial_seed() if seed is None else seed)
+    recording = Recording(torch.initial_seed() if seed is None else seed, fixed=seed is not None)
     with _recording_into(recording):
         yield recording
 
@@ -78,7 +78,7 @@ def _recording_into(recording: Recording) -> Iterator[None]:
     hooks = [register_module_parameter_registration_hook(defer), register_module_buffer_registration_hook(make_real)]
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(mix(recording.seed, -1 - len(recording.nodes)))
+            recording.enter()
             with _PretendReal(recording), mode:
                 yield
     finally:

@@ -7,6 +7,7 @@ gradient goes is `reducer`'s, when the optimizer runs `optimizer`'s; [Note: the 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -47,6 +48,21 @@ class _Backward:
 
     current: Pass | None = None
     passes: list[Pass] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collector:
+    """Hands a parameter's gradient to its engine. Weakly: Python's collector does not see through a hook that autograd
+    holds, and a model that leads back to itself through one is never freed."""
+
+    engine: weakref.ref[Engine]
+    unit: int
+    k: int
+
+    def __call__(self, parameter: Tensor) -> None:
+        engine = self.engine()
+        if engine is not None:  # else model and optimizer are gone, and nothing can step with it
+            engine.collect(engine.units[self.unit], self.k)
 
 
 def in_backward() -> bool:
@@ -103,7 +119,8 @@ class Engine:
                     continue
                 wanted = parameter.requires_grad
                 parameter.requires_grad_(True)  # the hook can only be put where a gradient can arrive
-                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._collect, unit, k)))
+                hook = _Collector(weakref.ref(self), unit.index, k)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
                 parameter.requires_grad_(wanted)
 
     def detach(self) -> None:
@@ -277,7 +294,8 @@ class Engine:
         for visit in current.leave_for(None):
             self._close(current, visit)
 
-    def _collect(self, unit: Unit, k: int, parameter: Tensor) -> None:
+    def collect(self, unit: Unit, k: int) -> None:
+        """A parameter's gradient is complete."""
         if in_backward():
             self._ensure_backward()
         unit.collect(k)

@@ -66,7 +66,7 @@ class Initialiser:
             self._compare_seeds(group)
 
     def _compare_seeds(self, group: dist.ProcessGroup | None) -> None:
-        mine = sorted({r.seed for r in self._recordings.values()})
+        mine = sorted(set().union(*(r.seeds() for r in self._recordings.values())))
         seeds: list[list[int]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(seeds, mine, group=group)
         if any(other != seeds[0] for other in seeds):

@@ -53,6 +53,13 @@ def settle(parameter: nn.Parameter, home: Home) -> None:
     parameter.__dict__[_HOME] = home
 
 
+def _instead(func: Callable[..., Any]) -> str:
+    """What does, at the right time, what a loop wanted of a gradient."""
+    if "unscale" in _name(func):  # torch.amp.GradScaler
+        return 'Pass loss_scale="dynamic" to zero_core.shard, and leave the GradScaler out'
+    return "To clip, pass max_grad_norm= to zero_core.shard; the norm of the last step is optimizer.grad_norm"
+
+
 class HeldGradient(Tensor):
     """Stands for a gradient that has left for the store. Knows its shape; any use raises."""
 
@@ -62,8 +69,7 @@ class HeldGradient(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise GradientError(
-            f"{_name(func)} on the gradient of a sharded parameter: gradients leave during backward. To clip, pass "
-            "max_grad_norm= to zero_core.shard; the norm of the last step is optimizer.grad_norm"
+            f"{_name(func)} on the gradient of a sharded parameter: gradients leave during backward. {_instead(func)}"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

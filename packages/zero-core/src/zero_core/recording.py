@@ -72,6 +72,7 @@ class _Node:
     reads: tuple[int, ...]  # storages
     writes: tuple[int, ...]  # storages created or changed
     outputs: tuple[_View | None, ...]  # of the flattened results
+    seed: int
     uninitialised: bool = False
 
 
@@ -93,14 +94,18 @@ class Source(Protocol):
 
 @dataclass
 class Recording:
-    """What one `deferred_init` context saw. `seed` defines every random value in it."""
+    """What one `deferred_init` context saw. `seed` defines every random value in it, up to a torch.manual_seed inside
+    that takes its place from there on; not if it is `fixed`.
+    """
 
     seed: int
+    fixed: bool = False
     nodes: list[_Node] = field(default_factory=list, repr=False)
     _alive: dict[int, Any] = field(default_factory=dict, repr=False)  # storages kept, so that addresses stay theirs
     _by_storage: dict[int, list[_Node]] = field(default_factory=dict, repr=False)
     _sources: dict[int, Source] = field(default_factory=dict, repr=False)
     _homes: dict[int, _Home] = field(default_factory=dict, repr=False)  # id(parameter) -> where its values are made
+    _entered: int = 0  # what torch's generator was seeded with as the context was entered
 
     def __deepcopy__(self, memo: object) -> Recording:
         return self
@@ -128,6 +133,19 @@ class Recording:
     def own(self, parameter: nn.Parameter) -> None:
         """Know the parameter again when it is cast outside the context, which gives it another storage."""
         self._homes[id(parameter)] = _Home(parameter, self.hold(parameter), parameter._version)
+
+    def enter(self) -> None:
+        """The context is entered: what is drawn from torch's generator inside depends on the seed."""
+        self._entered = mix(self.seed, -1 - len(self.nodes))
+        torch.default_generator.manual_seed(self._entered)
+
+    def seeds(self) -> set[int]:
+        """Those that the values depend on."""
+        return {node.seed for node in self.nodes}
+
+    def _seed_now(self) -> int:
+        now = torch.default_generator.initial_seed()
+        return self.seed if self.fixed or now == self._entered else now
 
     def leave(self) -> None:
         """The context is left: remember the parameters as they are now."""
@@ -186,7 +204,7 @@ class Recording:
                 return torch.device("cpu")
             return None if isinstance(value, torch.Generator) else value
 
-        torch.default_generator.manual_seed(mix(self.seed, node.index))
+        torch.default_generator.manual_seed(mix(node.seed, node.index))
         args, kwargs = tree_map(restore, (node.args, node.kwargs))
         results = node.function(*args, **kwargs)
         for view, result in zip(node.outputs, tree_flatten(results)[0], strict=True):
@@ -218,7 +236,8 @@ class Recording:
         changed = [_view(t).storage for t in written if on_meta(t)]
         writes = tuple(dict.fromkeys(created + changed))
         uninitialised = function._schema.name in UNINITIALISED
-        node = _Node(len(self.nodes), function, encoded, named, tuple(reads), writes, outputs, uninitialised)
+        links = (tuple(reads), writes, outputs)
+        node = _Node(len(self.nodes), function, encoded, named, *links, self._seed_now(), uninitialised)
         self.nodes.append(node)
         for storage in writes:
             self._by_storage.setdefault(storage, []).append(node)

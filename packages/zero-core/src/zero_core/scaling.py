@@ -6,6 +6,7 @@ Owns the scale and the wrapping of outputs. When to skip a step is the optimizer
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ class LossScale:
     """A power of two. Dynamic: halves when a norm is not finite, doubles after `window` finite ones in a row."""
 
     def __init__(self, value: float = 2.0**16, *, dynamic: bool = True, window: int = 2000) -> None:
-        if value <= 0:
-            raise ValueError(f"loss_scale={value} must be positive")
+        if not 0 < value < math.inf:
+            raise ValueError(f"loss_scale={value} must be positive and finite")
         self.value, self.dynamic, self.window = float(value), dynamic, window
         self.finite_steps = 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,9 +95,9 @@ def shard(
     device: where to compute, buffers go along; None: where the parameters are. A model that does not fit there stays in
     host memory, or in deferred_init(), until shard takes it; then say device.
     What `optimizer` keeps already (it has stepped, or was loaded) moves into the store, rank 0's to every rank.
-    Raises StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
+    Raises ZeroError, StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
     """
-    _check(model, optimizer, stage, param_dtype)
+    _check(model, optimizer, stage, param_dtype, max_grad_norm)
     scale = LossScale.of(loss_scale)
     if update_in_backward:
         _check_update_in_backward(stage, max_grad_norm, scale)
@@ -108,6 +110,7 @@ def shard(
         _move_buffers(model, where)
     made = _Maker(model, optimizer, ranks, plans, param_dtype, reduce_dtype, store or DeviceStore(), observer)
     made.build_units()
+    made.compare(stage, max_grad_norm)
     engine = Engine(model, made.units, ranks, made.store, made.pool, STAGES[stage])
     engine.prefetch_bytes, engine.residents.budget_bytes = prefetch_bytes, resident_bytes
     engine.loss_scale = scale
@@ -189,6 +192,19 @@ class _Maker:
                 )
             )
 
+    def compare(self, stage: int, max_grad_norm: float | None) -> None:
+        """The same on every rank? Else the first collective would be of two sizes, which ends a process of gloo's."""
+        units = [(u.name, u.groups, [(s.name, s.shape) for s in u.layout.slots], u.dtype) for u in self.units]
+        kind, options = type(self.optimizer).__name__, (stage, max_grad_norm, self.reduce_dtype)
+        if not self.ranks.agree(zlib.crc32(repr((units, kind, options)).encode()), "what shard() was given"):
+            shapes = [s.shape for u in self.units for s in u.layout.slots]
+            raise ZeroError(
+                f"the ranks gave shard() different things: on rank {self.ranks.rank} a model of {len(shapes)} "
+                f"parameters, {sum(map(math.prod, shapes)):,} elements, in {len(units)} units, {kind} with groups of "
+                f"{[len(group['params']) for group in self.optimizer.param_groups]}, stage={stage}, max_grad_norm="
+                f"{max_grad_norm}, {self.reduce_dtype} gradients; it must be the same on all {self.ranks.size}"
+            )
+
     def attach_store(self, initialiser: Initialiser, prefetch_bytes: int) -> None:
         """Hand the shards over, unit by unit: each unit's own memory goes before the next one's is read."""
         rank = self.ranks.shard.rank
@@ -236,11 +252,22 @@ class _Maker:
         return [Node(n, path or "root", modules[path], tuple(opened[path])) for n, path in enumerate(opened)]
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, param_dtype: torch.dtype | None) -> None:
+def _check(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stage: int,
+    param_dtype: torch.dtype | None,
+    max_grad_norm: float | None,
+) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        given = f"{type(model).__name__}, {type(optimizer).__name__}"
+        raise ZeroError(f"shard({given}): it takes the module first, then its torch.optim.Optimizer")
     if stage not in STAGES:
         raise StageError(f"stage={stage!r}: the stages of ZeRO are 0, 1, 2 and 3")
     if param_dtype is not None and param_dtype not in _DTYPES:
         raise StageError(f"param_dtype={param_dtype}: it can be float32, bfloat16 or float16")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ZeroError(f"max_grad_norm={max_grad_norm}: it is a norm above 0; None, the default, does not clip")
     if isinstance(optimizer, ShardedOptimizer) or "_zero_sharded" in optimizer.__dict__:
         raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
     for name, parameter in model.named_parameters():
@@ -295,6 +322,8 @@ def _compute_device(model: nn.Module, device: torch.device | str | None, mesh: A
     if device is None and devices:
         return devices.pop()
     found = torch.device(device if device is not None else getattr(mesh, "device_type", "cpu"))
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ZeroError(f"device={found}: torch sees no GPU here; leave device out to compute on the CPU")
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found

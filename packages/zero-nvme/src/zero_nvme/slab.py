@@ -26,7 +26,7 @@ Folder = str | os.PathLike[str]
 
 class Slab(Store):
     """`paths`: one folder, or several that are striped. `capacity_bytes`: reserved at once; None: by reserve(), else as
-    extents are allocated.
+    extents are allocated. It is no limit: a slab that is full grows.
 
     `weights`: a share for each path; None: measured, by writing and reading 64 MiB in each, if there are several.
     `checksum`: reads of ranges written before are verified when their ticket is waited for. `first_touch`: reserve()

@@ -28,7 +28,10 @@ def native_item(rule: Rule, layout: Layout, parameter: Tensor, states: Mapping[s
     addresses: dict[str, int] = {}
     for field in layout.fields(rule, numel, parameter.dtype):
         if field.name not in states:
-            raise KeyError(f"no state {field.name!r} in layout {layout.name!r}: there are {sorted(states)}")
+            raise KeyError(
+                f"no state {field.name!r} in layout {layout.name!r}: there are {sorted(states)}, and the parameter is "
+                f"{parameter.dtype}; if it was cast after a step, cast it before the optimizer is made"
+            )
         tensor = check(field.name, states[field.name], numel=field.numel, dtype=field.dtype)
         addresses[field.name] = tensor.data_ptr()
     master = addresses["remainder"] if kind == SPLIT else addresses.get("master", 0) if kind == FULL else 0

@@ -23,6 +23,7 @@ STATE_KINDS = ("parameters", "gradients", "optimizer")
 ACTIVATIONS = ("keep", "recompute", "host", "nvme")
 FORMATS = ("auto", "fp32", "bf16", "fp16")
 LAYOUTS = ("auto", "split", "fp32", "split_bf16m", "split_8bit")
+DEVICES = ("cpu", "cuda")
 BACKENDS = ("auto", "io_uring", "libaio", "threads", "aiofiles")
 OPTIMIZERS = ("adamw", "adam", "lion", "adagrad", "sgd")
 EXTRAS = {"zero_nvme": "nvme", "zero_optim_cpu": "cpu", "transformers": "hf"}
@@ -42,6 +43,8 @@ def values(config: Config) -> None:
         raise choices("zero.stage", config.zero.stage, range(4))
     _named("optim", config.optim.kind, OPTIMIZERS)
     _named("io.backend", config.io.backend, BACKENDS)
+    if config.hardware.device is not None:
+        _named("hardware.device", config.hardware.device, DEVICES)
     _named("offload", config.offload.kind, ("none", "placed", "auto"))
     _named("precision.parameters", config.precision.parameters, FORMATS)
     if config.precision.reduce is not None:
@@ -143,21 +146,22 @@ def nvme(config: Config, local_rank: int) -> None:
     """
     if not uses_nvme(config):
         return
+    key = "offload.nvme_paths" if config.offload.nvme_paths else "run.dir (offload.nvme_paths is empty)"
     for path in nvme_paths(config, local_rank):
         folder = path if config.offload.nvme_paths else existing(path)  # the run folder need not exist yet
         way_out = "name a writable folder on a disk with offload.nvme_paths=[…], or choose offload=host"
         if not folder.exists():
-            raise ConfigError(f"offload.nvme_paths: {path} does not exist; {way_out}")
+            raise ConfigError(f"{key}: {path} does not exist; {way_out}")
         if not folder.is_dir():
-            raise ConfigError(f"offload.nvme_paths: {path} is not a folder; {way_out}")
+            raise ConfigError(f"{key}: {path} is not a folder; {way_out}")
         memory = memory_filesystem(folder)
         if memory and not config.io.allow_memory:
-            raise ConfigError(f"offload.nvme_paths: {path} is in memory ({memory}), nothing would be saved; {way_out}")
+            raise ConfigError(f"{key}: {path} is in memory ({memory}), nothing would be saved; {way_out}")
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b"\0")
         except OSError as error:
-            raise ConfigError(f"offload.nvme_paths: cannot write in {path}: {error.strerror}; {way_out}") from error
+            raise ConfigError(f"{key}: cannot write in {path}: {error.strerror}; {way_out}") from error
 
 
 def free_bytes(folder: Path) -> int:
@@ -213,7 +217,6 @@ def _counts(config: Config) -> None:
         "optim.lr": 0,
         "optim.eps": 0,
         "optim.weight_decay": 0,
-        "optim.max_grad_norm": 0,
         "optim.warmup_steps": 0,
         "optim.final_fraction": 0,
         "optim.threads": 1,
@@ -223,10 +226,13 @@ def _counts(config: Config) -> None:
         value = getattr(getattr(config, section), name)
         if value is not None and not value >= smallest:
             raise ConfigError(f"{key}={value} must be at least {smallest}")
+    norm = config.optim.max_grad_norm
+    if norm is not None and not norm > 0:
+        raise ConfigError(f"optim.max_grad_norm={norm} must be above 0; set it to null for no clipping")
     if not 0 < config.data.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction={config.data.validation_fraction} must lie between 0 and 1")
     scale = config.precision.loss_scale
-    if not (scale is None or scale == "dynamic" or (isinstance(scale, (int, float)) and scale > 0)):
+    if not (scale is None or scale == "dynamic" or (isinstance(scale, (int, float)) and 0 < scale < float("inf"))):
         raise ConfigError(f"precision.loss_scale={scale} is neither a positive number nor dynamic nor null")
 
 

@@ -76,3 +76,17 @@ def handled() -> Iterator[Interrupt]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def unhidden() -> Iterator[None]:
+    """An interruption stays one where a library that it met fell over it: its error becomes KeyboardInterrupt again."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, KeyboardInterrupt):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
+            raise KeyboardInterrupt from error
+        raise

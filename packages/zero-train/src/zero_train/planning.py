@@ -48,6 +48,31 @@ def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
         raise ConfigError(f"hardware.{error}") from error
 
 
+def here(config: Config, ranks: Ranks) -> None:
+    """Refuses to run on another machine than the one that `hardware` describes; any may be planned for.
+
+    Raises:
+        ConfigError: hardware.device that this process does not compute on, or a number of ranks that it is not.
+    """
+    facts = config.hardware
+    if facts.device is not None and facts.device != ranks.device.type:
+        seen = "torch sees no GPU" if ranks.device.type == "cpu" else "torch sees a GPU"
+        raise ConfigError(
+            f"hardware.device={facts.device}, but this run would compute on {ranks.device.type}: {seen}; plan for that "
+            "machine with run.dry=true, or run on this one with hardware=detect"
+        )
+    if facts.ranks_per_node is None and facts.nodes is None:
+        return
+    local = facts.ranks_per_node or ranks.local_world_size
+    nodes = facts.nodes if facts.nodes is not None else max(1, ranks.world_size // local)
+    if local * nodes != ranks.world_size:
+        raise ConfigError(
+            f"hardware.nodes={nodes} with hardware.ranks_per_node={local} are {local * nodes} ranks, this run has "
+            f"{ranks.world_size}; plan for them with run.dry=true, start as many with torchrun, or run on this machine "
+            "with hardware=detect"
+        )
+
+
 def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> zero_offload.Plan:
     """The plan of this rank.
 

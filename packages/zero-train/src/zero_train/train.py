@@ -48,7 +48,7 @@ def run(config: Config, on_end: Callable[[engine.Engine], None] | None = None) -
     """
     with interrupt.handled() as asked:
         try:
-            with joined() as ranks:
+            with joined() as ranks, interrupt.unhidden():
                 return _Run(config, ranks, asked, on_end).go()
         except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
             raise RunError(f"the run stopped: {error}") from error
@@ -115,9 +115,10 @@ class _Run:
         self._format = formats.resolve(config, ranks.device)
         checks.values(config)  # once more: auto may have met a layout that it cannot go with
         checks.packages(config)
-        checks.nvme(config, ranks.local_rank)
         if not config.run.dry:
+            planning.here(config, ranks)
             checks.run_folder(config)
+        checks.nvme(config, ranks.local_rank)
         corpus = data.load(config.data, config.run.seed)
         checkpoint = resume.found(config)
         draft = engine.draft(config, self._cores and self._cores.pool, on_gpu=ranks.device.type == "cuda")
