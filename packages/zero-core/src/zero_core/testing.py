@@ -103,7 +103,7 @@ class RankPool:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zero-ranks-")
         rendezvous = (Path(self._folder.name) / "rendezvous").as_uri()
-        context = multiprocessing.get_context(self.start_method)
+        context: Any = multiprocessing.get_context(self.start_method)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             arguments = (theirs, rank, self.size, rendezvous, self._collective_timeout_seconds, self.backend)
