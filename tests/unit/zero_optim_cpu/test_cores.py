@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.unit.zero_optim_cpu.test_threads import prepared, run_python
+from tests.unit.zero_optim_cpu.test_threads import prepared
 from tests.unit.zero_optim_cpu.tiles import same
 from zero_optim_cpu import CpuStep, cores
 from zero_optim_cpu.cores import Cores, Seat, beside_gpus
@@ -135,7 +135,7 @@ def test_pinned_threads_have_the_same_bits_and_the_caller_may_be_anywhere():
     assert pinned.norm_squared(torch.zeros(0)) == 0.0
 
 
-def test_each_worker_stays_on_its_core_and_the_caller_does_no_work():
+def test_each_worker_stays_on_its_core_and_the_caller_does_no_work(interpreter):
     code = """
         import os, torch
         torch.set_num_threads(1)
@@ -159,7 +159,7 @@ def test_each_worker_stays_on_its_core_and_the_caller_does_no_work():
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
     """
-    done = run_python(code)
+    done = interpreter(code)
     assert done.returncode == 0, done.stderr
 
 
