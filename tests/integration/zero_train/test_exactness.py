@@ -7,6 +7,7 @@ another step's gradient. Forward and backward run on one thread throughout, as t
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "placement": tuple(PLACEMENTS),
     "overlap": (True, False),
     "tile": (1, 2, 4),  # Mi elements; a unit has 2.1 Mi on one rank
-    "threads": (1, 2),  # of the update
+    "threads": (1, 2, "cores"),  # of the update; on cores of their own tiles are under way in a row
     "backend": ("io_uring", "threads"),
     "accumulate": (1, 4),
 }
@@ -63,6 +64,12 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def step_of(threads: int | str) -> zero_optim_cpu.CpuStep:
+    if threads == "cores":
+        return zero_optim_cpu.CpuStep(cores=sorted(os.sched_getaffinity(0)))
+    return zero_optim_cpu.CpuStep(threads=threads)
+
+
 def outcome(folder: str, case: dict[str, Any]) -> dict[str, Any]:
     """What a run of `case` leaves: losses, norms, every master, moment and parameter. On every rank."""
     torch.manual_seed(0)
@@ -74,7 +81,7 @@ def outcome(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         store = zero_offload.TieredStore(
             **placed,
             nvme=slab,
-            step=zero_optim_cpu.CpuStep(threads=case["threads"]),
+            step=step_of(case["threads"]),
             tile_numel=case["tile"] << 20,
             overlap=case["overlap"],
         )

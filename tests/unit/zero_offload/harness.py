@@ -129,6 +129,7 @@ class LateStep(TorchStep):
         super().__init__(*arguments)
         self.under_way: deque[_Late] = deque()
         self.most = 0  # under way at once
+        self.in_a_row = True
 
     def start(self, tile: Any, segments: Any, scale: float) -> _Late:
         late = _Late(self, lambda: self.update(tile, segments, scale))

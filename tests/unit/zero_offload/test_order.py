@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from zero_offload import MemoryByteStore
+from zero_offload.pipeline import MOST_STARTED
 from zero_offload.testing import FaultyByteStore
 
 from .harness import NUMELS, TILE, Driver, LateStep, make, same
@@ -41,10 +42,10 @@ def test_update_in_backward_has_the_bits_of_an_update_after_it() -> None:
 
 def test_tiles_in_memory_are_started_before_the_first_is_updated() -> None:
     step = LateStep()
-    driver = make("host", step=step)
+    driver = make("host", step=step, driver={"numels": (20 * TILE,), "frozen": ()})
     driver.step()
     driver.store.wait()
-    assert step.most == 4 and not step.under_way
+    assert step.most == MOST_STARTED and not step.under_way
     driver.store.close()
 
 

@@ -12,7 +12,7 @@ all at once or not at all while anything it has taken is unfinished; it waits on
 waits for (a write, a gradient being stored, a unit in use) ends without it. Hence no deadlock, with three slots or any.
 
 [Note: tiles in a row]
-A step that can `start` is given the next tiles while it works, as far as nothing of theirs has to be waited for:
+A step with cores of its own is given the next tiles while it works, as far as nothing of theirs is waited for:
     the step's threads  | t0      | t1      | t2      | t3
     this thread         s0 s1 s2    c0 s3     c1 s4       start a tile, complete one: what follows its update
 So neither this thread's own work nor its turn at the interpreter's lock, beside a thread that launches kernels, leaves
@@ -42,7 +42,7 @@ from .tile import Tile, View
 __all__ = ["Pipeline", "TileTask", "UpdateJob"]
 
 POLL_SECONDS = 0.005
-MOST_STARTED = 4
+MOST_STARTED = 8
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Pipeline:
     ) -> None:
         self.parameters, self.gradients, self.states = parameters, gradients, states
         self._step, self._monitor, self._nvme = step, monitor, nvme
-        self._starting = step if isinstance(step, StartingStep) else None
+        self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
         self._behind = [0] * unit_count
         self.enter_thread: Callable[[], None] = _nothing  # called on the update thread, first
         self.unit_done: Callable[[], None] = _nothing  # after each unit
@@ -197,7 +197,7 @@ class Pipeline:
                         break
                     ahead.append(loaded)
                     waiting.popleft()
-                if started and (started[0].handle.done() or not self._goes_on(ahead, started)):
+                if started and not self._goes_on(ahead, started):
                     self._complete(started)
                 else:
                     self._start(ahead.popleft(), job.scale, started)

@@ -182,7 +182,11 @@ class Started(Protocol):
 
 @runtime_checkable
 class StartingStep(UpdateStep, Protocol):
-    """An `UpdateStep` with threads of its own: the store has several tiles under way, updated one after another."""
+    """An `UpdateStep` with threads of its own: several tiles may be under way, updated one after another."""
+
+    @property
+    def in_a_row(self) -> bool:
+        """Whether it should: its threads have cores of their own, which would be idle between two tiles."""
 
     def start(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> Started:
         """As `update`, but return at once; updates run in the order of their starts. Nobody else touches the tile."""

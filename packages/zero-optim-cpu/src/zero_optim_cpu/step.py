@@ -95,6 +95,14 @@ class CpuStep:
         """The CPUs that they stay on; None: wherever the process may run."""
         return self._engine.cores
 
+    @property
+    def in_a_row(self) -> bool:
+        """Whether to ``start`` a tile while another is updated: so that cores of their own are never idle in between.
+
+        Where the threads share their cores with other work nothing is gained by it.
+        """
+        return self.cores is not None
+
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the rule of this optimizer: its type and whether it has momentum.
 
