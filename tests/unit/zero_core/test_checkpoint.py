@@ -347,15 +347,22 @@ def test_checkpoints_cut_short_are_named_before_anything_changes(tmp_path: Path)
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["zeroed", "one bit"])
+def test_a_damaged_tensor_is_named(tmp_path: Path, damage: str) -> None:
     model, optimizer, data = saved(tmp_path)
     whole = bytearray(data.read_bytes())
     manifest = pickle.loads((tmp_path / ".metadata").read_bytes())
     info = next(v for k, v in manifest.storage_data.items() if k.fqn == "model.blocks.0.0.weight")
-    whole[info.offset : info.offset + info.length] = bytes(info.length)
+    if damage == "zeroed":
+        whole[info.offset : info.offset + info.length] = bytes(info.length)
+    else:
+        values = dict(model.named_parameters())["blocks.0.0.weight"].detach().clone().numpy().tobytes()
+        whole[whole.index(values[:64], info.offset) + 30] ^= 1
     data.write_bytes(whole)
     with pytest.raises(CheckpointError, match=r"model\.blocks\.0\.0\.weight is damaged"):
         checkpoint.load(tmp_path, model, optimizer)
+    if damage == "one bit":
+        checkpoint.load(tmp_path, model, optimizer, verify=False)
 
 
 def test_another_models_checkpoint_is_named(tmp_path: Path) -> None:

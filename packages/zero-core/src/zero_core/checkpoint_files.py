@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -116,9 +117,9 @@ class StreamingReader(FileSystemReader):
     `failure` for the planner to raise, where torch.distributed.checkpoint takes it to every rank.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, verify: bool) -> None:
         super().__init__(folder)
-        self._folder = folder
+        self._folder, self._verify = folder, verify
         self.failure: CheckpointError | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -155,7 +156,7 @@ class StreamingReader(FileSystemReader):
 
     def _read_one(self, file: Any, items: list[ReadItem], planner: LoadPlanner) -> None:
         info = self.storage_data[items[0].storage_index]
-        stream: Any = self._slice_file(file, info)
+        stream: Any = _Slice(file, info.offset, info.length)
         stream = self.transforms.transform_load_stream(items[0], info.transform_descriptors or (), stream)
         if items[0].type == LoadItemType.BYTE_IO:
             for item in items:
@@ -164,8 +165,10 @@ class StreamingReader(FileSystemReader):
         if not stream.seekable():
             stream = io.BytesIO(stream.read(-1))
         try:
+            if self._verify:
+                _check_sums(stream)
             stored = cast(Tensor, torch.load(stream, map_location="cpu", weights_only=True))
-        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile) as error:
             name = items[0].storage_index.fqn
             raise CheckpointError(f"{self._folder / info.relative_path}: {name} is damaged: {error}") from error
         for item in items:
@@ -175,6 +178,43 @@ class StreamingReader(FileSystemReader):
             target = planner.resolve_tensor(item)
             target.copy_(values)
             planner.commit_tensor(item, target)
+
+
+class _Slice(io.RawIOBase):
+    """`length` bytes of a file from `start` on, as a file. The stock one does not find its own end."""
+
+    def __init__(self, file: Any, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._at)
+        count = int(self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)]))
+        self._at += count
+        return count
+
+
+def _check_sums(stream: Any) -> None:
+    """Raises zipfile.BadZipFile for a byte that is not as it was written. torch.save notes the sums, torch.load skips
+    them.
+    """
+    with zipfile.ZipFile(stream) as archive:
+        wrong = archive.testzip()
+    if wrong is not None:
+        raise zipfile.BadZipFile(f"the checksum of its {wrong.split('/', 1)[-1]} is not what was written")
+    stream.seek(0)
 
 
 def _read_manifest(folder: Path) -> Metadata:

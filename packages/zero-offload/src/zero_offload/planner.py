@@ -184,7 +184,8 @@ def plan(
     `model`: a module (on any device, meta too), `ModelSizes`, or elements per unit. Each placement is a tier, fractions
     of the tiles, or "auto". `step` says what the optimizer states of a tile are (a bound `UpdateStep`); without it Adam
     in fp32. `units`, `prefetch_bytes`, `resident_bytes`, `stage`, dtypes: as given to `zero_core.shard`. `tokens`: of
-    one rank's step, over its `accumulate` micro-batches. `host_bytes` overrides this rank's share of the host's memory.
+    one rank's step, over its `accumulate` micro-batches; with 1 there is no room for sums of gradients, and a store of
+    this plan refuses a second backward before a step. `host_bytes` overrides this rank's share of the host's memory.
     `device_whole`: "auto" puts everything on a device apart from the host, or nothing. Without `hardware` nothing is
     refused, and "auto" means host.
 
