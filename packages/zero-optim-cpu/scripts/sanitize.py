@@ -70,8 +70,9 @@ def address(work: Path) -> None:
     for module in work.glob("_native*.so"):
         shutil.copy(module, site)
     compiler = os.environ.get("CXX", "g++")
-    find = [compiler, "-print-file-name=libasan.so"]
-    runtime = subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()
+    names = ("libasan.so", "libstdc++.so")  # without the second ASan finds no __cxa_throw to call
+    find = [[compiler, f"-print-file-name={name}"] for name in names]
+    runtime = ":".join(subprocess.run(each, capture_output=True, text=True, check=True).stdout.strip() for each in find)
     environment = {
         "PYTHONPATH": os.pathsep.join([str(work / "site"), str(ROOT)]),
         "LD_PRELOAD": runtime,
