@@ -45,7 +45,9 @@ def test_a_value_that_cannot_be_names_its_key(overrides, words):
 
 
 def test_good_values_pass():
-    checks.values(changed("offload.optimizer={host: 0.3, nvme: 0.7}", "precision.loss_scale=1024"))
+    config = changed("offload.optimizer={host: 0.3, nvme: 0.7}", "precision.loss_scale=1024")
+    checks.values(config)
+    assert dict(config.offload.optimizer) == {"host": 0.3, "nvme": 0.7} and config.precision.loss_scale == 1024
 
 
 def test_a_missing_folder_names_the_key(tmp_path):

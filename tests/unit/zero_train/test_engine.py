@@ -50,3 +50,13 @@ def test_what_does_not_fit_gets_one(auto):
     store = engine.make_store(composed, draft, plan, None)
     assert store.step is draft.step
     store.close()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
+def test_on_a_gpu_the_optimizers_are_the_fused_ones(kind):
+    composed = config.compose(["recipe=tiny", "run.dir=unused", f"optim={kind}", "offload=none"])
+    fused = {
+        on_gpu: {group["fused"] for group in engine.draft(composed, on_gpu=on_gpu).optimizer.param_groups}
+        for on_gpu in (False, True)
+    }
+    assert fused == {False: {None}, True: {True}}
