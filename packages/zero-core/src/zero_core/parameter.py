@@ -196,7 +196,7 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     zeros = kwargs.pop("materialize_grads", False)
     if zeros:
         kwargs["allow_unused"] = True
-    found = torch.autograd.grad(outputs, places, *args, **kwargs)
+    found = torch.autograd.grad(outputs, places, *args, **kwargs)  # type: ignore[arg-type]
     if not zeros:
         return found
     return tuple(
