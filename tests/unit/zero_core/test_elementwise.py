@@ -118,6 +118,12 @@ def test_stock_optimizers_pass(kind, foreach):
     assert kept.tensors
 
 
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_fused_optimizers_pass(kind):
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    assert kept_states(getattr(torch.optim, kind)(parameters(), fused=True, **options), CPU).tensors
+
+
 def test_a_schedulers_wrapper_is_no_attribute_of_the_class():
     optimizer = torch.optim.AdamW(parameters())
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)

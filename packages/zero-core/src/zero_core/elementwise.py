@@ -147,7 +147,9 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-_BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1)))
+# What a scheduler puts on an optimizer, and what torch's fused ones note for themselves.
+_OTHERS = {"step", "_step_count", "_opt_called", "_need_device_dtype_check_for_fused"}
+_BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1))) | _OTHERS
 
 
 def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -155,8 +157,7 @@ def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         key: value
         for key, value in vars(optimizer).items()
-        # a scheduler wraps step() and counts its calls; what shard() itself notes starts with _zero
-        if key not in _BASE_ATTRIBUTES and key not in ("step", "_step_count", "_opt_called") and key[:5] != "_zero"
+        if key not in _BASE_ATTRIBUTES and not key.startswith("_zero")  # as what shard() notes does
     }
 
 
