@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from zero_core.rehearsal import UnitSize, pooled_bytes
 
 from .accounting import STATE_KINDS, Account, Cut, Placed, Shape, account
@@ -98,7 +100,9 @@ class Trial:
             activations=self.policies,
         )
         if whole:
-            whole += counted.held.get(("device", "parameters"), 0)
+            # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
+            if placed.below or not shape.apart or shape.parameter_dtype == torch.float32:
+                whole += counted.held.get(("device", "parameters"), 0)
             counted = replace(counted, held={**counted.held, ("device", "parameters"): whole})
         return counted, buffers
 
