@@ -99,6 +99,8 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
     lora = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16)
     assert (lora.gradients_bytes, lora.optimizer_bytes) == (4 * PSI // 64, 8 * PSI // 64)
     assert lora.parameters_bytes == PSI
+    lora = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16, param_dtype=torch.bfloat16)
+    assert lora.optimizer_bytes == 4 * PSI // 4 + 8 * PSI // 64  # but a master, where they are not one
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -169,7 +169,7 @@ def estimate(
         return -(-elements // shards) * itemsize
 
     itemsize, reduced = param_dtype.itemsize, (reduce_dtype or param_dtype).itemsize
-    state_bytes = 4 * optimizer_states(optimizer) + (4 if param_dtype != torch.float32 else 0)
+    masters = held(numel, 4) if param_dtype != torch.float32 else 0  # of frozen parameters too
     parameters = held(numel, itemsize)
     if stage in (1, 2) and shards > 1:  # in 16 bits the shard exists while it is gathered
         parameters = numel * itemsize + (parameters if param_dtype == torch.float32 else 0)
@@ -185,7 +185,7 @@ def estimate(
     return Estimate(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
-        optimizer_bytes=held(trainable, state_bytes),
+        optimizer_bytes=masters + held(trainable, 4 * optimizer_states(optimizer)),
         unsharded_bytes=unsharded,
         transient_bytes=min(2 * largest, trainable) * reduced + widened,
         moved=movement(

@@ -27,6 +27,7 @@ from .hardware import Hardware
 from .sizes import ModelSizes
 from .tier import Tier
 
+MASTER_BYTES = 4  # fp32
 POLICIES = ("keep", "recompute", "host", "nvme")
 
 
@@ -101,7 +102,11 @@ class Buffers:
         if shape.apart:
             device += placed.slots.scratch_bytes(units)
         elif not below and shape.reduce_dtype.itemsize < GRADIENT_BYTES:  # zero-core's own store widens a gradient
-            device += GRADIENT_BYTES * max((unit.spec.numel for unit in units if unit.trainable), default=0)
+            device += GRADIENT_BYTES * max((unit.spec.numel for unit in units), default=0)
+        if not below and shape.parameter_dtype.itemsize < MASTER_BYTES:  # and has a master of what is frozen
+            device += MASTER_BYTES * sum(
+                run.count * run.unit.spec.numel for run in placed.runs if not run.unit.trainable
+            )
         host = placed.arena_bytes - counted.held_on("host") - (0 if shape.apart else counted.held_on("device"))
         host += SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through
         return cls(device, host, held_back_bytes(placed, shape), activation_bytes(sizes, activations, tokens))
