@@ -213,19 +213,19 @@ def bytes_of_store(store):
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def planned_and_used(stage, steps, placement, dtype, size):
+def planned_and_used(stage, steps, placement, dtype, size, make=Uneven, width=64, ahead=(30_000, 30_000), tile=TILE):
     """Bytes of memory, activations apart: of the plan, and of a run's store and of zero-core's pool at their most."""
     accumulate, no_sync = STEPS[steps]
     torch.manual_seed(0)
-    model = Uneven()
+    model = make()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     step = TorchStep() if placement != "none" else None
     if step is not None:
         step.bind(optimizer)
     kinds = {"none": dict.fromkeys(SWAPPED, "device"), "host": PLACEMENTS["host"], "swapped": SWAPPED}[placement]
-    options = {"stage": stage, "prefetch_bytes": 30_000, "resident_bytes": 30_000}
+    options = {"stage": stage, "prefetch_bytes": ahead[0], "resident_bytes": ahead[1]}
     planned = plan(
-        model, **kinds, **options, step=step, parameter_dtype=dtype, shard_count=size, tile_numel=TILE,
+        model, **kinds, **options, step=step, parameter_dtype=dtype, shard_count=size, tile_numel=tile,
         accumulate=accumulate, no_sync=no_sync,
     )  # fmt: skip
     store = None if step is None else TieredStore(plan=planned, nvme=MemoryByteStore(), step=step)
@@ -233,7 +233,7 @@ def planned_and_used(stage, steps, placement, dtype, size):
     for _ in range(2):
         for micro in range(accumulate):
             with zero_core.no_sync(model) if no_sync and micro + 1 < accumulate else nullcontext():
-                model(torch.ones(3, 64, dtype=dtype)).backward()
+                model(torch.ones(3, width, dtype=dtype)).backward()
         optimizer.step()
         optimizer.zero_grad()
     handle = zero_core.handle(model)
