@@ -10,13 +10,16 @@ With Psi parameters and N shards, between uses and up to the padding of a unit:
     3       shard        shard                    shard              3 Psi a micro-batch (all-gather twice)
 
 Gradients are in the reduce dtype, sums of several micro-batches in fp32. A 16-bit parameter has an fp32 master among
-the states. This is table 1 of Rajbhandari et al., "ZeRO", 2020, but for two shards that come on top:
+the states. In 16 bits with Adam this is table 1 of Rajbhandari et al., "ZeRO", 2020, bytes a parameter:
 
-    stage 1, several ranks     the shard of the gradient that is reduced at the step, beside the whole one: 2 Psi / N
-    stages 1 and 2, fp32       the parameters' master, which is no copy of another dtype: 4 Psi / N
+    stage 0    2 + 2 + 12
+    stage 1    2 + 2 + (12 + 2) / N    the last 2: what the whole gradient is reduced to at the step; the paper omits it
+    stage 2    2 + (2 + 12) / N        a 16-bit shard of the parameters exists only while it is gathered
+    stage 3    (2 + 2 + 12) / N
 
-`no_sync` keeps a whole gradient on every rank at stages 0, 2 and 3 too, in fp32, and the shard that it is reduced to at
-the step: 4 Psi for one reduction a step instead of one a micro-batch. Stage 1 does that by itself.
+With fp32 parameters stages 1 and 2 hold the shard of the master beside the whole parameters.
+`no_sync` keeps a whole gradient on every rank at stages 0, 2 and 3 too, in fp32, beside what it is reduced to at the
+end: 4 bytes a parameter for one reduction a step instead of one a micro-batch.
 Hybrid sharding adds an all-reduce of the shard over replicas.
 """
 
