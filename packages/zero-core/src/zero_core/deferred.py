@@ -1,7 +1,7 @@
 """Building a model without its memory: `deferred_init` records what construction does to parameters.
 
-Owns the contexts and the modes that notice operations; what is noted, and its replay, are `recording`'s. Which
-parameters are wanted when, and where their values go, is `init`'s.
+Owns the contexts and the modes that notice operations; what is noted is `recording`'s. Which parameters are wanted
+when, and where their values go, is `init`'s.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from .errors import DeferredInitError
-from .recording import UNINITIALISED, Recording, on_meta
+from .recording import Recording, on_meta
+from .replay import UNINITIALISED, Schema
 
-__all__ = ["continue_recording", "deferred_init", "forget_recording", "recording_of"]
+__all__ = ["as_made", "continue_recording", "deferred_init", "forget_recording", "recording_of"]
 
 _ATTRIBUTE = "_zero_core_recording"  # on modules that own a deferred parameter
 _FACTORIES = (
@@ -48,10 +49,16 @@ def deferred_init(seed: int | None = None) -> Iterator[Recording]:
 
 @contextmanager
 def continue_recording(module: nn.Module) -> Iterator[None]:
-    """Build more modules in the recording that made `module`'s own parameters."""
+    """Build more modules in the recording that made `module`'s own parameters, and from their values."""
     recording = recording_of(module)
     if recording is None:
         raise DeferredInitError(f"{type(module).__name__} is on meta and was not built in deferred_init()")
+    changed = [name for name, p in module.named_parameters(recurse=False) if recording.changed_since(p)]
+    if changed:
+        raise DeferredInitError(
+            f"{', '.join(changed)} of a {type(module).__name__} were written after deferred_init() was left, which "
+            "nothing recorded: write them inside the context"
+        )
     with _recording_into(recording):
         yield
 
@@ -90,6 +97,12 @@ def _recording_into(recording: Recording) -> Iterator[None]:
 def recording_of(module: nn.Module) -> Recording | None:
     """The recording that made this module's own parameters, if any."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+def as_made(module: nn.Module, parameter: Tensor) -> Tensor:
+    """The module's own parameter, for operations inside the context: a deferred one as its recording knows it."""
+    recording = recording_of(module)
+    return parameter if recording is None or not on_meta(parameter) else recording.made(parameter)
 
 
 def forget_recording(module: nn.Module) -> None:
@@ -180,18 +193,11 @@ class _PretendReal(TorchFunctionMode):
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
-class _Schema:
-    """Stands where an operator's schema is read."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
 def _copied(value: Tensor) -> Tensor:
     return value.clone()
 
 
-_copied._schema = _Schema("zero::copied")  # type: ignore[attr-defined]
+_copied._schema = Schema("zero::copied")  # type: ignore[attr-defined]
 
 
 def _reshaped(function: Any, shape: torch.Size) -> Callable[..., Tensor]:
@@ -200,7 +206,7 @@ def _reshaped(function: Any, shape: torch.Size) -> Callable[..., Tensor]:
     def make(*args: Any, **kwargs: Any) -> Tensor:
         return function(*args, **kwargs).view(shape)
 
-    make._schema = _Schema(function._schema.name)  # type: ignore[attr-defined]
+    make._schema = Schema(function._schema.name)  # type: ignore[attr-defined]
     return make
 
 
