@@ -161,8 +161,8 @@ class Replay:
         memory: dict[int, torch.UntypedStorage] = {}
         last_use = {s: n.index for n in nodes for s in (*n.reads, *n.writes)}
         last_use[storage] = before
-        for node in nodes:
-            self._run(node, memory)
+        for i, node in enumerate(nodes):
+            self._run(node, memory, nodes[i + 1 :])
             for done in [s for s in memory if last_use[s] <= node.index]:
                 del memory[done]
         return _known(memory, storage)
@@ -182,7 +182,7 @@ class Replay:
                     pending += [(s, node.index) for s in others]
         return [chosen[i] for i in sorted(chosen)]
 
-    def _run(self, node: Node, memory: dict[int, torch.UntypedStorage]) -> None:
+    def _run(self, node: Node, memory: dict[int, torch.UntypedStorage], following: Sequence[Node]) -> None:
         def restore(value: Any) -> Any:
             if isinstance(value, View):
                 if self._shares(node, value.storage):
@@ -205,7 +205,8 @@ class Replay:
                 continue
             if tuple(result.stride()) != view.stride or result.storage_offset() != view.offset:
                 result = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(result)
-            if node.uninitialised:
+            user = next((n for n in following if view.storage in (*n.reads, *n.writes)), None)
+            if node.uninitialised and not (user is not None and user.overwrites(view.storage)):
                 result.fill_(math.nan if result.dtype.is_floating_point else 0)
             memory[view.storage] = result.untyped_storage()
 
