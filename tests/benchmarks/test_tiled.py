@@ -57,9 +57,7 @@ def measure(features: int, tiles: list[int], rounds: int) -> dict[str, dict[str,
                 command = [sys.executable, __file__, "--worker", str(features), str(n), folder]
                 done = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE)
                 found[n].append(json.loads(done.stdout))
-    return {
-        str(n): {key: statistics.median(run[key] for run in runs) for key in runs[0]} for n, runs in found.items()
-    }
+    return {str(n): {key: statistics.median(run[key] for run in runs) for key in runs[0]} for n, runs in found.items()}
 
 
 def test_tiles_cost_no_setup(benchmark):
