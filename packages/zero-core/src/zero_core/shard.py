@@ -240,8 +240,7 @@ class _Maker:
             Segment(piece.shard_start, piece.shard_stop, groups[piece.slot.name], piece.slot.name)
             for piece in unit.layout.pieces(self.ranks.shard.rank)
         )
-        encloses = "" in self.plans[unit.index].modules
-        return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, encloses)
+        return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, self.plans[unit.index].encloses)
 
     def nodes(self, modules: dict[str, nn.Module]) -> list[Node]:
         """The modules that get hooks: those of a unit, and the root in any case."""

@@ -28,6 +28,11 @@ class UnitPlan:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
+    @property
+    def encloses(self) -> bool:
+        """Whether the model itself opens it: then it is in use from the first unit's turn to the last's."""
+        return "" in self.modules
+
 
 def unit_modules(model: nn.Module, classes: Sequence[type[nn.Module]] | None = None) -> dict[str, nn.Module]:
     """Qualified name -> module, for every module that opens a unit; the root, "", last."""

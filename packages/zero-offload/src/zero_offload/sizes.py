@@ -40,6 +40,7 @@ class UnitSizes:
     parameters: tuple[ParameterSizes, ...]
     matmul_numel: int | None = None  # elements every token is multiplied with; None: all. An embedding has 0.
     is_block: bool = True  # has activations worth a policy; embeddings, heads and what is left over keep theirs
+    encloses: bool = False  # the whole model's own unit: open from the first unit to the last
 
     @classmethod
     def whole(
@@ -55,11 +56,6 @@ class UnitSizes:
     @property
     def compute_numel(self) -> int:
         return self.numel if self.matmul_numel is None else self.matmul_numel
-
-    @property
-    def encloses(self) -> bool:
-        """Whether it is the whole model's own unit, as zero-core names it: open from the first unit to the last."""
-        return self.name == "root"
 
     def layout(self, dtype: torch.dtype, shard_count: int) -> UnitLayout:
         """The flat storage, as zero-core lays it out."""
@@ -179,7 +175,7 @@ def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtyp
         rows = tuple(ParameterSizes(name, p.numel(), p.requires_grad) for name, p in unit.parameters.items())
         looked_up = sum(p.numel() for p in unit.parameters.values() if id(p) in embeddings and id(p) not in heads)
         is_block = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
-        units.append(UnitSizes(unit.name, rows, sum(row.numel for row in rows) - looked_up, is_block))
+        units.append(UnitSizes(unit.name, rows, sum(row.numel for row in rows) - looked_up, is_block, unit.encloses))
     config = getattr(model, "config", None)
     hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))
     wider = (dtype or torch.bfloat16).itemsize / 2  # the formulas count 16-bit activations
