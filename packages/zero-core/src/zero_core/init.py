@@ -115,8 +115,10 @@ class Initialiser:
 
 
 def become(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give `parameter` the memory `data`, of its shape: identity, requires_grad and attributes stay, also from meta."""
-    if not parameter.is_meta:
+    """Give `parameter` the memory `data`, of its shape: identity, requires_grad and attributes stay, also from and to
+    meta.
+    """
+    if not parameter.is_meta and not data.is_meta:
         parameter.data = data
         return
     real = nn.Parameter(data, requires_grad=parameter.requires_grad)

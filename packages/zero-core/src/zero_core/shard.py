@@ -16,8 +16,9 @@ from .carried import carry_over
 from .collectives import Ranks
 from .device_store import DeviceStore
 from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
+from .handover import Handover
 from .hooks import Engine, Node
-from .init import Initialiser, become
+from .init import Initialiser
 from .layout import UnitLayout
 from .optimizer import ShardedOptimizer
 from .parameter import settle
@@ -115,14 +116,21 @@ def shard(
     engine.prefetch_bytes, engine.residents.budget_bytes = prefetch_bytes, resident_bytes
     engine.loss_scale = scale
     unit_bytes = [unit.nbytes for unit in made.units]
-    made.attach_store(initialiser, lent_bytes(unit_bytes, prefetch_bytes, resident_bytes, ranks.shard.size))
+    handover = Handover(made.units)
+    try:
+        lent = lent_bytes(unit_bytes, prefetch_bytes, resident_bytes, ranks.shard.size)
+        made.attach_store(initialiser, handover, lent)
+        for unit in made.units:
+            for k, parameter in enumerate(unit.parameters):
+                settle(parameter, Place(engine, unit, k))
+        carry_over(optimizer, made.units, made.store, ranks)
+        engine.attach(made.nodes(unit_modules(model, units)))
+        sharded = ShardedOptimizer(optimizer, engine, max_grad_norm=max_grad_norm, observer=observer)
+    except BaseException as error:
+        engine.detach()
+        handover.undo(error, made.store)
+        raise
     initialiser.release()
-    for unit in made.units:
-        for k, parameter in enumerate(unit.parameters):
-            settle(parameter, Place(engine, unit, k))
-    carry_over(optimizer, made.units, made.store, ranks)
-    engine.attach(made.nodes(unit_modules(model, units)))
-    sharded = ShardedOptimizer(optimizer, engine, max_grad_norm=max_grad_norm, observer=observer)
     if update_in_backward:
         engine.reducer.on_reduced = sharded.update_one
     model.__dict__[_HANDLE] = Handle(model, tuple(made.units), made.store, sharded, ranks, stage, engine)
@@ -205,7 +213,7 @@ class _Maker:
                 f"{max_grad_norm}, {self.reduce_dtype} gradients; it must be the same on all {self.ranks.size}"
             )
 
-    def attach_store(self, initialiser: Initialiser, prefetch_bytes: int) -> None:
+    def attach_store(self, initialiser: Initialiser, handover: Handover, prefetch_bytes: int) -> None:
         """Hand the shards over, unit by unit: each unit's own memory goes before the next one's is read."""
         rank = self.ranks.shard.rank
         for buffer in self.model.buffers():
@@ -220,7 +228,7 @@ class _Maker:
                     self.ranks.broadcast(values, unit.name)
                     parameter.data = values.to(parameter.device)
             values = initialiser.shard(unit.layout, unit.parameters, rank)
-            unit.adopt_parameters(become)
+            handover.take(i)
             return values
 
         context = StoreContext(
@@ -231,6 +239,7 @@ class _Maker:
             reduce_dtype=self.reduce_dtype,
             prefetch_bytes=prefetch_bytes,
             observer=self.observer,
+            rescue=handover.give_back,
         )
         self.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)
 

@@ -85,6 +85,8 @@ class StoreContext:
 
     prefetch_bytes: of whole units, how much is asked for ahead of its use, and on one shard how much stays in use: see
     `lent_bytes`. The store lends that much at once, and two units more.
+    rescue: an `attach` that fails calls it before it raises, with (i, fp32 master) of every shard that `initial`
+    yielded and that the store still has: the user has no other copy.
     """
 
     device: torch.device
@@ -94,6 +96,7 @@ class StoreContext:
     reduce_dtype: torch.dtype = torch.float32
     prefetch_bytes: int = 0
     observer: Observer = NullObserver()
+    rescue: Callable[[int, Tensor], None] = lambda i, master: None
 
 
 def lent_bytes(unit_bytes: Iterable[int], prefetch_bytes: int, resident_bytes: int, shard_count: int) -> int:
