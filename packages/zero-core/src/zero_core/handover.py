@@ -25,6 +25,7 @@ class _Was:
     """What a parameter was. `like`: on meta; of a deferred one itself, which its recording knows."""
 
     parameter: nn.Parameter
+    kind: type[nn.Parameter]
     like: Tensor
     device: torch.device
 
@@ -39,7 +40,7 @@ class Handover:
     def take(self, i: int) -> None:
         """Unit i's parameters become views without memory: the caller has their values."""
         self._away[i] = [
-            _Was(p, p.detach() if p.is_meta else torch.empty_like(p, device="meta"), p.device)
+            _Was(p, type(p), p.detach() if p.is_meta else torch.empty_like(p.data, device="meta"), p.device)
             for p in self._units[i].parameters
         ]
         self._units[i].adopt_parameters(become)
@@ -55,10 +56,10 @@ class Handover:
             slot = unit.layout.slots[k]
             kept = unit.groups[k] is not None or was.like.dtype.itemsize <= unit.dtype.itemsize
             if was.device.type == "meta":
-                _restore(was.parameter, was.like)
+                _restore(was, was.like)
             elif whole and kept:
                 values = torch.empty_like(was.like, device=was.device)
-                _restore(was.parameter, values.copy_(master[slot.offset : slot.stop].view(slot.shape)))
+                _restore(was, values.copy_(master[slot.offset : slot.stop].view(slot.shape)))
             else:
                 lost.append(was)
         if lost:
@@ -73,7 +74,7 @@ class Handover:
             with suppress(Exception):  # a store that failed has told what it has left
                 self.give_back(i, store.read_state(i, "master", 0, unit.layout.shard_numel))
             for was in self._away.pop(i, ()):
-                _restore(was.parameter, was.like)
+                _restore(was, was.like)
                 if was.device.type != "meta":
                     k = next(k for k, p in enumerate(unit.parameters) if p is was.parameter)
                     lost.append(unit.layout.slots[k].name)
@@ -88,7 +89,8 @@ class Handover:
             ) from error
 
 
-def _restore(parameter: nn.Parameter, data: Tensor) -> None:
-    parameter.__class__ = nn.Parameter
-    parameter.__dict__.pop("_zero_home", None)
-    become(parameter, data)
+def _restore(was: _Was, data: Tensor) -> None:
+    was.parameter.__class__ = nn.Parameter
+    was.parameter.__dict__.pop("_zero_home", None)
+    become(was.parameter, data)
+    was.parameter.__class__ = was.kind
