@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
@@ -117,7 +118,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.recording = recording
         self._is_paused = False
-        self._fresh: dict[int, tuple[Any, Any, Any]] = {}  # real storages that one factory made and nothing has changed
+        # Real storages that one factory made and nothing has changed. The weak reference keeps the address from reuse.
+        self._fresh: dict[int, tuple[Any, Any, Any, StorageWeakRef]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -140,7 +142,8 @@ class _Recorder(TorchDispatchMode):
             if not on_meta(tensor) and not _odd(tensor) and tensor.untyped_storage()._cdata not in known:
                 self._fresh.pop(tensor.untyped_storage()._cdata, None)
                 if function._schema.name in _FACTORIES:
-                    self._fresh[tensor.untyped_storage()._cdata] = (function, args, kwargs)
+                    storage = tensor.untyped_storage()
+                    self._fresh[storage._cdata] = (function, args, kwargs, StorageWeakRef(storage))
         return results
 
     @contextmanager
@@ -170,7 +173,7 @@ class _Recorder(TorchDispatchMode):
                 kwargs = {"dtype": parameter.dtype}
                 self.recording.add(torch.ops.aten.empty.memory_format, (list(shape),), kwargs, data, [])
             else:
-                function, args, kwargs = maker
+                function, args, kwargs, _ = maker
                 self.recording.add(_reshaped(function, shape), args, kwargs, data, [])
             meta = nn.Parameter(data, requires_grad=parameter.requires_grad)
         meta.__dict__.update(parameter.__dict__)
