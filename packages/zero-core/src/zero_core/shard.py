@@ -21,7 +21,7 @@ from .device_store import DeviceStore
 from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
 from .handover import Handover
 from .hooks import Engine, Node
-from .init import Initialiser
+from .init import Initialiser, become
 from .layout import UnitLayout
 from .optimizer import ShardedOptimizer
 from .parameter import settle, sharded_class
@@ -31,7 +31,7 @@ from .scaling import LossScale
 from .stages import STAGES
 from .store import NullObserver, Observer, Segment, ShardSpec, ShardStore, StoreContext, lent_bytes
 from .unit import Unit
-from .wrapping import UnitPlan, plan_units, unit_modules
+from .wrapping import UnitPlan, not_sharded, plan_units, unit_modules
 
 __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
 
@@ -223,6 +223,13 @@ class _Maker:
         for buffer in self.model.buffers():
             if not buffer.is_meta and buffer.numel():
                 self.ranks.broadcast(buffer.data, "buffers")
+        for name, parameter in not_sharded(self.model).items():
+            values = initialiser.values(parameter)
+            here = values.to(self.ranks.device).contiguous()
+            if self.ranks.size > 1 and here.numel() and not here.is_quantized:
+                self.ranks.broadcast(here.view(-1).view(torch.uint8), name)  # as bytes: gloo lacks some dtypes
+            if parameter.is_meta or here is not values:
+                become(parameter, here)
 
         def initial(i: int) -> torch.Tensor:
             unit = self.units[i]
@@ -244,6 +251,7 @@ class _Maker:
             prefetch_bytes=prefetch_bytes,
             observer=self.observer,
             rescue=handover.give_back,
+            not_sharded={name: p.nbytes for name, p in not_sharded(self.model).items()},
         )
         self.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)
 
