@@ -7,6 +7,7 @@ Integers only. Owns `Budgets`, `Buffers`, `PlanError`; the states themselves are
             ahead (in backward the one before it is still open then), and those that stay. The gradient of the unit
             whose backward runs; on a device apart that is one of two landing buffers, as the one before it is on its
             way to the host, and a parameter's gradient that autograd has just made
+            Parameters that are not sharded: integer and quantised ones
     host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
             from a device apart, and the rounding of blocks to pages
 Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
@@ -97,6 +98,7 @@ class Buffers:
         if stage == 3 and (shape.shard_count > 1 or (below and not shared)):
             device += unsharded_bytes(sizes, shape)
         device += _gradient_bytes(sizes, shape, landed)
+        device += sum(sizes.not_sharded.values())
         host = placed.arena_bytes - counted.held_on("host") - (0 if shape.apart else counted.held_on("device"))
         device += placed.slots.scratch_bytes([run.unit for run in placed.runs])
         host += SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through

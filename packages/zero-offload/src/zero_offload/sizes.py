@@ -7,8 +7,8 @@ numbers; one that does, on any device or on meta, is read by `ModelSizes.of`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from zero_core.layout import UnitLayout
 from zero_core.store import Segment, ShardSpec
-from zero_core.wrapping import plan_units
+from zero_core.wrapping import not_sharded, plan_units
 
 __all__ = ["ModelSizes", "ParameterSizes", "UnitSizes"]
 
@@ -82,6 +82,7 @@ class ModelSizes:
     saved_bytes_per_token: int = 0  # what a unit's forward saves for its backward, where it is kept
     working_bytes_per_token: int = 0  # what recomputation rebuilds at once: a whole layer, where tiles are units
     output_bytes_per_token: int = 0  # logits and their gradient, when there is most of them
+    not_sharded: Mapping[str, int] = field(default_factory=dict)  # bytes by name: integers, whole on every rank
 
     @cached_property
     def numel(self) -> int:
@@ -189,7 +190,12 @@ def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtyp
     wider = (dtype or torch.bfloat16).itemsize / 2  # the formulas count 16-bit activations
     saved, working = _block_bytes(units, hidden, int(getattr(config, "intermediate_size", 0) or 0))
     return ModelSizes(
-        tuple(units), int(2 * hidden * wider), int(saved * wider), int(working * wider), LOGIT_BYTES * vocabulary
+        tuple(units),
+        int(2 * hidden * wider),
+        int(saved * wider),
+        int(working * wider),
+        LOGIT_BYTES * vocabulary,
+        {name: p.nbytes for name, p in not_sharded(model).items()},
     )
 
 

@@ -125,7 +125,7 @@ class TieredStore:
         )
         if self._nvme is not None and plan.nvme_bytes:
             self._nvme.store.reserve(plan.nvme_bytes)
-        self.plan, self._context = plan, context
+        self.plan, self._context = replace(plan, not_sharded=context.not_sharded), context
         self.timeline.rank, self._monitor.observer = context.rank, context.observer
         try:
             self._build(plan, context)
@@ -400,7 +400,7 @@ class TieredStore:
         }
 
     def describe(self) -> StorePlan:
-        """What was reserved: bytes per tier and kind, slots, the arena."""
+        """What was reserved: bytes per tier and kind, slots, the arena; and `not_sharded`, which is none of it."""
         return self._plan
 
     @property
