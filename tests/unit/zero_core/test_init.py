@@ -322,3 +322,11 @@ def test_writes_after_the_context_are_not_lost_in_silence() -> None:
         model[0].weight.mul_(2)
     with pytest.raises(DeferredInitError, match=r"0\.weight were written after deferred_init\(\) was left"):
         zero_core.materialise(model)
+
+
+def test_a_parameter_of_no_elements_has_nothing_to_initialise():
+    with zero_core.deferred_init():
+        model = nn.Linear(2, 2)
+        model.nothing = nn.Parameter(torch.empty(0, 3))
+    zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert model.nothing.shape == (0, 3)

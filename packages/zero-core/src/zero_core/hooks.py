@@ -146,7 +146,7 @@ class Engine:
         parent = self._stack[-1] if self._stack else None
         visit = Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr())
         for u in node.units:
-            self.units[u].enter(audit=(self._pass.grad, module.training))
+            self.units[u].enter(audit=(node.index, self._pass.grad, module.training))
             self._forecast.used(u)
             self._pass.started.append(u)
         self._stack.append(visit)
@@ -397,10 +397,7 @@ class Engine:
         if written:
             with torch.no_grad():
                 self.writes.note(unit.name, unit.flat)
-                start, stop = unit.layout.shard_range(self.ranks.shard.rank)
-                mine = unit.flat.detach()[start:stop].clone()
-                unit.end_lease()
-                unit.keep(mine)
+                unit.keep_written()
 
     def write(self, unit: Unit, k: int, values: Tensor) -> None:
         """Keep new whole values of parameter k: this rank's part goes to the store."""

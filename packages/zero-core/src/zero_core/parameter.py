@@ -112,8 +112,8 @@ class Sharded(nn.Parameter):
         special = _SPECIAL.get(func)
         if special is not None and args and isinstance(args[0], Sharded):
             return special(*args, **kwargs)
-        if func is torch.autograd.grad:
-            return _grad(*args, **kwargs)
+        if func in _AUTOGRAD:
+            return _AUTOGRAD[func](*args, **kwargs)
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -186,23 +186,31 @@ def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.grad with respect to sharded parameters: of their places in the graph, which need no memory.
-
-    Not with torch functions disabled: what backward computes anew may use other sharded parameters.
-    """
+    """torch.autograd.grad with respect to sharded parameters."""
     given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    with torch._C.DisableTorchFunctionSubclass():
-        places = [torch.autograd.graph.get_gradient_edge(p) if isinstance(p, Sharded) else p for p in given]
     zeros = kwargs.pop("materialize_grads", False)
     if zeros:
         kwargs["allow_unused"] = True
-    found = torch.autograd.grad(outputs, places, *args, **kwargs)  # type: ignore[arg-type]
+    found = torch.autograd.grad(outputs, _places(given), *args, **kwargs)
     if not zeros:
         return found
     return tuple(
         torch.zeros(p.shape, dtype=p.dtype, device=p.device) if gradient is None else gradient
         for p, gradient in zip(given, found, strict=True)
     )
+
+
+def _backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+    """torch.autograd.backward into sharded parameters."""
+    given = [inputs] if isinstance(inputs, Tensor) else inputs
+    torch.autograd.backward(tensors, *args, inputs=given and _places(given), **kwargs)
+
+
+def _places(inputs: Sequence[Any]) -> Any:
+    """Sharded parameters' places in the graph, which need no memory, so that torch functions stay enabled meanwhile:
+    what backward computes anew may use other sharded parameters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [torch.autograd.graph.get_gradient_edge(p) if isinstance(p, Sharded) else p for p in inputs]
 
 
 @dataclass
@@ -351,13 +359,14 @@ _METADATA: set[Any] = _getters(
     *(Tensor.storage_offset, Tensor.is_signed, Tensor.is_inference, Tensor.type, _T._backward_hooks.__set__),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, Tensor.is_same_size),
     *(torch.is_tensor, Tensor.is_shared, Tensor._is_view),
-    *(torch.autograd.backward, Tensor.backward),  # they want the parameter's place in the graph
 }
 _METADATA -= {Tensor.type}
 
 # Their results are asked for to be kept, not to be written into, though on the CPU torch does not copy.
 _COPYING: set[Any] = {Tensor.cpu, Tensor.to, Tensor.tolist}
 _ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
+
+_AUTOGRAD: dict[Any, Callable[..., Any]] = {torch.autograd.grad: _grad, torch.autograd.backward: _backward}
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.__iter__: lambda parameter: iter(parameter.unbind(0)),
