@@ -82,7 +82,12 @@ def draft(config: Config, cores: Sequence[int] | None = None, *, on_gpu: bool = 
     """
     torch.manual_seed(config.run.seed)
     with zero_core.deferred_init():
-        model = models.build(config.model, config.data.sequence_length, config.offload.activations is None)
+        model = models.build(
+            config.model,
+            config.data.sequence_length,
+            config.offload.activations is None,
+            as_bytes=config.data.as_bytes,
+        )
     if config.model.kind == "hf":
         _pretrained(model, config.model.path)
     optimizer = make_optimizer(config, model, on_gpu=on_gpu)
