@@ -133,7 +133,7 @@ def size_of(fd: int) -> int:
 
 
 def free_bytes(fd: int) -> int:
-    """Bytes that any user may still allocate on the file's filesystem; root may be refused the reserved ones as well."""
+    """Bytes that any user may still allocate on the file's filesystem; even root may be refused the reserved ones."""
     facts = os.fstatvfs(fd)
     return facts.f_frsize * facts.f_bavail
 
