@@ -398,6 +398,8 @@ class Engine:
             with torch.no_grad():
                 self.writes.note(unit.name, unit.flat)
                 unit.keep_written()
+                if self._keeping and unit.residency is Residency.SHARDED:
+                    unit.unshard(copy=True)
 
     def write(self, unit: Unit, k: int, values: Tensor) -> None:
         """Keep new whole values of parameter k: this rank's part goes to the store."""

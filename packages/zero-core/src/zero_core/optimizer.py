@@ -206,8 +206,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine = self.engine
         if unit.index in self._updated:
             raise GradientError(
-                f"a second backward reached unit {unit.name!r}, updated since the last step() in backward already: "
-                "accumulate in one backward, or leave update_in_backward out"
+                f"a gradient reached unit {unit.name!r}, which was updated in backward since the last step() already: "
+                "there was a second backward, or a parameter is used outside of its module. Leave update_in_backward out"
             )
         self._updated.add(unit.index)
         with torch.no_grad():
