@@ -3,6 +3,8 @@
 The user's optimizer class runs, one instance a unit, on one parameter per segment: views of the flat fp32 master.
 Its options (fused, foreach, betas ...) are kept. Where the reduce dtype is 16-bit and nothing accumulates, fp32
 gradients exist for one unit at a time; once a unit's gradients have accumulated, they are fp32 from the first on.
+A 16-bit shard lies beside its fp32 master. Not at stages 1 and 2: there the whole unit stays until the step, so its
+shard is rounded from the master when it is asked for, once a step, and is gone when it has been gathered.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class DeviceStore:
             for i, spec in enumerate(shards):
                 master = initial(i)
                 try:
-                    self._shards.append(_Shard(spec, master, optimizer, context))
+                    self._shards.append(_Shard(spec, master, optimizer, context, counts=kept.counts))
                 except BaseException:
                     context.rescue(i, master)
                     raise
@@ -69,10 +71,11 @@ class DeviceStore:
 
     def parameters(self, i: int) -> Tensor:
         self._check()
-        return self._shards[i].parameter
+        return self._shards[i].lend_parameter()
 
     def release(self, i: int) -> None:
         self._check()
+        self._shards[i].take_back_parameter()
 
     def gradient_buffer(self, i: int) -> Tensor | None:
         self._check()
@@ -152,17 +155,29 @@ class DeviceStore:
 
 
 class _Shard:
-    """One unit's shard: master, parameter (the master itself in fp32), gradient, optimizer over its segments."""
+    """One unit's shard: master, parameter (the master itself in fp32), gradient, optimizer over its segments.
+
+    `parameter` is None where it is rounded from the master each time it is lent.
+    """
 
     def __init__(
-        self, spec: ShardSpec, master: Tensor, optimizer: torch.optim.Optimizer, context: StoreContext
+        self,
+        spec: ShardSpec,
+        master: Tensor,
+        optimizer: torch.optim.Optimizer,
+        context: StoreContext,
+        *,
+        counts: bool,
     ) -> None:
         self.spec = spec
+        self._optimizer_counts = counts
         self.master = master.detach().to(device=context.device, dtype=torch.float32).contiguous()
-        self.parameter = self.master
+        self.parameter: Tensor | None = self.master
+        self._passing = False  # the parameter exists only while it is lent
         if spec.dtype != torch.float32:
-            self.parameter = torch.empty(spec.numel, dtype=spec.dtype, device=context.device)
-            round_to(self.master, self.parameter)
+            self._passing, self.parameter = context.keeps_parameters and context.shard_count > 1, None
+            if not self._passing:
+                self.lend_parameter()
         self.reduce_dtype = context.reduce_dtype
         self.needs_scratch = context.reduce_dtype != torch.float32
         self.gradient: Tensor | None = None  # (numel,) reduce dtype, or fp32 once accumulated
@@ -172,6 +187,21 @@ class _Shard:
         self._made_at_first_step = not self.optimizer.state  # Adagrad makes its state when it is built
         # The optimizer's own count of each segment, where known: to read its tensor would wait for the device.
         self._counts: list[int | None] = [None] * len(self.views)
+
+    def lend_parameter(self) -> Tensor:
+        if self.parameter is None:
+            self.parameter = torch.empty(self.spec.numel, dtype=self.spec.dtype, device=self.master.device)
+            round_to(self.master, self.parameter)
+        return self.parameter
+
+    def take_back_parameter(self) -> None:
+        if self._passing:
+            self.parameter = None
+
+    def _refresh(self, start: int, stop: int) -> None:
+        """Elements [start, stop) of the master have changed."""
+        if self.parameter is not None and self.parameter is not self.master:
+            round_to(self.master[start:stop], self.parameter[start:stop])
 
     def _memory(self) -> Tensor:
         if self._own.numel() != self.spec.numel:
@@ -202,16 +232,17 @@ class _Shard:
         for group in self.optimizer.param_groups:
             options = groups[group["zero_group"]].options
             group.update({k: v for k, v in options.items() if k != "params"})
-        for k, (segment, view, step) in enumerate(zip(self.spec.segments, self.views, steps, strict=True)):
+        for k, step in enumerate(steps):
+            if step:
+                self._align_step(k, step)
+        for segment, view, step in zip(self.spec.segments, self.views, steps, strict=True):
             if step:
                 view.grad = gradient[segment.start : segment.stop]
-                self._align_step(k, step)
         self.optimizer.step()
         for view in self.views:
             view.grad = None
         self.gradient = None
-        if self.parameter is not self.master:
-            round_to(self.master, self.parameter)
+        self._refresh(0, self.spec.numel)
 
     def _align_step(self, k: int, step: int) -> None:
         """torch counts steps in the state; after a checkpoint was loaded the caller's count is the right one."""
@@ -222,7 +253,9 @@ class _Shard:
             return
         if known == step - 1:
             return
-        state = self._state_of(view)
+        # Steps may have been counted without a state of the optimizer's: before shard(), or by a checkpoint.
+        state = self._made_state(k, "step") if step > 1 and self._optimizer_counts else self._state_of(view)
+        self._counts[k] = step
         count = state.get("step")
         if isinstance(count, Tensor):
             count.fill_(step - 1)
@@ -248,8 +281,7 @@ class _Shard:
         stop = start + values.numel()
         if name == "master":
             self.master[start:stop].copy_(values)
-            if self.parameter is not self.master:
-                round_to(self.master[start:stop], self.parameter[start:stop])
+            self._refresh(start, stop)
             return
         for k, segment in enumerate(self.spec.segments):
             low, high = max(start, segment.start), min(stop, segment.stop)

@@ -123,7 +123,7 @@ def shard(
     handover = Handover(made.units)
     try:
         lent = lent_bytes(unit_bytes, prefetch_bytes, resident_bytes, ranks.shard.size)
-        made.attach_store(initialiser, handover, lent)
+        made.attach_store(initialiser, handover, stage, lent)
         for unit in made.units:
             for k, parameter in enumerate(unit.parameters):
                 settle(parameter, Place(engine, unit, k))
@@ -217,7 +217,7 @@ class _Maker:
                 f"{max_grad_norm}, {self.reduce_dtype} gradients; it must be the same on all {self.ranks.size}"
             )
 
-    def attach_store(self, initialiser: Initialiser, handover: Handover, prefetch_bytes: int) -> None:
+    def attach_store(self, initialiser: Initialiser, handover: Handover, stage: int, prefetch_bytes: int) -> None:
         """Hand the shards over, unit by unit: each unit's own memory goes before the next one's is read."""
         rank = self.ranks.shard.rank
         for buffer in self.model.buffers():
@@ -249,6 +249,7 @@ class _Maker:
             shard_count=self.ranks.shard.size,
             reduce_dtype=self.reduce_dtype,
             prefetch_bytes=prefetch_bytes,
+            keeps_parameters=STAGES[stage].keeps_parameters,
             observer=self.observer,
             rescue=handover.give_back,
             not_sharded={name: p.nbytes for name, p in not_sharded(self.model).items()},
