@@ -233,7 +233,7 @@ def test_updates_in_backward_refuse_what_they_cannot_honour():
             sharded(update_in_backward=True, **options)
     model, _ = sharded(update_in_backward=True)
     toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(GradientError, match="a second backward reached unit"):
+    with pytest.raises(GradientError, match="a gradient reached unit"):
         toys.loss_of(model, toys.data(0, 0)).backward()
 
 

@@ -213,6 +213,16 @@ def test_whatever_a_constructor_does_is_replayed() -> None:
     assert not model.frozen.requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16])
+def test_narrow_floats_are_materialised_also_where_their_sum_is_not_finite(dtype: torch.dtype) -> None:
+    def build() -> nn.ParameterList:
+        return nn.ParameterList([nn.Parameter(torch.full((1000,), 448.0).to(dtype), requires_grad=False)])
+
+    model = deferred(build)
+    materialise(model)
+    assert torch.equal(model[0].float(), torch.full((1000,), 448.0))
+
+
 def test_a_value_is_not_taken_for_what_its_memory_held_before() -> None:
     """torch.tensor(7.0) is made where no mode sees it, often where a tensor lay that was freed: it came back as 0."""
 
