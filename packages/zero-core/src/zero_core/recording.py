@@ -224,7 +224,7 @@ class Recording:
             if not isinstance(value, Tensor):
                 return value
             if not on_meta(value):
-                return _Real(value.detach(), value._version)
+                return _Real(value, value._version)
             view = self.hold(value)
             reads.append(view.storage)
             return view
