@@ -79,6 +79,7 @@ class Engine:
         self.model, self.units, self.ranks, self.store, self.pool, self.stage = model, units, ranks, store, pool, stage
         self.prefetch_bytes = 0
         self.loss_scale: LossScale | None = None
+        self.max_grad_norm: float | None = None
         self.residents = Residents()
         self.reducer = Reducer(units, ranks, store, keeps=stage.keeps_gradients)
         self.nodes: list[Node] = []

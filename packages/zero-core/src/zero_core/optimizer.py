@@ -46,6 +46,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         self._observer = observer
 
+    @property
+    def max_grad_norm(self) -> float | None:
+        """What step() clips the global norm to; None: it does not clip. May be changed between steps."""
+        return self.engine.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, norm: float | None) -> None:
+        self.engine.max_grad_norm = norm
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the user's optimizer on every parameter that any rank used since the last step. Consumes gradients.
 

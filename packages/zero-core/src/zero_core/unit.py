@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import Ranks
-from .errors import ChangedParameterError
+from .errors import ChangedParameterError, GradientError
 from .layout import UnitLayout
 from .own_memory import OwnMemory
 from .parameter import Sharded
@@ -233,6 +233,11 @@ class Unit:
         if gradient is None or self.groups[k] is None:
             return
         slot = self.layout.slots[k]
+        if gradient.layout is not torch.strided:
+            raise GradientError(
+                f"{slot.name} has a gradient of layout {gradient.layout}, and shards are dense: build the module with "
+                "sparse=False (nn.Embedding, nn.EmbeddingBag)"
+            )
         if self.gradient is None:
             self.gradient = self._gradient_memory()
             self.filled.clear()
