@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import logging
 import pickle
 import time
 import weakref
@@ -16,6 +17,7 @@ from torch import nn
 
 import zero_core
 from tests.integration.zero_core import toys
+from zero_core import patience
 from zero_core.errors import (
     AlreadyShardedError,
     ChangedParameterError,
@@ -391,18 +393,61 @@ def test_a_rank_that_stops_is_named_with_unit_and_collective(ranks):
         pool.close()
 
 
-def leave_the_order():
-    """Rank 1 uses a parameter of another unit than rank 0, of the same size: the collectives cross."""
-    model, optimizer = sharded()
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    with torch.no_grad():
-        model.blocks[dist.get_rank()].up.weight.sum()
-    with pytest.raises(CollectiveError, match="did not call the same collectives in the same order"):
+def leave_the_order(way: str, stage: int) -> str:
+    """The ranks take different paths; each returns what it was told."""
+    patience.SECONDS = 0.3
+    model, optimizer = sharded(stage=stage)
+    rank = dist.get_rank()
+    try:
+        toys.loss_of(model, toys.data(0, 0)).backward()
+        if way == "parameters":
+            with torch.no_grad():
+                model.blocks[rank].up.weight.sum()  # of one size, and of two units
+        else:
+            model.blocks[1 - rank].forward = lambda x: x  # the block is skipped: layerdrop
+            model.run = lambda block, x: x if block is model.blocks[1 - rank] else block(x)
+            toys.loss_of(model, toys.data(0, 0)).backward()
         optimizer.step()
+    except CollectiveError as error:
+        return str(error)
+    return "nothing raised"
 
 
-def test_crossed_collectives_are_found_before_anything_is_updated(ranks):
-    ranks(2).run(leave_the_order)
+@pytest.mark.parametrize(("way", "stage"), [("parameters", 3), ("layerdrop", 3), ("layerdrop", 0)])
+def test_every_rank_is_told_where_the_ranks_crossed(ranks, way, stage):
+    pool = RankPool(2, collective_timeout_seconds=30, start_method=ranks(2).start_method)
+    try:
+        texts = pool.run(leave_the_order, way, stage)
+    finally:
+        pool.close()
+    for rank, text in enumerate(texts):
+        assert f"rank {rank} called" in text and f"where rank {1 - rank} called" in text, texts
+        assert "'blocks.0'" in text and "'blocks.1'" in text, texts
+
+
+def read_the_state_late() -> list[str]:
+    """Rank 1 comes half a second later: what rank 0 was told in between, which must not end anything."""
+    patience.SECONDS = 0.1
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("zero_core").addHandler(handler)
+    try:
+        model, _ = sharded()
+        told.clear()
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        model.state_dict()
+    finally:
+        patience.SECONDS = 5.0
+        logging.getLogger("zero_core").removeHandler(handler)
+    return told
+
+
+def test_a_rank_that_waits_alone_says_in_which_call(ranks):
+    told, _ = ranks(2).run(read_the_state_late)
+    one = next(text for text in told if "all_gather of 'embed'" in text)
+    assert "rank 0 of 2 has waited" in one and "test_bad_input.py" in one and "model.state_dict()" in one
 
 
 def bring_something_else(what: str) -> str:

@@ -105,6 +105,7 @@ def shard(
     observer = observer or NullObserver()
     where = _compute_device(model, device, mesh)
     ranks = Ranks.build(mesh, sharded=STAGES[stage].sharded, device=where)
+    ranks.meet("shard")
     initialiser = Initialiser(model)
     plans = plan_units(model, units)
     if device is not None:

@@ -368,7 +368,7 @@ class Reduction:
                 self.part = unit.pool.take(unit.layout.shard_numel, unit.reduce_dtype) if out is None else out
                 self._work = ranks.reduce_scatter(self.part, whole, unit.name, unit.index, unit.pool)
             elif ranks.replicate.size > 1:
-                self._work = ranks.average_replicas(whole, unit.name, unit.index)
+                self._work = ranks.average_replicas(whole, unit.name, unit.index, unit.pool)
 
     def finish(self) -> None:
         """Wait, average over replicas, hand the shard to the store."""
@@ -376,7 +376,8 @@ class Reduction:
         with unit.observer.span("reduce", unit.name):
             ranks.wait(self._work, "reduce_scatter" if ranks.shard.size > 1 else "all_reduce", unit.name)
             if ranks.shard.size > 1 and ranks.replicate.size > 1:
-                ranks.wait(ranks.average_replicas(self.part, unit.name, unit.index), "all_reduce", unit.name)
+                work = ranks.average_replicas(self.part, unit.name, unit.index, unit.pool)
+                ranks.wait(work, "all_reduce", unit.name)
         unit.store.accept_gradient(unit.index, self.part)
         if self._pooled:
             unit.pool.give(self.part)
