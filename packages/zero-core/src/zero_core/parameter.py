@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .errors import ChangedParameterError, GradientError, ShardedParameterError
+from .outputs import outside_transforms, unwrapped
 
 __all__ = ["HeldGradient", "Home", "Sharded", "home_of", "refuse_copies", "settle"]
 
@@ -127,6 +128,7 @@ def refuse_copies(module: nn.Module) -> None:
     module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = refuse
 
 
+@outside_transforms
 def _full(parameter: Sharded) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and parameter.requires_grad:
@@ -152,6 +154,8 @@ def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if result is values:
             result = parameter
         elif isinstance(result, Tensor) and result.grad_fn is None and func not in _DETACHING:
+            if unwrapped(result) is not result:
+                continue  # torch.func's, without a storage to ask for
             if result.numel() and result.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
                 result = WriteThrough.of(result, parameter, values)
     return result
