@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import Ranks
-from .errors import ChangedParameterError
+from .errors import ChangedParameterError, GradientError
 from .layout import UnitLayout
 from .own_memory import OwnMemory
 from .parameter import sharded_class
@@ -333,6 +333,11 @@ class Unit:
         if gradient is None or self.groups[k] is None:
             return
         slot = self.layout.slots[k]
+        if gradient.layout is not torch.strided:
+            raise GradientError(
+                f"{slot.name} has a gradient of layout {gradient.layout}, and shards are dense: build the module with "
+                "sparse=False (nn.Embedding, nn.EmbeddingBag)"
+            )
         if self.gradient is None:
             self.gradient = self._gradient_memory()
             self.filled.clear()
@@ -476,7 +481,7 @@ class Reduction:
                 self.part = unit.pool.take(unit.layout.shard_numel, unit.reduce_dtype) if out is None else out
                 self._work = ranks.reduce_scatter(self.part, whole, unit.name, unit.index, unit.pool)
             elif ranks.replicate.size > 1:
-                self._work = ranks.average_replicas(whole, unit.name, unit.index)
+                self._work = ranks.average_replicas(whole, unit.name, unit.index, unit.pool)
 
     def finish(self) -> None:
         """Wait, average over replicas, hand the shard to the store."""
@@ -484,7 +489,8 @@ class Reduction:
         with unit.observer.span("reduce", unit.name):
             ranks.wait(self._work, "reduce_scatter" if ranks.shard.size > 1 else "all_reduce", unit.name)
             if ranks.shard.size > 1 and ranks.replicate.size > 1:
-                ranks.wait(ranks.average_replicas(self.part, unit.name, unit.index), "all_reduce", unit.name)
+                work = ranks.average_replicas(self.part, unit.name, unit.index, unit.pool)
+                ranks.wait(work, "all_reduce", unit.name)
         unit.store.accept_gradient(unit.index, self.part)
         if self._pooled:
             unit.pool.give(self.part)
