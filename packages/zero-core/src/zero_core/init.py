@@ -48,7 +48,7 @@ class Initialiser:
                 self._recordings[id(parameter)] = recording
                 if recording.changed_since(parameter):
                     changed.append(name)
-                if recording.source(parameter) is None and not recording.initialises(parameter):
+                if parameter.numel() and recording.source(parameter) is None and not recording.initialises(parameter):
                     uninitialised.append(name)
         if unknown:
             raise DeferredInitError(

@@ -100,7 +100,6 @@ class Buffers:
         device = _gradient_bytes(sizes, shape, landed, pooled)
         if shape.stage == 3 and below and shape.apart:
             device += unsharded_bytes(sizes, shape)
-        device += sum(sizes.not_sharded.values())
         if shape.apart:
             device += placed.slots.scratch_bytes(units)
         elif not below and shape.reduce_dtype.itemsize < GRADIENT_BYTES:  # zero-core's own store widens a gradient
@@ -109,6 +108,7 @@ class Buffers:
             device += MASTER_BYTES * sum(
                 run.count * run.unit.spec.numel for run in placed.runs if not run.unit.trainable
             )
+        device += sum(sizes.not_sharded.values())
         host = placed.arena_bytes - counted.held_on("host") - (0 if shape.apart else counted.held_on("device"))
         host += SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through
         return cls(device, host, held_back_bytes(placed, shape), activation_bytes(sizes, activations, tokens))
