@@ -171,3 +171,18 @@ def test_buffers_are_those_of_rank_0(ranks, tmp_path):
     (expected, first), (_, second) = ranks(2).run(keep_buffers, str(tmp_path / "checkpoint"))
     for one, other, right in zip(first, second, expected, strict=True):
         assert torch.equal(one, right) and torch.equal(other, right)
+
+
+def keep_integers(folder):
+    model = torch.nn.Linear(4, 4)
+    model.codes = torch.nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
+    optimizer = zero_core.shard(model, toys.sgd([model.weight, model.bias]))
+    zero_core.checkpoint.save(folder, model, optimizer)
+    model.codes.zero_()
+    zero_core.checkpoint.load(folder, model, optimizer)
+    assert model.codes.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_integer_parameters_are_saved_and_loaded(ranks, size, tmp_path):
+    ranks(size).run(keep_integers, str(tmp_path / "checkpoint"))

@@ -106,3 +106,22 @@ def test_loss_scaling_skips_and_recovers(ranks: Any) -> None:
     assert not all(map(math.isfinite, expected.norms)) and math.isfinite(expected.norms[-1])
     assert found.losses == expected.losses
     assert all(torch.equal(found.parameters[name], value) for name, value in expected.parameters.items())
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 20])
+def test_evaluation_under_inference_mode_over_nvme(prefetch_bytes):
+    """What the tier makes meanwhile is written by its own thread afterwards, which inference tensors do not allow."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    everything = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
+    store = TieredStore(nvme=MemoryByteStore(), step=TorchStep(), tile_numel=1 << 20, **everything)
+    optimizer = zero_core.shard(
+        model, torch.optim.AdamW(model.parameters()), store=store, prefetch_bytes=prefetch_bytes
+    )
+    for _ in range(2):
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.inference_mode():  # updates are still under way
+            assert model(torch.ones(2, 8)).isfinite().all()
+    optimizer.close()

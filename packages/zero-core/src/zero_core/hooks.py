@@ -398,7 +398,7 @@ class Engine:
     @outside_transforms
     def full_copy(self, unit: Unit, k: int) -> Tensor:
         """Parameter k of the unit, whole. Collective. Never an inference tensor, whose writes nothing counts."""
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.no_grad():
             unit.unshard()
             values = unit.views[k].clone()
         self._let_go(unit)

@@ -54,11 +54,14 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def outside_transforms(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, run as if torch.func transformed nothing: what it does to memory and between ranks is not the user's
-    arithmetic."""
+    """The method, run as if torch.func transformed nothing and outside of inference mode: what it does to memory and
+    between ranks is not the user's arithmetic, and what it makes there is written later."""
 
     @functools.wraps(method)
     def run(*args: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return run(*args)
         if not torch._C._are_functorch_transforms_active():
             return method(*args)
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
