@@ -232,6 +232,8 @@ def _config(r: Random, exotic: bool) -> Config:
         warm=_some(r, 0.08, r.choice([1, 2]), 0),
         deferred=r.random() < 0.03,
     )
+    if config.deferred:
+        config = dataclasses.replace(config, warm=0)
     if exotic or r.random() < 0.08:
         config = dataclasses.replace(config, update_in_backward=True)
         if not exotic:
@@ -251,7 +253,7 @@ def _loop(r: Random, config: Config) -> tuple[Op, ...]:
             ops.append(_backward(r, quiet and not calm and (m < micro - 1 or r.random() < 0.2), calm))
             while not calm and r.random() < 0.2:
                 ops.append(_pending(r))
-        ops.append(Op("step", how=_some(r, 0.3, r.choice(["model", "parameters", "none" if calm else "closure"]), "")))
+        ops.append(Op("step", how=_some(r, 0.3, r.choice(["model", "keep", "parameters", "none" if calm else "closure"]), "")))
     while r.random() < 0.4:
         ops.append(_between(r, calm))
     return tuple(ops)
@@ -301,7 +303,12 @@ def _pending(r: Random) -> Op:
 
 
 def sound(program: Program) -> bool:
-    """Whether plain torch and shard() can be compared: with update_in_backward, every backward is a step of its own."""
+    """Whether plain torch and shard() can be compared.
+
+    With update_in_backward, every backward is a step of its own; a deferred model cannot be trained before shard().
+    """
+    if program.config.deferred and program.config.warm:
+        return False
     names = [op.name for op in program.loop if op.name in ("backward", "step")]
     calm = program.config.update_in_backward
     return not calm or (len(names) % 2 == 0 and names == ["backward", "step"] * (len(names) // 2))
