@@ -225,8 +225,8 @@ def _watch_unit(unit: Any, store: OrderedStore, own: Any) -> None:
         assert others() == before, f"prefetching {unit.name} lets compute wait"
         store.ahead += unit.residency.value == "unsharding"
 
-    def using() -> None:
-        enter()
+    def using(audit: Any = None) -> None:
+        enter(audit)
         use()
 
     def used() -> None:

@@ -22,7 +22,12 @@ __all__ = ["DeviceStore"]
 
 
 class DeviceStore:
-    """A `ShardStore` without tiers. Synchronous: `update` returns when the update is queued on the device's stream."""
+    """A `ShardStore` without tiers. Synchronous: `update` returns when the update is queued on the device's stream.
+
+    lends_masters: `parameters` of an fp32 shard are its masters, and what is written into them stays.
+    """
+
+    lends_masters = True
 
     def __init__(self) -> None:
         self._shards: list[_Shard] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from .errors import UnsupportedOptimizerError
 
@@ -21,7 +23,9 @@ __all__ = ["KeptStates", "kept_states", "over_segments"]
 
 # They look at a parameter's shape, or at all parameters together: a slice of one is not enough for them.
 _NOT_ELEMENTWISE = ("LBFGS", "SparseAdam", "Adafactor", "Muon", "Shampoo", "SOAP")
-_WAY_OUT = "it needs whole parameters, a rank has slices. Use AdamW, Adam, SGD, Lion ..."
+_WAY_OUT = "it needs whole parameters, and a rank has slices of them. Use AdamW, Adam, SGD, Lion ..."
+# An optimizer may treat vectors, matrices and kernels differently, and matrices by their size (Adafactor, from 128 on).
+_PROBE_SHAPES = ((7,), (5, 3), (160, 130), (2, 3, 4), (2, 3, 2, 2))
 
 
 @dataclass(frozen=True)
@@ -35,53 +39,131 @@ class KeptStates:
 def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptStates:
     """What the optimizer keeps, found by steps of throw-away parameters in the options of each of its groups.
 
-    Raises UnsupportedOptimizerError where stepping two elements together differs from stepping each alone, and where a
-    state is neither of the parameter's shape nor a number.
+    Parameters of one to four dimensions are stepped whole, flattened, and flattened in two slices. Raises
+    UnsupportedOptimizerError where these differ, where a state is neither of the parameter's shape nor a number, where
+    the optimizer keeps something outside its `state`, and where a step of it raises. Draws no random number.
     """
     kind = type(optimizer).__name__
     if kind in _NOT_ELEMENTWISE:
         raise UnsupportedOptimizerError(f"{kind} is not elementwise: {_WAY_OUT}")
+    _refuse_tensors_of_its_own(optimizer)
     tensors: dict[str, None] = {}
     scalars: dict[str, None] = {}
-    for group in range(len(optimizer.param_groups)):
-        together, state = _probe(optimizer, group, (0, 1), device)
-        for name, value in state.items():
-            if name == "step" or value is None:
-                continue
-            if isinstance(value, Tensor) and value.shape == together.shape:
-                tensors[name] = None
-            elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0):
-                scalars[name] = None
-            else:
-                what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise UnsupportedOptimizerError(
-                    f"{kind} keeps {name!r} ({what}) of a parameter of shape (2,), neither a value an element nor a "
-                    f"number: {_WAY_OUT}"
-                )
-        if device.type == "meta":
-            continue
-        alone = torch.cat([_probe(optimizer, group, (k,), device)[0] for k in (0, 1)])
-        if not torch.allclose(together, alone, rtol=1e-4, atol=1e-6, equal_nan=True):
-            raise UnsupportedOptimizerError(
-                f"{kind} is not elementwise: two elements stepped together became {together.tolist()}, each alone "
-                f"{alone.tolist()}; {_WAY_OUT}"
-            )
+    if device.type == "meta":
+        device = torch.device("cpu")
+    with torch.random.fork_rng(devices=[]):
+        for group in range(len(optimizer.param_groups)):
+            for shape in _PROBE_SHAPES:
+                state = _probe(optimizer, group, shape, device)
+                for name, value in state.items():
+                    if name == "step" or value is None:
+                        continue
+                    if isinstance(value, Tensor) and value.shape == shape:
+                        tensors[name] = None
+                    elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0):
+                        scalars[name] = None
+                    else:
+                        what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                        raise UnsupportedOptimizerError(
+                            f"{kind} keeps {name!r} ({what}) of a parameter of shape {shape}, neither a value an "
+                            f"element nor a number: {_WAY_OUT}"
+                        )
     return KeptStates(tuple(tensors), tuple(scalars))
 
 
 def _probe(
-    optimizer: torch.optim.Optimizer, group: int, elements: tuple[int, ...], device: torch.device
+    optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...], device: torch.device
+) -> dict[str, Any]:
+    """The state of a throw-away parameter of `shape` after two steps; raises where its slices step otherwise."""
+    numel = math.prod(shape)
+    row = torch.arange(numel, dtype=torch.float32, device=device)
+    values, gradients = (row * 0.37).sin(), (row * 1.7 + 0.3).sin() * (row * 0.11).cos().exp()
+    whole, state = _two_steps(optimizer, group, values.view(shape), gradients.view(shape))
+    for cuts in ((0, numel), (0, numel // 3, numel)):
+        slices = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        parts = torch.cat([_two_steps(optimizer, group, values[part], gradients[part])[0] for part in slices])
+        if not torch.allclose(whole.reshape(-1), parts, rtol=1e-4, atol=1e-6, equal_nan=True):
+            at = int((whole.reshape(-1) - parts).abs().argmax())
+            one, other = float(whole.reshape(-1)[at]), float(parts[at])
+            how = "flattened" if len(slices) == 1 else f"flattened and cut after {cuts[1]} elements"
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} is not elementwise: of a parameter of shape {shape}, element {at} became "
+                f"{one:.6g} in two steps, and {other:.6g} with the parameter {how}; {_WAY_OUT}"
+            )
+    return state
+
+
+def _two_steps(
+    optimizer: torch.optim.Optimizer, group: int, values: Tensor, gradients: Tensor
 ) -> tuple[Tensor, dict[str, Any]]:
-    """(n,) values of a throw-away parameter after two steps, and its state."""
-    values, gradients = (
-        torch.tensor([row[k] for k in elements], device=device) for row in ((0.5, -0.25), (0.01, -3.0))
-    )
-    probe = nn.Parameter(values)
+    """Values of a throw-away parameter after two steps, and its state."""
+    probe = nn.Parameter(values.clone())
     trial = over_segments(optimizer, [probe], [group])
+    before = _numbers(trial)
     for _ in range(2):
         probe.grad = gradients.clone()
-        trial.step()
+        try:
+            trial.step()
+        except Exception as error:
+            raise UnsupportedOptimizerError(
+                f"a step of {type(optimizer).__name__} over a new parameter of shape {tuple(values.shape)} raised "
+                f"{type(error).__name__}: {error}. Slices of parameters are stepped by a copy of the optimizer, so "
+                "what it needs must be in its param_groups and its state, and step() must work without a closure"
+            ) from error
+    after = _numbers(trial)
+    changed = [key for key in after if key not in before or not _same(before[key], after[key])]
+    if changed:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} changes {', '.join(changed)} in step(), which no checkpoint and no other unit "
+            "would see: keep it in self.state[parameter], or use AdamW, Adam, SGD, Lion ..."
+        )
     return probe.detach(), trial.state[probe]
+
+
+def _numbers(trial: Any) -> dict[str, Any]:
+    """What a step must leave as it is: numbers in the group's options, and in attributes that the class has made."""
+    (group,) = trial.param_groups
+    found = {f"param_groups[...][{key!r}]": value for key, value in group.items() if key != "params"}
+    found |= {f"self.{key}": value for key, value in _own_attributes(trial).items()}
+    leaves = {key: [leaf for leaf in tree_leaves(value) if _is_number(leaf)] for key, value in found.items()}
+    return {key: [copy.copy(n) for n in numbers] for key, numbers in leaves.items() if numbers}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, complex, Tensor))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, as far as they let themselves be compared."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    try:
+        return bool(one is other or one == other)
+    except Exception:
+        return False
+
+
+_BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1)))
+
+
+def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the optimizer's class has put on it besides what every torch.optim.Optimizer has."""
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        # a scheduler wraps step() and counts its calls; what shard() itself notes starts with _zero
+        if key not in _BASE_ATTRIBUTES and key not in ("step", "_step_count", "_opt_called") and key[:5] != "_zero"
+    }
+
+
+def _refuse_tensors_of_its_own(optimizer: torch.optim.Optimizer) -> None:
+    """Tensors in attributes belong to whole parameters, and nothing would shard or save them."""
+    for key, value in _own_attributes(optimizer).items():
+        if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} keeps tensors in self.{key}, which are not sharded: keep them in "
+                "self.state[parameter], or use AdamW, Adam, SGD, Lion ..."
+            )
 
 
 def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter], groups: Sequence[int | None]) -> Any:
@@ -99,13 +181,21 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
     accepted = inspect.signature(type(optimizer).__init__).parameters
     defaults = {k: v for k, v in optimizer.defaults.items() if k in accepted}
     try:
-        return type(optimizer)(made, **defaults)
-    except TypeError:  # a class of the user's, built from other arguments: the same object, over other parameters
-        clone = copy.copy(optimizer)
-        clone.state = defaultdict(dict)
-        clone.param_groups = made
-        clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        return clone
+        again = type(optimizer)(made, **defaults)
+    except TypeError:
+        again = None
+    own = _own_attributes(optimizer)
+    if again is not None and own.keys() == _own_attributes(again).keys():
+        if all(_same(value, getattr(again, key)) for key, value in own.items()):
+            return again
+    # A class of the user's, built from other arguments: the same object, over other parameters.
+    clone = object.__new__(type(optimizer))  # copy.copy would take what Optimizer.__getstate__ names, and no more
+    clone.__dict__.update(vars(optimizer))
+    clone.state = defaultdict(dict)
+    clone.param_groups = made
+    clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    clone.__dict__.pop("step", None)  # what a scheduler has put around the user's
+    return clone
 
 
 class _NoOptimizer:

@@ -12,7 +12,6 @@ from .errors import ZeroError
 from .hooks import Engine
 from .parameter import home_of
 from .place import Place
-from .precision import round_to
 from .unit import Unit
 
 __all__ = ["gathered"]
@@ -98,13 +97,4 @@ def _keep(engine: Engine, unit: Unit, master: bool) -> None:
     _close(engine, unit)
     unit.ranks.broadcast(whole, unit.name)
     start, stop = unit.layout.shard_range(unit.ranks.shard.rank)
-    mine = whole[start:stop]
-    old = unit.store.read_state(unit.index, "master", 0, unit.layout.shard_numel).to(mine.device)
-    if master:
-        changed = mine != old
-    else:
-        rounded = torch.empty_like(mine)
-        round_to(old, rounded)
-        changed = mine != rounded
-    if bool(changed.any()):
-        unit.store.write_state(unit.index, "master", 0, torch.where(changed, mine.float(), old))
+    unit.keep(whole[start:stop])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .collectives import Ranks
 from .errors import ChangedParameterError
 from .outputs import hook_outputs, not_traced
-from .parameter import refuse_copies
+from .parameter import plain_state_dict, refuse_copies
 from .pool import Pool
 from .recompute import Recomputations
 from .reducer import Reducer
@@ -28,6 +28,7 @@ from .schedule import Forecast, Pass, Visit
 from .stages import StageRow
 from .store import ShardStore
 from .unit import Residency, Unit
+from .writes import Writes
 
 __all__ = ["Engine", "Node", "in_backward"]
 
@@ -89,7 +90,7 @@ class Engine:
         self._live: list[Pass] = []  # passes with a graph, for recomputations that no output hook announced
         self._backward: _Backward | None = None
         self._recomputed = Recomputations()
-        self._loose: list[int] = []  # units with a parameter used outside of any forward
+        self.writes = Writes(ranks)
         self._handles: list[Any] = []
         self._keeping = stage.keeps_parameters  # memory stays between uses
         self._owners: list[tuple[str, nn.Module, str, Tensor | None]] = []
@@ -107,6 +108,9 @@ class Engine:
             ]
             refuse_copies(node.module)
         mine = {id(p) for unit in self.units for p in unit.parameters}
+        for module in self.model.modules():
+            if any(id(parameter) in mine for parameter in module._parameters.values()):
+                self._handles.append(module.register_state_dict_post_hook(plain_state_dict))
         self._owners = [
             (f"{path}.{key}".lstrip("."), module, key, parameter)
             for path, module in self.model.named_modules()
@@ -142,7 +146,7 @@ class Engine:
         parent = self._stack[-1] if self._stack else None
         visit = Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr())
         for u in node.units:
-            self.units[u].enter()
+            self.units[u].enter(audit=(self._pass.grad, module.training))
             self._forecast.used(u)
             self._pass.started.append(u)
         self._stack.append(visit)
@@ -163,7 +167,7 @@ class Engine:
             if hooked or any(self.units[u].trainable for u in node.units) or not node.units:
                 current.complete(visit)
         for u in node.units:
-            self.units[u].leave()
+            self._leave(self.units[u])
             self._let_go(self.units[u])
         if self._stack:
             return None
@@ -281,7 +285,7 @@ class Engine:
 
     def _close(self, current: Pass, visit: Visit) -> None:
         for u in visit.units:
-            self.units[u].leave()
+            self._leave(self.units[u])
         for u in current.closed(visit):
             if u not in current.external:
                 self.reducer.retire(self.units[u])
@@ -307,15 +311,12 @@ class Engine:
             return
         if backward.current is not None:
             self._drain(backward.current)
-        external = [u for each in backward.passes for u in each.external] + self._loose
-        for u in dict.fromkeys(reversed(external)):
+        for u in dict.fromkeys(reversed([u for each in backward.passes for u in each.external])):
             self.reducer.retire(self.units[u])
         for unit in reversed(self.units):
-            if unit.gradient is not None:
-                self.reducer.retire(unit)
+            self.reducer.retire_late(unit)
         self.reducer.finish()
         self._stop_lingering(everything=True)
-        self._loose.clear()
         self._backward = None
         self._let_all_go()
 
@@ -346,7 +347,7 @@ class Engine:
     def _stop_lingering(self, everything: bool = False) -> None:
         for unit in self._recomputed.stop(everything):
             if unit.users:
-                unit.leave()
+                self._leave(unit)
             self._let_go(unit)
 
     def _before_recomputed(self, node: Node, gradient: Tensor) -> None:
@@ -367,11 +368,14 @@ class Engine:
     # -- a parameter used outside its unit: see place.py ---------------------------------------------------------------
 
     def note_external_use(self, unit: Unit) -> Callable[[Tensor], Tensor]:
-        """The unit's gradient will not be complete when its module's visits are closed."""
-        noted = self._loose if self._pass is None else self._pass.external
-        if unit.index not in noted and unit.trainable:
-            noted.append(unit.index)
-        if self._pass is None and self.loss_scale is not None:  # this gradient will not pass the root's outputs
+        """Inside a forward the unit's gradient will not be complete when its module's visits are closed.
+
+        Outside of any, it may be complete or not, and is late then.
+        """
+        if self._pass is not None:
+            if unit.index not in self._pass.external and unit.trainable:
+                self._pass.external.append(unit.index)
+        elif self.loss_scale is not None:  # this gradient will not pass the root's outputs
             scale = self.loss_scale
             return lambda gradient: gradient * scale.value
         return lambda gradient: gradient
@@ -384,10 +388,26 @@ class Engine:
         self._let_go(unit)
         return values
 
+    def _leave(self, unit: Unit) -> None:
+        """One visit fewer of the unit. What was written into its parameters is kept, or refused at the step."""
+        written = unit.users == 1 and unit.was_written()
+        if unit.users == 1 and not written:
+            self.writes.unseen(unit.name, unit.unseen_write())
+        unit.leave()
+        if written:
+            with torch.no_grad():
+                self.writes.note(unit.name, unit.flat)
+                start, stop = unit.layout.shard_range(self.ranks.shard.rank)
+                mine = unit.flat.detach()[start:stop].clone()
+                unit.end_lease()
+                unit.keep(mine)
+
     def write(self, unit: Unit, k: int, values: Tensor) -> None:
         """Keep new whole values of parameter k: this rank's part goes to the store."""
         unit.reshard()
+        unit.epoch += 1
         flat = values.detach().reshape(-1)
+        self.writes.note(unit.layout.slots[k].name, flat)
         for piece in unit.layout.pieces(self.ranks.shard.rank):
             if piece.slot is unit.layout.slots[k]:
                 part = flat[piece.slot_start : piece.slot_stop].float()

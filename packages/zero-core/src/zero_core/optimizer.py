@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .carried import put_states
-from .errors import CollectiveError, GradientError, UnsupportedOptimizerError, ZeroError
+from .errors import ChangedParameterError, CollectiveError, GradientError, UnsupportedOptimizerError, ZeroError
 from .hooks import Engine, in_backward
-from .store import GroupStep, Observer
+from .store import GroupStep, Observer, ScalarStates
 from .unit import Unit
 
 __all__ = ["ShardedOptimizer"]
@@ -64,7 +64,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if engine.reducer.on_reduced is not None:
                 self._finish_updates()
                 return loss
-            self.grad_norm = self._exchange_norm()
+            self.grad_norm = self._exchange_norm(engine.store.gradient_norm_squared)
             scale = self._coefficient(self.grad_norm)
             if scale is not None:
                 self._update(scale)
@@ -74,29 +74,74 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.engine.busy:
             raise ZeroError("step() inside forward or backward: call it after loss.backward() returned")
 
-    def _exchange_norm(self) -> float:
-        """The global norm; with it travel the used-parameter masks and the digests of the collectives called."""
-        engine, ranks = self.engine, self.engine.ranks
+    def _exchange_norm(self, squared: Callable[[], Tensor]) -> float:
+        """The global norm of gradients of which `squared` gives this rank's sum. Late ones are reduced before."""
         with self._observer.span("norm", ""):
-            squared = engine.store.gradient_norm_squared()
-            if ranks.size == 1:
-                return math.sqrt(float(squared))
-            digest = float(ranks.digest)
-            used = [float(flag) for unit in engine.units for flag in unit.used]
-            mine = ranks.numbers([0.0, digest, digest * digest, *used])
-            if ranks.replicate.rank == 0:  # replicas hold the same gradients
-                mine[0] = squared
-            total = ranks.sum_everywhere(mine, "the gradient norm").tolist()
-        if total[2] * ranks.size != total[1] * total[1]:
+            total, late = self._exchange(squared())
+        if any(late):
+            self.engine.reducer.reduce_late(late)
+            with self._observer.span("norm", ""):
+                total, _ = self._exchange(squared())
+        return math.sqrt(total)
+
+    def _exchange(self, squared: Tensor) -> tuple[float, list[bool]]:
+        """The sum of this rank's `squared` over all ranks, and for each unit whether any rank has a late gradient.
+
+        With it travel the used-parameter masks, and digests of the collectives called and of values written.
+        """
+        engine, ranks = self.engine, self.engine.ranks
+        unseen = engine.writes.unseen_count()
+        if ranks.size == 1:
+            if unseen is None:
+                return float(squared), []
+            total, count = torch.stack([squared, unseen]).tolist()
+            self._refuse_unseen(count)
+            return total, []
+        digests = [float(ranks.digest), float(engine.writes.digest)]
+        late = [float(flag) for flag in engine.reducer.late()]
+        used = [float(flag) for unit in engine.units for flag in unit.used]
+        mine = ranks.numbers([0.0, 0.0, *digests, *(digest * digest for digest in digests), *late, *used])
+        if ranks.replicate.rank == 0:  # replicas hold the same gradients
+            mine[0] = squared
+        if unseen is not None:
+            mine[1] = unseen
+        total = ranks.sum_everywhere(mine, "the gradient norm").tolist()
+        called, written, called_squares, written_squares = total[2:6]
+        if called_squares * ranks.size != called * called:
             raise CollectiveError(
                 f"the {ranks.size} ranks did not call the same collectives in the same order since the last step "
                 f"(digest on rank {ranks.rank}: {ranks.digest}): some rank used a parameter outside its unit, or ran "
                 "another number of forwards. Nothing was updated; zero_core.gathered lets ranks differ"
             )
-        flags = iter(total[3:])
+        if written_squares * ranks.size != written * written:
+            names = ", ".join(engine.writes.names) or "nothing"
+            raise ChangedParameterError(
+                f"the {ranks.size} ranks wrote different values into parameters since the last step (rank {ranks.rank} "
+                f"wrote into {names}), as random numbers of different seeds or nn.Embedding(max_norm=) do: each rank "
+                f"keeps its slice, so the result is none of them. {self._undone}Write the same on every rank, "
+                "or inside zero_core.gathered, which keeps what rank 0 wrote"
+            )
+        self._refuse_unseen(total[1])
+        engine.writes.forget()
+        flags = iter(total[6:])
+        anywhere = [next(flags) > 0 for _ in late]
         for unit in engine.units:
             unit.used = [next(flags) > 0 for _ in unit.used]
-        return math.sqrt(total[0])
+        return total[0], anywhere
+
+    def _refuse_unseen(self, count: float) -> None:
+        """Raise if a forward wrote through `p.data` on any rank. What it wrote is lost, unlike all other writes."""
+        if count:
+            names = ", ".join(self.engine.writes.unseen_names()) or "a unit of another rank"
+            raise ChangedParameterError(
+                f"the forward of {names} writes into a parameter through its .data, which nothing sees, so the value "
+                f"would be lost. {self._undone}Write into the parameter itself, in a torch.no_grad() block"
+            )
+        self.engine.writes.forget()
+
+    @property
+    def _undone(self) -> str:
+        return "" if self.engine.reducer.on_reduced is not None else "Nothing was updated. "
 
     def _coefficient(self, norm: float) -> float | None:
         """What gradients are multiplied by; as torch: max_norm / (norm + 1e-6), at most 1. None: skip this step."""
@@ -125,6 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         steps: list[Sequence[int]] = []
         for unit in engine.units:
             steps.append(_count_step(unit))
+            unit.epoch += 1
         engine.store.update(self._groups(), scale, engine.next_use(), steps)
         engine.forget_passes()
         self.step_count += 1
@@ -148,20 +194,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             squared = engine.store.gradient_norm_squared()
             self._squared = squared.clone() if self._squared is None else self._squared + squared
             unit.reshard()
+            unit.epoch += 1
             steps = [_count_step(each) if each is unit else [0] * len(segment_slots(each)) for each in engine.units]
             engine.store.update(self._groups(), 1.0, [unit.index], steps)
 
     def _finish_updates(self) -> None:
-        """The step of update_in_backward: everything is updated; the norm of what was is exchanged."""
-        ranks = self.engine.ranks
-        with self._observer.span("norm", ""):
-            squared = ranks.numbers([0.0]) if self._squared is None else self._squared.reshape(1)
-            total = float(ranks.sum_everywhere(squared, "the gradient norm"))
-        self.grad_norm = math.sqrt(total / ranks.replicate.size)
+        """The step of update_in_backward: all but late gradients has been updated; the norm of it is exchanged."""
+        self.grad_norm = self._exchange_norm(self._updated_squares)
         self._squared = None
         self._updated.clear()
         self.engine.forget_passes()
         self.step_count += 1
+
+    def _updated_squares(self) -> Tensor:
+        return self._squared if self._squared is not None else self.engine.ranks.numbers([0.0])[0]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that no step() has consumed."""
@@ -178,7 +224,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and step counts, no tensors of states: zero_core.checkpoint saves those."""
+        """Groups and step counts, while that is all there is.
+
+        Raises UnsupportedOptimizerError once a parameter has stepped and the optimizer keeps states besides its count:
+        those lie in shards, and zero_core.checkpoint saves them.
+        """
+        if self._kept and any(any(unit.steps) for unit in self.engine.units):
+            raise UnsupportedOptimizerError(
+                f"state_dict() of a sharded optimizer would lack {', '.join(self._kept)}, which lie in shards. Save "
+                "the run with zero_core.checkpoint.save(folder, model, optimizer) on every rank, and resume with "
+                "zero_core.checkpoint.load(folder, model, optimizer)"
+            )
         numbers = {id(p): n for n, p in enumerate(p for g in self.param_groups for p in g["params"])}
         state = {}
         for unit in self.engine.units:
@@ -200,11 +256,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what state_dict() gave, or a plain optimizer's with its whole tensors. Collective, rank 0's tensors."""
+        """Take what state_dict() gave, or a plain optimizer's with its whole tensors. Collective, rank 0's tensors.
+
+        Raises UnsupportedOptimizerError, before anything is changed, where steps were counted and states are missing.
+        """
         groups = state_dict["param_groups"]
         ours, theirs = ([len(g["params"]) for g in side] for side in (self.param_groups, groups))
         if ours != theirs:
             raise ValueError(f"groups of {theirs} parameters loaded into an optimizer with groups of {ours}")
+        bare = [n for n, entry in state_dict["state"].items() if set(entry) == {"step"} and int(entry["step"]) > 0]
+        if bare and self._kept:
+            raise UnsupportedOptimizerError(
+                f"the state dict has a step count of {len(bare)} parameters and no {', '.join(self._kept)}: training "
+                "would go on with empty moments. Load a checkpoint of zero_core.checkpoint.save with "
+                "zero_core.checkpoint.load(folder, model, optimizer), or the full state dict of a torch optimizer"
+            )
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         numbers = {id(p): n for n, p in enumerate(p for g in self.param_groups for p in g["params"])}
@@ -221,6 +287,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.engine.loss_scale is not None and state_dict.get("loss_scale") is not None:
             self.engine.loss_scale.load_state_dict(state_dict["loss_scale"])
         self.step_count = int(state_dict.get("step_count", max(max(u.steps, default=0) for u in self.engine.units)))
+
+    @property
+    def _kept(self) -> list[str]:
+        """Names of what the optimizer keeps of a parameter besides its step count."""
+        store = self.engine.store
+        scalars = store.scalar_names() if isinstance(store, ScalarStates) else ()
+        return [name for name in (*store.state_names(), *scalars) if name != "master"]
 
     def close(self) -> None:
         """Finish updates under way and give the store's memory back. The model cannot be used after."""

@@ -10,7 +10,9 @@ optimizers built earlier survive, because the object never changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +21,16 @@ from torch.utils._pytree import tree_map_only
 
 from .errors import ChangedParameterError, GradientError, ShardedParameterError
 
-__all__ = ["HeldGradient", "Home", "Sharded", "home_of", "refuse_copies", "settle"]
+__all__ = [
+    "HeldGradient",
+    "Home",
+    "Sharded",
+    "home_of",
+    "plain_state_dict",
+    "refuse_copies",
+    "settle",
+    "sharded_class",
+]
 
 _HOME = "_zero_home"
 _T: Any = Tensor  # its attributes are descriptors with __get__ and __set__, which their annotations hide
@@ -33,6 +44,9 @@ class Home(Protocol):
 
     def write_back(self, parameter: Tensor, values: Tensor) -> None:
         """Keep `values` (the parameter's shape) as the parameter's new ones."""
+
+    def epoch(self, parameter: Tensor) -> int:
+        """Another number each time the parameter's values have changed."""
 
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         """The parameter takes part in a graph outside its unit; returns what its gradient goes through."""
@@ -114,6 +128,23 @@ class Sharded(nn.Parameter):
         raise ShardedParameterError(f"pickling a {self!r}: use zero_core.checkpoint.save, or model.state_dict()")
 
 
+@functools.cache
+def sharded_class(kind: type[nn.Parameter]) -> type[Sharded]:
+    """The class of a parameter of class `kind` between its uses: an instance of both `Sharded` and `kind`.
+
+    Raises ShardedParameterError for a class whose tensors are more than one flat memory.
+    """
+    if issubclass(kind, Sharded) or kind is nn.Parameter:
+        return Sharded
+    torch_dispatch: Any = kind.__torch_dispatch__
+    if torch_dispatch is not nn.Parameter.__torch_dispatch__:
+        raise ShardedParameterError(
+            f"parameters of class {kind.__qualname__} define __torch_dispatch__, as quantised and distributed tensors "
+            "do, and cannot be cut into shards: convert them to plain parameters before zero_core.shard"
+        )
+    return type(f"Sharded{kind.__name__}", (Sharded, kind), {})
+
+
 def refuse_copies(module: nn.Module) -> None:
     """Let deepcopy and pickle of a module that opens units say why not; its hooks would fail with less to say."""
     kind = type(module).__name__
@@ -129,40 +160,81 @@ def refuse_copies(module: nn.Module) -> None:
 
 def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `func` with the full values of every sharded argument; keep what it wrote in place."""
-    gathered: dict[int, tuple[Sharded, Tensor, int]] = {}
+    gathered: dict[int, tuple[_Taken, int]] = {}
 
     def full(parameter: Sharded) -> Tensor:
         if id(parameter) not in gathered:
+            home = home_of(parameter)
             with torch._C.DisableTorchFunctionSubclass():
                 if torch.is_grad_enabled() and parameter.requires_grad:
-                    values = _Gather.apply(parameter, home_of(parameter).note_external_use(parameter))
+                    values = _Gather.apply(parameter, home.note_external_use(parameter))
                 else:
-                    values = home_of(parameter).full_copy(parameter)
-            gathered[id(parameter)] = (parameter, values, values._version)
-        return gathered[id(parameter)][1]
+                    values = home.full_copy(parameter)
+            gathered[id(parameter)] = _Taken(parameter, values, home.epoch(parameter)), values._version
+        return gathered[id(parameter)][0].values
 
     args, kwargs = tree_map_only(Sharded, full, (args, kwargs))
     result = func(*args, **kwargs)
-    for parameter, values, version in gathered.values():
-        if values._version != version:
-            home_of(parameter).write_back(parameter, values.detach())
-        if result is values:
-            result = parameter
-        elif isinstance(result, Tensor) and result.grad_fn is None and func not in _DETACHING:
-            if result.numel() and result.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
-                result = WriteThrough.of(result, parameter, values)
-    return result
+    for taken, version in gathered.values():
+        if taken.values._version != version:
+            taken.write_back()
+        if result is taken.values:
+            return taken.parameter
+    return _writing_through(func, result, [taken for taken, _ in gathered.values()])
+
+
+@dataclass
+class _Taken:
+    """The full values of a parameter as they were in one epoch, which the views of a `WriteThrough` share."""
+
+    parameter: Sharded
+    values: Tensor
+    epoch: int
+
+    def write_back(self) -> None:
+        home = home_of(self.parameter)
+        home.write_back(self.parameter, self.values.detach())
+        self.epoch = home.epoch(self.parameter)
+
+    def check(self) -> None:
+        if self.epoch != home_of(self.parameter).epoch(self.parameter):
+            raise ChangedParameterError(
+                f"a view (p.data, p.detach(), p[i] ...) of a {self.parameter!r} is used after a step() or a write has "
+                "changed the parameter: it holds the values from before. Take a new view, or clone() what is to stay"
+            )
+
+
+def _writing_through(func: Callable[..., Any], result: Any, taken: Sequence[_Taken]) -> Any:
+    """`result`, in which every view of gathered values writes through to its parameter."""
+
+    def through(tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is not None or not tensor.numel() or type(tensor) is not Tensor:
+            return tensor
+        for each in taken:
+            if tensor.untyped_storage().data_ptr() == each.values.untyped_storage().data_ptr():
+                return WriteThrough.of(tensor, each)
+        return tensor
+
+    if func in _COPYING or not taken:
+        return result
+    if func in _ARRAYS:
+        result.flags.writeable = False  # what is written into an array reaches nobody, so numpy shall say so
+        return result
+    return tree_map_only(Tensor, through, result)
 
 
 class WriteThrough(Tensor):
-    """A view of a sharded parameter's gathered values (`p.data`, `p[1]`): what is written reaches the shards."""
+    """A view of a sharded parameter's gathered values (`p.data`, `p[1]`): what is written reaches the shards.
 
-    origin: tuple[Sharded, Tensor]
+    It raises ChangedParameterError once the parameter's values are others, where a view of torch's would show them.
+    """
+
+    taken: _Taken
 
     @classmethod
-    def of(cls, view: Tensor, parameter: Sharded, values: Tensor) -> WriteThrough:
+    def of(cls, view: Tensor, taken: _Taken) -> WriteThrough:
         made = view.as_subclass(cls)
-        made.origin = (parameter, values)
+        made.taken = taken
         return made
 
     @classmethod
@@ -171,6 +243,8 @@ class WriteThrough(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
 
             def plain(view: WriteThrough) -> Tensor:
+                if func not in _METADATA:
+                    view.taken.check()
                 views.append(view)
                 return view.as_subclass(Tensor)
 
@@ -179,15 +253,28 @@ class WriteThrough(Tensor):
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             for view, version in zip(views, before, strict=True):
-                parameter, values = view.origin
                 if view._version != version:
-                    home_of(parameter).write_back(parameter, values.detach())
-            if not views or not isinstance(result, Tensor) or result.grad_fn is not None or func in _DETACHING:
-                return result
-            parameter, values = views[0].origin
-            if result.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
-                return WriteThrough.of(result, parameter, values)
-        return result
+                    view.taken.write_back()
+            return _writing_through(func, result, [view.taken for view in views])
+
+    def __iter__(self) -> Any:
+        return iter(self.unbind(0))
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.taken.check()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def plain_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A state dict is asked for to be kept: a post-hook that makes its views of gathered values plain tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for name, value in state.items():
+            if isinstance(value, WriteThrough):
+                state[name] = value.as_subclass(Tensor)
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -246,10 +333,12 @@ _METADATA: set[Any] = _getters(
 }
 _METADATA -= {Tensor.type}
 
-# Their results are asked for to be kept (state_dict), not to be written into.
-_DETACHING: set[Any] = {Tensor.detach, torch.detach, Tensor.numpy, Tensor.cpu, Tensor.to}
+# Their results are asked for to be kept, not to be written into, though on the CPU torch does not copy.
+_COPYING: set[Any] = {Tensor.cpu, Tensor.to, Tensor.tolist}
+_ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    Tensor.__iter__: lambda parameter: iter(parameter.unbind(0)),
     _T.grad.__get__: _get_grad,
     _T.grad.__set__: _set_grad,
     _T.data.__set__: _set_data,

@@ -28,6 +28,9 @@ class Place:
     def write_back(self, parameter: Tensor, values: Tensor) -> None:
         self.engine.write(self.unit, self.index, values)
 
+    def epoch(self, parameter: Tensor) -> int:
+        return self.unit.epoch
+
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         return self.engine.note_external_use(self.unit)
 

@@ -32,9 +32,32 @@ class Reducer:
         else:
             self._reduce(unit)
 
+    def retire_late(self, unit: Unit) -> None:
+        """A gradient reached the unit after this backward had reduced it, perhaps on this rank only.
+
+        Several ranks agree on it at the step: `late` and `reduce_late`.
+        """
+        if self._ranks.size == 1:
+            self._reduce(unit)
+        elif unit.gradient is not None:
+            unit.keep_gradient(late=True)
+
+    def late(self) -> list[bool]:
+        """For each unit, whether this rank keeps a late gradient."""
+        return [unit.late for unit in self._units]
+
+    def reduce_late(self, wanted: Sequence[bool]) -> None:
+        """Reduce the units which any rank says are late."""
+        for unit in reversed(self._units):
+            if wanted[unit.index]:
+                self._reduce(unit)
+        self.finish()
+
     def _reduce(self, unit: Unit) -> None:
         if self._ranks.size == 1 and unit.gradient is None:
             return
+        if self._under_way is not None and self._under_way.unit is unit:
+            self.finish()  # a second reduction of it would begin in the memory that the first one still uses
         reduction = unit.start_reduce()
         self.finish()
         self._under_way = reduction

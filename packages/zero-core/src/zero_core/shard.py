@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from .carried import carry_over
 from .collectives import Ranks
@@ -20,7 +23,7 @@ from .hooks import Engine, Node
 from .init import Initialiser, become
 from .layout import UnitLayout
 from .optimizer import ShardedOptimizer
-from .parameter import settle
+from .parameter import settle, sharded_class
 from .place import Place
 from .pool import Pool
 from .scaling import LossScale
@@ -98,6 +101,7 @@ def shard(
     Raises ZeroError, StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
     """
     _check(model, optimizer, stage, param_dtype, max_grad_norm)
+    _check_group(mesh)
     scale = LossScale.of(loss_scale)
     if update_in_backward:
         _check_update_in_backward(stage, max_grad_norm, scale)
@@ -271,6 +275,9 @@ def _check(
     if isinstance(optimizer, ShardedOptimizer) or "_zero_sharded" in optimizer.__dict__:
         raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ZeroError(f"{name} has no shape yet: run the model once on a sample before zero_core.shard")
+        sharded_class(type(parameter))
         if "_zero_home" in parameter.__dict__:
             raise AlreadyShardedError(f"{name} is sharded already: call zero_core.shard once, on the whole model")
     _check_parameters(model, optimizer, param_dtype)
@@ -301,6 +308,18 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_
             f"the optimizer has {len(strangers)} parameters which the model has not (shapes {strangers[:3]}): build it "
             "from model.parameters() of the model given to shard"
         )
+
+
+def _check_group(mesh: Any) -> None:
+    """torchrun's processes that never met would each train a model of its own."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if mesh is None and "RANK" in os.environ and started.isdecimal() and int(started) > 1:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ZeroError(
+                f"{started} processes were started (WORLD_SIZE={started}, RANK={os.environ['RANK']}) and there is no "
+                "process group: each would train a model of its own. Call torch.distributed.init_process_group() "
+                "before zero_core.shard. If separate models are what you want, remove WORLD_SIZE from the environment"
+            )
 
 
 def _check_update_in_backward(stage: int, max_grad_norm: float | None, scale: LossScale | None) -> None:

@@ -20,8 +20,9 @@ from .collectives import Ranks
 from .errors import ChangedParameterError
 from .layout import UnitLayout
 from .own_memory import OwnMemory
-from .parameter import Sharded
+from .parameter import sharded_class
 from .pool import Pool
+from .precision import round_to
 from .store import Observer, ShardStore
 
 __all__ = ["Reduction", "Residency", "Unit"]
@@ -75,6 +76,7 @@ class Unit:
     ) -> None:
         self.index, self.layout, self.name = index, layout, layout.name
         self.parameters, self.groups = tuple(parameters), tuple(groups)
+        self._classes = [type(parameter) for parameter in self.parameters]  # nn.Parameter, or the user's subclass
         self.dtype, self.reduce_dtype = dtype, reduce_dtype
         self.ranks, self.store, self.pool, self.observer = ranks, store, pool, observer
         self.trainable = any(group is not None for group in groups)
@@ -89,6 +91,10 @@ class Unit:
         self.kept: Tensor | None = None  # (numel,) reduce dtype, fp32 once added to: earlier backwards', not reduced
         self._accumulates = False  # a kept gradient was added to once: fp32 from the first on, and no other memory
         self.owing = False  # a backward kept its gradient, on every rank, also where nothing arrived
+        self.epoch = 0  # counts how often the values changed: by an update, a write, a checkpoint
+        self.audited: set[Any] = set()  # kinds of visits whose first one compared the values bit for bit
+        self._versions: list[int] = []  # of the parameters, when the first of the open visits began
+        self._checksum: Tensor | None = None
         self._lent = False
         self._memory: Tensor | None = None
         self._pooled = False  # the memory is a buffer of the pool, not the store's
@@ -109,10 +115,10 @@ class Unit:
 
     def adopt_parameters(self, become: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Make the user's parameters views of `flat` through `become`, without memory. Once, at the start."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+        for parameter, view, kind in zip(self.parameters, self.views, self._classes, strict=True):
             parameter.grad = None
             become(parameter, view)
-            parameter.__class__ = Sharded
+            parameter.__class__ = sharded_class(kind)
 
     def prefetch(self) -> None:
         """Start to unshard. On one shard whose memory the store lends there is nothing to start but the store."""
@@ -197,18 +203,65 @@ class Unit:
         self._memory = None
         self.residency = Residency.SHARDED
 
-    def enter(self) -> None:
-        """One more visit uses the parameters: plain Parameters with memory from here on."""
+    def end_lease(self) -> None:
+        """Give memory of the store's own back, so that it may be written. Memory of another kind stays."""
+        if self.residency is Residency.UNSHARDED and not self._pooled and not self._owns:
+            self.reshard()
+
+    def enter(self, audit: Any = None) -> None:
+        """One more visit uses the parameters: of their own class, with memory, from here on.
+
+        audit: a kind of visits. The first of each kind compares the values before and after, see `unseen_write`.
+        """
         self.unshard()
         self.users += 1
         if self.users == 1:
-            for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
-                parameter.__class__ = nn.Parameter
+            self._versions = [parameter._version for parameter in self.parameters]
+            self._checksum = None
+            if audit is not None and audit not in self.audited and not self._keeps_writes and not self.flat.is_meta:
+                self._checksum = self.checksum()
+            self.audited.add(audit)
+            for parameter, slot, kind in zip(self.parameters, self.layout.slots, self._classes, strict=True):
+                parameter.__class__ = kind
                 if parameter.dtype is not self.dtype or parameter.shape != slot.shape:
                     raise ChangedParameterError(
                         f"{slot.name} was {slot.shape}, {self.dtype} when the model was sharded and is now "
                         f"{tuple(parameter.shape)}, {parameter.dtype}: shard again a model built anew"
                     )
+
+    def was_written(self) -> bool:
+        """Whether anything wrote into the parameters since the first of the open visits began, but through `p.data`."""
+        return any(p._version != before for p, before in zip(self.parameters, self._versions, strict=True))
+
+    def unseen_write(self) -> Tensor | None:
+        """() bool, on the device: whether values changed that no version counter told of. None: not compared."""
+        before, self._checksum = self._checksum, None
+        return None if before is None else self.checksum() != before
+
+    @property
+    def _keeps_writes(self) -> bool:
+        """Whether what a forward writes goes into the masters themselves, so that nothing can be lost."""
+        masters = getattr(self.store, "lends_masters", False) and self.dtype == torch.float32
+        return masters and not self._swaps_in and self.ranks.size == 1
+
+    def checksum(self) -> Tensor:
+        """() int64: the sum of the unit's memory, read as integers."""
+        return self.flat.detach().view(torch.int64).sum()
+
+    def keep(self, mine: Tensor) -> None:
+        """Write this rank's slice (shard_numel,) to the store where it changed, so that other masters keep their bits.
+
+        mine: in the unit's dtype, or fp32 masters.
+        """
+        self.epoch += 1
+        old = self.store.read_state(self.index, "master", 0, self.layout.shard_numel).to(mine.device)
+        rounded = old
+        if mine.dtype != torch.float32:
+            rounded = torch.empty_like(mine)
+            round_to(old, rounded)
+        changed = mine != rounded
+        if bool(changed.any()):
+            self.store.write_state(self.index, "master", 0, torch.where(changed, mine.float(), old))
 
     def leave(self) -> None:
         """One visit fewer. The memory stays until reshard()."""
@@ -219,8 +272,8 @@ class Unit:
     def seal(self) -> None:
         """No visit uses the parameters: any use from here on is an external one."""
         self.users = 0
-        for parameter in self.parameters:
-            parameter.__class__ = Sharded
+        for parameter, kind in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = sharded_class(kind)
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
@@ -293,10 +346,16 @@ class Unit:
         self.arrived = False
         self.dropped.clear()
 
-    def keep_gradient(self) -> None:
-        """Add this backward's gradient to the local fp32 sum; nothing is reduced."""
+    @property
+    def late(self) -> bool:
+        """Whether a gradient is kept that came after its backward's reduction, on this rank at least."""
+        return self.kept is not None and not self.owing
+
+    def keep_gradient(self, *, late: bool = False) -> None:
+        """Add this backward's gradient to the local fp32 sum; nothing is reduced. late: see `Reducer.retire_late`."""
         self.forget_dropped()
-        self.owing = self.arrived = True
+        if not late:
+            self.owing = self.arrived = True
         if self.gradient is None:
             return
         whole = self.whole_gradient()

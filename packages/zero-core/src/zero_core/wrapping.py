@@ -83,8 +83,14 @@ def _large_leaves(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, n
         if path
         and id(module) not in inside
         and isinstance(module, (nn.Embedding, nn.EmbeddingBag, nn.Linear))
-        and module.weight.numel() >= _APART * total
+        and _own_numel(module) >= _APART * total
     }
+
+
+def _own_numel(module: nn.Module) -> int:
+    """Elements of a leaf's weight. A parametrised module computes `.weight`, and may draw random numbers for it."""
+    weight = module._parameters.get("weight")
+    return weight.numel() if weight is not None else sum(p.numel() for p in module.parameters())
 
 
 def plan_units(model: nn.Module, classes: Sequence[type[nn.Module]] | None = None) -> list[UnitPlan]:

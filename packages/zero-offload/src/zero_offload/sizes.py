@@ -7,7 +7,7 @@ numbers; one that does, on any device or on meta, is read by `ModelSizes.of`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -171,9 +171,17 @@ class ModelSizes:
         return cls(units)
 
 
+def _weights(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[nn.Parameter]:
+    """The weights of modules of these kinds, but of parametrised ones, which compute theirs."""
+    for module in model.modules():
+        weight = module._parameters.get("weight") if isinstance(module, kinds) else None
+        if weight is not None:
+            yield weight
+
+
 def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtype: torch.dtype | None) -> ModelSizes:
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
-    heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}  # a tied embedding is multiplied too
+    embeddings = {id(w) for w in _weights(model, nn.Embedding, nn.EmbeddingBag)}
+    heads = {id(w) for w in _weights(model, nn.Linear)}  # a tied embedding is multiplied too
     units = []
     for unit in plan_units(model, classes):
         rows = tuple(ParameterSizes(name, p.numel(), p.requires_grad) for name, p in unit.parameters.items())

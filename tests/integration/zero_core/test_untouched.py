@@ -1,0 +1,137 @@
+"""`shard` leaves the model as it was: no attribute that computes is read, no random number drawn, no class lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import zero_core
+from tests.integration.zero_core import toys
+from zero_core.errors import ShardedParameterError, UnsupportedOptimizerError, ZeroError
+
+SIZES = pytest.mark.parametrize("size", [1, 2])
+
+
+class Noise(nn.Module):
+    """A parametrisation that counts how often it is computed, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight + torch.randn_like(weight) * 0.01
+
+
+def test_sharding_computes_no_parametrised_weight():
+    model = nn.Sequential(nn.Linear(5, 4), parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 3))
+    noise = Noise()
+    parametrize.register_parametrization(model[0], "weight", noise)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    calls, state = noise.calls, torch.get_rng_state()
+    zero_core.shard(model, toys.adamw(model.parameters()))
+    assert noise.calls == calls
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, buffers[name]), f"a power iteration changed {name}"
+
+
+class Labelled(nn.Parameter):
+    """A subclass with a method, a property and an attribute of its own."""
+
+    def label(self):
+        return f"{self.note}: {self.sum().item():.3f}"
+
+    @property
+    def rows(self):
+        return self.shape[0]
+
+
+def keep_the_class():
+    class Asking(toys.Stack):
+        def forward(self, x):
+            seen.append((type(self.head.weight), self.head.weight.label()))
+            return super().forward(x)
+
+    seen = []
+    torch.manual_seed(0)
+    model = Asking()
+    model.head.weight = Labelled(model.head.weight.detach().clone())
+    model.head.weight.note = "ours"
+    expected = model.head.weight.label()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    assert isinstance(model.head.weight, Labelled) and model.head.weight.rows == 3
+    assert model.head.weight.label() == expected
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    assert all(label == expected for _, label in seen)
+    optimizer.step()
+    assert isinstance(model.head.weight, Labelled)
+    with zero_core.gathered(model):
+        assert type(model.head.weight) is Labelled
+    optimizer.close()
+
+
+@SIZES
+def test_a_parameter_keeps_its_class(ranks, size):
+    ranks(size).run(keep_the_class)
+
+
+class Wrapped(nn.Parameter):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_class_that_cannot_be_cut_is_refused():
+    model = toys.Stack()
+    model.head.weight.__class__ = nn.Parameter
+    model.head.weight = torch.Tensor._make_subclass(Wrapped, model.head.weight.detach(), True)
+    with pytest.raises(ShardedParameterError, match="Wrapped define __torch_dispatch__"):
+        zero_core.shard(model, toys.sgd(model.parameters()))
+
+
+def test_a_lazy_module_is_refused():
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    with pytest.raises(ZeroError, match="0.weight has no shape yet: run the model once"):
+        zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_processes_without_a_group_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    model = toys.Stack()
+    with pytest.raises(ZeroError, match=r"2 processes were started .*init_process_group\(\)"):
+        zero_core.shard(model, toys.sgd(model.parameters()))
+
+
+def resume_the_stock_way():
+    model = toys.Stack()
+    plain = toys.adamw(model.parameters())
+    optimizer = zero_core.shard(model, plain)
+    optimizer.load_state_dict(optimizer.state_dict())  # nothing is lost before the first step
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    optimizer.step()
+    with pytest.raises(UnsupportedOptimizerError, match=r"lack exp_avg, exp_avg_sq.*zero_core.checkpoint.save"):
+        optimizer.state_dict()
+    bare = {"state": {0: {"step": 3}}, "param_groups": [{**plain.defaults, "lr": 0.5, "params": list(range(18))}]}
+    bare["param_groups"][0]["params"] = list(range(len(list(model.parameters()))))
+    with pytest.raises(UnsupportedOptimizerError, match=r"step count of 1 parameters and no exp_avg.*checkpoint.load"):
+        optimizer.load_state_dict(bare)
+    assert optimizer.param_groups[0]["lr"] == 1e-2, "a refused state dict changes nothing"
+
+
+@SIZES
+def test_the_stock_way_to_resume_is_refused_by_name(ranks, size):
+    ranks(size).run(resume_the_stock_way)
+
+
+def test_a_state_dict_without_states_is_complete():
+    model = toys.Stack()
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.step_count == 1

@@ -1,0 +1,241 @@
+"""What is written into parameters, in a forward or between steps, is kept on every rank, or refused by name.
+
+Each test fails if a write is lost, undone by an older view, or becomes a mixture of what several ranks wrote.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from tests.integration.zero_core import swapping, toys
+from zero_core.errors import ChangedParameterError
+
+SIZES = pytest.mark.parametrize("size", [1, 2])
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+class Clamped(toys.Stack):
+    """A forward that writes into a block's weight before it uses it, and into a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def make_block(self):
+        class Clamping(toys.Block):
+            def forward(self, x):
+                with torch.no_grad():
+                    self.up.weight.clamp_(-0.11, 0.11)
+                self.norm.bias.detach().add_(0.01)
+                if hasattr(self, "calls"):
+                    self.calls.detach().add_(1.0)
+                return super().forward(x)
+
+        return Clamping()
+
+
+class Renormalised(nn.Module):
+    """An embedding that keeps the norm of the rows it looks up, in a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, toys.WIDTH, max_norm=0.8)
+        self.head = nn.Linear(toys.WIDTH, 3)
+
+    def forward(self, x):
+        return self.head(self.words((x.abs() * 4).long() % 11).mean(1))
+
+
+def train(make, options):
+    """Beside plain torch, all ranks on the same batch: the reference's masters would not see what a forward writes."""
+    torch.manual_seed(1)
+    model = make()
+    dense = copy.deepcopy(model)
+    theirs = toys.sgd(dense.parameters())
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), **options)
+    for step in range(4):
+        losses: list[float] = []
+        for each, stepped in ((model, optimizer), (dense, theirs)):
+            loss = toys.loss_of(each, toys.data(step, 0))
+            loss.backward()
+            stepped.step()
+            stepped.zero_grad()
+            losses.append(float(loss.detach()))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5), step
+    with zero_core.gathered(model):
+        for (name, ours), other in zip(model.named_parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@STAGES
+@SIZES
+@pytest.mark.parametrize("make", [Clamped, Renormalised])
+def test_writes_inside_a_forward_are_kept(ranks, size, stage, make):
+    ranks(size).run(train, make, {"stage": stage})
+
+
+def test_writes_inside_a_forward_are_kept_where_the_store_copies():
+    train(Clamped, {"store": swapping.SwappingStore()})
+
+
+def clamped_in_sixteen_bits():
+    torch.manual_seed(0)
+    model = Clamped().bfloat16()
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(2):
+        toys.loss_of(model, toys.data(0, 0).bfloat16()).backward()
+        optimizer.step()
+    with zero_core.gathered(model, master=True):
+        assert float(model.blocks[0].up.weight.abs().max()) == float(torch.tensor(0.11).bfloat16())
+        assert float(model.blocks[0].calls) == 2.0
+
+
+@SIZES
+def test_writes_inside_a_forward_reach_the_fp32_masters(ranks, size):
+    ranks(size).run(clamped_in_sixteen_bits)
+
+
+def renormalise_differently(options):
+    model = Renormalised()
+    with torch.no_grad():
+        model.words.weight.mul_(9.0)
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), **options)
+    toys.loss_of(model, torch.full((2, 5), float(toys.world()[0]))).backward()
+    with pytest.raises(ChangedParameterError, match=r"2 ranks wrote different values .*words.*max_norm"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_write_different_values_are_told_at_the_step(ranks, stage):
+    ranks(2).run(renormalise_differently, {"stage": stage})
+
+
+def initialise_differently():
+    model = toys.Stack()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    torch.manual_seed(toys.world()[0])
+    nn.init.normal_(model.head.weight)
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(ChangedParameterError, match=r"wrote into head.weight"):
+        optimizer.step()
+
+
+def test_ranks_that_initialise_differently_are_told_at_the_step(ranks):
+    ranks(2).run(initialise_differently)
+
+
+class Unseen(toys.Stack):
+    def forward(self, x):
+        self.blocks[1].up.weight.data.clamp_(-0.1, 0.1)  # moves no version counter, and outside of the block's forward
+        return super().forward(x)
+
+
+class UnseenInside(toys.Stack):
+    def make_block(self):
+        class Clamping(toys.Block):
+            def forward(self, x):
+                self.up.weight.data.clamp_(-0.1, 0.1)
+                return super().forward(x)
+
+        return Clamping()
+
+
+def refuse_unseen(options):
+    model = UnseenInside()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), **options)
+    toys.loss_of(model, toys.data(0, 0).to(options.get("param_dtype", torch.float32))).backward()
+    with pytest.raises(ChangedParameterError, match=r"the forward of blocks\.\d.* writes into a parameter through its"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("size", "options"), [(2, {"stage": 3}), (2, {"stage": 0}), (1, {"param_dtype": torch.bfloat16})]
+)
+def test_writes_inside_a_forward_through_data_are_refused(ranks, size, options):
+    ranks(size).run(refuse_unseen, options)
+
+
+def test_writes_through_data_are_kept_where_the_parameter_is_the_master():
+    train(UnseenInside, {})
+
+
+@SIZES
+def test_writes_through_data_of_another_module_are_kept(ranks, size):
+    ranks(size).run(train, Unseen, {})
+
+
+WRITES = {
+    "detach": lambda w: w.detach().zero_(),
+    "data": lambda w: w.data.zero_(),
+    "row": lambda w: w.detach()[1].fill_(3.0),
+    "unbind": lambda w: [row.add_(1.0) for row in w.detach().unbind(0)],
+    "chunk": lambda w: w.data.chunk(2)[0].mul_(2.0),
+    "rows": lambda w: [row.add_(1.0) for row in w.data],
+    "foreach": lambda w: torch._foreach_mul_([w.data], 0.5),
+    "reshaped": lambda w: w.detach().view(-1)[:3].neg_(),
+    "twice": lambda w: (lambda d: (d[0].zero_(), d[1].fill_(1.0)))(w.data),
+    "out": lambda w: torch.add(torch.ones(()), torch.zeros(()), out=w.data[0, 0]),
+}
+
+
+def write_between_steps(name):
+    torch.manual_seed(1)
+    dense = toys.Stack()
+    model = copy.deepcopy(dense)
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    for each in (model, dense):
+        with torch.no_grad():
+            WRITES[name](each.head.weight)
+    with zero_core.gathered(model):
+        assert torch.equal(model.head.weight, dense.head.weight)
+    optimizer.close()
+
+
+@SIZES
+@pytest.mark.parametrize("name", WRITES)
+def test_views_of_every_kind_write_through(ranks, size, name):
+    ranks(size).run(write_between_steps, name)
+
+
+def test_a_view_from_before_a_step_is_refused():
+    model = toys.Stack()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    view, copied, state = model.head.weight.data, model.head.weight.detach().clone(), model.state_dict()
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    optimizer.step()
+    for use in (lambda: view.norm(), lambda: view[0].zero_(), lambda: pickled(view)):
+        with pytest.raises(ChangedParameterError, match="is used after a step"):
+            use()
+    assert view.shape == copied.shape
+    assert torch.equal(state["head.weight"], copied), "a state dict is a snapshot"
+    assert type(state["head.weight"]) is torch.Tensor
+    model.head.weight.data.zero_()
+    assert float(model.head.weight.detach().abs().sum()) == 0.0
+
+
+def pickled(value):
+    torch.save(value, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_a_view_pickles_and_copies_as_a_plain_tensor():
+    model = toys.Stack()
+    zero_core.shard(model, toys.sgd(model.parameters()))
+    view = model.head.weight.data
+    for other in (pickled(view), copy.deepcopy(view)):
+        assert type(other) is torch.Tensor and torch.equal(other, view)
+
+
+def test_an_array_of_a_sharded_parameter_is_read_only():
+    model = toys.Stack()
+    zero_core.shard(model, toys.sgd(model.parameters()))
+    array = model.head.weight.detach().numpy()
+    with pytest.raises(ValueError, match="read-only"):
+        array[0, 0] = 1.0

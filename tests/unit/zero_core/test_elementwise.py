@@ -1,0 +1,124 @@
+"""The probe of an optimizer: what steps a parameter otherwise than its slices is refused before anything is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from zero_core.elementwise import kept_states, over_segments
+from zero_core.errors import UnsupportedOptimizerError
+
+CPU = torch.device("cpu")
+
+
+class Toy(torch.optim.Optimizer):
+    """An optimizer of the user's own: `change(self, p, gradient)` is what a subclass does to one parameter."""
+
+    def __init__(self, params, lr=0.1, flag=False):
+        super().__init__(params, {"lr": lr})
+        self.flag = flag
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * self.change(p, p.grad, group))
+
+    def change(self, p, gradient, group):
+        return gradient.sign() if self.flag else gradient
+
+
+def parameters():
+    return [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))]
+
+
+def make(change, **options):
+    return type("Made", (Toy,), {"change": change})(parameters(), **options)
+
+
+NOT_ELEMENTWISE = {
+    "rows of matrices": lambda self, p, g, group: g / g.norm(dim=1, keepdim=True) if g.dim() == 2 else g.sign(),
+    "centred kernels": lambda self, p, g, group: g - g.mean((1, 2, 3), keepdim=True) if g.dim() == 4 else g,
+    "three dimensions": lambda self, p, g, group: g.cumsum(1) if g.dim() == 3 else g,
+    "large matrices": lambda self, p, g, group: g - g.mean(0) if g.dim() == 2 and min(g.shape) >= 128 else g,
+    "no decay of vectors": lambda self, p, g, group: g + (0.1 * p if p.dim() > 1 else 0.0),
+    "the whole's norm": lambda self, p, g, group: g / g.norm(),
+    "the first element": lambda self, p, g, group: g * g.reshape(-1)[0],
+}
+
+
+@pytest.mark.parametrize("change", NOT_ELEMENTWISE.values(), ids=NOT_ELEMENTWISE)
+def test_optimizers_that_look_at_shapes_are_refused(change):
+    with pytest.raises(UnsupportedOptimizerError, match="Made is not elementwise: of a parameter of shape"):
+        kept_states(make(change), CPU)
+
+
+def counts_itself(self, p, gradient, group):
+    self.steps = getattr(self, "steps", 0) + 1
+    return gradient / self.steps
+
+
+def counts_in_its_group(self, p, gradient, group):
+    group["k"] = group.get("k", 0) + 1
+    return gradient / group["k"]
+
+
+@pytest.mark.parametrize(
+    ("change", "where"), [(counts_itself, r"self\.steps"), (counts_in_its_group, r"param_groups\[\.\.\.\]\['k'\]")]
+)
+def test_numbers_outside_of_the_state_are_refused(change, where):
+    """Nobody would save them, and every unit would count for itself."""
+    with pytest.raises(UnsupportedOptimizerError, match=f"changes {where} in step"):
+        kept_states(make(change), CPU)
+
+
+def test_tensors_outside_of_the_state_are_refused():
+    optimizer = make(lambda self, p, g, group: g)
+    optimizer.buffers = [torch.zeros_like(p) for p in optimizer.param_groups[0]["params"]]
+    with pytest.raises(UnsupportedOptimizerError, match=r"keeps tensors in self\.buffers"):
+        kept_states(optimizer, CPU)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    class Needy(Toy):
+        def step(self, closure):
+            closure()
+
+    with pytest.raises(UnsupportedOptimizerError, match=r"Needy over a new parameter .* raised TypeError"):
+        kept_states(Needy(parameters()), CPU)
+
+
+def test_arguments_that_are_not_options_of_a_group_are_kept():
+    view = nn.Parameter(torch.tensor([1.0, 2.0]))
+    copy = over_segments(Toy(parameters(), flag=True), [view], [0])
+    view.grad = torch.tensor([3.0, -5.0])
+    copy.step()
+    torch.testing.assert_close(view.detach(), torch.tensor([0.9, 2.1]))
+
+
+def test_probing_draws_no_random_number_and_changes_no_optimizer():
+    def noisy(self, p, gradient, group):
+        torch.randn(3)
+        return gradient
+
+    optimizer, state = make(noisy), torch.get_rng_state()
+    before = {key: value for key, value in vars(optimizer).items()}
+    kept_states(optimizer, CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert vars(optimizer) == before and not optimizer.state
+
+
+@pytest.mark.parametrize("kind", ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam"])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_stock_optimizers_pass(kind, foreach):
+    kept = kept_states(getattr(torch.optim, kind)(parameters(), foreach=foreach), CPU)
+    assert kept.tensors
+
+
+def test_a_schedulers_wrapper_is_no_attribute_of_the_class():
+    optimizer = torch.optim.AdamW(parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    optimizer.step()
+    assert kept_states(optimizer, CPU).tensors == ("exp_avg", "exp_avg_sq")
