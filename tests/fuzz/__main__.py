@@ -7,8 +7,26 @@ import itertools
 import sys
 from pathlib import Path
 
-from tests.fuzz.fuzzer import Failed, Fuzzer, script
+from tests.fuzz.fuzzer import Failed, Fuzzer, failing, script
+from tests.fuzz.mutants import MUTANTS, runner
 from tests.fuzz.program import generate
+
+
+def find_mutants(seed: int, programs: int) -> int:
+    """Look for each bug of mutants.py, with the unharmed library beside it: what fails there too does not count."""
+    missed = 0
+    for name in MUTANTS:
+        with Fuzzer(runner(name)) as fuzzer, Fuzzer() as sane:
+            for count, each in enumerate(range(seed, seed + programs), start=1):
+                outcome = fuzzer.judge(program := generate(each))
+                if failing(outcome) and not failing(sane.judge(program)):
+                    smallest, outcome = fuzzer.shrink(program, outcome, seconds=60)
+                    print(f"{name}: seed {each}, program {count}: {outcome.kind}, {smallest!r}", flush=True)
+                    break
+            else:
+                missed += 1
+                print(f"{name}: NOT FOUND in {programs} programs", flush=True)
+    return missed
 
 
 def main() -> int:
@@ -19,7 +37,10 @@ def main() -> int:
     parser.add_argument("--failures", type=int, help="stop after so many")
     parser.add_argument("--scripts", type=Path, default=Path("runs/fuzz"), help="a folder for the failures' scripts")
     parser.add_argument("--show", action="store_true", help="print the seed's program and how it ends, nothing else")
+    parser.add_argument("--mutants", action="store_true", help="how many programs it takes to find each of mutants.py")
     given = parser.parse_args()
+    if given.mutants:
+        return find_mutants(given.seed, given.programs)
     with Fuzzer() as fuzzer:
         if given.show:
             print(generate(given.seed), fuzzer.judge(generate(given.seed)), sep="\n")

@@ -15,7 +15,7 @@ from tests.fuzz.program import Program, generate, smaller, sound
 from tests.fuzz.run import Outcome, execute
 from zero_core.testing import RankError, RankPool
 
-__all__ = ["Failed", "Fuzzer", "Tally", "script"]
+__all__ = ["Failed", "Fuzzer", "Tally", "failing", "script"]
 
 COLLECTIVE_SECONDS, PROGRAM_SECONDS = 8.0, 25.0  # a program takes some 0.05 s; a rank that waits alone is told first
 

@@ -103,7 +103,8 @@ COMMON = ["linear", "mlp", "conv", "conv2d", "layernorm", "batchnorm", "embeddin
 RARER = ["encoder", "experts", "bilinear", "lora", "functional", "buffer", "dropout", "empty", "max_norm", "list", "bag"]
 PARAMETRISED = ["weight_norm", "spectral_norm", "orthogonal", "symmetric", "old_weight_norm", "old_spectral_norm"]
 OUTPUTS = ["tuple", "list", "dict", "dataclass", "namedtuple", "nested", "object", "pass"]
-WRITES = ["clamp", "data", "detach", "copy", "row"]
+WRITES = ["clamp", "detach", "copy", "row"]
+HIDDEN_WRITES = ["data", "data_later"]
 
 _ADAM: dict[str, list[Any]] = {
     "lr": [0.01, 0.03],
@@ -140,7 +141,7 @@ NOT_ELEMENTWISE = [
     *("Rows", "Shapes", "Factors", "Trust", "Centred", "Convolutions", "MatrixDecay", "Positions", "Depth", "Noise"),
     *("Large", "Whole", "Calls", "Adafactor", "Muon", "LBFGS"),
 ]
-REFUSED_OPS = ["clip", "deepcopy", "pickle", "set_data", "add_group", "optimizer_state"]
+REFUSED_OPS = ["clip", "deepcopy", "pickle", "set_data", "add_group", "optimizer_state", "keep", "unzeroed"]
 READS = ["norm", "mean", "square", "first", "tolist", "numpy", "clone", "data", "detach", "state_dict", "vector", "grad"]
 PARAMETER_WRITES = ["copy", "mul", "data", "data_row", "detach", "row", "gathered", "init", "foreach", "clamp"]
 
@@ -148,14 +149,20 @@ PARAMETER_WRITES = ["copy", "mul", "data", "data_row", "detach", "row", "gathere
 def generate(seed: int) -> Program:
     """The program of a seed: usually one that shard() is to honour, now and then with something it may refuse."""
     r = Random(seed)
-    exotic = r.choice(["optimizer", "optimizer", "op", "config", "kind"]) if r.random() < 0.04 else ""
-    model = _model(r, exotic == "kind")
+    exotic = r.choice(["optimizer"] * 4 + ["op", "config", "kind", "write"]) if r.random() < 0.04 else ""
+    model = _model(r, exotic)
     config = _config(r, exotic == "config")
+    if exotic == "optimizer":  # with tiers it would be refused for its name
+        config = dataclasses.replace(config, placement="", slab=False, cpu_step=False)
     optimizer = _optimizer(r, exotic == "optimizer", config)
     loop = _loop(r, config)
     if exotic == "op":
-        at = r.randrange(len(loop) + 1)
-        loop = (*loop[:at], Op(r.choice(REFUSED_OPS), r.randrange(8)), *loop[at:])
+        at, name = r.randrange(len(loop) + 1), r.choice(REFUSED_OPS)
+        step = Op("step", how=name)
+        if name in ("keep", "unzeroed"):
+            loop = tuple(step if op.name == "step" else op for op in loop)
+        else:
+            loop = (*loop[:at], Op(name, r.randrange(8)), *loop[at:])
     same = any(block.kind == "max_norm" for block in model.blocks)
     return Program(model, optimizer, loop, config, seed, same)
 
@@ -164,10 +171,12 @@ def _some(r: Random, chance: float, value: Any, otherwise: Any) -> Any:
     return value if r.random() < chance else otherwise
 
 
-def _model(r: Random, exotic: bool) -> Model:
+def _model(r: Random, exotic: str) -> Model:
     blocks = tuple(_block(r) for _ in range(r.choice([1, 2, 2, 3, 4])))
-    if exotic:
+    if exotic == "kind":
         blocks = (*blocks, Block(r.choice(["integer", "subclass", "double", "slots", "hidden"])))
+    if exotic == "write":
+        blocks = (*blocks, Block(write=r.choice(HIDDEN_WRITES)))
     pairs = [(i, j) for i in range(len(blocks)) for j in range(i)]
     return Model(
         blocks,
@@ -253,7 +262,7 @@ def _loop(r: Random, config: Config) -> tuple[Op, ...]:
             ops.append(_backward(r, quiet and not calm and (m < micro - 1 or r.random() < 0.2), calm))
             while not calm and r.random() < 0.2:
                 ops.append(_pending(r))
-        ops.append(Op("step", how=_some(r, 0.3, r.choice(["model", "keep", "parameters", "none" if calm else "closure"]), "")))
+        ops.append(Op("step", how=_some(r, 0.3, r.choice(["model", "parameters", "" if calm else "closure"]), "")))
     while r.random() < 0.4:
         ops.append(_between(r, calm))
     return tuple(ops)

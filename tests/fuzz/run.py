@@ -228,13 +228,13 @@ class Side:
         return loss
 
     def op_step(self, op: Op) -> None:
-        """A step, and the end of its gradients: shard() consumes them, so every loop must."""
+        """A step and, but for "unzeroed", the end of its gradients."""
         self.step(op)
         if op.how == "model":
             self.model.zero_grad()
         elif op.how == "parameters":
             self.op_drop_all(op)
-        elif op.how != "none":
+        elif op.how != "unzeroed":
             self.optimizer.zero_grad(set_to_none=op.how != "keep")
 
     def step(self, op: Op) -> None:
@@ -409,8 +409,6 @@ class Plain(Side):
 
     def step(self, op: Op) -> None:
         self.optimizer.step()
-        if op.how == "none":  # of update_in_backward, which leaves nothing
-            self.model.zero_grad()
 
     def op_resume(self, op: Op) -> None:
         saved = copy.deepcopy((self.first.model.state_dict(), self.first.optimizer.state_dict()))
