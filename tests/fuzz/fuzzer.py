@@ -195,8 +195,8 @@ def script(failed: Failed) -> str:
     parts.append(
         f"PROGRAM = {failed.smallest!r}\n\n"
         'if __name__ == "__main__":\n'
-        "    from zero_core.testing import RankPool\n\n"
-        "    pool = RankPool(PROGRAM.config.ranks, 20.0)\n"
+        "    from zero_core.testing import LocalRank, RankPool\n\n"
+        "    pool = LocalRank() if PROGRAM.config.ranks == 1 else RankPool(PROGRAM.config.ranks, 20.0)\n"
         "    for outcome in pool.run(execute, PROGRAM, tempfile.mkdtemp()):\n"
         "        print(outcome.kind, outcome.text)\n"
         "    pool.close()\n"

@@ -318,9 +318,9 @@ def sound(program: Program) -> bool:
     """
     if program.config.deferred and program.config.warm:
         return False
-    names = [op.name for op in program.loop if op.name in ("backward", "step")]
-    calm = program.config.update_in_backward
-    return not calm or (len(names) % 2 == 0 and names == ["backward", "step"] * (len(names) // 2))
+    uses = [op for op in program.loop if op.name in ("backward", "step") or op.how == "backward"]
+    lone = [a for a, b in zip(uses, [*uses[1:], Op()], strict=True) if a.name != "step" and b.name != "step"]
+    return not (program.config.update_in_backward and lone)
 
 
 def smaller(value: Any) -> Iterator[Any]:
