@@ -162,6 +162,7 @@ def check_residency() -> None:
         ranks.sent_numel.clear()
         models.loss(model, torch.zeros(1, 8, dtype=torch.int64, device="meta")).backward()
         optimizer.step()
+        optimizer.zero_grad()
     padded = sum(unit.layout.numel for unit in zero_core.units(model))
     assert ranks.sent_numel["all_gather"] == memory.movement(padded, WORLD, 3, resident_numel=padded).gathered_numel
 

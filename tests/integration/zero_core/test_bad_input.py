@@ -92,6 +92,7 @@ def test_stock_clipping_never_silently_does_nothing(stage):
     with pytest.raises(GradientError, match="max_grad_norm"):
         model.head.weight.grad.mul_(0.5)
     optimizer.step()
+    optimizer.zero_grad()
     assert model.head.weight.grad is None
 
 

@@ -12,8 +12,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+import zero_core
 from tests import models
 from tests.integration.zero_core import checkpoint_runs as runs
+from tests.integration.zero_core import toys
 
 # Losses of runs that differ in the order of additions only; four ranks sum gradients differently from one.
 CLOSE = {"rel": 1e-5}
@@ -150,3 +152,22 @@ def test_replicas_write_each_box_once_and_resume_exactly(ranks, tmp_path: Path) 
     assert [losses for _, losses in ranks(4).run(hybrid_go_on, tmp_path, False)] == expected
     for _, losses in ranks(2).run(runs.load_and_go_on, tmp_path, "llama", 3):
         assert losses == pytest.approx(expected[0], **CLOSE)
+
+
+def keep_buffers(folder):
+    """Each rank's running statistics are its own; rank 0's are kept, all of them."""
+    rank = toys.world()[0]
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4))
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    torch.manual_seed(rank)
+    model(torch.randn(3, 5))
+    before = [b.clone() for b in model.buffers()]
+    zero_core.checkpoint.save(folder, model, optimizer)
+    zero_core.checkpoint.load(folder, model, optimizer)
+    return before, [b.clone() for b in model.buffers()]
+
+
+def test_buffers_are_those_of_rank_0(ranks, tmp_path):
+    (expected, first), (_, second) = ranks(2).run(keep_buffers, str(tmp_path / "checkpoint"))
+    for one, other, right in zip(first, second, expected, strict=True):
+        assert torch.equal(one, right) and torch.equal(other, right)

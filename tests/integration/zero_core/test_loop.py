@@ -352,6 +352,7 @@ def test_step_hooks_of_the_users_optimizer_run_once_a_step(build):
     for step in range(2):
         toys.loss_of(model, toys.data(step, 0)).backward()
         sharded.step()
+        sharded.zero_grad()
     assert calls == ["before", "after"] * 2
 
 
@@ -379,6 +380,7 @@ def tell_the_store_ahead():
         store.calls.clear()
         toys.loss_of(model, toys.data(step, 0)).backward()
         optimizer.step()
+        optimizer.zero_grad()
     blocks = [unit.index for unit in zero_core.units(model) if unit.name.startswith("blocks.")]
     asked = [call for call in store.calls if call[1] in blocks]
     forward = asked[: asked.index(("parameters", blocks[-1])) + 1]

@@ -5,10 +5,13 @@ Each trains beside a dense twin and fails if a gradient is lost, late, doubled, 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from tests.integration.zero_core import toys
@@ -69,6 +72,7 @@ def nothing_stays(stage):
         if stage == 3:
             assert all(unit.residency.value == "sharded" for unit in zero_core.units(model)), "right after backward"
         optimizer.step()
+        optimizer.zero_grad()
         for unit in zero_core.units(model):
             assert unit.residency.value == "sharded" and unit.flat.untyped_storage().nbytes() == 0
             assert unit.gradient is None and unit.kept is None and unit.users == 0
@@ -147,3 +151,72 @@ def test_updates_in_backward_equal_updates_after(ranks, stage):
         pytest.skip("refused, see test_bad_input.py")
     ranks(2).run(run_options, {"stage": stage, "update_in_backward": True}, toys.Unused)
     toys.train(toys.Unused, stage=stage, update_in_backward=True)
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("hidden",)
+    hidden: torch.Tensor
+
+
+class InSlots(toys.Stack):
+    def make_block(self):
+        class Wrapping(toys.Block):
+            def forward(self, x):
+                return Slotted(super().forward(x))
+
+        return Wrapping()
+
+    def run(self, block, x):
+        return block(x).hidden
+
+
+@SIZES
+def test_outputs_in_slots(ranks, size):
+    ranks(size).run(run, InSlots)
+
+
+class Attending(nn.Module):
+    """out_proj is a unit of its own whose weight the attention uses itself, in a recomputation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        x = self.embed(x)[None]
+        return checkpoint(lambda y: self.attention(y, y, y, need_weights=False)[0], x, use_reentrant=False)
+
+
+def gradients_of_a_recomputation():
+    torch.manual_seed(0)
+    model = Attending()
+    expected = torch.autograd.grad(toys.loss_of(model, toys.data(0, 0)), list(model.parameters()))
+    zero_core.shard(model, toys.sgd(model.parameters()))
+    found = torch.autograd.grad(toys.loss_of(model, toys.data(0, 0)), list(model.parameters()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    unused = torch.autograd.grad(model.embed(toys.data(0, 0)).sum(), model.parameters(), materialize_grads=True)
+    assert float(unused[-1].abs().sum()) == 0.0
+
+
+@SIZES
+def test_gradients_of_a_weight_that_a_recomputation_uses_outside_of_its_module(ranks, size):
+    ranks(size).run(gradients_of_a_recomputation)
+
+
+def infer():
+    model = toys.External()
+    x = toys.data(0, 0)
+    expected = model(x).detach()
+    zero_core.shard(model, toys.sgd(model.parameters()))
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), expected)
+        model.head.weight.mul_(2.0)
+    assert model.head.weight.data.sum() != 0
+
+
+@SIZES
+def test_use_outside_the_module_under_inference_mode(ranks, size):
+    ranks(size).run(infer)

@@ -95,6 +95,22 @@ def test_a_loss_without_any_forward(ranks, size):
     ranks(size).run(only_outside)
 
 
+def read_in_backward():
+    torch.manual_seed(0)
+    model = plain()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), update_in_backward=True)
+    loss = toys.loss_of(model, toys.data(0, 0))
+    model[0].weight.norm().item()
+    loss.backward()
+    optimizer.step()
+    assert optimizer.grad_norm > 0
+
+
+@SIZES
+def test_a_read_between_forward_and_backward_updates_nothing_twice(ranks, size):
+    ranks(size).run(read_in_backward)
+
+
 def late_in_backward():
     model = plain()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), update_in_backward=True)

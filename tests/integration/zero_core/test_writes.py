@@ -91,6 +91,7 @@ def clamped_in_sixteen_bits():
     for _ in range(2):
         toys.loss_of(model, toys.data(0, 0).bfloat16()).backward()
         optimizer.step()
+        optimizer.zero_grad()
     with zero_core.gathered(model, master=True):
         assert float(model.blocks[0].up.weight.abs().max()) == float(torch.tensor(0.11).bfloat16())
         assert float(model.blocks[0].calls) == 2.0

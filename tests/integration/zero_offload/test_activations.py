@@ -217,6 +217,7 @@ def test_blocks_that_share_a_parameter_follow_together():
             for step in range(2):
                 loss_of(model, step).backward()
                 optimizer.step()
+                optimizer.zero_grad()
             last = float(loss_of(model, 9).detach())
             counted = offloaded.stats()["recomputed"]
         optimizer.close()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import zero_core
 from zero_core.elementwise import kept_states, over_segments
 from zero_core.errors import UnsupportedOptimizerError
 
@@ -117,8 +118,46 @@ def test_stock_optimizers_pass(kind, foreach):
     assert kept.tensors
 
 
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_fused_optimizers_pass(kind):
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    assert kept_states(getattr(torch.optim, kind)(parameters(), fused=True, **options), CPU).tensors
+
+
 def test_a_schedulers_wrapper_is_no_attribute_of_the_class():
     optimizer = torch.optim.AdamW(parameters())
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     optimizer.step()
     assert kept_states(optimizer, CPU).tensors == ("exp_avg", "exp_avg_sq")
+
+
+class Warm(torch.optim.Optimizer):
+    """Its only state is its step count, in which it warms up."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    p.sub_(group["lr"] * min(1.0, state["step"] / 4) * p.grad)
+
+
+def test_a_count_without_other_states_is_carried_over():
+    def run(sharded):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = Warm(model.parameters())
+        for step in range(3):
+            if sharded and step == 2:
+                optimizer = zero_core.shard(model, optimizer)
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()["weight"]
+
+    torch.testing.assert_close(run(True), run(False))

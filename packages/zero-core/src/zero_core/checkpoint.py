@@ -201,7 +201,7 @@ def _contents(view: ShardView, names: Sequence[Named], *, with_optimizer: bool, 
                 path = ("optim", "state", name, state)
                 contents.sliced.append(Sliced(".".join(path), path, part, state))
     for named in names:
-        if named.is_buffer or named.tensor.numel() == 0:  # an empty parameter is in nobody's slice
+        if view.is_first and (named.is_buffer or named.tensor.numel() == 0):  # an empty parameter is in nobody's slice
             name = clean_name(named.name)
             value = named.tensor if named.is_buffer else torch.empty(named.tensor.shape)
             contents.tensors[f"model.{name}"] = (("model", name), value)

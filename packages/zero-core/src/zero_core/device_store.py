@@ -49,7 +49,7 @@ class DeviceStore:
         self._context = context
         self._names, self._scalars = ("master", *kept.tensors), kept.scalars
         for i, spec in enumerate(shards):
-            self._shards.append(_Shard(spec, initial(i), optimizer, context))
+            self._shards.append(_Shard(spec, initial(i), optimizer, context, counts=kept.counts))
         widest = max((s.spec.numel for s in self._shards if s.needs_scratch), default=0)
         self._scratch = torch.empty(widest, dtype=torch.float32, device=context.device)
 
@@ -144,9 +144,16 @@ class _Shard:
     """One unit's shard: master, parameter (the master itself in fp32), gradient, optimizer over its segments."""
 
     def __init__(
-        self, spec: ShardSpec, master: Tensor, optimizer: torch.optim.Optimizer, context: StoreContext
+        self,
+        spec: ShardSpec,
+        master: Tensor,
+        optimizer: torch.optim.Optimizer,
+        context: StoreContext,
+        *,
+        counts: bool,
     ) -> None:
         self.spec = spec
+        self._optimizer_counts = counts
         self.master = master.detach().to(device=context.device, dtype=torch.float32).contiguous()
         self.parameter = self.master
         if spec.dtype != torch.float32:
@@ -191,10 +198,12 @@ class _Shard:
         for group in self.optimizer.param_groups:
             options = groups[group["zero_group"]].options
             group.update({k: v for k, v in options.items() if k != "params"})
-        for k, (segment, view, step) in enumerate(zip(self.spec.segments, self.views, steps, strict=True)):
+        for k, step in enumerate(steps):
+            if step:
+                self._align_step(k, step)
+        for segment, view, step in zip(self.spec.segments, self.views, steps, strict=True):
             if step:
                 view.grad = gradient[segment.start : segment.stop]
-                self._align_step(k, step)
         self.optimizer.step()
         for view in self.views:
             view.grad = None
@@ -211,7 +220,9 @@ class _Shard:
             return
         if known == step - 1:
             return
-        state = self._state_of(view)
+        # Steps may have been counted without a state of the optimizer's: before shard(), or by a checkpoint.
+        state = self._made_state(k, "step") if step > 1 and self._optimizer_counts else self._state_of(view)
+        self._counts[k] = step
         count = state.get("step")
         if isinstance(count, Tensor):
             count.fill_(step - 1)

@@ -30,10 +30,12 @@ _PROBE_SHAPES = ((7,), (5, 3), (160, 130), (2, 3, 4), (2, 3, 2, 2))
 
 @dataclass(frozen=True)
 class KeptStates:
-    """Names of what an optimizer keeps of a parameter: `tensors` of its shape, `scalars` besides the step count."""
+    """What an optimizer keeps of a parameter: names of `tensors` of its shape and of `scalars` besides the step count,
+    and whether it `counts` steps."""
 
     tensors: tuple[str, ...]
     scalars: tuple[str, ...]
+    counts: bool
 
 
 def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptStates:
@@ -49,12 +51,14 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
     _refuse_tensors_of_its_own(optimizer)
     tensors: dict[str, None] = {}
     scalars: dict[str, None] = {}
+    counts = False
     if device.type == "meta":
         device = torch.device("cpu")
     with torch.random.fork_rng(devices=[]):
         for group in range(len(optimizer.param_groups)):
             for shape in _PROBE_SHAPES:
                 state = _probe(optimizer, group, shape, device)
+                counts |= "step" in state
                 for name, value in state.items():
                     if name == "step" or value is None:
                         continue
@@ -68,7 +72,7 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
                             f"{kind} keeps {name!r} ({what}) of a parameter of shape {shape}, neither a value an "
                             f"element nor a number: {_WAY_OUT}"
                         )
-    return KeptStates(tuple(tensors), tuple(scalars))
+    return KeptStates(tuple(tensors), tuple(scalars), counts)
 
 
 def _probe(
@@ -143,7 +147,9 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-_BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1)))
+# What a scheduler puts on an optimizer, and what torch's fused ones note for themselves.
+_OTHERS = {"step", "_step_count", "_opt_called", "_need_device_dtype_check_for_fused"}
+_BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1))) | _OTHERS
 
 
 def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -151,8 +157,7 @@ def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         key: value
         for key, value in vars(optimizer).items()
-        # a scheduler wraps step() and counts its calls; what shard() itself notes starts with _zero
-        if key not in _BASE_ATTRIBUTES and key not in ("step", "_step_count", "_opt_called") and key[:5] != "_zero"
+        if key not in _BASE_ATTRIBUTES and not key.startswith("_zero")  # as what shard() notes does
     }
 
 

@@ -381,8 +381,8 @@ class Engine:
         return lambda gradient: gradient
 
     def full_copy(self, unit: Unit, k: int) -> Tensor:
-        """Parameter k of the unit, whole. Collective."""
-        with torch.no_grad():
+        """Parameter k of the unit, whole. Collective. Never an inference tensor, whose writes nothing counts."""
+        with torch.inference_mode(False), torch.no_grad():
             unit.unshard()
             values = unit.views[k].clone()
         self._let_go(unit)
@@ -429,10 +429,10 @@ class Engine:
             unit.seal()
             unit.reshard()
 
-    def discard_gradients(self) -> None:
+    def discard_gradients(self, leftover: str = "") -> None:
         if self._backward is not None:
             self.abandon_backward()  # a reduction of it may still be under way
-        self.reducer.discard()
+        self.reducer.discard(leftover)
 
     def drop_gradient(self, unit: Unit, k: int) -> None:
         """`p.grad = None` on one parameter: it is not updated. When that was the last one, all gradients go."""

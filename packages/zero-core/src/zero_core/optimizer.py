@@ -59,6 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine = self.engine
         with torch.no_grad():
             self._refuse_while_busy()
+            self._refuse_stepped()
             engine.settle()
             engine.reducer.reduce_kept()
             if engine.reducer.on_reduced is not None:
@@ -73,6 +74,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _refuse_while_busy(self) -> None:
         if self.engine.busy:
             raise ZeroError("step() inside forward or backward: call it after loss.backward() returned")
+
+    def _refuse_stepped(self) -> None:
+        """torch keeps a gradient after step(): adds to it, and steps it once more. Ours are consumed."""
+        for unit in self.engine.units:
+            if "stepped" in unit.leftover:
+                name = unit.layout.slots[unit.leftover.index("stepped")].name
+                raise GradientError(
+                    f"the gradients of the last step() were not zeroed (that of {name}, for one): torch would add to "
+                    "them, and a sharded optimizer has consumed them. Call optimizer.zero_grad() after each step()"
+                )
 
     def _exchange_norm(self, squared: Callable[[], Tensor]) -> float:
         """The global norm of gradients of which `squared` gives this rank's sum. Late ones are reduced before."""
@@ -169,11 +180,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine = self.engine
         steps: list[Sequence[int]] = []
         for unit in engine.units:
+            self._refuse_zeroed(unit)
+        for unit in engine.units:
             steps.append(_count_step(unit))
             unit.epoch += 1
         engine.store.update(self._groups(), scale, engine.next_use(), steps)
         engine.forget_passes()
         self.step_count += 1
+
+    def _refuse_zeroed(self, unit: Unit) -> None:
+        """What zero_grad(set_to_none=False) left, and no backward has reached since: torch would step zeros."""
+        for k, left in enumerate(unit.leftover):
+            if left and not unit.used[k]:
+                raise GradientError(
+                    f"zero_grad(set_to_none=False) left a gradient of zeros to {unit.layout.slots[k].name}, which no "
+                    "backward has reached since: torch would step it, with momentum and weight decay. Nothing was "
+                    "updated. Leave set_to_none at True"
+                )
 
     def _groups(self) -> list[GroupStep]:
         return [GroupStep(_frozen(group)) for group in self.param_groups]
@@ -195,7 +218,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._squared = squared.clone() if self._squared is None else self._squared + squared
             unit.reshard()
             unit.epoch += 1
-            steps = [_count_step(each) if each is unit else [0] * len(segment_slots(each)) for each in engine.units]
+            steps = [_count_step(each, "") if each is unit else [0] * len(segment_slots(each)) for each in engine.units]
             engine.store.update(self._groups(), 1.0, [unit.index], steps)
 
     def _finish_updates(self) -> None:
@@ -210,10 +233,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._squared if self._squared is not None else self.engine.ranks.numbers([0.0])[0]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that no step() has consumed."""
+        """Forget the gradients.
+
+        With set_to_none=False torch would have zeros, and step them with momentum and weight decay; step() then raises
+        GradientError where a parameter that had a gradient gets none.
+        """
         if in_backward():
             raise ZeroError("zero_grad() inside backward: call it between steps")
-        self.engine.discard_gradients()
+        self.engine.discard_gradients("" if set_to_none else "zeroed")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_sealed", False):
@@ -317,13 +344,13 @@ def segment_slots(unit: Unit) -> list[int]:
     return [places[id(piece.slot)] for piece in unit.layout.pieces(unit.ranks.shard.rank)]
 
 
-def _count_step(unit: Unit) -> list[int]:
+def _count_step(unit: Unit, leftover: str = "stepped") -> list[int]:
     """Count a step of every parameter that was used; its number for each segment, 0 for those that were not."""
     for k, group in enumerate(unit.groups):
         if unit.used[k] and group is not None:
             unit.steps[k] += 1
     numbers = [unit.steps[k] if unit.used[k] and unit.groups[k] is not None else 0 for k in segment_slots(unit)]
-    unit.consumed()
+    unit.consumed(leftover)
     return numbers
 
 

@@ -35,8 +35,12 @@ def tensors_of(value: Any, depth: int = 5) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple, set)):
         for item in value:
             yield from tensors_of(item, depth - 1)
-    elif hasattr(value, "__dict__"):
-        yield from tensors_of(vars(value), depth - 1)
+    else:
+        yield from tensors_of(getattr(value, "__dict__", None), depth - 1)
+        for kind in type(value).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                yield from tensors_of(getattr(value, name, None), depth - 1)
 
 
 def not_traced(hook: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:

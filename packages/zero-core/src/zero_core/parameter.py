@@ -112,6 +112,8 @@ class Sharded(nn.Parameter):
         special = _SPECIAL.get(func)
         if special is not None and args and isinstance(args[0], Sharded):
             return special(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return _grad(*args, **kwargs)
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -181,6 +183,26 @@ def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if result is taken.values:
             return taken.parameter
     return _writing_through(func, result, [taken for taken, _ in gathered.values()])
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.grad with respect to sharded parameters: of their places in the graph, which need no memory.
+
+    Not with torch functions disabled: what backward computes anew may use other sharded parameters.
+    """
+    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    with torch._C.DisableTorchFunctionSubclass():
+        places = [torch.autograd.graph.get_gradient_edge(p) if isinstance(p, Sharded) else p for p in given]
+    zeros = kwargs.pop("materialize_grads", False)
+    if zeros:
+        kwargs["allow_unused"] = True
+    found = torch.autograd.grad(outputs, places, *args, **kwargs)  # type: ignore[arg-type]
+    if not zeros:
+        return found
+    return tuple(
+        torch.zeros(p.shape, dtype=p.dtype, device=p.device) if gradient is None else gradient
+        for p, gradient in zip(given, found, strict=True)
+    )
 
 
 @dataclass
@@ -329,7 +351,7 @@ _METADATA: set[Any] = _getters(
     *(Tensor.storage_offset, Tensor.is_signed, Tensor.is_inference, Tensor.type, _T._backward_hooks.__set__),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, Tensor.is_same_size),
     *(torch.is_tensor, Tensor.is_shared, Tensor._is_view),
-    *(torch.autograd.grad, torch.autograd.backward, Tensor.backward),  # they want the parameter's place in the graph
+    *(torch.autograd.backward, Tensor.backward),  # they want the parameter's place in the graph
 }
 _METADATA -= {Tensor.type}
 

@@ -80,12 +80,12 @@ class Reducer:
                 self._reduce(unit)
         self.finish()
 
-    def discard(self) -> None:
-        """Forget every gradient."""
+    def discard(self, leftover: str = "") -> None:
+        """Forget every gradient. leftover: see `Unit.consumed`."""
         for unit in self._units:
             unit.drop_gradient()
             unit.drop_kept()
-            unit.consumed()
+            unit.consumed(leftover)
         self._store.discard_gradients()
 
     def drop(self, unit: Unit, k: int) -> bool:

@@ -85,6 +85,8 @@ class Unit:
         self.steps = [0] * len(self.parameters)
         self.used = [False] * len(self.parameters)  # since the last step, on this rank
         self.arrived = False  # a gradient since the last step, on every rank
+        # What zero_grad() has not cleared: torch would add to it, and step it again. "stepped", "zeroed" or nothing.
+        self.leftover: list[str] = [""] * len(self.parameters)
         self.dropped: set[int] = set()  # parameters whose `.grad` was set to None after it arrived
         self.gradient: Tensor | None = None  # (numel,) reduce dtype: this backward's, not reduced
         self.filled: set[int] = set()
@@ -321,10 +323,15 @@ class Unit:
     def holds_gradient(self, k: int) -> bool:
         """Whether parameter k may have a gradient, which on several ranks may be another rank's."""
         anywhere = self.used[k] or (self.arrived and self.ranks.size > 1)
-        return anywhere and self.groups[k] is not None and k not in self.dropped
+        there = anywhere and k not in self.dropped
+        return (there or bool(self.leftover[k])) and self.groups[k] is not None
 
     def drop(self, k: int) -> None:
         """`p.grad = None`: the parameter is not stepped, nor counted in the norm. See forget_dropped."""
+        if self.leftover[k]:
+            self.leftover[k] = ""
+            if not (self.used[k] or self.arrived):
+                return
         self.dropped.add(k)
         self.used[k] = False
 
@@ -340,8 +347,10 @@ class Unit:
                     self.store.discard_gradient(self.index, piece.shard_start, piece.shard_stop)
         self.dropped.clear()
 
-    def consumed(self) -> None:
-        """Every gradient was stepped or discarded."""
+    def consumed(self, leftover: str = "") -> None:
+        """Every gradient was stepped or discarded. leftover: what torch would still have where there was one."""
+        kept = [leftover if used or left else "" for used, left in zip(self.used, self.leftover, strict=True)]
+        self.leftover = kept
         self.used = [False] * len(self.used)
         self.arrived = False
         self.dropped.clear()
