@@ -150,19 +150,16 @@ class Fuzzer:
     def shrink(self, program: Program, outcome: Outcome, seconds: float) -> tuple[Program, Outcome]:
         """Greedily the smallest program that still fails in the same way."""
         deadline = time.monotonic() + seconds
-        at, untried = 0, True
-        while untried:
-            candidates = [less for less in smaller(program) if sound(less)][at:]
-            untried = at > 0
-            for at, less in enumerate(candidates, start=at):
-                if time.monotonic() > deadline:
-                    return program, outcome
-                now = self.judge(less)
-                if now.kind == outcome.kind:
-                    program, outcome, untried = less, now, True
-                    break  # and go on from here with what is left
+        candidates = list(filter(sound, smaller(program)))
+        at, in_vain = 0, 0
+        while in_vain < len(candidates) and time.monotonic() < deadline:
+            less = candidates[at % len(candidates)]
+            now = self.judge(less)
+            if now.kind == outcome.kind:
+                program, outcome, in_vain = less, now, 0
+                candidates = list(filter(sound, smaller(program)))
             else:
-                at = 0  # once more from the start, unless this was from the start
+                at, in_vain = at + 1, in_vain + 1
         return program, outcome
 
 
@@ -185,12 +182,14 @@ def script(failed: Failed) -> str:
     here = Path(__file__).parent
     said = "\n".join(f"#   {line}" for line in failed.outcome.text.splitlines()[-12:])
     parts = [
-        f'"""Fuzzer seed {failed.seed}: {failed.outcome.kind}. Run it with `python`; it needs torch and our packages."""',
+        f'"""Fuzzer seed {failed.seed}: {failed.outcome.kind}. Needs torch and the packages of this repository."""',
         "# It said:\n" + said,
     ]
-    for name in ("program.py", "optimizers.py", "models.py", "run.py"):
+    for name in ("program.py", "optimizers.py", "models.py", "side.py", "run.py"):
         text = (here / name).read_text(encoding="utf-8")
-        text = re.sub(r"from tests\.fuzz(\.\w+)? import .*\n", "", text.replace("from __future__ import annotations", ""))
+        text = re.sub(
+            r"from tests\.fuzz(\.\w+)? import .*\n", "", text.replace("from __future__ import annotations", "")
+        )
         parts.append(f"# -- tests/fuzz/{name} {'-' * 80}\n{text.replace('models.', '')}")
     parts.append(
         f"PROGRAM = {failed.smallest!r}\n\n"

@@ -169,7 +169,9 @@ def _conv(d: int) -> nn.Module:
 
 
 def _conv2d(d: int) -> nn.Module:
-    return nn.Sequential(nn.Unflatten(1, (1, 2, d // 2)), nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(1), nn.Linear(2 * d, d))
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, d // 2)), nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(1), nn.Linear(2 * d, d)
+    )
 
 
 KINDS: dict[str, Callable[[int], nn.Module]] = {
@@ -202,7 +204,9 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "old_weight_norm": lambda d: torch.nn.utils.weight_norm(nn.Linear(d, d)),
     "old_spectral_norm": lambda d: torch.nn.utils.spectral_norm(nn.Linear(d, d)),
     # what may be refused
-    "integer": lambda d: Holder(nn.Parameter(torch.randn(2) / 9), nn.Parameter(torch.tensor([1, 2]), requires_grad=False)),
+    "integer": lambda d: Holder(
+        nn.Parameter(torch.randn(2) / 9), nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
+    ),
     "subclass": lambda d: Holder(Tagged(torch.randn(3) / 9)),
     "double": lambda d: Holder(nn.Parameter(torch.randn(2) / 9), nn.Parameter(torch.randn(3).double() / 9)),
     "slots": lambda d: nn.Linear(d, d),

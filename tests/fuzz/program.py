@@ -1,4 +1,4 @@
-"""What a program is, how one is drawn from a seed, and how one is made smaller. Data only: runs nothing, needs no torch.
+"""What a program is, how one is drawn from a seed, and how one is made smaller. Data only: runs nothing.
 
 Defaults are the simplest choice of every field: a program becomes smaller by giving fields their defaults back and by
 losing elements of its tuples, and its `repr` shows only what is left.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -100,7 +101,19 @@ class Program(Brief):
 # -- drawing -----------------------------------------------------------------------------------------------------------
 
 COMMON = ["linear", "mlp", "conv", "conv2d", "layernorm", "batchnorm", "embedding", "scalar", "nested", "gru", "mha"]
-RARER = ["encoder", "experts", "bilinear", "lora", "functional", "buffer", "dropout", "empty", "max_norm", "list", "bag"]
+RARER = [
+    "encoder",
+    "experts",
+    "bilinear",
+    "lora",
+    "functional",
+    "buffer",
+    "dropout",
+    "empty",
+    "max_norm",
+    "list",
+    "bag",
+]
 PARAMETRISED = ["weight_norm", "spectral_norm", "orthogonal", "symmetric", "old_weight_norm", "old_spectral_norm"]
 OUTPUTS = ["tuple", "list", "dict", "dataclass", "namedtuple", "nested", "object", "pass"]
 WRITES = ["clamp", "detach", "copy", "row"]
@@ -142,7 +155,20 @@ NOT_ELEMENTWISE = [
     *("Large", "Whole", "Calls", "Adafactor", "Muon", "LBFGS"),
 ]
 REFUSED_OPS = ["clip", "deepcopy", "pickle", "set_data", "add_group", "optimizer_state", "keep", "unzeroed"]
-READS = ["norm", "mean", "square", "first", "tolist", "numpy", "clone", "data", "detach", "state_dict", "vector", "grad"]
+READS = [
+    "norm",
+    "mean",
+    "square",
+    "first",
+    "tolist",
+    "numpy",
+    "clone",
+    "data",
+    "detach",
+    "state_dict",
+    "vector",
+    "grad",
+]
 PARAMETER_WRITES = ["copy", "mul", "data", "data_row", "detach", "row", "gathered", "init", "foreach", "clamp"]
 
 
@@ -319,7 +345,7 @@ def sound(program: Program) -> bool:
     if program.config.deferred and program.config.warm:
         return False
     uses = [op for op in program.loop if op.name in ("backward", "step") or op.how == "backward"]
-    lone = [a for a, b in zip(uses, [*uses[1:], Op()], strict=True) if a.name != "step" and b.name != "step"]
+    lone = [a for a, b in pairwise([*uses, Op()]) if a.name != "step" and b.name != "step"]
     return not (program.config.update_in_backward and lone)
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -69,30 +66,27 @@ def test_a_rank_that_hangs_dies_or_raises_is_a_failure_and_is_replaced(monkeypat
         assert [fuzzer.judge(Program()).kind for _ in range(2)] == [kind, kind]
 
 
-def _dislikes_gru(program: Program, folder: str) -> Outcome:
+def _dislikes_gru(fuzzer: Fuzzer, program: Program) -> Outcome:
     bad = any(block.kind == "gru" for block in program.model.blocks) and any(op.name == "step" for op in program.loop)
     return Outcome("differs" if bad else "match")
 
 
-def test_a_failure_shrinks_to_what_it_takes():
+def test_a_failure_shrinks_to_what_it_takes(monkeypatch):
+    monkeypatch.setattr(Fuzzer, "judge", _dislikes_gru)
     large = Program(
         Model((Block("mlp"), Block("gru", use="twice", frozen="first"), Block("mha")), root="bias", wrapped=True),
         Optimizer("AdamW", (("lr", 0.01),), "two"),
         (Op("read"), Op(how="joint"), Op("step"), Op("evaluate", 3, "eval"), Op(), Op("step")),
         Config(stage=1, placement="host host host"),
     )
-    with Fuzzer(_dislikes_gru) as fuzzer:
+    with Fuzzer() as fuzzer:
         small, _ = fuzzer.shrink(large, Outcome("differs"), seconds=60)
     assert small == Program(Model((Block("gru"),)), loop=(Op("step"),))
 
 
-def test_a_script_runs_on_its_own(tmp_path):
+def test_a_script_runs_on_its_own(interpreter):
     program = Program(Model((Block("conv"), Block("spectral_norm"))), loop=(Op(), Op("step")), config=Config(stage=2))
-    path = tmp_path / "script.py"
-    path.write_text(script(Failed(0, 1, program, program, Outcome("differs", "what was\nseen"))), encoding="utf-8")
-    sources = [entry for entry in sys.path if Path(entry).name == "src" or "site-packages" in entry]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources)}
-    ran = subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    ran = interpreter(script(Failed(0, 1, program, program, Outcome("differs", "what was\nseen"))))
     assert ran.stdout.split() == ["match"], ran.stderr
 
 
