@@ -155,6 +155,7 @@ NOT_ELEMENTWISE = [
     *("Large", "Whole", "Calls", "Adafactor", "Muon", "LBFGS"),
 ]
 REFUSED_OPS = ["clip", "deepcopy", "pickle", "set_data", "add_group", "optimizer_state", "keep", "unzeroed"]
+REFUSED_OPS += ["functional", "parameters_to", "vector"]
 READS = [
     "norm",
     "mean",
@@ -169,7 +170,7 @@ READS = [
     "vector",
     "grad",
 ]
-PARAMETER_WRITES = ["copy", "mul", "data", "data_row", "detach", "row", "gathered", "init", "foreach", "clamp"]
+PARAMETER_WRITES = ["copy", "mul", "data", "data_row", "detach", "row", "gathered", "init", "foreach", "clamp", "apply"]
 
 
 def generate(seed: int) -> Program:
@@ -312,7 +313,7 @@ def _between(r: Random, calm: bool) -> Op:
     how = {
         "read": READS,
         "write": PARAMETER_WRITES,
-        "evaluate": ["no_grad", "inference", "eval", "thrown_away"],
+        "evaluate": ["no_grad", "inference", "eval", "thrown_away", "copy", "cached"],
         "options": ["lr", "weight_decay"],
         "fail": ["forward"] if calm else ["forward", "backward"],
         "resume": ["", "", "stage"],

@@ -253,6 +253,8 @@ def execute(program: Program, folder: str) -> Outcome:
         warnings.simplefilter("ignore")
         try:
             expected = World(program).run()[rank]
+        except ZeroError as error:  # deferred_init has a part in it
+            return Outcome("refused", f"{type(error).__name__}: {error}")
         except Exception as error:
             return Outcome("invalid", f"{type(error).__name__}: {error}"[:300])
         try:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import cached
 
 import zero_core
 from tests.fuzz import models
@@ -50,6 +51,7 @@ class Side:
         self.program, self.rank = program, rank
         self.noise = torch.Generator().manual_seed(jitter) if jitter else None
         self.records: list[Record] = []
+        self.average: list[Tensor] = []
         self.batches = 0
         self.model = self.make(program.seed)
         self.optimizer = build_optimizer(program.optimizer, self.model)
@@ -96,8 +98,9 @@ class Side:
         rank = 0 if self.program.same_data else self.rank if rank is None else rank
         made = torch.Generator().manual_seed(self.program.seed * 7919 + self.batches * 31 + rank)
         width = self.program.model.width
-        x, target = torch.randn(ROWS, width, generator=made), torch.randn(ROWS, width, generator=made)
-        return self.shaken(x), torch.randint(0, models.WORDS, (ROWS,), generator=made), target
+        rows = ROWS + rank  # ranks have batches of different sizes
+        x, target = torch.randn(rows, width, generator=made), torch.randn(rows, width, generator=made)
+        return self.shaken(x), torch.randint(0, models.WORDS, (rows,), generator=made), target
 
     @staticmethod
     def loss(y: Tensor, target: Tensor) -> Tensor:
@@ -243,6 +246,11 @@ class Side:
             "state_dict": lambda: torch.cat([v.double().flatten() for v in self.model.state_dict().values()]),
             "vector": lambda: nn.utils.parameters_to_vector(self.model.parameters()),
         }
+        if how == "average":  # of the values so far, as evaluation likes it
+            now = [q.detach().clone().double() for q in self.parameters]
+            old = self.average or now
+            self.average = [0.5 * a + 0.5 * b for a, b in zip(old, now, strict=True)]
+            read[how] = lambda: torch.cat([q.flatten() for q in self.average])
         self.record(f"read at {self.at}", read[how]())
 
     def op_write(self, op: Op) -> None:
@@ -258,6 +266,8 @@ class Side:
         elif how == "gathered":
             with self.gathered():
                 p.data.mul_(0.9)
+        elif how == "apply":
+            self.model.apply(_shrink_linears)
         elif how == "init":
             nn.init.constant_(p, 0.2)
         else:
@@ -289,9 +299,14 @@ class Side:
         training = self.model.training
         if op.how == "eval":
             self.model.eval()
-        modes: dict[str, Any] = {"inference": torch.inference_mode, "thrown_away": nullcontext}
+        model = self.model
+        if op.how == "copy":
+            model = models.build(self.program.model, 1)
+            model.load_state_dict(self.model.state_dict())
+            model.train(training)
+        modes: dict[str, Any] = {"inference": torch.inference_mode, "thrown_away": nullcontext, "cached": cached}
         with modes.get(op.how, torch.no_grad)():
-            self.record(f"output at {self.at}", first_tensor(self.model(x, tokens, self.batches, -1)))
+            self.record(f"output at {self.at}", first_tensor(model(x, tokens, self.batches, -1)))
         self.model.train(training)
 
     def op_sub_forward(self, op: Op) -> None:
@@ -343,6 +358,20 @@ class Side:
 
     # -- what may be refused
 
+    def op_functional(self, op: Op) -> None:
+        x, tokens, _ = self.batch()
+        values = {name: p.detach() * 0.9 for name, p in self.model.named_parameters()}
+        with torch.no_grad():
+            y = torch.func.functional_call(self.model, values, (x, tokens, self.batches, -1))
+        self.record(f"output at {self.at}", first_tensor(y))
+
+    def op_parameters_to(self, op: Op) -> None:
+        self.model.to(torch.float32)
+
+    def op_vector(self, op: Op) -> None:
+        values = nn.utils.parameters_to_vector(self.model.parameters()).detach()
+        nn.utils.vector_to_parameters(values * 0.9, self.model.parameters())
+
     def op_clip(self, op: Op) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
 
@@ -364,6 +393,12 @@ class Side:
         if not op.index % 2:
             self.optimizer.load_state_dict(fresh)
         self.optimizer.load_state_dict(saved)
+
+
+@torch.no_grad()
+def _shrink_linears(module: nn.Module) -> None:
+    if type(module) is nn.Linear and "weight" in module._parameters:
+        module.weight.mul_(0.9)
 
 
 def _raise(gradient: Tensor) -> Tensor:
