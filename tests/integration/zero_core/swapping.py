@@ -9,13 +9,14 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_core.device_store import DeviceStore
-from zero_core.store import GroupStep
+from zero_core.store import GroupStep, StoreContext
 
 
 class LateArrival:
@@ -81,8 +82,8 @@ class SwappingStore(DeviceStore):
         self.most = 0
         self.fail_at: int | None = None  # the unit that cannot be copied
 
-    def attach(self, *args: Any, **options: Any) -> None:
-        super().attach(*args, **options)
+    def attach(self, *args: Any, context: StoreContext, **options: Any) -> None:
+        super().attach(*args, context=replace(context, keeps_parameters=False), **options)  # what is copied from stays
         self.swaps_in = True
 
     def swap_in(self, i: int, out: Tensor) -> LateArrival:

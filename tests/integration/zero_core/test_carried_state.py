@@ -152,3 +152,26 @@ def test_optimizers_of_the_users_own_are_tried_before_they_are_cut():
         model = toys.Stack()
         with pytest.raises(UnsupportedOptimizerError, match=complaint):
             zero_core.shard(model, kind(model.parameters(), lr=0.1))
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("name", ["NAdam", "ASGD"])
+def test_a_number_of_a_parameter_without_dimensions_is_no_tensor(name):
+    model, dense = Scaled(), Scaled()
+    ours, theirs = (getattr(torch.optim, name)(m.parameters(), lr=0.1) for m in (model, dense))
+    for step in range(3):
+        if step == 1:
+            ours = zero_core.shard(model, ours)
+        for each, optimizer in ((model, ours), (dense, theirs)):
+            each(torch.ones(3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.state_dict()["scale"], dense.scale.detach())

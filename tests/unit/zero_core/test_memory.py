@@ -13,7 +13,7 @@ PSI = 1 << 20
 def test_bytes_of_each_stage_in_mixed_precision() -> None:
     """The table of the paper: 2 + 2 + 12 bytes a parameter, each divided where it is sharded; fp32 sums: 4 for 2.
 
-    Whole parameters and gradients over sharded states have the store's own shard beside them.
+    The whole gradients of stage 1 have the shard that they are reduced to beside them.
     """
     whole, shard = PSI, PSI // 8
     for accumulate, itemsize in ((1, 2), (3, 4)):
@@ -21,7 +21,7 @@ def test_bytes_of_each_stage_in_mixed_precision() -> None:
             memory.estimate(PSI, 8, stage, param_dtype=torch.bfloat16, optimizer="adamw", accumulate=accumulate)
             for stage in (0, 1, 2, 3)
         ]
-        assert [r.parameters_bytes for r in rows] == [2 * whole, 2 * (whole + shard), 2 * (whole + shard), 2 * shard]
+        assert [r.parameters_bytes for r in rows] == [2 * whole, 2 * whole, 2 * whole, 2 * shard]
         assert [r.gradients_bytes for r in rows] == [
             itemsize * whole,
             itemsize * whole + 2 * shard,
@@ -31,8 +31,31 @@ def test_bytes_of_each_stage_in_mixed_precision() -> None:
         assert [r.optimizer_bytes for r in rows] == [12 * whole] + [12 * shard] * 3
 
 
+def test_table_1_of_the_paper() -> None:
+    """7.5 billion parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB; stage 1 has a reduced shard of gradients more."""
+    psi, ranks = 7_500_000_000, 64
+    rows = [memory.estimate(psi, ranks, stage, param_dtype=torch.bfloat16) for stage in (0, 1, 2, 3)]
+    totals = [(r.parameters_bytes + r.gradients_bytes + r.optimizer_bytes) / 1e9 for r in rows]
+    totals[1] -= 2 * psi / ranks / 1e9
+    assert [round(total, 1) for total in totals] == [120.0, 31.4, 16.6, 1.9]
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2)])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_no_sync_keeps_a_whole_fp32_gradient_and_sends_one(stage: int, dtype: torch.dtype, itemsize: int) -> None:
+    def found(ranks: int = 4, **options: bool) -> memory.Estimate:
+        return memory.estimate(PSI, ranks, stage, param_dtype=dtype, accumulate=4, **options)
+
+    shard = PSI if stage == 0 else PSI // 4
+    assert found().gradients_bytes == 4 * shard
+    assert found(no_sync=True).gradients_bytes == 4 * PSI + itemsize * shard
+    assert found(no_sync=True).moved.reduced_numel == found().moved.reduced_numel // 4 == PSI * 3 // 4
+    assert found(1, no_sync=True) == found(1)  # one rank has nothing to hold back
+
+
 def test_fp32_parameters_are_their_own_master() -> None:
     assert memory.estimate(PSI, 1, 0).optimizer_bytes == 8 * PSI
+    assert memory.estimate(PSI, 8, 2).parameters_bytes == 4 * PSI + 4 * PSI // 8  # the whole unit is a copy
     assert memory.estimate(PSI, 1, 0, optimizer="sgd").optimizer_bytes == 0
 
 
@@ -76,6 +99,8 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
     lora = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16)
     assert (lora.gradients_bytes, lora.optimizer_bytes) == (4 * PSI // 64, 8 * PSI // 64)
     assert lora.parameters_bytes == PSI
+    lora = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16, param_dtype=torch.bfloat16)
+    assert lora.optimizer_bytes == 4 * PSI // 4 + 8 * PSI // 64  # but a master, where they are not one
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -212,3 +212,27 @@ def test_what_activations_travel_through_is_planned_once_however_deep():
         sizes = ModelSizes.transformer(layers=layers, hidden_size=256)
         kept, aside = (plan(sizes, optimizer="host", activations=p, tokens=4096) for p in ("keep", "nvme"))
         assert aside.bytes_of("host", "buffers") - kept.bytes_of("host", "buffers") == 4 * (4 << 20)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_what_several_ranks_keep_whole_is_counted(where):
+    """Parameters at stages 1 and 2, gradients at stage 1 and under no_sync; at stage 0 ranks are replicas."""
+
+    def found(stage, **options):
+        kinds = dict.fromkeys(STATES, where)
+        return plan(LLAMA, **kinds, stage=stage, shard_count=4, parameter_dtype=torch.bfloat16, **options)
+
+    numel, plans = LLAMA.numel, [found(stage) for stage in range(4)]
+    assert [each.bytes_of(where, "optimizer") * (4 if stage else 1) for stage, each in enumerate(plans)] == [
+        12 * numel
+    ] * 4
+    shard, whole = (numel // 2, 2 * numel) if where == "device" else (0, 2 * numel)
+    parameters = [each.bytes_of("device", "parameters") for each in plans]
+    assert parameters == [2 * numel if where == "device" else 0, whole + shard, whole + shard, shard]
+    assert all(each.bytes_of("host", "buffers") >= 0 for each in plans)
+    assert [each.buffers.held_back for each in plans] == [0, 2 * numel, 0, 0]
+    held = [found(stage, accumulate=4, no_sync=True) for stage in range(4)]
+    assert [each.buffers.held_back for each in held] == [4 * numel] * 4
+    assert all(each.bytes_of("device", "buffers") >= 4 * numel for each in held)
+    assert [each.bytes_of(where, "gradients") * (4 if s else 1) for s, each in enumerate(held)] == [2 * numel] * 4
+    assert found(3, accumulate=4).buffers.held_back == 0

@@ -28,6 +28,11 @@ def changed(*overrides):
         (["offload.optimizer={host: 0.5, nvme: 0.4}"], ["offload.optimizer", "0.9"]),
         (["offload.optimizer={host: 0.5, disk: 0.5}"], ["offload.optimizer=disk"]),
         (["zero.update_in_backward=true"], ["zero.update_in_backward", "optim.max_grad_norm"]),
+        (
+            ["zero.update_in_backward=true", "optim.max_grad_norm=null", "run.accumulate=2"],
+            ["zero.update_in_backward", "run.accumulate=2"],
+        ),
+        (["zero.stage=1", "zero.no_sync=false"], ["zero.no_sync=false", "zero.stage=2"]),
         (["optim.betas=[0.9]"], ["optim.betas"]),
         (["data.validation_fraction=1.5"], ["data.validation_fraction"]),
         (["precision.loss_scale=big"], ["precision.loss_scale=big"]),

@@ -60,3 +60,16 @@ def test_on_a_gpu_the_optimizers_are_the_fused_ones(kind):
         for on_gpu in (False, True)
     }
     assert fused == {False: {None}, True: {True}}
+
+
+def test_without_offload_a_cpu_updates_as_host_memory_does(monkeypatch):
+    """What stays on the device lies in host memory there: the same store, with the kernels where they are installed."""
+    composed = config.compose(["recipe=tiny", "run.dir=unused", "precision=bf16", "offload=none"])
+    draft = engine.draft(composed)
+    plan = planning.make(composed, draft.model, Ranks(), draft.step)
+    store = engine.make_store(composed, draft, plan, None)
+    assert store.step is draft.step is not None
+    store.close()
+    monkeypatch.setattr(engine, "find_spec", lambda name: None)
+    alone = engine.draft(composed)
+    assert alone.step is None and all(group["fused"] for group in alone.optimizer.param_groups)

@@ -101,3 +101,36 @@ def test_the_default_run_writes_less_than_100_gigabytes(kind):
 
 def test_memory_is_asked_of_the_machine():
     assert 1 << 28 < zero_offload.available_host_bytes() < 1 << 50
+
+
+TWO = Ranks(0, 2, 0, 2)
+
+
+def held_back(*overrides, ranks=TWO):
+    composed, plan = planned("offload=host", "hardware.host_gib=100", *overrides, ranks=ranks)
+    text = planning.described(plan, composed, ranks)
+    assert (plan.buffers.held_back > 0) == ("whole gradients that wait for the step" in text)
+    return plan.buffers.held_back / 103e6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bytes_an_element"),
+    [
+        ("zero.stage=3 run.accumulate=4", 0),
+        ("zero.stage=2 run.accumulate=4", 0),
+        ("zero.stage=3 run.accumulate=4 zero.no_sync=true", 4),
+        ("zero.stage=3 run.accumulate=1 zero.no_sync=true", 0),
+        ("zero.stage=1", 2),
+        ("zero.stage=1 run.accumulate=4", 4),
+        ("zero.stage=0 run.accumulate=4", 4),
+        ("zero.stage=0 run.accumulate=4 zero.no_sync=false", 0),
+    ],
+)
+def test_gradients_that_wait_for_the_step_are_planned_and_printed(overrides, bytes_an_element):
+    assert held_back(*overrides.split()) == pytest.approx(bytes_an_element, rel=0.02)
+    assert held_back(*overrides.split(), ranks=Ranks()) == 0  # one rank holds nothing back
+
+
+def test_a_plan_without_room_for_held_back_gradients_names_the_key():
+    with pytest.raises(ConfigError, match=r"zero\.no_sync=false"):
+        planned("offload=host", "run.accumulate=4", "zero.no_sync=true", "hardware.host_gib=2", ranks=TWO)

@@ -68,7 +68,7 @@ def _steps(state: Mapping[str, Any]) -> int:
 
 def _put(unit: Unit, k: int, name: str, value: Tensor, store: ShardStore, ranks: Ranks, kind: str) -> None:
     slot = unit.layout.slots[k]
-    if value.shape != slot.shape and value.dim() == 0:
+    if value.dim() == 0 and name not in store.state_names():  # not by the shape: a parameter may have none itself
         _put_number(unit, k, name, float(value), store, ranks)
         return
     if name not in store.state_names() or value.shape != slot.shape:

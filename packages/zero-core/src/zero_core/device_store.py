@@ -3,6 +3,8 @@
 The user's optimizer class runs, one instance a unit, on one parameter per segment: views of the flat fp32 master.
 Its options (fused, foreach, betas ...) are kept. Where the reduce dtype is 16-bit and nothing accumulates, fp32
 gradients exist for one unit at a time; once a unit's gradients have accumulated, they are fp32 from the first on.
+A 16-bit shard lies beside its fp32 master. Not at stages 1 and 2: there the whole unit stays until the step, so its
+shard is rounded from the master when it is asked for, once a step, and is gone when it has been gathered.
 """
 
 from __future__ import annotations
@@ -58,10 +60,11 @@ class DeviceStore:
 
     def parameters(self, i: int) -> Tensor:
         self._check()
-        return self._shards[i].parameter
+        return self._shards[i].lend_parameter()
 
     def release(self, i: int) -> None:
         self._check()
+        self._shards[i].take_back_parameter()
 
     def gradient_buffer(self, i: int) -> Tensor | None:
         self._check()
@@ -141,7 +144,10 @@ class DeviceStore:
 
 
 class _Shard:
-    """One unit's shard: master, parameter (the master itself in fp32), gradient, optimizer over its segments."""
+    """One unit's shard: master, parameter (the master itself in fp32), gradient, optimizer over its segments.
+
+    `parameter` is None where it is rounded from the master each time it is lent.
+    """
 
     def __init__(
         self,
@@ -155,10 +161,12 @@ class _Shard:
         self.spec = spec
         self._optimizer_counts = counts
         self.master = master.detach().to(device=context.device, dtype=torch.float32).contiguous()
-        self.parameter = self.master
+        self.parameter: Tensor | None = self.master
+        self._passing = False  # the parameter exists only while it is lent
         if spec.dtype != torch.float32:
-            self.parameter = torch.empty(spec.numel, dtype=spec.dtype, device=context.device)
-            round_to(self.master, self.parameter)
+            self._passing, self.parameter = context.keeps_parameters and context.shard_count > 1, None
+            if not self._passing:
+                self.lend_parameter()
         self.reduce_dtype = context.reduce_dtype
         self.needs_scratch = context.reduce_dtype != torch.float32
         self.gradient: Tensor | None = None  # (numel,) reduce dtype, or fp32 once accumulated
@@ -168,6 +176,21 @@ class _Shard:
         self._made_at_first_step = not self.optimizer.state  # Adagrad makes its state when it is built
         # The optimizer's own count of each segment, where known: to read its tensor would wait for the device.
         self._counts: list[int | None] = [None] * len(self.views)
+
+    def lend_parameter(self) -> Tensor:
+        if self.parameter is None:
+            self.parameter = torch.empty(self.spec.numel, dtype=self.spec.dtype, device=self.master.device)
+            round_to(self.master, self.parameter)
+        return self.parameter
+
+    def take_back_parameter(self) -> None:
+        if self._passing:
+            self.parameter = None
+
+    def _refresh(self, start: int, stop: int) -> None:
+        """Elements [start, stop) of the master have changed."""
+        if self.parameter is not None and self.parameter is not self.master:
+            round_to(self.master[start:stop], self.parameter[start:stop])
 
     def _memory(self) -> Tensor:
         if self._own.numel() != self.spec.numel:
@@ -208,8 +231,7 @@ class _Shard:
         for view in self.views:
             view.grad = None
         self.gradient = None
-        if self.parameter is not self.master:
-            round_to(self.master, self.parameter)
+        self._refresh(0, self.spec.numel)
 
     def _align_step(self, k: int, step: int) -> None:
         """torch counts steps in the state; after a checkpoint was loaded the caller's count is the right one."""
@@ -248,8 +270,7 @@ class _Shard:
         stop = start + values.numel()
         if name == "master":
             self.master[start:stop].copy_(values)
-            if self.parameter is not self.master:
-                round_to(self.master[start:stop], self.parameter[start:stop])
+            self._refresh(start, stop)
             return
         for k, segment in enumerate(self.spec.segments):
             low, high = max(start, segment.start), min(stop, segment.stop)

@@ -3,15 +3,24 @@
 [Note: the residency table]
 With Psi parameters and N shards, between uses and up to the padding of a unit:
 
-    stage   parameters   gradients                optimizer states   elements moved per rank, x (N-1)/N
-    0       whole        whole                    whole              2 Psi   (one all-reduce)
-    1       whole        whole until the step     shard              2 Psi   (reduce-scatter, all-gather)
-    2       whole        shard                    shard              2 Psi
-    3       shard        shard                    shard              3 Psi   (all-gather twice, reduce-scatter)
+    stage   parameters   gradients                optimizer states   elements moved per rank and step, x (N-1)/N
+    0       whole        whole                    whole              2 Psi a micro-batch (one all-reduce)
+    1       whole        whole until the step     shard              2 Psi (reduce-scatter, all-gather)
+    2       whole        shard                    shard              Psi, and Psi a micro-batch
+    3       shard        shard                    shard              3 Psi a micro-batch (all-gather twice)
 
-Where something is whole beside sharded states (parameters of stages 1 and 2, gradients of stage 1), the shard that the
-store keeps of it comes on top. Gradients are in the reduce dtype; in fp32 once micro-batches accumulate.
-After Rajbhandari et al., "ZeRO", 2020, section 5 and 7. Hybrid sharding adds an all-reduce of the shard over replicas.
+Gradients are in the reduce dtype, sums of several micro-batches in fp32. A 16-bit parameter has an fp32 master among
+the states. In 16 bits with Adam this is table 1 of Rajbhandari et al., "ZeRO", 2020, bytes a parameter:
+
+    stage 0    2 + 2 + 12
+    stage 1    2 + 2 + (12 + 2) / N    the last 2: what the whole gradient is reduced to at the step; the paper omits it
+    stage 2    2 + (2 + 12) / N        a 16-bit shard of the parameters exists only while it is gathered
+    stage 3    (2 + 2 + 12) / N
+
+With fp32 parameters stages 1 and 2 hold the shard of the master beside the whole parameters.
+`no_sync` keeps a whole gradient on every rank at stages 0, 2 and 3 too, in fp32, beside what it is reduced to at the
+end: 4 bytes a parameter for one reduction a step instead of one a micro-batch.
+Hybrid sharding adds an all-reduce of the shard over replicas.
 """
 
 from __future__ import annotations
@@ -62,7 +71,7 @@ class Estimate:
     gradients_bytes: int  # at their most, between backward and step
     optimizer_bytes: int  # fp32 master, where the parameter is not itself one, and the optimizer's states
     unsharded_bytes: int  # stage 3: the two units whole at a turn, and those gathered ahead or resident
-    transient_bytes: int  # two units' gradients not reduced yet (gloo: three); a shard's in fp32 while it is stepped
+    transient_bytes: int  # two units' gradients not reduced yet (gloo: four); a shard's in fp32 while it is stepped
     moved: Movement
 
     @property
@@ -97,13 +106,20 @@ def optimizer_states(optimizer: str | int | torch.optim.Optimizer) -> int:
 
 
 def movement(
-    numel: int, world_size: int, stage: int, *, replicas: int = 1, accumulate: int = 1, resident_numel: int = 0
+    numel: int,
+    world_size: int,
+    stage: int,
+    *,
+    replicas: int = 1,
+    accumulate: int = 1,
+    no_sync: bool = False,
+    resident_numel: int = 0,
 ) -> Movement:
     """Elements one rank sends in one optimizer step of `accumulate` micro-batches.
 
     numel: trainable elements, padding included. world_size: ranks of the shard group (N of the table).
-    accumulate: micro-batches that each gather and reduce; 1 for a single one, or where `no_sync` holds reductions back
-    at stages 0 and 1. resident_numel: elements that stage 3 keeps whole between forward and backward.
+    no_sync: all micro-batches but the last are inside `zero_core.no_sync`. resident_numel: elements that stage 3 keeps
+    whole between forward and backward.
     """
     _check(numel, world_size, stage, replicas)
     if accumulate < 1 or not 0 <= resident_numel <= numel:
@@ -112,13 +128,14 @@ def movement(
     def share(elements: int) -> int:
         return elements * (world_size - 1) // world_size
 
+    times = 1 if no_sync or stage == 1 else accumulate
+    reductions = times * numel
     if stage == 3:
         gathers = accumulate * (2 * numel - resident_numel)
-        reductions = accumulate * numel
-    else:  # stage 2 reduces each micro-batch; 0 and 1 may wait for the last
-        gathers, reductions = numel, numel * (accumulate if stage == 2 else 1)
+    else:
+        gathers = reductions if stage == 0 else numel  # an all-reduce gathers what it has reduced
     shard_numel = numel // world_size
-    return Movement(share(gathers), share(reductions), 2 * shard_numel * (replicas - 1) // replicas)
+    return Movement(share(gathers), share(reductions), times * 2 * shard_numel * (replicas - 1) // replicas)
 
 
 def estimate(
@@ -135,13 +152,14 @@ def estimate(
     resident_bytes: int = 0,
     replicas: int = 1,
     accumulate: int = 1,
+    no_sync: bool = False,
 ) -> Estimate:
     """Bytes per rank and kind, and elements moved, of `numel` parameters over `world_size` shards (see the note above).
 
     trainable_numel: of the `numel`, those with gradients and states; all by default. largest_unit_numel: the unit that
-    is whole while it computes. reduce_dtype: `param_dtype` unless given. accumulate: backwards added up in a step. This
-    is a `DeviceStore`'s account; zero_offload.plan has that of a store with tiers. Raises StageError for a stage other
-    than 0, 1, 2, 3.
+    is whole while it computes. reduce_dtype: `param_dtype` unless given. accumulate: backwards added up in a step.
+    no_sync: all of them but the last are inside `zero_core.no_sync`. This is a `DeviceStore`'s account;
+    zero_offload.plan has that of a store with tiers. Raises StageError for a stage other than 0, 1, 2, 3.
     """
     _check(numel, world_size, stage, replicas)
     trainable = numel if trainable_numel is None else trainable_numel
@@ -149,23 +167,28 @@ def estimate(
         raise ValueError(f"trainable_numel={trainable}, largest_unit_numel={largest_unit_numel} exceed numel={numel}")
     shards = 1 if stage == 0 else world_size
 
-    def held(elements: int, itemsize: int, sharded: bool, own_itemsize: int = 0) -> int:
-        """A shard, or everything and, of another `own_itemsize`, the store's own shard."""
-        shard = -(-elements // shards)
-        return shard * itemsize if sharded or shards == 1 else elements * itemsize + shard * own_itemsize
+    def held(elements: int, itemsize: int) -> int:
+        """The store's shard."""
+        return -(-elements // shards) * itemsize
 
     itemsize, reduced = param_dtype.itemsize, (reduce_dtype or param_dtype).itemsize
-    kept = 4 if accumulate > 1 else reduced
-    state_bytes = 4 * optimizer_states(optimizer) + (4 if param_dtype != torch.float32 else 0)
+    masters = held(numel, 4) if param_dtype != torch.float32 else 0  # of frozen parameters too
+    parameters = held(numel, itemsize)
+    if stage in (1, 2) and shards > 1:  # in 16 bits the shard exists while it is gathered
+        parameters = numel * itemsize + (parameters if param_dtype == torch.float32 else 0)
+    summed = 4 if accumulate > 1 else reduced
+    gradients = held(trainable, summed)
+    if world_size * replicas > 1 and (stage == 1 or (no_sync and accumulate > 1)):
+        gradients = trainable * summed + held(trainable, reduced)  # one reaches the store
     unsharded = 0
     if stage == 3 and shards > 1:
         unsharded = min(2 * largest_unit_numel * itemsize + prefetch_bytes + resident_bytes, numel * itemsize)
     largest = min(largest_unit_numel, trainable)
     widened = 4 * -(-largest // shards) if reduced != 4 else 0
     return Estimate(
-        parameters_bytes=held(numel, itemsize, stage == 3, itemsize),
-        gradients_bytes=held(trainable, kept, stage != 1, reduced),
-        optimizer_bytes=held(trainable, state_bytes, sharded=True),
+        parameters_bytes=parameters,
+        gradients_bytes=gradients,
+        optimizer_bytes=masters + held(trainable, 4 * optimizer_states(optimizer)),
         unsharded_bytes=unsharded,
         transient_bytes=min(2 * largest, trainable) * reduced + widened,
         moved=movement(
@@ -174,6 +197,7 @@ def estimate(
             stage,
             replicas=replicas,
             accumulate=accumulate,
+            no_sync=no_sync,
             resident_numel=min(resident_bytes // itemsize, trainable) if stage == 3 else 0,
         ),
     )

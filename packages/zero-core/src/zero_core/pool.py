@@ -11,45 +11,94 @@ import bisect
 import torch
 from torch import Tensor
 
-__all__ = ["Pool"]
+__all__ = ["Pool", "Shelf"]
 
 _WASTE = 1.5  # a buffer serves requests down to its size divided by this
 
+Buffer = tuple[int, int]  # size in bytes, number
+
+
+class Shelf:
+    """Which buffer serves a request, and when a new one is made. Sizes only.
+
+    `nbytes`: of all buffers, lent and free. `peak_nbytes`: the most that they ever were.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Buffer] = []  # sorted
+        self._made = 0
+        self.nbytes = self.peak_nbytes = 0
+
+    def take(self, nbytes: int) -> Buffer:
+        """The smallest free buffer that is large enough and not much larger, else a new one."""
+        place = bisect.bisect_left(self._free, (nbytes,))
+        if place < len(self._free) and self._free[place][0] <= nbytes * _WASTE:
+            return self._free.pop(place)
+        self._made += 1
+        self.nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        return nbytes, self._made
+
+    def give(self, buffer: Buffer) -> None:
+        """Back from the taker."""
+        bisect.insort(self._free, buffer)
+
+    def drop(self, buffer: Buffer) -> None:
+        """Back from the taker, and not wanted again."""
+        self.nbytes -= buffer[0]
+
+    def clear(self) -> list[Buffer]:
+        """Forget the free buffers, and return them."""
+        free, self._free = self._free, []
+        self.nbytes -= sum(size for size, _ in free)
+        return free
+
 
 class Pool:
-    """Lends tensors cut from its buffers. `nbytes`: of all buffers, lent and free."""
+    """Lends tensors cut from its buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[tuple[int, int, Tensor]] = []  # (size in bytes, number, buffer), sorted
-        self._lent: dict[int, Tensor] = {}  # storage -> buffer
-        self._number = 0
-        self.nbytes = 0
+        self._shelf = Shelf()
+        self._memory: dict[int, Tensor] = {}  # number of a buffer -> its bytes
+        self._lent: dict[int, Buffer] = {}  # storage -> buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Of all buffers, lent and free."""
+        return self._shelf.nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most that `nbytes` ever was."""
+        return self._shelf.peak_nbytes
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of `dtype`, whatever it held before."""
         wanted = numel * dtype.itemsize
         with torch.inference_mode(False):
-            place = bisect.bisect_left(self._free, (wanted,))
-            if place < len(self._free) and self._free[place][0] <= wanted * _WASTE:
-                buffer = self._free.pop(place)[2]
-            else:
-                buffer = torch.empty(wanted, dtype=torch.uint8, device=self._device)
-                self.nbytes += wanted
-            self._lent[buffer.untyped_storage()._cdata] = buffer
-            return buffer[:wanted].view(dtype)
+            buffer = size, number = self._shelf.take(wanted)
+            if number not in self._memory:
+                try:
+                    self._memory[number] = torch.empty(size, dtype=torch.uint8, device=self._device)
+                except BaseException:
+                    self._shelf.drop(buffer)  # there is no memory for it
+                    raise
+            memory = self._memory[number]
+            self._lent[memory.untyped_storage()._cdata] = buffer
+            return memory[:wanted].view(dtype)
 
     def give(self, tensor: Tensor) -> None:
         """Back from the taker."""
-        buffer = self._lent.pop(tensor.untyped_storage()._cdata)
-        self._number += 1
-        bisect.insort(self._free, (buffer.numel(), self._number, buffer))
+        self._shelf.give(self._lent.pop(tensor.untyped_storage()._cdata))
 
     def drop(self, tensor: Tensor) -> None:
         """Back from the taker, and not wanted again: its memory is freed."""
-        self.nbytes -= self._lent.pop(tensor.untyped_storage()._cdata).numel()
+        buffer = self._lent.pop(tensor.untyped_storage()._cdata)
+        self._shelf.drop(buffer)
+        del self._memory[buffer[1]]
 
     def clear(self) -> None:
         """Free what is not lent."""
-        self.nbytes -= sum(size for size, _, _ in self._free)
-        self._free.clear()
+        for _, number in self._shelf.clear():
+            del self._memory[number]

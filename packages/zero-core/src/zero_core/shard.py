@@ -119,7 +119,7 @@ def shard(
     engine.prefetch_bytes, engine.residents.budget_bytes = prefetch_bytes, resident_bytes
     engine.loss_scale = scale
     unit_bytes = [unit.nbytes for unit in made.units]
-    made.attach_store(initialiser, lent_bytes(unit_bytes, prefetch_bytes, resident_bytes, ranks.shard.size))
+    made.attach_store(initialiser, stage, lent_bytes(unit_bytes, prefetch_bytes, resident_bytes, ranks.shard.size))
     initialiser.release()
     for unit in made.units:
         for k, parameter in enumerate(unit.parameters):
@@ -209,7 +209,7 @@ class _Maker:
                 f"{max_grad_norm}, {self.reduce_dtype} gradients; it must be the same on all {self.ranks.size}"
             )
 
-    def attach_store(self, initialiser: Initialiser, prefetch_bytes: int) -> None:
+    def attach_store(self, initialiser: Initialiser, stage: int, prefetch_bytes: int) -> None:
         """Hand the shards over, unit by unit: each unit's own memory goes before the next one's is read."""
         rank = self.ranks.shard.rank
         for buffer in self.model.buffers():
@@ -234,6 +234,7 @@ class _Maker:
             shard_count=self.ranks.shard.size,
             reduce_dtype=self.reduce_dtype,
             prefetch_bytes=prefetch_bytes,
+            keeps_parameters=STAGES[stage].keeps_parameters,
             observer=self.observer,
         )
         self.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)

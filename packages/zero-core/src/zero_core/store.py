@@ -84,7 +84,8 @@ class StoreContext:
     """Where a store lives. `rank` is this rank's shard index, `shard_count` the number of shards.
 
     prefetch_bytes: of whole units, how much is asked for ahead of its use, and on one shard how much stays in use: see
-    `lent_bytes`. The store lends that much at once, and two units more.
+    `lent_bytes`. The store lends that much at once, and two units more. keeps_parameters: whole units stay until the
+    step (stages 0 to 2), so that each shard is asked for once a step.
     """
 
     device: torch.device
@@ -93,6 +94,7 @@ class StoreContext:
     shard_count: int = 1
     reduce_dtype: torch.dtype = torch.float32
     prefetch_bytes: int = 0
+    keeps_parameters: bool = False
     observer: Observer = NullObserver()
 
 

@@ -8,8 +8,8 @@ parameters has ten thousands of them and the planner tries many placements.
     optimizer    the record of every trained tile is read once and written once
     parameters   read for each forward and each backward (stage 3), trained tiles written once by the update. Units that
                  are still in a slot are not read again, so the reads are an upper bound
-    gradients    the first micro-batch writes the reduce dtype, each later one reads what is there and writes fp32; the
-                 update reads the last form
+    gradients    the first that arrives in a step writes the reduce dtype, each later one reads what is there and writes
+                 fp32; the update reads the last form
     setup        writes parameters and records once
 Extents are rounded up to the store's alignment, so what is moved is a multiple of it.
 """
@@ -85,6 +85,9 @@ class Shape:
     tile_numel: int = 1 << 22
     alignment: int = 4096  # bytes, of an extent on nvme
     accumulate: int = 1  # micro-batches a step
+    stage: int = 3
+    replicas: int = 1  # ranks that hold the same shard
+    no_sync: bool = False  # gradients of all micro-batches but the last wait on their rank
     prefetch_bytes: int = 0
     resident_bytes: int = 0
     step: Any = field(default_factory=AdamLayout)  # an UpdateStep, or as much of one as AdamLayout is
@@ -95,9 +98,18 @@ class Shape:
         return sum(item.nbytes for item in self.step.layout(numel, self.parameter_dtype))
 
     @property
+    def ranks(self) -> int:
+        return self.shard_count * self.replicas
+
+    @property
+    def arriving(self) -> int:
+        """Gradients of a unit that reach the store in a step: one where they are added up on their rank before."""
+        return 1 if self.ranks > 1 and (self.no_sync or self.stage == 1) else self.accumulate
+
+    @property
     def gradient_itemsize(self) -> int:
-        """Bytes that are kept of an element of a gradient."""
-        return gradient_itemsize(self.reduce_dtype, self.accumulate)
+        """Bytes that are kept of an element of a gradient by the store."""
+        return gradient_itemsize(self.reduce_dtype, self.arriving)
 
     @property
     def device_state_itemsize(self) -> int:
@@ -314,7 +326,7 @@ def account(placed: Placed, shape: Shape) -> Account:
 
 def _gradient_traffic(reduced: int, wide: int, shape: Shape) -> dict[str, int]:
     """Bytes of gradients on nvme in one step: `reduced` in the reduce dtype, `wide` in fp32."""
-    later = shape.accumulate - 1
+    later = shape.arriving - 1
     return {
         "accumulate_read": reduced + (later - 1) * wide if later else 0,
         "gradients_read": wide if later else reduced,

@@ -3,10 +3,12 @@
 Integers only. Owns `Budgets`, `Buffers`, `PlanError`; the states themselves are counted in `accounting`.
 
 [Note: Buffers]
-    device  units unsharded, where a unit is not simply where its parameters lie: the one in use with those fetched
-            ahead (in backward the one before it is still open then), and those that stay. The gradient of the unit
-            whose backward runs; on a device apart that is one of two landing buffers, as the one before it is on its
-            way to the host, and a parameter's gradient that autograd has just made
+    device  zero-core's pool: on several ranks units that are gathered and gradients on their way (`zero_core.rehearsal`
+            has its size), and whole gradients that wait for the step, at stage 1 and under `no_sync`.
+            On a device apart with a store below it units have memory of their own instead: the one in use with those
+            fetched ahead (in backward the one before it is still open then), and those that stay. There the gradient of
+            the unit whose backward runs is one of two landing buffers, as the one before it is on its way to the host;
+            and autograd has just made a parameter's
     host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
             from a device apart, and the rounding of blocks to pages
 Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
@@ -20,11 +22,12 @@ from dataclasses import dataclass, field
 
 from .accounting import TIERS, Account, Placed, Shape
 from .errors import BudgetError, gib
-from .footprint import LANDING_BUFFERS, SMALL_UNIT_BYTES, SPILL_PIECE_BYTES, SPILL_SLOTS, lands_apart
+from .footprint import GRADIENT_BYTES, LANDING_BUFFERS, SMALL_UNIT_BYTES, SPILL_PIECE_BYTES, SPILL_SLOTS, lands_apart
 from .hardware import Hardware
 from .sizes import ModelSizes
 from .tier import Tier
 
+MASTER_BYTES = 4  # fp32
 POLICIES = ("keep", "recompute", "host", "nvme")
 
 
@@ -68,10 +71,11 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes that are not states."""
+    """Bytes that are not states. `held_back`: of `device`, whole gradients that wait on their rank until the step."""
 
     device: int = 0
     host: int = 0
+    held_back: int = 0
     activations: Mapping[str, int] = field(default_factory=dict)
 
     def on(self, tier: str) -> int:
@@ -85,29 +89,42 @@ class Buffers:
         placed: Placed,
         counted: Account,
         *,
-        shared: bool,
-        stage: int,
+        pooled: int,
         tokens: int,
         activations: Sequence[str],
     ) -> Buffers:
-        """Of a placement. `shared`: the device is the CPU. `tokens`: of one micro-batch."""
-        below = placed.below
-        landed = not shared and any(t is not Tier.DEVICE for run in placed.runs for t in run.unit.gradient_tiers)
-        device = 0
-        if stage == 3 and (shape.shard_count > 1 or (below and not shared)):
+        """Of a placement. `pooled`: bytes of zero-core's pool, but for whole parameters. `tokens`: of a micro-batch."""
+        below, units = placed.below, [run.unit for run in placed.runs]
+        landed = shape.apart and any(tier is not Tier.DEVICE for unit in units for tier in unit.gradient_tiers)
+        device = _gradient_bytes(sizes, shape, landed, pooled)
+        if shape.stage == 3 and below and shape.apart:
             device += unsharded_bytes(sizes, shape)
-        device += _gradient_bytes(sizes, shape, landed)
+        if shape.apart:
+            device += placed.slots.scratch_bytes(units)
+        elif not below and shape.reduce_dtype.itemsize < GRADIENT_BYTES:  # zero-core's own store widens a gradient
+            device += GRADIENT_BYTES * max((unit.spec.numel for unit in units), default=0)
+        if not below and shape.parameter_dtype.itemsize < MASTER_BYTES:  # and has a master of what is frozen
+            device += MASTER_BYTES * sum(
+                run.count * run.unit.spec.numel for run in placed.runs if not run.unit.trainable
+            )
         host = placed.arena_bytes - counted.held_on("host") - (0 if shape.apart else counted.held_on("device"))
-        device += placed.slots.scratch_bytes([run.unit for run in placed.runs])
         host += SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through
-        return cls(device, host, activation_bytes(sizes, activations, tokens))
+        return cls(device, host, held_back_bytes(placed, shape), activation_bytes(sizes, activations, tokens))
+
+
+def held_back_bytes(placed: Placed, shape: Shape) -> int:
+    """Bytes of whole gradients that no rank has reduced before the step: those of stage 1, and of `no_sync`."""
+    if shape.ranks == 1 or not (shape.stage == 1 or (shape.no_sync and shape.accumulate > 1)):
+        return 0
+    itemsize = shape.reduce_dtype.itemsize if shape.accumulate == 1 else GRADIENT_BYTES
+    numel = sum(run.count * run.unit.spec.numel for run in placed.runs if run.unit.trainable)
+    return numel * shape.shard_count * itemsize
 
 
 def unsharded_bytes(sizes: ModelSizes, shape: Shape) -> int:
-    """Most bytes of units that are unsharded at once: one in use, those ahead (one at least), those that may stay.
+    """Most bytes of units in memory of their own at once: one in use, those ahead (one at least), those that may stay.
 
-    The root, and a unit as small as a norm, are open all along. On several ranks what they were gathered into is kept:
-    one more.
+    The root, and a unit as small as a norm, are open all along. On several ranks one more may not be free yet.
     """
     itemsize = shape.parameter_dtype.itemsize
     nbytes = [unit.numel * itemsize for unit in sizes.units]
@@ -131,21 +148,20 @@ def unsharded_bytes(sizes: ModelSizes, shape: Shape) -> int:
     return min(most + shape.resident_bytes, sum(nbytes))
 
 
-def _gradient_bytes(sizes: ModelSizes, shape: Shape, landed: bool) -> int:
-    """Bytes of gradients on their way, on the device. `landed`: they go on to the host of a device apart."""
+def _gradient_bytes(sizes: ModelSizes, shape: Shape, landed: bool, pooled: int) -> int:
+    """Bytes of the pool, and of gradients on their way. `landed`: they go on to the host of a device apart."""
     trained = [sum(p.numel for p in unit.parameters if p.trained) and unit.numel for unit in sizes.units]
     itemsize = shape.reduce_dtype.itemsize
     unit = max(trained, default=0) * itemsize
     if not landed:
-        return unit
+        return max(unit, pooled)
     roots = [each.encloses for each in sizes.units]
     largest = max((n for n, root in zip(trained, roots, strict=True) if not root), default=0)
     made = max((p.numel for u in sizes.units for p in u.parameters if p.trained), default=0)
     made *= shape.parameter_dtype.itemsize
-    whole = 2 * unit if shape.shard_count > 1 else 0  # computed and reduced, before the rank's shard lands
     pairs = zip(trained, roots, strict=True)
     own = sum(n for n, root in pairs if lands_apart(n, largest, itemsize, root)) * itemsize
-    return (LANDING_BUFFERS * largest * itemsize + own) // shape.shard_count + whole + made
+    return (LANDING_BUFFERS * largest * itemsize + own) // shape.shard_count + pooled + made
 
 
 def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) -> dict[str, int]:
@@ -213,6 +229,8 @@ def _way_out(tier: str, counted: Account, buffers: Buffers, budgets: Budgets, ha
         ways.append("an nvme tier (offload.nvme_paths, hardware.nvme_gib)")
     if sum(buffers.activations.get(where, 0) for where in tiers):
         ways.append("fewer tokens a micro-batch")
+    if buffers.held_back and "device" in tiers:
+        ways.append("reducing every micro-batch (zero.no_sync=false, or zero.stage=2 instead of 1)")
     if sum(buffers.on(where) for where in tiers):
         ways.append("smaller units (TiledLinear)" if tier == "device" else "fewer slots (offload.slots)")
     ways.append(f"more ranks than {hardware.ranks} with zero.stage=3")

@@ -68,7 +68,7 @@ class DeviceTier:
                 specs,
                 optimizer,
                 lambda place: master(units[place])[: specs[place].numel].clone(),
-                context=context,
+                context=replace(context, keeps_parameters=False),  # what units are copied from stays
             )
 
     def _clipped(self, i: int, spec: ShardSpec, numel: int) -> ShardSpec:

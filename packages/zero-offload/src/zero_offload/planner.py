@@ -176,18 +176,21 @@ def plan(
     units: Sequence[type[nn.Module]] | None = None,
     tokens: int = 0,
     accumulate: int = 1,
+    no_sync: bool = False,
     host_bytes: int | None = None,
     device_whole: bool = False,
 ) -> Plan:
     """Plan one rank's memory and step.
 
-    `model`: a module (on any device, meta too), `ModelSizes`, or elements per unit. Each placement is a tier, fractions
-    of the tiles, or "auto". `step` says what the optimizer states of a tile are (a bound `UpdateStep`); without it Adam
-    in fp32. `units`, `prefetch_bytes`, `resident_bytes`, `stage`, dtypes: as given to `zero_core.shard`. `tokens`: of
-    one rank's step, over its `accumulate` micro-batches; with 1 there is no room for sums of gradients, and a store of
-    this plan refuses a second backward before a step. `host_bytes` overrides this rank's share of the host's memory.
-    `device_whole`: "auto" puts everything on a device apart from the host, or nothing. Without `hardware` nothing is
-    refused, and "auto" means host.
+    `model`: a module (on any device, meta too), `ModelSizes`, or elements per unit. Each placement is a tier,
+    fractions of the tiles, or "auto". `step` says what the optimizer states of a tile are (a bound `UpdateStep`);
+    without it Adam in fp32. `units`, `prefetch_bytes`, `resident_bytes`, `stage`, dtypes: as given to
+    `zero_core.shard`. `shard_count`: the ranks; None: those of `hardware`. At stage 0 they are replicas. `tokens`:
+    of one rank's step, over its `accumulate` micro-batches. `no_sync`: all of them but the last run inside
+    `zero_core.no_sync`, so that each rank keeps whole gradients in fp32. Where one gradient reaches the store in a
+    step, it has no room for a sum: a store of this plan refuses a second one. `host_bytes` overrides this rank's
+    share of the host's memory. `device_whole`: "auto" puts everything on a device apart from the host, or nothing.
+    Without `hardware` nothing is refused, and "auto" means host.
 
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
@@ -198,13 +201,17 @@ def plan(
             f"tokens={tokens}, accumulate={accumulate}: tokens of a step, and at least one micro-batch in it"
         )
     dtype = parameter_dtype or _dtype_of(model)
+    ranks = shard_count or (hardware.ranks if hardware else 1)
     shape = Shape(
         parameter_dtype=dtype,
         reduce_dtype=reduce_dtype or dtype,
-        shard_count=shard_count or (hardware.ranks if hardware else 1),
+        shard_count=ranks if stage else 1,
+        replicas=1 if stage else ranks,
+        stage=stage,
         tile_numel=tile_numel,
         alignment=alignment,
         accumulate=accumulate,
+        no_sync=no_sync,
         prefetch_bytes=prefetch_bytes,
         resident_bytes=resident_bytes,
         step=AdamLayout() if step is None else step,
@@ -214,7 +221,7 @@ def plan(
         _refuse_shares(given)
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
     sizes = ModelSizes.of(model, units, dtype)
-    trial = Trial(sizes, shape, budgets, given, stage, tokens // accumulate, activations, device_whole)
+    trial = Trial(sizes, shape, budgets, given, tokens // accumulate, activations, device_whole)
     placed, placements = trial.best(slots)
     counted, buffers = trial.cost(placed)
     prediction = None

@@ -169,8 +169,9 @@ def _by_unit(
     numels = [unit.numel / shape.shard_count for unit in sizes.units]
     below = {kind: _below(account, kind, numels) for kind in ("parameters", "gradients", "optimizer")}
     element = account.updated.get("host", 0) / rates.host_update / max(1.0, sum(below["optimizer"]))
-    added = shape.reduce_dtype.itemsize + (0 if shape.accumulate == 1 else 2 * GRADIENT_BYTES)
+    added = shape.reduce_dtype.itemsize + (0 if shape.arriving == 1 else 2 * GRADIENT_BYTES)
     itemsize, aside = shape.parameter_dtype.itemsize, away / max(1, sizes.blocks)
+    arrived = shape.arriving / shape.accumulate
     units = [
         UnitWork(
             forward=forward * unit.compute_numel * share,
@@ -179,7 +180,7 @@ def _by_unit(
             # What lives on the device and is updated below crosses after its update, as what lives below does.
             upload=max(parameters, states) * itemsize / rates.link,
             upload_again=(parameters * itemsize + aside * unit.is_block) / rates.link / slower,
-            download=gradients * shape.reduce_dtype.itemsize / rates.link_out / slower,
+            download=arrived * gradients * shape.reduce_dtype.itemsize / rates.link_out / slower,
             add=gradients * added / rates.host_update,
             nbytes=unit.numel * itemsize,
         )
@@ -235,7 +236,8 @@ def _windows(
     slips, narrow = min(1.0, slot_fraction), shape.reduce_dtype.itemsize / shape.gradient_itemsize
     aside, away = spilled.get("nvme", 0), spilled.get("nvme", 0) + spilled.get("host", 0)
     mixed = hardware.rank_rate("link_mixed_gbps") or float("inf")
-    up, down = below + away, gradients_below * narrow  # bytes of a backward
+    arrived = shape.arriving / accumulate  # the share of backwards that end in a reduction
+    up, down = below + away, gradients_below * narrow * arrived  # bytes of a backward
     stream = nvme_seconds(hardware, moved["forward_read"] / accumulate, aside) or 0
     gradient_io = nvme_seconds(
         hardware,
@@ -249,7 +251,7 @@ def _windows(
         "backward": {
             "nvme": gradient_io or 0.0,
             "link": max(up / rates.link, down / rates.link_out, (up + down) / mixed),  # full duplex
-            "network": 2 * gather,
+            "network": gather * (1 + arrived),
         },
         "slipped": {"nvme": slips * states, "link": 0.0, "network": 0.0},
     }

@@ -49,7 +49,7 @@ class TieredStore:
     slots: of states, and of gradients where they are on nvme; None: a quarter of their bytes, at least 3.
     host_bytes: budget of the arena; attach raises BudgetError when it is too small.
     overlap: False makes update() return when it is done; the bits are the same.
-    accumulate: micro-batches whose gradients reach the store before a step; `plan` has its own. 1: a gradient takes the
+    accumulate: gradients of a unit that reach the store before a step; `plan` has its own. 1: a gradient takes the
         reduce dtype's bytes, and a second one before step() raises OffloadError; None, or more: 4 an element, for sums.
 
     On the CPU the device tier is host memory. On CUDA a tile's gradient is on the device iff its states are; its update
@@ -74,7 +74,7 @@ class TieredStore:
             parameters=parameters, gradients=gradients, optimizer=optimizer, tile_numel=tile_numel, slots=slots,
             host_bytes=host_bytes,
         )  # fmt: skip
-        self._accumulate = accumulate if plan is None else plan.shape.accumulate
+        self._accumulate = accumulate if plan is None else plan.shape.arriving
         if plan is not None:
             self._arguments.update(_from_plan(plan))
         for kind in ("parameters", "gradients", "optimizer"):

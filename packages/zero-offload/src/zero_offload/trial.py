@@ -5,17 +5,23 @@ Owns no rule of choice (`automatic`), no bytes (`accounting`) and no seconds (`p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import torch
+
+from zero_core.rehearsal import UnitSize, pooled_bytes
 
 from .accounting import STATE_KINDS, Account, Cut, Placed, Shape, account
 from .automatic import choose, choose_activations
 from .budgets import Budgets, Buffers, needed_bytes
-from .footprint import MINIMUM_SLOTS
+from .footprint import GRADIENT_BYTES, MINIMUM_SLOTS
 from .hardware import Hardware
 from .placement import Placement
 from .prediction import Prediction, predict
 from .sizes import ModelSizes
+from .tier import Tier
 
 __all__ = ["Trial"]
 
@@ -29,14 +35,14 @@ class Trial:
         shape: Shape,
         budgets: Budgets | None,
         given: Mapping[str, Placement],
-        stage: int,
         tokens: int,
         activations: str | Sequence[str],
         device_whole: bool,
     ) -> None:
         self.sizes, self.shape, self.budgets, self.given = sizes, shape, budgets, given
-        self._stage, self._tokens, self._device_whole = stage, tokens, device_whole
+        self._tokens, self._device_whole = tokens, device_whole
         self._cut = Cut(sizes, shape)
+        self._pooled: dict[tuple[bool, int], int] = {}
         everything = account(self.place({kind: given.get(kind, "nvme") for kind in STATE_KINDS}, None), shape)
         self.policies = choose_activations(activations, sizes, tokens, self._room(everything))
 
@@ -79,23 +85,65 @@ class Trial:
         return self._cut.place(placements, slots)
 
     def cost(self, placed: Placed) -> tuple[Account, Buffers]:
-        counted = account(placed, self.shape)
-        if self._stage < 3:
-            whole = self.sizes.numel * self.shape.parameter_dtype.itemsize
-            if self.shape.apart and placed.below:  # beside what lives there by its placement
-                whole += counted.held.get(("device", "parameters"), 0)
-            counted = replace(counted, held={**counted.held, ("device", "parameters"): whole})
+        shape, counted = self.shape, account(placed, self.shape)
+        swaps_in = placed.below and shape.apart
+        whole = 0  # bytes of parameters that stages 0 to 2 keep unsharded, where that is not the store's own memory
+        if shape.stage < 3 and (shape.shard_count > 1 or swaps_in):
+            whole = self._cut.numel * shape.shard_count * shape.parameter_dtype.itemsize
         buffers = Buffers.needed(
             self.sizes,
-            self.shape,
+            shape,
             placed,
             counted,
-            shared=self.budgets is None or self.budgets.shared,
-            stage=self._stage,
+            pooled=self._pool(placed, swaps_in) - (0 if swaps_in else whole),
             tokens=self._tokens,
             activations=self.policies,
         )
+        if whole:
+            # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
+            if placed.below or not shape.apart or shape.parameter_dtype == torch.float32:
+                whole += counted.held.get(("device", "parameters"), 0)
+            counted = replace(counted, held={**counted.held, ("device", "parameters"): whole})
         return counted, buffers
+
+    def _pool(self, placed: Placed, swaps_in: bool) -> int:
+        """Bytes of zero-core's pool. `swaps_in`: units have memory of their own."""
+        shape = self.shape
+        tiers = {tier for run in placed.runs for tier in run.unit.gradient_tiers}
+        if shape.apart and tiers - {Tier.DEVICE}:
+            lends = shape.accumulate  # every gradient has a landing buffer
+        elif shape.apart or not placed.below:  # zero-core's own store keeps a sum in other memory than what it lends
+            lends = int(shape.arriving == 1 or shape.reduce_dtype.itemsize == GRADIENT_BYTES)
+        else:
+            lends = int(Tier.NVME not in tiers)
+        if (swaps_in, lends) not in self._pooled:
+            units = []
+            for run in self._cut.runs:
+                spec = run.unit.spec
+                size = UnitSize(spec.numel * shape.shard_count, spec.dtype.itemsize, run.unit.trainable, spec.encloses)
+                units += [size] * min(run.count, self._most_in_a_row(size))
+            self._pooled[swaps_in, lends] = pooled_bytes(
+                units,
+                shape.stage,
+                shard_count=shape.shard_count,
+                replicas=shape.replicas,
+                reduce_itemsize=shape.reduce_dtype.itemsize,
+                accumulate=shape.accumulate,
+                no_sync=shape.no_sync,
+                prefetch_bytes=shape.prefetch_bytes,
+                resident_bytes=shape.resident_bytes,
+                lends=lends,
+                gathers=not swaps_in,
+                exchanges=not shape.apart,
+            )
+        return self._pooled[swaps_in, lends]
+
+    def _most_in_a_row(self, size: UnitSize) -> int:
+        """How many units of one size to rehearse: where nothing is kept, the pool is as large for any more of them."""
+        shape = self.shape
+        if shape.stage < 3 or shape.no_sync:
+            return sys.maxsize
+        return 8 + (shape.prefetch_bytes + shape.resident_bytes) // max(1, size.numel * size.itemsize)
 
     def needed(self, placed: Placed) -> dict[str, int]:
         assert self.budgets is not None

@@ -64,6 +64,16 @@ def values(config: Config) -> None:
             f"zero.update_in_backward=true cannot clip, but optim.max_grad_norm={config.optim.max_grad_norm}; "
             "set optim.max_grad_norm=null or zero.update_in_backward=false"
         )
+    if config.zero.update_in_backward and config.run.accumulate > 1:
+        raise ConfigError(
+            f"zero.update_in_backward=true updates a unit in its one backward of a step, but run.accumulate="
+            f"{config.run.accumulate}; set run.accumulate=1 or zero.update_in_backward=false"
+        )
+    if config.zero.stage == 1 and config.zero.no_sync is False:
+        raise ConfigError(
+            "zero.no_sync=false, but zero.stage=1 keeps whole gradients until the step in any case; leave the key out, "
+            "or choose zero.stage=2, which reduces every micro-batch"
+        )
     if len(config.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.betas):
         raise ConfigError(f"optim.betas={list(config.optim.betas)} are two numbers from 0 up to, not including, 1")
 

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Draft:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    step: Any | None  # zero_optim_cpu.CpuStep, bound; None: the device store runs the optimizer itself
+    step: Any | None  # zero_optim_cpu.CpuStep, bound; None: zero-core's device store runs the optimizer itself
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class Engine:
 def draft(config: Config, cores: Sequence[int] | None = None, *, on_gpu: bool = False) -> Draft:
     """The model under `deferred_init`, the optimizer over it, and the bound update step, on `cores` where given.
 
-    `on_gpu`: what the optimizer updates itself is on a GPU, where its fused kernels move a third of the bytes.
+    `on_gpu`: what stays on the device is on a GPU, where the optimizer updates it. On a CPU it is in host memory, so
+    offload=none is updated as offload=host is, by zero-optim-cpu where that is installed.
 
     Raises:
         ConfigError: sizes that do not fit together, or an optimizer or layout that the update cannot run.
@@ -85,8 +87,9 @@ def draft(config: Config, cores: Sequence[int] | None = None, *, on_gpu: bool = 
         model = models.build(config.model, config.data.sequence_length, config.offload.activations is None)
     if config.model.kind == "hf":
         _pretrained(model, config.model.path)
-    optimizer = make_optimizer(config, model, on_gpu=on_gpu)
-    return Draft(model, optimizer, None if config.offload.kind == "none" else make_step(config, optimizer, cores))
+    by_kernels = config.offload.kind != "none" or (not on_gpu and find_spec("zero_optim_cpu") is not None)
+    optimizer = make_optimizer(config, model, fused=not by_kernels)
+    return Draft(model, optimizer, make_step(config, optimizer, cores) if by_kernels else None)
 
 
 def make_step(config: Config, optimizer: torch.optim.Optimizer, cores: Sequence[int] | None = None) -> Any:
@@ -95,14 +98,17 @@ def make_step(config: Config, optimizer: torch.optim.Optimizer, cores: Sequence[
     `cores`: the CPUs that its threads stay on, see threads.py; None: optim.threads of them, anywhere.
     """
     zero_optim_cpu = checks.sibling("zero_optim_cpu")
+    layout = config.precision.states
+    if config.offload.kind == "none" and config.precision.parameters != "bf16":
+        layout = "fp32"  # there is nothing to split: checks.py refuses it where something is offloaded
     where: dict[str, Any] = {"threads": config.optim.threads} if cores is None else {"cores": cores}
     try:
-        step = zero_optim_cpu.CpuStep(layout=config.precision.states, **where)
+        step = zero_optim_cpu.CpuStep(layout=layout, **where)
         step.bind(optimizer)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"optim={config.optim.kind} with precision.states={config.precision.states} cannot run on the CPU: "
-            f"{error}; change one of them, or choose offload=none"
+            f"{error}; change one of them"
         ) from error
     return step
 
@@ -115,8 +121,11 @@ def _pretrained(model: nn.Module, folder: str | None) -> None:
         raise ConfigError(f"model.path={folder}: {error}") from error
 
 
-def make_optimizer(config: Config, model: nn.Module, *, on_gpu: bool = False) -> torch.optim.Optimizer:
-    """The stock optimizer that `config.optim` names; vectors (norms, biases) are not decayed."""
+def make_optimizer(config: Config, model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
+    """The stock optimizer that `config.optim` names; vectors (norms, biases) are not decayed.
+
+    `fused`: it will run itself, and torch's fused kernels move a third of the bytes.
+    """
     optim = config.optim
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     vectors = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
@@ -126,15 +135,15 @@ def make_optimizer(config: Config, model: nn.Module, *, on_gpu: bool = False) ->
     ]
     groups = [group for group in groups if group["params"]]
     betas = (optim.betas[0], optim.betas[1])
-    fused = True if on_gpu else None
+    run: dict[str, Any] = {"fused": True} if fused else {}  # Adagrad has no fused kernel on a GPU
     if optim.kind == "adamw":
-        return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=fused)
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, **run)
     if optim.kind == "adam":
-        return torch.optim.Adam(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=fused)
+        return torch.optim.Adam(groups, lr=optim.lr, betas=betas, eps=optim.eps, **run)
     if optim.kind == "adagrad":
         return torch.optim.Adagrad(groups, lr=optim.lr, eps=optim.eps)
     if optim.kind == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, **run)
     return _lion(groups, lr=optim.lr, betas=betas)
 
 

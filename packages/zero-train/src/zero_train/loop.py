@@ -21,6 +21,7 @@ from zero_train import models
 from zero_train.data import Corpus
 from zero_train.engine import Engine, Usage
 from zero_train.interrupt import Interrupt
+from zero_train.planning import holds_back
 from zero_train.ranks import Ranks
 from zero_train.schema import Config, OptimConfig
 
@@ -143,7 +144,7 @@ class Loop:
             marks = [time.perf_counter()]
             tokens, targets = self._batch(number, micro)
             marks.append(time.perf_counter())
-            waits = micro + 1 < run.accumulate
+            waits = holds_back(self._config) and micro + 1 < run.accumulate
             with zero_core.no_sync(model) if waits else nullcontext():
                 loss = _loss(model, tokens, targets)
                 marks.append(time.perf_counter())

@@ -95,13 +95,14 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             parameter_dtype=formats.DTYPES[config.precision.parameters],
             reduce_dtype=formats.reduce_dtype(config),
             activations=config.offload.activations or checks.activations(config)[0],
-            shard_count=described_ranks(facts, config, ranks) if config.zero.stage > 0 else 1,
+            shard_count=described_ranks(facts, config, ranks),
             stage=config.zero.stage,
             tile_numel=config.offload.tile_numel,
             slots=config.offload.slots,
             resident_bytes=config.zero.resident_bytes,
             tokens=config.run.micro_batch * config.run.accumulate * config.data.sequence_length,
             accumulate=config.run.accumulate,
+            no_sync=holds_back(config),
             **options,
         )
     except (ValueError, MemoryError, RuntimeError) as error:
@@ -111,6 +112,11 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
 def described_ranks(facts: zero_offload.Hardware | None, config: Config, ranks: Ranks) -> int:
     """Ranks that the plan is for: those of this run; if dry, those of the hardware that is described."""
     return facts.ranks if config.run.dry and facts is not None else ranks.world_size
+
+
+def holds_back(config: Config) -> bool:
+    """Whether the gradients of all micro-batches but the last wait on their rank until the step."""
+    return config.zero.stage < 2 if config.zero.no_sync is None else config.zero.no_sync
 
 
 def placements(config: Config) -> Mapping[str, Any]:
@@ -150,6 +156,10 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
     lines.append(f"each step reads {plan.read_bytes_per_step * count / 1e9:.2f} GB back")
     if plan.step_seconds is not None:
         lines.append(f"predicted step: {plan.step_seconds:.3g} s, {plan.exposed_seconds or 0:.3g} s of it exposed")
+    if plan.buffers.held_back:
+        why = "zero.no_sync=true" if config.zero.no_sync else f"zero.stage={config.zero.stage}"
+        held = f"{plan.buffers.held_back / GIB:.3f} GiB of the device's buffers"
+        lines.append(f"{held} are whole gradients that wait for the step ({why})")
     if plan.hides_from_tokens is not None:
         lines.append(f"transfers hide from {plan.hides_from_tokens:,} tokens a step and rank")
     if plan.endurance_steps is not None:

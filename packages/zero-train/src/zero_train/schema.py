@@ -117,6 +117,10 @@ class ZeroConfig:
     """Stage 3: bytes of units that may stay unsharded between forward and backward."""
     prefetch_bytes: Optional[int] = 64 << 20
     """Bytes of units gathered ahead of their use, each a slot of a tiered store; null leaves zero-core's own choice."""
+    no_sync: Optional[bool] = None
+    """With run.accumulate on several ranks: gradients of all micro-batches but the last wait on their rank, so that one
+    reduction a step takes the place of one a micro-batch, for a whole fp32 gradient on every rank (4 bytes a parameter,
+    in the plan). null: at stages 0 and 1, of which stage 1 always does so; stages 2 and 3 reduce every micro-batch."""
     update_in_backward: bool = False
     """Start a unit's update when its gradient arrives; excludes optim.max_grad_norm."""
 

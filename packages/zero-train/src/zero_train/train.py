@@ -121,7 +121,8 @@ class _Run:
         checks.nvme(config, ranks.local_rank)
         corpus = data.load(config.data, config.run.seed)
         checkpoint = resume.found(config)
-        draft = engine.draft(config, self._cores and self._cores.pool, on_gpu=ranks.device.type == "cuda")
+        on_gpu = (config.hardware.device or ranks.device.type) != "cpu"  # of the machine that is planned for
+        draft = engine.draft(config, self._cores and self._cores.pool, on_gpu=on_gpu)
         return corpus, draft, planning.make(config, draft.model, ranks, draft.step), checkpoint
 
     def _announce(self, corpus: data.Corpus, draft: engine.Draft, plan: zero_offload.Plan) -> None:

@@ -1,0 +1,82 @@
+"""What a run's pool comes to is what was rehearsed. Fails if a buffer is taken or given back elsewhere than there."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from tests.covers import pairwise
+from zero_core.rehearsal import UnitSize, pooled_bytes
+
+
+class Uneven(nn.Module):
+    """Units of several sizes, small ones, a frozen one, and parameters of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(64))
+        self.wide = nn.Sequential(nn.Linear(64, 400), nn.Tanh(), nn.Linear(400, 64))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 90), nn.Tanh(), nn.Linear(90, 64)) for _ in range(5))
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 150)
+        self.layers[2].requires_grad_(False)
+
+    def forward(self, x):
+        x = self.wide(x + self.position)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x)).float().square().mean()
+
+
+def sizes(model):
+    return [
+        UnitSize(unit.layout.numel, unit.dtype.itemsize, unit.trainable, unit.name == "root")
+        for unit in zero_core.units(model)
+    ]
+
+
+def held(stage, accumulate, no_sync, dtype, ahead):
+    """(bytes of the run's pool, bytes rehearsed) after two steps."""
+    torch.manual_seed(0)
+    model = Uneven()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    options = {"prefetch_bytes": ahead, "resident_bytes": ahead}
+    optimizer = zero_core.shard(model, torch.optim.SGD(trained, lr=0.1), stage=stage, param_dtype=dtype, **options)
+    for _ in range(2):
+        for micro in range(accumulate):
+            with zero_core.no_sync(model) if no_sync and micro + 1 < accumulate else nullcontext():
+                model(torch.ones(3, 64, dtype=dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle = zero_core.handle(model)
+    size, sharded = handle.ranks.size, handle.ranks.shard.size
+    arriving = 1 if size > 1 and (no_sync or stage == 1) else accumulate
+    rehearsed = pooled_bytes(
+        sizes(model), stage, shard_count=sharded, replicas=size // sharded, reduce_itemsize=dtype.itemsize,
+        accumulate=accumulate, no_sync=no_sync, lends=0 if arriving > 1 and dtype != torch.float32 else 1, **options,
+    )  # fmt: skip
+    found = handle.engine.pool.peak_nbytes
+    optimizer.close()
+    return found, rehearsed
+
+
+FACTORS = {
+    "stage": (0, 1, 2, 3),
+    "accumulate": (1, 2, 4),
+    "no_sync": (False, True),
+    "dtype": (torch.float32, torch.bfloat16),
+    "ahead": (0, 30_000, 1 << 30),
+}
+
+
+def all_held():
+    return {tuple(case.values()): held(**case) for case in pairwise(FACTORS)}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_pool_of_a_run_is_the_one_rehearsed(ranks, size):
+    for found in ranks(size).run(all_held):
+        assert len(found) >= 12 and (size == 1 or all(pair[0] for pair in found.values()))
+        assert not {case: pair for case, pair in found.items() if pair[0] != pair[1]}
