@@ -70,7 +70,10 @@ class Tally:
 
 def reason(text: str) -> str:
     """A refusal without what differs from program to program."""
-    return re.sub(r"[\w.]*\d[\w.,]*|'[^']*'|\([^)]*\)|\[[^]]*\]", "_", text.split("; ")[0])[:110]
+    kind, _, told = text.partition(": ")
+    told = re.split(r"[:;,]", re.sub(r"'[^']*'|\([^)]*\)|\[[^]]*\]|\b[\w.]*[\d.][\w.]+", "_", told))[0]
+    told = re.sub(r"^\w+ is not elementwise", "_ is not elementwise", told)
+    return f"{kind}: {told}"[:120]
 
 
 class Fuzzer:

@@ -176,7 +176,7 @@ PARAMETER_WRITES = ["copy", "mul", "data", "data_row", "detach", "row", "gathere
 def generate(seed: int) -> Program:
     """The program of a seed: usually one that shard() is to honour, now and then with something it may refuse."""
     r = Random(seed)
-    exotic = r.choice(["optimizer"] * 4 + ["op", "config", "kind", "write"]) if r.random() < 0.04 else ""
+    exotic = r.choice(["optimizer"] * 4 + ["op", "config", "kind", "write"]) if r.random() < 0.03 else ""
     model = _model(r, exotic)
     config = _config(r, exotic == "config")
     if exotic == "optimizer":  # with tiers it would be refused for its name
