@@ -155,10 +155,10 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """pytest-benchmark over the tiers, JSON saved; or one program: `-- core|nvme|optim|ranks|rss|step [arguments]`."""
+    """pytest-benchmark over the tiers, JSON saved; or one: `-- core|nvme|optim|ranks|rss|step|tiled [arguments]`."""
     everything(session)
     (ROOT / "runs").mkdir(exist_ok=True)
-    if session.posargs and session.posargs[0] in ("core", "nvme", "optim", "ranks", "rss", "step"):
+    if session.posargs and session.posargs[0] in ("core", "nvme", "optim", "ranks", "rss", "step", "tiled"):
         name, *rest = session.posargs
         session.run("python", "-m", f"tests.benchmarks.test_{name}", "--json", f"runs/bench_{name}.json", *rest)
         return

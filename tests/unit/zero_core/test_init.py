@@ -213,6 +213,21 @@ def test_whatever_a_constructor_does_is_replayed() -> None:
     assert not model.frozen.requires_grad
 
 
+def test_a_value_is_not_taken_for_what_its_memory_held_before() -> None:
+    """torch.tensor(7.0) is made where no mode sees it, often where a tensor lay that was freed: it came back as 0."""
+
+    def build() -> nn.ParameterList:
+        made = nn.ParameterList()
+        for _ in range(20):
+            torch.zeros(())
+            made.append(nn.Parameter(torch.tensor(7.0)))
+        return made
+
+    model = deferred(build)
+    materialise(model)
+    assert [p.item() for p in model] == [7.0] * 20
+
+
 def test_an_optimizer_built_before_materialisation_keeps_its_parameters() -> None:
     model = deferred(lambda: nn.Linear(4, 4))
     model.weight.tag = "mine"

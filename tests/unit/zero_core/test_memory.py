@@ -10,6 +10,11 @@ from zero_core.layout import UnitLayout
 PSI = 1 << 20
 
 
+def test_parameters_that_are_not_sharded_are_whole_on_every_rank() -> None:
+    more = memory.estimate(1000, 4, 3, not_sharded_bytes=123).total_bytes
+    assert more == memory.estimate(1000, 4, 3).total_bytes + 123
+
+
 def test_bytes_of_each_stage_in_mixed_precision() -> None:
     """The table of the paper: 2 + 2 + 12 bytes a parameter, each divided where it is sharded; fp32 sums: 4 for 2.
 

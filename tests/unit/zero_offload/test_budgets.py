@@ -17,7 +17,9 @@ def block(i, numel=4 * MI, largest=3 * MI):
     return UnitSizes(f"layers.{i}", (ParameterSizes("a", largest), ParameterSizes("b", numel - largest)))
 
 
-ROOT = UnitSizes("root", (ParameterSizes("embedding", 2 * MI), ParameterSizes("head", 2 * MI)), is_block=False)
+ROOT = UnitSizes(
+    "root", (ParameterSizes("embedding", 2 * MI), ParameterSizes("head", 2 * MI)), is_block=False, encloses=True
+)
 NORM = UnitSizes("norm", (ParameterSizes("weight", 1000),), is_block=False)
 
 

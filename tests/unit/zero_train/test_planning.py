@@ -1,5 +1,7 @@
 """The plan: machine's facts filled in, tiers too small refused, and the text that is printed."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -75,6 +77,13 @@ def test_the_text_says_what_will_be_written():
     composed.run.checkpoint_every = 5
     assert planning.checkpoint_bytes(plan, composed, Ranks()) >= 2 * 103e6 * 12
     assert "GB of checkpoints" in planning.described(plan, composed, Ranks())
+
+
+def test_the_text_names_parameters_that_no_tier_takes():
+    composed, plan = planned("offload=nvme", "hardware.nvme_gib=100")
+    assert "integer" not in planning.described(plan, composed, Ranks())
+    text = planning.described(replace(plan, not_sharded={"codes": 3 << 20}), composed, Ranks())
+    assert "1 integer or quantised parameters stay in the model's memory" in text and "3.0 MiB (codes)" in text
 
 
 def test_two_ranks_write_together():

@@ -1,7 +1,7 @@
 """Building a model without its memory: `deferred_init` records what construction does to parameters.
 
-Owns the contexts and the modes that notice operations; what is noted, and its replay, are `recording`'s. Which
-parameters are wanted when, and where their values go, is `init`'s.
+Owns the contexts and the modes that notice operations; what is noted is `recording`'s. Which parameters are wanted
+when, and where their values go, is `init`'s.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
@@ -21,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from .errors import DeferredInitError
-from .recording import UNINITIALISED, Recording, on_meta
+from .recording import Recording, on_meta
+from .replay import UNINITIALISED, Schema
 
-__all__ = ["continue_recording", "deferred_init", "forget_recording", "recording_of"]
+__all__ = ["as_made", "continue_recording", "deferred_init", "forget_recording", "recording_of"]
 
 _ATTRIBUTE = "_zero_core_recording"  # on modules that own a deferred parameter
 _FACTORIES = (
@@ -48,10 +50,16 @@ def deferred_init(seed: int | None = None) -> Iterator[Recording]:
 
 @contextmanager
 def continue_recording(module: nn.Module) -> Iterator[None]:
-    """Build more modules in the recording that made `module`'s own parameters."""
+    """Build more modules in the recording that made `module`'s own parameters, and from their values."""
     recording = recording_of(module)
     if recording is None:
         raise DeferredInitError(f"{type(module).__name__} is on meta and was not built in deferred_init()")
+    changed = [name for name, p in module.named_parameters(recurse=False) if recording.changed_since(p)]
+    if changed:
+        raise DeferredInitError(
+            f"{', '.join(changed)} of a {type(module).__name__} were written after deferred_init() was left, which "
+            "nothing recorded: write them inside the context"
+        )
     with _recording_into(recording):
         yield
 
@@ -92,6 +100,12 @@ def recording_of(module: nn.Module) -> Recording | None:
     return module.__dict__.get(_ATTRIBUTE)
 
 
+def as_made(module: nn.Module, parameter: Tensor) -> Tensor:
+    """The module's own parameter, for operations inside the context: a deferred one as its recording knows it."""
+    recording = recording_of(module)
+    return parameter if recording is None or not on_meta(parameter) else recording.made(parameter)
+
+
 def forget_recording(module: nn.Module) -> None:
     """The module's own parameters have their values now."""
     module.__dict__.pop(_ATTRIBUTE, None)
@@ -104,7 +118,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.recording = recording
         self._is_paused = False
-        self._fresh: dict[int, tuple[Any, Any, Any]] = {}  # real storages that one factory made and nothing has changed
+        # Real storages that one factory made and nothing has changed. The weak reference keeps the address from reuse.
+        self._fresh: dict[int, tuple[Any, Any, Any, StorageWeakRef]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -127,7 +142,8 @@ class _Recorder(TorchDispatchMode):
             if not on_meta(tensor) and not _odd(tensor) and tensor.untyped_storage()._cdata not in known:
                 self._fresh.pop(tensor.untyped_storage()._cdata, None)
                 if function._schema.name in _FACTORIES:
-                    self._fresh[tensor.untyped_storage()._cdata] = (function, args, kwargs)
+                    storage = tensor.untyped_storage()
+                    self._fresh[storage._cdata] = (function, args, kwargs, StorageWeakRef(storage))
         return results
 
     @contextmanager
@@ -157,7 +173,7 @@ class _Recorder(TorchDispatchMode):
                 kwargs = {"dtype": parameter.dtype}
                 self.recording.add(torch.ops.aten.empty.memory_format, (list(shape),), kwargs, data, [])
             else:
-                function, args, kwargs = maker
+                function, args, kwargs, _ = maker
                 self.recording.add(_reshaped(function, shape), args, kwargs, data, [])
             meta = nn.Parameter(data, requires_grad=parameter.requires_grad)
         meta.__dict__.update(parameter.__dict__)
@@ -180,18 +196,11 @@ class _PretendReal(TorchFunctionMode):
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
-class _Schema:
-    """Stands where an operator's schema is read."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
 def _copied(value: Tensor) -> Tensor:
     return value.clone()
 
 
-_copied._schema = _Schema("zero::copied")  # type: ignore[attr-defined]
+_copied._schema = Schema("zero::copied")  # type: ignore[attr-defined]
 
 
 def _reshaped(function: Any, shape: torch.Size) -> Callable[..., Tensor]:
@@ -200,7 +209,7 @@ def _reshaped(function: Any, shape: torch.Size) -> Callable[..., Tensor]:
     def make(*args: Any, **kwargs: Any) -> Tensor:
         return function(*args, **kwargs).view(shape)
 
-    make._schema = _Schema(function._schema.name)  # type: ignore[attr-defined]
+    make._schema = Schema(function._schema.name)  # type: ignore[attr-defined]
     return make
 
 

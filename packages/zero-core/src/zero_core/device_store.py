@@ -50,8 +50,19 @@ class DeviceStore:
         kept = kept_states(optimizer, context.device)
         self._context = context
         self._names, self._scalars = ("master", *kept.tensors), kept.scalars
-        for i, spec in enumerate(shards):
-            self._shards.append(_Shard(spec, initial(i), optimizer, context, counts=kept.counts))
+        try:
+            for i, spec in enumerate(shards):
+                master = initial(i)
+                try:
+                    self._shards.append(_Shard(spec, master, optimizer, context, counts=kept.counts))
+                except BaseException:
+                    context.rescue(i, master)
+                    raise
+        except BaseException:
+            for i, shard in enumerate(self._shards):
+                context.rescue(i, shard.master)
+            self._shards.clear()
+            raise
         widest = max((s.spec.numel for s in self._shards if s.needs_scratch), default=0)
         self._scratch = torch.empty(widest, dtype=torch.float32, device=context.device)
 

@@ -84,7 +84,7 @@ class Initialiser:
         if source is not None:
             return source.read(0, parameter.numel()).to(parameter.dtype).view(parameter.shape)
         value = recording.replay(parameter)
-        if value.dtype.is_floating_point and bool(value.isnan().any()):
+        if value.dtype.is_floating_point and not bool(value.sum().isfinite()) and bool(value.isnan().any()):
             raise DeferredInitError(f"{self._names[id(parameter)]} is only partly initialised: {_WAY_OUT}")
         return value
 
@@ -115,8 +115,10 @@ class Initialiser:
 
 
 def become(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give `parameter` the memory `data`, of its shape: identity, requires_grad and attributes stay, also from meta."""
-    if not parameter.is_meta:
+    """Give `parameter` the memory `data`, of its shape: identity, requires_grad and attributes stay, also from and to
+    meta.
+    """
+    if not parameter.is_meta and not data.is_meta:
         parameter.data = data
         return
     real = nn.Parameter(data, requires_grad=parameter.requires_grad)

@@ -73,12 +73,13 @@ class Estimate:
     unsharded_bytes: int  # stage 3: the two units whole at a turn, and those gathered ahead or resident
     transient_bytes: int  # two units' gradients not reduced yet (gloo: four); a shard's in fp32 while it is stepped
     moved: Movement
+    not_sharded_bytes: int = 0  # integer and quantised parameters, whole on every rank
 
     @property
     def total_bytes(self) -> int:
         """Everything but activations, at the worst moment of a step."""
         kept = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-        return kept + self.unsharded_bytes + self.transient_bytes
+        return kept + self.unsharded_bytes + self.transient_bytes + self.not_sharded_bytes
 
 
 def padded_numel(numel: int, shard_count: int, dtype: torch.dtype = torch.float32) -> int:
@@ -153,12 +154,14 @@ def estimate(
     replicas: int = 1,
     accumulate: int = 1,
     no_sync: bool = False,
+    not_sharded_bytes: int = 0,
 ) -> Estimate:
     """Bytes per rank and kind, and elements moved, of `numel` parameters over `world_size` shards (see the note above).
 
     trainable_numel: of the `numel`, those with gradients and states; all by default. largest_unit_numel: the unit that
     is whole while it computes. reduce_dtype: `param_dtype` unless given. accumulate: backwards added up in a step.
-    no_sync: all of them but the last are inside `zero_core.no_sync`. This is a `DeviceStore`'s account;
+    no_sync: all of them but the last are inside `zero_core.no_sync`. not_sharded_bytes: of integer and quantised
+    parameters, which `numel` leaves out: they are whole on every rank. This is a `DeviceStore`'s account;
     zero_offload.plan has that of a store with tiers. Raises StageError for a stage other than 0, 1, 2, 3.
     """
     _check(numel, world_size, stage, replicas)
@@ -200,6 +203,7 @@ def estimate(
             no_sync=no_sync,
             resident_numel=min(resident_bytes // itemsize, trainable) if stage == 3 else 0,
         ),
+        not_sharded_bytes=not_sharded_bytes,
     )
 
 

@@ -100,9 +100,10 @@ class OwnMemory:
             self._arrival = None
 
     def _end_gather(self) -> None:
-        if self._work is not None:
-            self._ranks.wait(self._work, "all_gather", self._name)
-            self._work = None
-        if self._lent is not None:
-            self._store.release(self._index)
-            self._lent = None
+        work, self._work = self._work, None
+        try:
+            self._ranks.wait(work, "all_gather", self._name)
+        finally:
+            if self._lent is not None:
+                self._lent = None
+                self._store.release(self._index)

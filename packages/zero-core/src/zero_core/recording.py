@@ -1,6 +1,7 @@
-"""What construction did to parameters, and its replay: the value of each, alone and in any order.
+"""What construction did to parameters: which operations, on which storages, with which seeds.
 
-Owns the recorded operations. How they are noticed is `deferred`'s.
+Owns the way from a parameter to the storage that its value is made in. How operations are noticed is `deferred`'s, how
+they run again is `replay`'s.
 
 [Note: recording]
 Inside the context every new parameter is put on the meta device as it is registered, and a dispatch mode notes each
@@ -20,60 +21,16 @@ Buffers stay real. Values that construction reads back (`.item()`) are replayed 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from .errors import DeferredInitError
+from .replay import Real, Replay, Schema, Source, View
 
-__all__ = ["UNINITIALISED", "Recording", "Source", "mix", "on_meta"]
-
-UNINITIALISED = (
-    "aten::empty",
-    "aten::empty_like",
-    "aten::new_empty",
-    "aten::empty_strided",
-    "aten::new_empty_strided",
-)
-
-
-@dataclass(frozen=True)
-class _View:
-    """Where a tensor lies in a recorded storage."""
-
-    storage: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Real:
-    """An argument with memory of its own, kept by reference."""
-
-    tensor: Tensor
-    version: int
-
-
-@dataclass
-class _Node:
-    """One recorded operation. Arguments hold _View and _Real where tensors were."""
-
-    index: int
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    reads: tuple[int, ...]  # storages
-    writes: tuple[int, ...]  # storages created or changed
-    outputs: tuple[_View | None, ...]  # of the flattened results
-    seed: int
-    uninitialised: bool = False
+__all__ = ["Recording", "mix", "on_meta"]
 
 
 @dataclass(frozen=True)
@@ -81,15 +38,9 @@ class _Home:
     """A parameter, where its values are made, and its version when the context was left."""
 
     parameter: nn.Parameter
-    view: _View
+    made: Tensor  # without memory, in the dtype that it was made in
+    view: View
     version: int
-
-
-class Source(Protocol):
-    """Where a parameter's values lie, such as a file."""
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the row-major parameter, any floating dtype, on the CPU."""
 
 
 @dataclass
@@ -100,11 +51,11 @@ class Recording:
 
     seed: int
     fixed: bool = False
-    nodes: list[_Node] = field(default_factory=list, repr=False)
+    _replay: Replay = field(default_factory=Replay, repr=False)
     _alive: dict[int, Any] = field(default_factory=dict, repr=False)  # storages kept, so that addresses stay theirs
-    _by_storage: dict[int, list[_Node]] = field(default_factory=dict, repr=False)
-    _sources: dict[int, Source] = field(default_factory=dict, repr=False)
     _homes: dict[int, _Home] = field(default_factory=dict, repr=False)  # id(parameter) -> where its values are made
+    _changed: set[int] = field(default_factory=set, repr=False)  # id(parameter), of those changed outside the context
+    _drawing: int = 0  # operations that may draw, so far: each from a generator of its own
     _entered: int = 0  # what torch's generator was seeded with as the context was entered
 
     def __deepcopy__(self, memo: object) -> Recording:
@@ -112,14 +63,18 @@ class Recording:
 
     def attach(self, tensor: Tensor, source: Source) -> None:
         """Let the values of a recorded parameter come from `source` instead of from its own initialisation."""
-        self._sources[self._made_at(tensor).storage] = source
+        view = self._made_at(tensor)
+        self._replay.add(_read, (view,), {"source": source}, (), (view.storage,), (), self.seed, draws=0)
 
     def source(self, tensor: Tensor) -> Source | None:
-        return self._sources.get(self._made_at(tensor).storage)
+        """What gives the parameter's values, unless something wrote them after it was attached."""
+        view = self._made_at(tensor)
+        last = self._replay.writers.get(view.storage, [None])[-1]
+        return last.kwargs["source"] if last is not None and last.function is _read and last.args == (view,) else None
 
     def initialises(self, tensor: Tensor) -> bool:
         """False where the recording shows that nothing ever wrote this tensor."""
-        nodes = self._by_storage.get(self._made_at(tensor).storage, ())
+        nodes = self._replay.writers.get(self._made_at(tensor).storage, ())
         return any(not node.uninitialised for node in nodes)
 
     def knows(self, tensor: Tensor) -> bool:
@@ -132,89 +87,44 @@ class Recording:
 
     def own(self, parameter: nn.Parameter) -> None:
         """Know the parameter again when it is cast outside the context, which gives it another storage."""
-        self._homes[id(parameter)] = _Home(parameter, self.hold(parameter), parameter._version)
+        self._homes[id(parameter)] = _Home(parameter, parameter.detach(), self.hold(parameter), parameter._version)
 
     def enter(self) -> None:
         """The context is entered: what is drawn from torch's generator inside depends on the seed."""
-        self._entered = mix(self.seed, -1 - len(self.nodes))
+        self._changed = {key for key, home in self._homes.items() if self.changed_since(home.parameter)}
+        self._entered = mix(self.seed, -1 - self._drawing)
         torch.default_generator.manual_seed(self._entered)
 
     def seeds(self) -> set[int]:
         """Those that the values depend on."""
-        return {node.seed for node in self.nodes}
+        return {node.seed for node in self._replay.nodes}
 
     def _seed_now(self) -> int:
         now = torch.default_generator.initial_seed()
         return self.seed if self.fixed or now == self._entered else now
 
     def leave(self) -> None:
-        """The context is left: remember the parameters as they are now."""
-        for home in list(self._homes.values()):
-            if home.parameter.untyped_storage()._cdata in self._alive:
+        """The context is left: remember the parameters as they are now, but for those that were changed before it."""
+        for key, home in list(self._homes.items()):
+            if key not in self._changed and home.parameter.untyped_storage()._cdata in self._alive:
                 self.own(home.parameter)
 
-    def _made_at(self, tensor: Tensor) -> _View:
+    def _made_at(self, tensor: Tensor) -> View:
         view, home = _view(tensor), self._homes.get(id(tensor))
         if view.storage in self._alive or home is None or home.parameter is not tensor or home.view.size != view.size:
             return view
         return home.view
+
+    def made(self, parameter: Tensor) -> Tensor:
+        """The parameter for operations inside the context: as it was there, whatever it was cast to outside."""
+        return self._homes[id(parameter)].made
 
     def replay(self, tensor: Tensor) -> Tensor:
         """The value of a recorded meta tensor, on the CPU; elements that nothing initialised are NaN.
 
         torch's generator is left as it was. Memory: the tensor, and what its own initialisation needs.
         """
-        wanted = self._made_at(tensor)
-        nodes = self._slice(wanted.storage)
-        memory: dict[int, torch.UntypedStorage] = {}
-        last_use = {s: n.index for n in nodes for s in (*n.reads, *n.writes)}
-        last_use[wanted.storage] = len(self.nodes)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for node in nodes:
-                self._run(node, memory)
-                for storage in [s for s in memory if last_use[s] <= node.index]:
-                    del memory[storage]
-            return _tensor(wanted, memory).to(tensor.dtype)
-
-    def _slice(self, storage: int) -> list[_Node]:
-        """The operations that the storage's final value depends on, in order."""
-        chosen: dict[int, _Node] = {}
-        pending = [(storage, len(self.nodes))]
-        while pending:
-            target, before = pending.pop()
-            for node in self._by_storage.get(target, ()):
-                if node.index >= before or node.index in chosen:
-                    continue
-                chosen[node.index] = node
-                pending += [(s, node.index) for s in (*node.reads, *node.writes) if s != target]
-        return [chosen[i] for i in sorted(chosen)]
-
-    def _run(self, node: _Node, memory: dict[int, torch.UntypedStorage]) -> None:
-        def restore(value: Any) -> Any:
-            if isinstance(value, _View):
-                return _tensor(value, memory)
-            if isinstance(value, _Real):
-                if value.tensor._version != value.version:
-                    raise DeferredInitError(
-                        f"{node.function} in deferred_init() read a tensor of shape {tuple(value.tensor.shape)} "
-                        "that was changed afterwards; give it a copy, or build this part of the model outside"
-                    )
-                return value.tensor.cpu()
-            if isinstance(value, torch.device):
-                return torch.device("cpu")
-            return None if isinstance(value, torch.Generator) else value
-
-        torch.default_generator.manual_seed(mix(node.seed, node.index))
-        args, kwargs = tree_map(restore, (node.args, node.kwargs))
-        results = node.function(*args, **kwargs)
-        for view, result in zip(node.outputs, tree_flatten(results)[0], strict=True):
-            if view is None or view.storage in memory:
-                continue
-            if tuple(result.stride()) != view.stride or result.storage_offset() != view.offset:
-                result = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(result)
-            if node.uninitialised:
-                result.fill_(math.nan if result.dtype.is_floating_point else 0)
-            memory[view.storage] = result.untyped_storage()
+        return self._replay.value(self._made_at(tensor)).to(tensor.dtype)
 
     def add(self, function: Any, args: Any, kwargs: Any, results: Any, written: list[Tensor]) -> None:
         """Note one operation, whose `results` and `written` arguments may be meta tensors."""
@@ -224,7 +134,7 @@ class Recording:
             if not isinstance(value, Tensor):
                 return value
             if not on_meta(value):
-                return _Real(value.detach(), value._version)
+                return Real(value.detach(), value._version)
             view = self.hold(value)
             reads.append(view.storage)
             return view
@@ -232,17 +142,14 @@ class Recording:
         encoded, named = tree_map(encode, args), tree_map(encode, kwargs)
         leaves = tree_flatten(results)[0]
         outputs = tuple(self.hold(r) if isinstance(r, Tensor) and on_meta(r) else None for r in leaves)
-        created = [v.storage for v in outputs if v is not None and v.storage not in self._by_storage]
+        created = [v.storage for v in outputs if v is not None and v.storage not in self._replay.writers]
         changed = [_view(t).storage for t in written if on_meta(t)]
         writes = tuple(dict.fromkeys(created + changed))
-        uninitialised = function._schema.name in UNINITIALISED
-        links = (tuple(reads), writes, outputs)
-        node = _Node(len(self.nodes), function, encoded, named, *links, self._seed_now(), uninitialised)
-        self.nodes.append(node)
-        for storage in writes:
-            self._by_storage.setdefault(storage, []).append(node)
+        seed = self._seed_now()
+        self._replay.add(function, encoded, named, tuple(reads), writes, outputs, seed, mix(seed, self._drawing))
+        self._drawing += 1
 
-    def hold(self, tensor: Tensor) -> _View:
+    def hold(self, tensor: Tensor) -> View:
         view = _view(tensor)
         self._alive.setdefault(view.storage, tensor.untyped_storage())
         return view
@@ -252,15 +159,18 @@ def on_meta(tensor: Tensor) -> bool:
     return tensor.device.type == "meta"  # is_meta is what _PretendReal changes
 
 
-def _view(tensor: Tensor) -> _View:
+def _view(tensor: Tensor) -> View:
     place = tensor.untyped_storage()._cdata
-    return _View(place, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    size, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+    return View(place, size, stride, offset, tensor.dtype, whole)
 
 
-def _tensor(view: _View, memory: dict[int, torch.UntypedStorage]) -> Tensor:
-    if view.storage not in memory:
-        raise DeferredInitError("a value was built from a meta tensor made outside deferred_init(); make it inside")
-    return torch.empty(0, dtype=view.dtype).set_(memory[view.storage], view.offset, view.size, view.stride)
+def _read(into: Tensor, source: Source) -> None:
+    into.copy_(source.read(0, into.numel()).to(into.dtype).view(into.shape))
+
+
+_read._schema = Schema("zero::source")  # type: ignore[attr-defined]
 
 
 def mix(seed: int, index: int) -> int:

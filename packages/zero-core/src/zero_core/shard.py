@@ -19,6 +19,7 @@ from .carried import carry_over
 from .collectives import Ranks
 from .device_store import DeviceStore
 from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
+from .handover import Handover
 from .hooks import Engine, Node
 from .init import Initialiser, become
 from .layout import UnitLayout
@@ -30,7 +31,7 @@ from .scaling import LossScale
 from .stages import STAGES
 from .store import NullObserver, Observer, Segment, ShardSpec, ShardStore, StoreContext, lent_bytes
 from .unit import Unit
-from .wrapping import UnitPlan, plan_units, unit_modules
+from .wrapping import UnitPlan, not_sharded, plan_units, unit_modules
 
 __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
 
@@ -119,14 +120,21 @@ def shard(
     engine.prefetch_bytes, engine.residents.budget_bytes = prefetch_bytes, resident_bytes
     engine.loss_scale = scale
     unit_bytes = [unit.nbytes for unit in made.units]
-    made.attach_store(initialiser, stage, lent_bytes(unit_bytes, prefetch_bytes, resident_bytes, ranks.shard.size))
+    handover = Handover(made.units)
+    try:
+        lent = lent_bytes(unit_bytes, prefetch_bytes, resident_bytes, ranks.shard.size)
+        made.attach_store(initialiser, handover, stage, lent)
+        for unit in made.units:
+            for k, parameter in enumerate(unit.parameters):
+                settle(parameter, Place(engine, unit, k))
+        carry_over(optimizer, made.units, made.store, ranks)
+        engine.attach(made.nodes(unit_modules(model, units)))
+        sharded = ShardedOptimizer(optimizer, engine, max_grad_norm=max_grad_norm, observer=observer)
+    except BaseException as error:
+        engine.detach()
+        handover.undo(error, made.store)
+        raise
     initialiser.release()
-    for unit in made.units:
-        for k, parameter in enumerate(unit.parameters):
-            settle(parameter, Place(engine, unit, k))
-    carry_over(optimizer, made.units, made.store, ranks)
-    engine.attach(made.nodes(unit_modules(model, units)))
-    sharded = ShardedOptimizer(optimizer, engine, max_grad_norm=max_grad_norm, observer=observer)
     if update_in_backward:
         engine.reducer.on_reduced = sharded.update_one
     model.__dict__[_HANDLE] = Handle(model, tuple(made.units), made.store, sharded, ranks, stage, engine)
@@ -209,12 +217,19 @@ class _Maker:
                 f"{max_grad_norm}, {self.reduce_dtype} gradients; it must be the same on all {self.ranks.size}"
             )
 
-    def attach_store(self, initialiser: Initialiser, stage: int, prefetch_bytes: int) -> None:
+    def attach_store(self, initialiser: Initialiser, handover: Handover, stage: int, prefetch_bytes: int) -> None:
         """Hand the shards over, unit by unit: each unit's own memory goes before the next one's is read."""
         rank = self.ranks.shard.rank
         for buffer in self.model.buffers():
             if not buffer.is_meta and buffer.numel():
                 self.ranks.broadcast(buffer.data, "buffers")
+        for name, parameter in not_sharded(self.model).items():
+            values = initialiser.values(parameter)
+            here = values.to(self.ranks.device).contiguous()
+            if self.ranks.size > 1 and here.numel() and not here.is_quantized:
+                self.ranks.broadcast(here.view(-1).view(torch.uint8), name)  # as bytes: gloo lacks some dtypes
+            if parameter.is_meta or here is not values:
+                become(parameter, here)
 
         def initial(i: int) -> torch.Tensor:
             unit = self.units[i]
@@ -224,7 +239,7 @@ class _Maker:
                     self.ranks.broadcast(values, unit.name)
                     parameter.data = values.to(parameter.device)
             values = initialiser.shard(unit.layout, unit.parameters, rank)
-            unit.adopt_parameters(become)
+            handover.take(i)
             return values
 
         context = StoreContext(
@@ -236,6 +251,8 @@ class _Maker:
             prefetch_bytes=prefetch_bytes,
             keeps_parameters=STAGES[stage].keeps_parameters,
             observer=self.observer,
+            rescue=handover.give_back,
+            not_sharded={name: p.nbytes for name, p in not_sharded(self.model).items()},
         )
         self.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)
 
@@ -245,8 +262,7 @@ class _Maker:
             Segment(piece.shard_start, piece.shard_stop, groups[piece.slot.name], piece.slot.name)
             for piece in unit.layout.pieces(self.ranks.shard.rank)
         )
-        encloses = "" in self.plans[unit.index].modules
-        return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, encloses)
+        return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, self.plans[unit.index].encloses)
 
     def nodes(self, modules: dict[str, nn.Module]) -> list[Node]:
         """The modules that get hooks: those of a unit, and the root in any case."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -86,6 +86,10 @@ class StoreContext:
     prefetch_bytes: of whole units, how much is asked for ahead of its use, and on one shard how much stays in use: see
     `lent_bytes`. The store lends that much at once, and two units more. keeps_parameters: whole units stay until the
     step (stages 0 to 2), so that each shard is asked for once a step.
+    rescue: an `attach` that fails calls it before it raises, with (i, fp32 master) of every shard that `initial`
+    yielded and that the store still has: the user has no other copy.
+    not_sharded: bytes, by name, of the model's parameters that no shard has. A store reports them and has no more to do
+    with them.
     """
 
     device: torch.device
@@ -96,6 +100,8 @@ class StoreContext:
     prefetch_bytes: int = 0
     keeps_parameters: bool = False
     observer: Observer = NullObserver()
+    rescue: Callable[[int, Tensor], None] = lambda i, master: None
+    not_sharded: Mapping[str, int] = field(default_factory=dict)
 
 
 def lent_bytes(unit_bytes: Iterable[int], prefetch_bytes: int, resident_bytes: int, shard_count: int) -> int:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .deferred import continue_recording
+from .deferred import as_made, continue_recording
 from .errors import ZeroError
 
 __all__ = ["TiledLinear", "tile_linear"]
@@ -69,17 +69,16 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, out_splits: int = 1, in_splits: int = 1) -> TiledLinear:
-        """The same layer in tiles: values are copied tile by tile; a layer on meta stays there, deferred if it was."""
+        """The same layer in tiles, with its values. Of a deferred layer the tiles are deferred too."""
         if linear.weight.is_meta:
             with continue_recording(linear):
-                return cls._shaped_like(linear, out_splits, in_splits)
+                return cls.from_linear(linear, out_splits=out_splits, in_splits=in_splits)
         tiled = cls._shaped_like(linear, out_splits, in_splits)
         with torch.no_grad():
             for tile, (low, high), (start, stop) in tiled.placed():
-                tile.weight.copy_(linear.weight[low:high, start:stop])
+                tile.weight.copy_(as_made(linear, linear.weight)[low:high, start:stop])
                 if tile.bias is not None:
-                    assert linear.bias is not None
-                    tile.bias.copy_(linear.bias[low:high])
+                    tile.bias.copy_(as_made(linear, linear.bias)[low:high])
         return tiled
 
     @classmethod
@@ -91,7 +90,7 @@ class TiledLinear(nn.Module):
             bias,
             out_splits=out_splits,
             in_splits=in_splits,
-            device=None if weight.is_meta else weight.device,
+            device=weight.device,
             dtype=weight.dtype,
         )
         for tile in tiled.tiles:

@@ -137,10 +137,32 @@ class Unit:
             return
         with self.ranks.side.after_current(), self.observer.span("wait", self.name):
             shard = self.store.parameters(self.index)
-        self._memory, self._pooled = self.pool.take(self.layout.numel, self.dtype), True
-        with self.ranks.side.after_current(), self.observer.span("gather", self.name):
-            self._work = self.ranks.all_gather(self._memory, shard, self.name, self.index)
+        try:
+            self._memory, self._pooled = self.pool.take(self.layout.numel, self.dtype), True
+            with self.ranks.side.after_current(), self.observer.span("gather", self.name):
+                self._work = self.ranks.all_gather(self._memory, shard, self.name, self.index)
+        except BaseException:
+            self._abandon_gather()
+            raise
         self.residency = Residency.UNSHARDING
+
+    def _end_gather(self) -> None:
+        """Wait for the gather and give the shard back, also where the gather failed: then the unit is sharded."""
+        try:
+            self.ranks.wait(self._work, "all_gather", self.name)
+        except BaseException:
+            self._abandon_gather()
+            raise
+        self._work = None
+        self.store.release(self.index)
+
+    def _abandon_gather(self) -> None:
+        """Give back what a gather that failed had taken. Its memory is not used again: the gather may still write."""
+        memory, self._memory, self._work = self._memory, None, None
+        self.residency = Residency.SHARDED
+        if memory is not None:
+            self.pool.drop(memory)
+        self.store.release(self.index)
 
     @property
     def _swaps_in(self) -> bool:
@@ -170,14 +192,14 @@ class Unit:
                 self._memory = self.store.parameters(self.index)
             self._pooled = copy
             if copy:
-                self._memory = self.pool.take(self.layout.numel, self.dtype).copy_(self._memory)
-                self.store.release(self.index)
+                try:
+                    self._memory = self.pool.take(self.layout.numel, self.dtype).copy_(self._memory)
+                finally:
+                    self.store.release(self.index)
         else:
             self.prefetch()
             with self.observer.span("gather", self.name):
-                self.ranks.wait(self._work, "all_gather", self.name)
-            self._work = None
-            self.store.release(self.index)
+                self._end_gather()
         assert self._memory is not None
         _put_under(self.flat, self._memory)
         self.residency = Residency.UNSHARDED
@@ -193,9 +215,7 @@ class Unit:
             return
         assert self._memory is not None
         if self.residency is Residency.UNSHARDING:
-            self.ranks.wait(self._work, "all_gather", self.name)
-            self._work = None
-            self.store.release(self.index)
+            self._end_gather()
         else:
             _take_away(self.flat)
         if self._pooled:

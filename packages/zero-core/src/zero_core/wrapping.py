@@ -15,7 +15,7 @@ from torch import nn
 
 from .tiling import TiledLinear
 
-__all__ = ["UnitPlan", "plan_units", "unit_modules"]
+__all__ = ["UnitPlan", "not_sharded", "plan_units", "unit_modules"]
 
 _APART = 0.01  # an embedding or a head with this share of the model's elements is a unit of its own
 
@@ -27,6 +27,11 @@ class UnitPlan:
     name: str
     modules: dict[str, nn.Module] = field(default_factory=dict)
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def encloses(self) -> bool:
+        """Whether the model itself opens it: then it is in use from the first unit's turn to the last's."""
+        return "" in self.modules
 
 
 def unit_modules(model: nn.Module, classes: Sequence[type[nn.Module]] | None = None) -> dict[str, nn.Module]:
@@ -120,6 +125,11 @@ def plan_units(model: nn.Module, classes: Sequence[type[nn.Module]] | None = Non
             plans[key] = UnitPlan(label, members)
         plans[key].parameters[name] = parameter
     return list(plans.values())
+
+
+def not_sharded(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters in no unit, by name: integer and quantised ones. They stay whole in memory on every rank."""
+    return {name: p for name, p in model.named_parameters() if not p.is_floating_point()}
 
 
 def _merge(modules: dict[str, nn.Module], sharing: Iterable[list[str]]) -> dict[str, str]:

@@ -9,6 +9,7 @@ Integers only. Owns `Budgets`, `Buffers`, `PlanError`; the states themselves are
             fetched ahead (in backward the one before it is still open then), and those that stay. There the gradient of
             the unit whose backward runs is one of two landing buffers, as the one before it is on its way to the host;
             and autograd has just made a parameter's
+            Parameters that are not sharded: integer and quantised ones
     host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
             from a device apart, and the rounding of blocks to pages
 Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
@@ -107,6 +108,7 @@ class Buffers:
             device += MASTER_BYTES * sum(
                 run.count * run.unit.spec.numel for run in placed.runs if not run.unit.trainable
             )
+        device += sum(sizes.not_sharded.values())
         host = placed.arena_bytes - counted.held_on("host") - (0 if shape.apart else counted.held_on("device"))
         host += SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through
         return cls(device, host, held_back_bytes(placed, shape), activation_bytes(sizes, activations, tokens))

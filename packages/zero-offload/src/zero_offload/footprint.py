@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -107,6 +107,7 @@ class StorePlan:
     staging_slots: int = 0
     staging_slot_bytes: int = 0
     gradient_itemsize: int = GRADIENT_BYTES  # that is kept of an element
+    not_sharded: Mapping[str, int] = field(default_factory=dict)  # bytes by name: in the model's own memory, not here
 
     def bytes_of(self, tier: Tier | str, kind: str) -> int:
         """Bytes of "parameters", "gradients", "optimizer" or "buffers" (slots; host only) in a tier."""

@@ -13,6 +13,7 @@ forward from memory. A slot is claimed only after its writes are done: no read e
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -274,6 +275,15 @@ class ParameterStore:
         """Return when nothing is in flight."""
         for slot in (*self._slots, *self._own.values()):
             slot.settle()
+
+    def forget_writes(self) -> set[int]:
+        """Every write is over, done or failed; the units that are in slots, where their bytes are in any case."""
+        for slot in (*self._slots, *self._own.values()):
+            for write in slot.writes.values():
+                with suppress(Exception):
+                    write.wait()
+            slot.writes.clear()
+        return set(self._by_unit)
 
     # -- the slots ----------------------------------------------------------------------------------------------
 

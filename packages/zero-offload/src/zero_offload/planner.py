@@ -7,7 +7,7 @@ nothing, touches no device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from .accounting import KINDS, TIERS, Account, AdamLayout, Placed, Shape
 from .budgets import Budgets, Buffers, PlanError, check
+from .errors import gib
 from .footprint import MINIMUM_SLOTS, check_device_shares
 from .hardware import Hardware
 from .placement import Placement, shares
@@ -43,6 +44,7 @@ class Plan:
     hardware: Hardware | None
     prediction: Prediction | None
     tokens: int  # of one rank's step
+    not_sharded: Mapping[str, int] = field(default_factory=dict)  # bytes by name, among the buffers of the device
 
     @property
     def tile_numel(self) -> int:
@@ -137,6 +139,18 @@ class Plan:
             )
         return rows
 
+    @property
+    def told_of_not_sharded(self) -> str:
+        """How many integer and quantised parameters there are, their bytes and names; "" if there are none."""
+        names = list(self.not_sharded)
+        if not names:
+            return ""
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return (
+            f"{len(names)} integer or quantised parameters stay in the model's memory, whole on every rank, whatever "
+            f"the placement: {gib(sum(self.not_sharded.values()))} ({shown})"
+        )
+
     def facts(self) -> list[tuple[str, str]]:
         """(name, value) of the traffic, the time and the endurance; what is not known is left out."""
         rows = [
@@ -144,6 +158,8 @@ class Plan:
             ("nvme written per step", f"{self.write_bytes_per_step / GIB:.2f} GiB"),
             ("nvme written by setup", f"{self.setup_write_bytes / GIB:.2f} GiB"),
         ]
+        if self.not_sharded:
+            rows.append(("not sharded", self.told_of_not_sharded))
         if self.prediction:
             rows.append(("predicted step", f"{self.prediction.step_seconds:.3g} s"))
             rows.append(("exposed of it", f"{self.prediction.exposed_seconds:.3g} s"))
@@ -228,7 +244,19 @@ def plan(
     if budgets is not None and hardware is not None:
         check(counted, buffers, budgets, hardware)
         prediction = trial.predicted(placed, counted, buffers, hardware, tokens) if tokens else None
-    return Plan(placements, trial.policies, shape, placed, counted, buffers, budgets, hardware, prediction, tokens)
+    return Plan(
+        placements,
+        trial.policies,
+        shape,
+        placed,
+        counted,
+        buffers,
+        budgets,
+        hardware,
+        prediction,
+        tokens,
+        sizes.not_sharded,
+    )
 
 
 def fits(model: nn.Module | ModelSizes | Sequence[int], hardware: Hardware, **options: Any) -> bool:

@@ -7,8 +7,8 @@ numbers; one that does, on any device or on meta, is read by `ModelSizes.of`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from zero_core.layout import UnitLayout
 from zero_core.store import Segment, ShardSpec
-from zero_core.wrapping import plan_units
+from zero_core.wrapping import not_sharded, plan_units
 
 __all__ = ["ModelSizes", "ParameterSizes", "UnitSizes"]
 
@@ -40,6 +40,7 @@ class UnitSizes:
     parameters: tuple[ParameterSizes, ...]
     matmul_numel: int | None = None  # elements every token is multiplied with; None: all. An embedding has 0.
     is_block: bool = True  # has activations worth a policy; embeddings, heads and what is left over keep theirs
+    encloses: bool = False  # the whole model's own unit: open from the first unit to the last
 
     @classmethod
     def whole(
@@ -55,11 +56,6 @@ class UnitSizes:
     @property
     def compute_numel(self) -> int:
         return self.numel if self.matmul_numel is None else self.matmul_numel
-
-    @property
-    def encloses(self) -> bool:
-        """Whether it is the whole model's own unit, as zero-core names it: open from the first unit to the last."""
-        return self.name == "root"
 
     def layout(self, dtype: torch.dtype, shard_count: int) -> UnitLayout:
         """The flat storage, as zero-core lays it out."""
@@ -86,6 +82,7 @@ class ModelSizes:
     saved_bytes_per_token: int = 0  # what a unit's forward saves for its backward, where it is kept
     working_bytes_per_token: int = 0  # what recomputation rebuilds at once: a whole layer, where tiles are units
     output_bytes_per_token: int = 0  # logits and their gradient, when there is most of them
+    not_sharded: Mapping[str, int] = field(default_factory=dict)  # bytes by name: integers, whole on every rank
 
     @cached_property
     def numel(self) -> int:
@@ -187,13 +184,18 @@ def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtyp
         rows = tuple(ParameterSizes(name, p.numel(), p.requires_grad) for name, p in unit.parameters.items())
         looked_up = sum(p.numel() for p in unit.parameters.values() if id(p) in embeddings and id(p) not in heads)
         is_block = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
-        units.append(UnitSizes(unit.name, rows, sum(row.numel for row in rows) - looked_up, is_block))
+        units.append(UnitSizes(unit.name, rows, sum(row.numel for row in rows) - looked_up, is_block, unit.encloses))
     config = getattr(model, "config", None)
     hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))
     wider = (dtype or torch.bfloat16).itemsize / 2  # the formulas count 16-bit activations
     saved, working = _block_bytes(units, hidden, int(getattr(config, "intermediate_size", 0) or 0))
     return ModelSizes(
-        tuple(units), int(2 * hidden * wider), int(saved * wider), int(working * wider), LOGIT_BYTES * vocabulary
+        tuple(units),
+        int(2 * hidden * wider),
+        int(saved * wider),
+        int(working * wider),
+        LOGIT_BYTES * vocabulary,
+        {name: p.nbytes for name, p in not_sharded(model).items()},
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -89,6 +90,7 @@ class TieredStore:
         self.plan: StorePlan | None = None
         self._monitor = Monitor(self.timeline)
         self._nvme = None if nvme is None else Nvme(nvme, self.timeline)
+        self._taken: list[int] = []  # units whose first values attach has laid out
         self._order: list[int] = []
         self._early_asked = True  # until the first update there is nothing to expect
         self._setup = (0, 0)
@@ -123,7 +125,7 @@ class TieredStore:
         )
         if self._nvme is not None and plan.nvme_bytes:
             self._nvme.store.reserve(plan.nvme_bytes)
-        self.plan, self._context = plan, context
+        self.plan, self._context = replace(plan, not_sharded=context.not_sharded), context
         self.timeline.rank, self._monitor.observer = context.rank, context.observer
         try:
             self._build(plan, context)
@@ -132,6 +134,8 @@ class TieredStore:
             self._pipeline.wait()
         except BaseException:
             with suppress(Exception):  # what failed first is what is told
+                self._rescue(context)
+            with suppress(Exception):
                 self.close()
             raise
         if self._nvme is not None:
@@ -164,18 +168,34 @@ class TieredStore:
         """Take over every shard in order, one in memory at a time; a device apart asks for those that it keeps."""
         following = iter(range(len(self._plan.units)))
 
+        def take(i: int) -> Tensor:
+            master = initial(i)
+            try:
+                self._values.first(i, master)
+            except BaseException:
+                self._context.rescue(i, master)
+                raise
+            self._taken.append(i)
+            return master
+
         def up_to(last: int) -> Tensor:
             for i in following:
-                master = initial(i)
-                self._values.first(i, master)
+                master = take(i)
                 if i == last:
                     return master
             raise AssertionError(f"unit {last} was asked for twice")
 
         if self._link is not None:
-            self._link.device.attach(optimizer, up_to, self._context)
+            self._link.device.attach(optimizer, up_to, replace(self._context, rescue=lambda place, master: None))
         for i in following:
-            self._values.first(i, initial(i))
+            take(i)
+
+    def _rescue(self, context: StoreContext) -> None:
+        """Give the masters back that were taken over, those first that are in memory: reading the others needs it."""
+        self._taken.sort(key=self._values.at_hand().__contains__, reverse=True)
+        for i in self._taken:
+            with suppress(Exception), torch.no_grad():  # the user is told which are lost
+                context.rescue(i, self._read(i, "master", 0, self._plan.units[i].spec.numel))
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
@@ -324,11 +344,14 @@ class TieredStore:
         self._check_range(i, name, start, stop)
         with torch.no_grad(), self._guard():
             self._pipeline.wait()
-            above = min(stop, max(start, self._plan.units[i].whole_numel))
-            values = self._values.read(i, name, above, stop)
-            if self._link is None or start == above:
-                return values
-            return torch.cat([self._link.device.read(i, name, start, above), values])
+            return self._read(i, name, start, stop)
+
+    def _read(self, i: int, name: str, start: int, stop: int) -> Tensor:
+        above = min(stop, max(start, self._plan.units[i].whole_numel))
+        values = self._values.read(i, name, above, stop)
+        if self._link is None or start == above:
+            return values
+        return torch.cat([self._link.device.read(i, name, start, above), values])
 
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
         self._check_range(i, name, start, start + values.numel())
@@ -377,7 +400,7 @@ class TieredStore:
         }
 
     def describe(self) -> StorePlan:
-        """What was reserved: bytes per tier and kind, slots, the arena."""
+        """What was reserved: bytes per tier and kind, slots, the arena; and `not_sharded`, which is none of it."""
         return self._plan
 
     @property

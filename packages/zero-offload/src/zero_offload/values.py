@@ -6,7 +6,7 @@ Owns the way of one tile after another through memory. Runs while no update does
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from .footprint import StorePlan
 from .parameters import ParameterStore
 from .protocols import UpdateStep
 from .states import StateStore
-from .tile import Tile, View
+from .tile import Record, Tile, View
 
 __all__ = ["Values"]
 
@@ -36,28 +36,44 @@ class Values:
             raise ValueError(f"initial({i}) has {master.numel()} elements, {unit.spec.name} has {unit.spec.numel}")
         master = master.detach().to("cpu", torch.float32)
         self._parameters.begin_update(i, wait=True, read=False)
-        for tile, record in zip(unit.tiles, unit.records, strict=True):
-            if tile.start < unit.whole_numel:
-                continue  # the device tier's
-            parameter, values = self._parameters.for_update(tile, read=False), master[tile.start : tile.stop]
-            if tile.trainable:
-                block = self._states.pool.take() if self._states.swapped(tile) else None
+        try:
+            for tile, record in zip(unit.tiles, unit.records, strict=True):
+                if tile.start >= unit.whole_numel:  # the others are the device tier's
+                    self._first(tile, record, master[tile.start : tile.stop])
+        finally:
+            self._parameters.end_update(i, wanted=False)
+
+    def _first(self, tile: Tile, record: Record | None, values: Tensor) -> None:
+        parameter = self._parameters.for_update(tile, read=False)
+        if tile.trainable:
+            block = self._states.pool.take() if self._states.swapped(tile) else None
+            try:
                 states = self._states.views(tile, block) if record is not None else {}
                 self._step.initialise(View(states, parameter, values[:0]), values)
                 if block is not None:
                     self._states.swap_out(tile, block)
-            else:
-                round_to(values, parameter)
-            self._parameters.changed(tile)
-        self._parameters.end_update(i, wanted=False)
+                    block = None
+            finally:
+                if block is not None:
+                    self._states.pool.give(block)
+        else:
+            round_to(values, parameter)
+        self._parameters.changed(tile)
+
+    def at_hand(self) -> set[int]:
+        """After a transfer failed: the units whose bytes are in slots, whatever became of their writes."""
+        with suppress(Exception):
+            self._states.pool.drain()
+        return self._parameters.forget_writes()
 
     def read(self, i: int, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,) fp32, a copy."""
         values = torch.empty(stop - start, dtype=torch.float32)
         for tile in self._tiles(i, start, stop):
             low, high = max(start, tile.start), min(stop, tile.stop)
-            with self._opened(tile, change=False) as view:
-                if tile.trainable:
+            needs_states = tile.trainable and not (name == "master" and self._is_master(tile))
+            with self._opened(tile, change=False, states=needs_states) as view:
+                if needs_states:
                     found = self._step.read(view, name)
                 else:
                     found = view.parameter.float() if name == "master" else torch.zeros(tile.numel)
@@ -83,25 +99,33 @@ class Values:
                 if name == "master":
                     self._parameters.changed(tile)
 
+    def _is_master(self, tile: Tile) -> bool:
+        """Whether the parameter is the master itself."""
+        unit = self._plan.units[tile.unit]
+        record = unit.records[tile.index]
+        return unit.spec.dtype is torch.float32 and all(f.name != "master" for f in (record.fields if record else ()))
+
     def _tiles(self, i: int, start: int, stop: int) -> Iterator[Tile]:
         tiles = self._plan.units[i].tiles if start < stop else ()
         return (tile for tile in tiles if tile.start < stop and tile.stop > start)
 
     @contextmanager
-    def _opened(self, tile: Tile, *, change: bool) -> Iterator[View]:
-        """The tile in memory. Its states are written back where they `change`; else they stay as if read ahead."""
+    def _opened(self, tile: Tile, *, change: bool, states: bool = True) -> Iterator[View]:
+        """The tile in memory, with its `states` or without. They are written back where they `change`; else they stay
+        as if read ahead.
+        """
         if not self._parameters.begin_update(tile.unit, wait=False, steal=True):
             name = self._plan.units[tile.unit].spec.name
             raise BudgetError(f"every unit slot is held; release a unit before reading {name}")
         loaded = None
         try:
-            if self._states.swapped(tile):
+            if states and self._states.swapped(tile):
                 loaded = self._states.begin_read(tile, wait=True)
                 assert loaded is not None
                 loaded[1].wait()
-            states = self._states.views(tile, loaded[0] if loaded else None) if tile.trainable else {}
+            views = self._states.views(tile, loaded[0] if loaded else None) if tile.trainable else {}
             parameter = self._parameters.for_update(tile)
-            yield View(states, parameter, parameter[:0])
+            yield View(views, parameter, parameter[:0])
             if loaded is not None and change:
                 self._states.swap_out(tile, loaded[0])
                 loaded = None

@@ -1,0 +1,146 @@
+"""A `shard` that fails leaves the user's model as it was, so that the next one works; or says what is lost.
+
+Fails if any error between the first unit's handover and the end of `shard` leaves a parameter without its values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from tests.integration.zero_core import toys
+from zero_core.device_store import DeviceStore
+from zero_core.errors import StoreError, UnsupportedOptimizerError
+
+
+class Refused(Exception):
+    pass
+
+
+class Refusing(DeviceStore):
+    """Fails when it is given shard `at`, or when all is there. `forgets`: it has nothing left then."""
+
+    def __init__(self, at: int, *, forgets: bool = False) -> None:
+        super().__init__()
+        self.at, self.forgets = at, forgets
+
+    def attach(self, shards: Any, optimizer: Any, initial: Any, *, context: Any) -> None:
+        def until(i: int) -> Tensor:
+            if i == self.at:
+                raise Refused
+            return initial(i)
+
+        if self.forgets:
+            context = zero_core.store.StoreContext(context.device)
+        super().attach(shards, optimizer, until, context=context)
+        raise Refused
+
+
+class Own(nn.Parameter):
+    """A class of the user's, which deferred_init leaves alone."""
+
+
+def make(deferred: bool, dtype: torch.dtype) -> nn.Module:
+    """A stack with an LSTM, whose weights have weak references, and a frozen weight that is not contiguous."""
+
+    def build() -> nn.Module:
+        model = toys.Stack()
+        model.lstm = nn.LSTM(3, 2)
+        model.table = nn.Parameter(torch.randn(6, 4).t(), requires_grad=False)
+        return model
+
+    torch.manual_seed(3)
+    if not deferred:
+        model = build()
+        model.table = Own(model.table.data, requires_grad=False)
+        return model.to(dtype)
+    with zero_core.deferred_init(seed=3):
+        model = build()
+    return model.to(dtype)
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(
+        a.dtype is b.dtype and a.stride() == b.stride() and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("at", [0, 2, 99])
+def test_a_store_that_fails_to_attach_leaves_the_model_as_it_was(at: int, dtype: torch.dtype, deferred: bool) -> None:
+    model, expected = make(deferred, dtype), make(deferred, dtype)
+    zero_core.materialise(expected)
+    optimizer = toys.adamw(model.parameters())
+    before = [(p, type(p)) for p in model.parameters()]
+    with pytest.raises(Refused):
+        zero_core.shard(model, optimizer, store=Refusing(at))
+    assert all(a is p and type(p) is kind for (a, kind), p in zip(before, model.parameters(), strict=True))
+    if deferred:
+        assert all(p.is_meta for p in model.parameters())
+    else:
+        assert same(values(model), values(expected))
+    sharded = zero_core.shard(model, optimizer)
+    with zero_core.gathered(model):
+        assert all(torch.equal(a, b) for a, b in zip(values(model), values(expected), strict=True))
+    loss = toys.loss_of(model, toys.data(0, 0).to(dtype))
+    loss.backward()
+    sharded.step()
+    sharded.close()
+
+
+def test_an_error_after_the_store_was_attached_leaves_model_and_optimizer_as_they_were() -> None:
+    model = toys.Stack()
+    optimizer = toys.adamw(model.parameters())
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = values(model)
+    optimizer.state[model.head.bias]["projection"] = torch.zeros(7)
+    with pytest.raises(UnsupportedOptimizerError, match="projection"):
+        zero_core.shard(model, optimizer, param_dtype=torch.bfloat16)
+    assert same(values(model), before) and model(toys.data(0, 0)).isfinite().all()
+    del optimizer.state[model.head.bias]["projection"]
+    zero_core.shard(model, optimizer).close()
+
+
+def test_values_that_are_lost_are_named_and_what_was_not_handed_over_stays() -> None:
+    model, expected = make(False, torch.float32), make(False, torch.float32)
+    with pytest.raises(
+        StoreError, match=r"handed table, lstm\.\S+, .* and 3 more to the store.*The failure: Refused"
+    ) as told:
+        zero_core.shard(
+            model, toys.adamw(p for p in model.parameters() if p.requires_grad), store=Refusing(2, forgets=True)
+        )
+    assert isinstance(told.value.__cause__, Refused)
+    lost = [name for name, p in model.named_parameters() if p.is_meta]
+    assert 0 < len(lost) < len(list(model.parameters()))
+    with pytest.raises(zero_core.errors.DeferredInitError, match="build the model"):
+        zero_core.shard(model, toys.adamw(model.parameters()))
+    there = dict(model.named_parameters())
+    assert all(torch.equal(there[n], p) for n, p in expected.named_parameters() if n not in lost)
+
+
+def fails_on_one(stage: int) -> tuple[str, bool]:
+    rank, _ = toys.world()
+    torch.manual_seed(0)
+    model = toys.Stack()
+    before = values(model)
+    try:
+        zero_core.shard(model, toys.adamw(model.parameters()), stage=stage, store=Refusing(99))
+    except (Refused, StoreError) as error:
+        return type(error).__name__, not any(p.is_meta for p in model.parameters()) and same(values(model), before)
+    return "nothing raised", False
+
+
+def test_on_several_ranks_what_is_cut_is_lost_and_what_is_whole_is_not(ranks) -> None:
+    assert ranks(2).run(fails_on_one, 0) == [("Refused", True)] * 2
+    assert ranks(2).run(fails_on_one, 3) == [("StoreError", False)] * 2

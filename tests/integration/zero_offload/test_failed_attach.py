@@ -1,0 +1,40 @@
+"""A disk that fails while `shard` writes the first values leaves the user's model as it was.
+
+Fails if the model's values are only in a store that has failed and was closed.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import zero_core
+from tests.integration.zero_core import toys
+from zero_offload import MemoryByteStore, SwapError, TieredStore
+from zero_offload.testing import FaultyByteStore
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("after", [0, 5])
+def test_a_disk_that_fails_at_shard_leaves_the_model_as_it_was(after: int, deferred: bool) -> None:
+    if deferred:
+        with zero_core.deferred_init(seed=0):
+            model = toys.Stack()
+    else:
+        model = toys.Stack()
+    before = [None if p.is_meta else p.detach().clone() for p in model.parameters()]
+    optimizer = toys.adamw(model.parameters())
+    disk = FaultyByteStore(MemoryByteStore())
+    disk.fail("write", after=after)
+    with pytest.raises(SwapError, match="writing"):
+        zero_core.shard(model, optimizer, store=TieredStore("nvme", "nvme", "nvme", disk))
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert parameter.is_meta if value is None else torch.equal(parameter, value)
+    store = TieredStore("nvme", "nvme", "nvme", MemoryByteStore())
+    sharded = zero_core.shard(model, optimizer, store=store)
+    loss = toys.loss_of(model, toys.data(0, 0))
+    loss.backward()
+    sharded.step()
+    with zero_core.gathered(model):
+        assert deferred or not all(torch.equal(p, v) for p, v in zip(model.parameters(), before, strict=True))
+    sharded.close()
