@@ -71,7 +71,7 @@ class Tally:
 def reason(text: str) -> str:
     """A refusal without what differs from program to program."""
     kind, _, told = text.partition(": ")
-    told = re.split(r"[:;,]", re.sub(r"'[^']*'|\([^)]*\)|\[[^]]*\]|\b[\w.]*[\d.][\w.]+", "_", told))[0]
+    told = re.split(r"[:;,]", re.sub(r"'[^']*'|\([^)]*\)|\[[^]]*\]|[\w.]*\d[\w.]*|\w+\.[\w.]+", "_", told))[0]
     told = re.sub(r"^\w+ is not elementwise", "_ is not elementwise", told)
     return f"{kind}: {told}"[:120]
 
