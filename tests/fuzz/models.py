@@ -210,7 +210,6 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "subclass": lambda d: Holder(Tagged(torch.randn(3) / 9)),
     "double": lambda d: Holder(nn.Parameter(torch.randn(2) / 9), nn.Parameter(torch.randn(3).double() / 9)),
     "slots": lambda d: nn.Linear(d, d),
-    "hidden": lambda d: nn.Linear(d, d),
 }
 
 

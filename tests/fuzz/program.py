@@ -179,6 +179,12 @@ def generate(seed: int) -> Program:
     exotic = r.choice(["optimizer"] * 4 + ["op", "config", "kind", "write"]) if r.random() < 0.03 else ""
     model = _model(r, exotic)
     config = _config(r, exotic == "config")
+    if config.ranks > 1 and (model.container != "list" or config.units == "linears"):
+        # every expert would be a unit of its own, and ranks that choose others are refused
+        last = model.blocks[-1:] if exotic == "kind" else ()
+        rest = model.blocks[: len(model.blocks) - len(last)]
+        rest = tuple(dataclasses.replace(b, kind="nested") if b.kind == "experts" else b for b in rest)
+        model = dataclasses.replace(model, blocks=rest + last)
     if exotic == "optimizer":  # with tiers it would be refused for its name
         config = dataclasses.replace(config, placement="", slab=False, cpu_step=False)
     optimizer = _optimizer(r, exotic == "optimizer", config)
@@ -201,7 +207,7 @@ def _some(r: Random, chance: float, value: Any, otherwise: Any) -> Any:
 def _model(r: Random, exotic: str) -> Model:
     blocks = tuple(_block(r) for _ in range(r.choice([1, 2, 2, 3, 4])))
     if exotic == "kind":
-        blocks = (*blocks, Block(r.choice(["integer", "subclass", "double", "slots", "hidden"])))
+        blocks = (*blocks, Block(r.choice(["integer", "subclass", "double", "slots", "experts"])))
     if exotic == "write":
         blocks = (*blocks, Block(write=r.choice(HIDDEN_WRITES)))
     pairs = [(i, j) for i in range(len(blocks)) for j in range(i)]
