@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import logging
 import pickle
 import time
 import weakref
@@ -16,6 +17,7 @@ from torch import nn
 
 import zero_core
 from tests.integration.zero_core import toys
+from zero_core import patience
 from zero_core.errors import (
     AlreadyShardedError,
     ChangedParameterError,
@@ -87,13 +89,95 @@ def test_stock_clipping_never_silently_does_nothing(stage):
     model, optimizer = sharded(stage=stage)
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0.0  # no gradient yet
     toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(GradientError, match="max_grad_norm"):
+    with pytest.raises(GradientError, match="To clip, pass max_grad_norm= to zero_core.shard.*remove the call"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(GradientError, match="max_grad_norm"):
         model.head.weight.grad.mul_(0.5)
+    with pytest.raises(GradientError, match="Only the optimizer that zero_core.shard returned"):
+        model.head.weight.grad.add_(0.5)
+    with pytest.raises(GradientError, match=r"Call optimizer.zero_grad\(\)"):
+        model.zero_grad(set_to_none=False)
     optimizer.step()
     optimizer.zero_grad()
     assert model.head.weight.grad is None
+
+
+def test_stock_clipping_beside_max_grad_norm_is_told_to_go():
+    model, optimizer = sharded(max_grad_norm=0.5)
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(GradientError, match=r"Remove the call: optimizer.step\(\) clips to max_grad_norm=0.5"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.max_grad_norm = None
+    with pytest.raises(GradientError, match="To clip, pass max_grad_norm="):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("call", ["step", "state_dict", "load_state_dict", "add_param_group"])
+def test_the_optimizer_that_was_given_says_that_another_took_its_place(call):
+    """`zero_core.shard(model, optimizer)` without `optimizer =` in front: nothing may look as if it worked."""
+    model = toys.Stack()
+    given = toys.adamw(model.parameters())
+    returned = zero_core.shard(model, given)
+    arguments = {"load_state_dict": [{}], "add_param_group": [{"params": [nn.Parameter(torch.zeros(1))]}]}.get(call, [])
+    for _ in range(2):  # with and without gradients
+        with pytest.raises(
+            ZeroError, match=rf"{call}\(\) of the AdamW that was given to zero_core.shard.*`optimizer ="
+        ):
+            getattr(given, call)(*arguments)
+        toys.loss_of(model, toys.data(0, 0)).backward()
+    given.zero_grad()
+    assert model.head.weight.grad is None and len(returned.param_groups) == 1
+
+
+def test_a_scheduler_on_the_optimizer_that_was_given_works_and_does_not_warn(recwarn):
+    model = toys.Stack()
+    given = toys.sgd(model.parameters())
+    before = torch.optim.lr_scheduler.ExponentialLR(given, 0.5)
+    returned = zero_core.shard(model, given)
+    after = torch.optim.lr_scheduler.ExponentialLR(given, 0.5)
+    returned.step()
+    before.step()
+    after.step()
+    assert returned.param_groups[0]["lr"] == 0.025
+    assert not [str(w.message) for w in recwarn]
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's AcceleratedOptimizer: a subclass that holds the optimizer and passes calls on."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+    @property
+    def defaults(self):
+        return self.optimizer.defaults
+
+
+def test_an_optimizer_around_another_one():
+    model = toys.Stack()
+    wrapper = Wrapper(toys.sgd(model.parameters()))
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"Wrapper wraps another optimizer, SGD in .optimizer.*inner one"
+    ):
+        zero_core.shard(model, wrapper)
+    zero_core.shard(model, wrapper.optimizer)
+    with pytest.raises(ZeroError, match="of the SGD that was given"):
+        wrapper.optimizer.step()
+
+
+def test_sparse_gradients_name_the_option():
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(GradientError, match=r"0.weight has a gradient of layout torch.sparse_coo.*sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
 
 
 @pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
@@ -114,11 +198,12 @@ def test_model_and_optimizer_the_wrong_way_round():
         zero_core.shard(toys.sgd(model.parameters()), model)
 
 
-def test_a_grad_scaler_is_told_about_loss_scale():
-    model, optimizer = sharded()
+@pytest.mark.parametrize(("scale", "told"), [(None, 'Pass loss_scale="dynamic"'), (4.0, "The loss is scaled already")])
+def test_a_grad_scaler_is_told_about_loss_scale(scale, told):
+    model, optimizer = sharded(loss_scale=scale)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(toys.loss_of(model, toys.data(0, 0))).backward()
-    with pytest.raises(GradientError, match='loss_scale="dynamic"'):
+    with pytest.raises(GradientError, match=f"{told}.*leave the GradScaler out"):
         scaler.step(optimizer)
 
 
@@ -154,21 +239,57 @@ def test_model_zero_grad_discards_what_was_reduced():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.to("cpu"),
+        lambda model: model.to("cpu:0"),
+        lambda model: model.to(torch.device("cpu", 0), torch.bfloat16, non_blocking=True),
+        lambda model: model.to(torch.zeros((), dtype=torch.bfloat16)),
+        torch.nn.Module.cpu,
+        torch.nn.Module.bfloat16,
+    ],
+)
+def test_a_model_that_is_moved_to_where_it_is(move):
+    """The masters keep the bits that bfloat16 has not: nothing is written."""
+    model, _ = sharded(param_dtype=torch.bfloat16)
+    with zero_core.gathered(model, master=True):
+        masters = [p.detach().clone() for p in model.parameters()]
+    model.offset.data = model.offset.data.bfloat16()
+    assert move(model) is model
+    model(toys.data(0, 0).bfloat16())
+    with zero_core.gathered(model, master=True):
+        assert all(torch.equal(p, master) for p, master in zip(model.parameters(), masters, strict=True))
+
+
 def test_a_moved_or_cast_model():
     model, _ = sharded()
-    model.to("cpu")  # where it is already: nothing to refuse
-    with pytest.raises(ChangedParameterError, match=r"before zero_core.shard"):
-        model.to(torch.bfloat16)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        with pytest.raises(ChangedParameterError, match=rf"new data \({dtype}\) for a Sharded.*before zero_core.shard"):
+            model.to(dtype)
+    with pytest.raises(ChangedParameterError, match="other memory, of the same shape, dtype and device"):
+        model.to_empty(device="cpu")
     model.to("meta")  # torch replaces the parameters here instead of moving them
     with pytest.raises(ChangedParameterError, match=r"embed.weight is not the parameter that was sharded"):
         model(toys.data(0, 0))
+
+
+def test_other_memory_given_inside_gathered_is_read_and_let_go():
+    model, _ = sharded()
+    with zero_core.gathered(model):
+        model.to("cpu:0")
+        model.head.weight.data = torch.ones(3, toys.WIDTH)
+    with torch.no_grad():
+        model.head.weight.fill_(0.0)  # to the shards, and not past the forward below
+        model.head.bias.fill_(0.0)
+        assert torch.equal(model(toys.data(0, 0)), torch.ones(6, 3))  # the buffer alone
 
 
 def test_a_parameter_that_changes_between_steps():
     model, _ = sharded()
     weight = model.blocks[0].up.weight
     for other in (torch.zeros(2, 2), torch.zeros(weight.shape, dtype=torch.bfloat16)):
-        with pytest.raises(ChangedParameterError, match=r"new data .* for a Sharded parameter of shape \(17, 13\)"):
+        with pytest.raises(ChangedParameterError, match=r"new data \(.* for a Sharded parameter of shape \(17, 13\)"):
             weight.data = other
     model.blocks[0].up.weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(ChangedParameterError, match=r"blocks.0.up.weight is not the parameter that was sharded"):
@@ -233,7 +354,7 @@ def test_updates_in_backward_refuse_what_they_cannot_honour():
             sharded(update_in_backward=True, **options)
     model, _ = sharded(update_in_backward=True)
     toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(GradientError, match="a second backward reached unit"):
+    with pytest.raises(GradientError, match="a gradient reached unit"):
         toys.loss_of(model, toys.data(0, 0)).backward()
 
 
@@ -273,18 +394,61 @@ def test_a_rank_that_stops_is_named_with_unit_and_collective(ranks):
         pool.close()
 
 
-def leave_the_order():
-    """Rank 1 uses a parameter of another unit than rank 0, of the same size: the collectives cross."""
-    model, optimizer = sharded()
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    with torch.no_grad():
-        model.blocks[dist.get_rank()].up.weight.sum()
-    with pytest.raises(CollectiveError, match="did not call the same collectives in the same order"):
+def leave_the_order(way: str, stage: int) -> str:
+    """The ranks take different paths; each returns what it was told."""
+    patience.SECONDS = 0.3
+    model, optimizer = sharded(stage=stage)
+    rank = dist.get_rank()
+    try:
+        toys.loss_of(model, toys.data(0, 0)).backward()
+        if way == "parameters":
+            with torch.no_grad():
+                model.blocks[rank].up.weight.sum()  # of one size, and of two units
+        else:
+            model.blocks[1 - rank].forward = lambda x: x  # the block is skipped: layerdrop
+            model.run = lambda block, x: x if block is model.blocks[1 - rank] else block(x)
+            toys.loss_of(model, toys.data(0, 0)).backward()
         optimizer.step()
+    except CollectiveError as error:
+        return str(error)
+    return "nothing raised"
 
 
-def test_crossed_collectives_are_found_before_anything_is_updated(ranks):
-    ranks(2).run(leave_the_order)
+@pytest.mark.parametrize(("way", "stage"), [("parameters", 3), ("layerdrop", 3), ("layerdrop", 0)])
+def test_every_rank_is_told_where_the_ranks_crossed(ranks, way, stage):
+    pool = RankPool(2, collective_timeout_seconds=30, start_method=ranks(2).start_method)
+    try:
+        texts = pool.run(leave_the_order, way, stage)
+    finally:
+        pool.close()
+    for rank, text in enumerate(texts):
+        assert f"rank {rank} called" in text and f"where rank {1 - rank} called" in text, texts
+        assert "'blocks.0'" in text and "'blocks.1'" in text, texts
+
+
+def read_the_state_late() -> list[str]:
+    """Rank 1 comes half a second later: what rank 0 was told in between, which must not end anything."""
+    patience.SECONDS = 0.1
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("zero_core").addHandler(handler)
+    try:
+        model, _ = sharded()
+        told.clear()
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        model.state_dict()
+    finally:
+        patience.SECONDS = 5.0
+        logging.getLogger("zero_core").removeHandler(handler)
+    return told
+
+
+def test_a_rank_that_waits_alone_says_in_which_call(ranks):
+    told, _ = ranks(2).run(read_the_state_late)
+    one = next(text for text in told if "all_gather of 'embed'" in text)
+    assert "rank 0 of 2 has waited" in one and "test_bad_input.py" in one and "model.state_dict()" in one
 
 
 def bring_something_else(what: str) -> str:

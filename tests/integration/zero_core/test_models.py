@@ -197,6 +197,8 @@ def gradients_of_a_recomputation():
     found = torch.autograd.grad(toys.loss_of(model, toys.data(0, 0)), list(model.parameters()))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+    toys.loss_of(model, toys.data(0, 0)).backward(inputs=[model.attention.in_proj_weight])
+    assert model.attention.in_proj_weight.grad is not None
     unused = torch.autograd.grad(model.embed(toys.data(0, 0)).sum(), model.parameters(), materialize_grads=True)
     assert float(unused[-1].abs().sum()) == 0.0
 

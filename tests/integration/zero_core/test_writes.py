@@ -162,6 +162,69 @@ def test_writes_inside_a_forward_through_data_are_refused(ranks, size, options):
     ranks(size).run(refuse_unseen, options)
 
 
+class UnseenLater(toys.Stack):
+    """Writes from its second forward on, and into a weight that two blocks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+    def make_block(self):
+        class Clamping(toys.Block):
+            forwards = 0
+
+            def forward(self, x):
+                self.forwards += 1
+                if self.forwards > 1:
+                    self.up.weight.data.clamp_(-0.1, 0.1)
+                return super().forward(x)
+
+        return Clamping()
+
+
+def refuse_unseen_later():
+    model = UnseenLater()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(ChangedParameterError, match="writes into a parameter through its"):
+        optimizer.step()
+
+
+def test_writes_through_data_that_begin_later_are_refused(ranks):
+    ranks(2).run(refuse_unseen_later)
+
+
+def clamped_over_nvme(dtype):
+    torch.manual_seed(1)
+    model = Clamped().to(dtype)
+    tiers = pytest.importorskip("zero_offload")
+    store = tiers.TieredStore(
+        parameters="nvme",
+        gradients="nvme",
+        optimizer="nvme",
+        nvme=tiers.MemoryByteStore(),
+        step=tiers.TorchStep(),
+    )
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.0), store=store, prefetch_bytes=0)
+    for step in range(2):
+        toys.loss_of(model, toys.data(step, 0).to(dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero_core.gathered(model, master=True):
+        for block in model.blocks:
+            assert float(block.up.weight.abs().max()) == float(torch.tensor(0.11).to(dtype))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_writes_into_memory_that_a_store_lent_reach_its_tier(dtype):
+    """A slot that another unit takes is not written back: what a forward wrote into it would be gone."""
+    clamped_over_nvme(dtype)
+
+
 def test_writes_through_data_are_kept_where_the_parameter_is_the_master():
     train(UnseenInside, {})
 

@@ -15,7 +15,7 @@ pytest.importorskip("zero_optim_cpu")
 from tests.integration.zero_train.helpers import COMMON, left, trained
 from zero_train import progress, report
 
-LEFT = ["config.yaml", "metrics.jsonl", "report.png", "timeline.json", "timeline.png", "validation.jsonl"]
+LEFT = [".lock", "config.yaml", "metrics.jsonl", "report.png", "timeline.json", "timeline.png", "validation.jsonl"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

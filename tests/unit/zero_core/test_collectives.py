@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from zero_core.collectives import Ranks
+from zero_core.peers import Averaging, Axis, Gathering, add_up, broadcast
 from zero_core.pool import Pool
 
 
@@ -31,3 +33,32 @@ def test_a_reduce_scatter_on_gloo_adds_in_fp32_and_rounds_once(ranks, size):
     for exact, given_back, sent in ranks(size).run(reduce_bf16):
         assert exact and given_back
         assert sent == 2 * 1000 * (size - 1)
+
+
+def message(numel: int) -> bool:
+    """Every collective made of messages against what torch's own leaves, for one size."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    axis, pool = Axis(dist.group.WORLD, rank, size), Pool(torch.device("cpu"))
+    values = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    rows = torch.empty(size, numel)
+    Gathering(rows.unbind(), values[rank], axis, 1).wait()
+    averaged, summed = values[rank].clone(), values[rank].double()
+    Averaging(averaged, axis, 2, pool).wait()
+    add_up(summed, axis, 3)
+    told = [values[rank].clone() for _ in range(size)]
+    for source, each in enumerate(told):
+        broadcast(each, source, axis, 4)
+    strided = torch.arange(6.0).view(2, 3).t() + rank
+    broadcast(strided, 0, axis, 5)
+    wanted = torch.stack(values)
+    torch.testing.assert_close(averaged, wanted.mean(0))
+    torch.testing.assert_close(summed, wanted.double().sum(0))
+    assert pool.nbytes == sum(buffer.numel() for *_, buffer in pool._free)
+    return torch.equal(rows, wanted) and torch.equal(torch.stack(told), wanted) and strided[0, 1] == 3.0
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_messages_leave_what_collectives_leave(ranks, size):
+    """Sizes that the ranks do not divide among them, and fewer elements than there are ranks."""
+    for numel in (1, 3, 10):
+        assert all(ranks(size).run(message, numel))

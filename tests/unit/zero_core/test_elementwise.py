@@ -56,6 +56,29 @@ def test_optimizers_that_look_at_shapes_are_refused(change):
         kept_states(make(change), CPU)
 
 
+class ByPosition(Toy):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for depth, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    p.sub_(group["lr"] * 0.5**depth * p.grad)
+
+
+class AllOrNothing(Toy):
+    def step(self, closure=None):
+        if all(p.grad is not None for group in self.param_groups for p in group["params"]):
+            super().step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [(ByPosition, "after another one with a"), (AllOrNothing, "before another one without a")]
+)
+def test_optimizers_that_look_at_neighbours_are_refused(kind, how):
+    with pytest.raises(UnsupportedOptimizerError, match=f"steps a parameter otherwise {how} gradient in its group"):
+        kept_states(kind(parameters()), CPU)
+
+
 def counts_itself(self, p, gradient, group):
     self.steps = getattr(self, "steps", 0) + 1
     return gradient / self.steps

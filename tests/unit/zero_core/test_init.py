@@ -213,6 +213,16 @@ def test_whatever_a_constructor_does_is_replayed() -> None:
     assert not model.frozen.requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16])
+def test_narrow_floats_are_materialised_also_where_their_sum_is_not_finite(dtype: torch.dtype) -> None:
+    def build() -> nn.ParameterList:
+        return nn.ParameterList([nn.Parameter(torch.full((1000,), 448.0).to(dtype), requires_grad=False)])
+
+    model = deferred(build)
+    materialise(model)
+    assert torch.equal(model[0].float(), torch.full((1000,), 448.0))
+
+
 def test_a_value_is_not_taken_for_what_its_memory_held_before() -> None:
     """torch.tensor(7.0) is made where no mode sees it, often where a tensor lay that was freed: it came back as 0."""
 
@@ -322,3 +332,44 @@ def test_writes_after_the_context_are_not_lost_in_silence() -> None:
         model[0].weight.mul_(2)
     with pytest.raises(DeferredInitError, match=r"0\.weight were written after deferred_init\(\) was left"):
         zero_core.materialise(model)
+
+
+def test_a_parameter_of_no_elements_has_nothing_to_initialise():
+    with zero_core.deferred_init():
+        model = nn.Linear(2, 2)
+        model.nothing = nn.Parameter(torch.empty(0, 3))
+    zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert model.nothing.shape == (0, 3)
+
+
+@pytest.mark.parametrize("real", [torch.ones(3, 3), nn.Linear(3, 3).weight])  # the second was written once already
+def test_values_read_from_a_real_tensor_are_those_it_had(real) -> None:
+    with zero_core.deferred_init(seed=3):
+        model = nn.Linear(3, 3, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(real)
+    zero_core.materialise(model)
+    assert torch.equal(model.weight, real)
+    with zero_core.deferred_init(seed=3):
+        late = nn.Linear(3, 3, bias=False)
+        late.load_state_dict({"weight": real})
+    with torch.no_grad():
+        real.zero_()
+    with pytest.raises(DeferredInitError, match=r"read a tensor of shape \(3, 3\) that was changed afterwards"):
+        zero_core.materialise(late)
+
+
+def test_from_pretrained_names_the_two_calls_to_make() -> None:
+    """transformers enters torch.device("meta") there, builds, and reads every value afterwards."""
+    with (
+        pytest.raises(DeferredInitError, match=r"from_pretrained.*from_config.*zero_core.load_pretrained"),
+        zero_core.deferred_init(),
+        torch.device("meta"),
+    ):
+        nn.Linear(3, 3)
+
+
+def test_a_model_that_is_moved_or_run_inside() -> None:
+    for use in (lambda model: model.to("cpu"), lambda model: model(torch.ones(1, 3))):
+        with pytest.raises(DeferredInitError, match="parameters have no memory.*after the context"), deferred_init():
+            use(nn.Linear(3, 3))

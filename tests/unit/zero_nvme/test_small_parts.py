@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import types
 
 import pytest
 
@@ -96,6 +98,16 @@ def test_doctor_and_its_exit_status(tmp_path, capsys):
     assert "filesystem" in capsys.readouterr().out
     assert main(["doctor", str(tmp_path / "missing")]) == 1
     assert "missing" in capsys.readouterr().err
+
+
+def test_doctor_and_a_slab_count_the_same_free_bytes(tmp_path, capsys, monkeypatch):
+    """Fails if the blocks that a filesystem reserves count as free: for root alone they did, and the plan had less."""
+    facts = types.SimpleNamespace(f_frsize=4096, f_bfree=3 << 18, f_bavail=1 << 18)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: facts)
+    main(["doctor", str(tmp_path)])
+    assert "1.0 GiB; the filesystem reserves 2.0 GiB more" in capsys.readouterr().out
+    with zero_nvme.Slab(tmp_path, allow_memory=True) as slab, pytest.raises(zero_nvme.NvmeError, match=r"1\.00 GiB"):
+        slab.reserve(2 << 30)
 
 
 def test_tune_prints_yaml(tmp_path, capsys):

@@ -232,3 +232,13 @@ def test_a_parameter_that_was_cast_between_steps_says_so():
     weight.grad = torch.ones(8, dtype=torch.bfloat16)
     with pytest.raises(KeyError, match=r"no state 'remainder'.*the parameter is torch\.bfloat16; if it was cast"):
         optimizer.step()
+
+
+def test_an_optimizer_around_another_one_names_the_inner_one():
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(TypeError, match=r"Wrapper wraps the AdamW in its \.optimizer: bind that one"):
+        CpuStep(threads=1).bind(Wrapper(inner))

@@ -18,6 +18,8 @@ def changed(*overrides):
     [
         (["zero.stage=4"], ["zero.stage=4", "0, 1, 2, 3"]),
         (["run.steps=0"], ["run.steps=0"]),
+        (["run.dir="], ["run.dir is empty", "leave run.dir out"]),
+        (["run.resume="], ["run.resume is empty"]),
         (["run.micro_batch=0"], ["run.micro_batch=0"]),
         (["optim.lr=-1"], ["optim.lr=-1"]),
         (["optim.kind=adamx"], ["optim=adamx", "adamw"]),

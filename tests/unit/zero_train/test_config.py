@@ -23,7 +23,12 @@ from zero_train.schema import Config
         (["zero=stage7"], ["zero=stage7", "stage3"]),
         (["recipe=laptop"], ["recipe=laptop", "laptop_25m_nvme"]),
         (["ofload=host"], ["ofload", "offload"]),
-        (["run=3"], ["run"]),
+        (["run=3"], ["run is a section", "run.KEY=VALUE"]),
+        (["optim.learning_rate=1"], ["optim.learning_rate", "did you mean 'optim.lr'"]),
+        (["lr=1"], ["did you mean 'optim.lr'"]),
+        (["run.batch_size=1"], ["did you mean 'run.micro_batch'"]),
+        (["optim.zzz=1"], ["optim.zzz", "zero-train --help"]),
+        (["run.resume=auto"], ["run.resume=auto", "run.dir=…"]),
         (["a=b=c=["], ["a=b=c=["]),
         (["run.steps=1,2"], ["run.steps=1,2", "-m"]),
     ],
@@ -67,9 +72,23 @@ def test_fractions_and_lists_arrive_as_plain_values():
 
 
 def test_a_sweep_is_checked_to_its_last_job():
-    config.check(["zero.stage=1,2,3", "offload=none,host"], sweep=True)
+    assert len(config.jobs(["zero.stage=1,2,3", "offload=none,host"], sweep=True)) == 6
     with pytest.raises(ConfigError, match="offload=hots"):
-        config.check(["zero.stage=1,2", "offload=none,hots"], sweep=True)
+        config.jobs(["zero.stage=1,2", "offload=none,hots"], sweep=True)
+
+
+def test_a_path_alone_chooses_what_reads_it():
+    """Fails if `data.path` trains on the standard library, or `model.path` on random weights."""
+    assert config.compose(["data.path=/x"]).data.kind == "text"
+    assert config.compose(["model.path=/x"]).model.kind == "hf"
+    assert [job.data.kind for _, job in config.jobs(["data.path=/x,/y"], sweep=True)] == ["text", "text"]
+    assert config.compose(["data.path=null", "model.path=null"]).data.kind == "stdlib"
+    assert config.compose(["data=synthetic", "data.path=/x"]).data.kind == "synthetic"  # which jobs() refuses
+
+
+def test_jobs_of_a_sweep_share_one_default_folder():
+    folders = {job.run.dir for _, job in config.jobs(["zero.stage=1,2"], sweep=True)}
+    assert len(folders) == 1
 
 
 def test_saving_and_reading_back_keeps_every_value(tmp_path):

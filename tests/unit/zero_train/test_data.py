@@ -37,6 +37,14 @@ def test_a_single_file_is_cut(tmp_path):
     assert bytes(corpus.validation.tolist()) == b"y" * 20
 
 
+def test_files_of_a_folder_that_are_not_text_are_counted(tmp_path):
+    (tmp_path / "a.txt").write_text("größer " * 20)
+    (tmp_path / "b.txt").write_bytes("latin größer\x1b[0m\n".encode("latin-1") * 20)
+    (tmp_path / "c.bin").write_bytes(bytes(range(256)))
+    corpus = data.load(config("text", path=str(tmp_path)), 0)
+    assert "empty or not text: 1)" in corpus.name and "2 files" in corpus.name
+
+
 def test_targets_are_the_next_bytes():
     corpus = data.load(config("synthetic"), 0)
     tokens, targets = corpus.batch(5, 3, 16, seed=2)
@@ -70,6 +78,10 @@ def test_validation_windows_cover_the_text_to_its_end():
             {"path": "here"},
             ["data.path", "no text file"],
         ),
+        (lambda folder: (folder / "a").write_bytes(b"GIF89a" + bytes(200)), {"path": "a"}, ["data.path", "not text"]),
+        (lambda folder: (folder / "a").write_bytes(b"x" * 70_000 + b"\0"), {"path": "a"}, ["data.path", "not text"]),
+        (lambda folder: (folder / "a").write_bytes(b"\1\2\3 four" * 9), {"path": "a"}, ["data.path", "not text"]),
+        (lambda folder: (folder / "a").write_text("x" * 99), {"path": "a", "pattern": "*.py"}, ["data.pattern=*.py"]),
         (lambda folder: (folder / "a").write_text("short"), {"path": "a"}, ["data.path", "data.sequence_length"]),
     ],
 )

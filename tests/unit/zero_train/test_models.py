@@ -57,3 +57,44 @@ def test_sizes_that_do_not_fit_name_their_keys(values, words):
         models.build(config(**{"kind": "llama", **values}), 16)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """`saved(vocabulary, *files)`: a pretrained folder without weights."""
+    from transformers import LlamaConfig
+
+    def make(vocabulary, *files):
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        LlamaConfig(vocab_size=vocabulary, **sizes).save_pretrained(tmp_path)
+        for name in files:
+            (tmp_path / name).write_text("{}")
+        return ModelConfig(kind="hf", path=str(tmp_path))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "files", "words"),
+    [
+        (256, ["tokenizer.json", "tokenizer_config.json"], "has a tokenizer (tokenizer.json)"),
+        (300, ["vocab.json", "merges.txt"], "has a tokenizer (merges.txt)"),
+        (300, [], "has a vocabulary of 300"),
+    ],
+)
+def test_a_pretrained_model_that_does_not_read_bytes_is_refused_unless_asked(saved, vocabulary, files, words):
+    """Fails if a model with a tokenizer is trained on byte values in silence."""
+    described = saved(vocabulary, *files)
+    with pytest.raises(ConfigError) as caught:
+        models.build(described, 16)
+    assert words in str(caught.value) and "data.as_bytes=true" in str(caught.value)
+    assert models.build(described, 16, as_bytes=True).config.vocab_size == vocabulary
+
+
+def test_a_vocabulary_without_room_for_bytes_is_refused_in_any_case(saved):
+    with pytest.raises(ConfigError, match="vocabulary of 100, too small"):
+        models.build(saved(100), 16, as_bytes=True)
+
+
+def test_a_pretrained_model_of_bytes_needs_no_word(saved):
+    assert models.build(saved(256), 16).config.vocab_size == 256

@@ -8,7 +8,10 @@ import pytest
 pytest.importorskip("zero_core")
 pytest.importorskip("zero_offload")
 
+from matplotlib.figure import Figure
+
 from zero_offload import Timeline
+from zero_offload.timeline import Event
 from zero_train import report
 from zero_train.loop import History, Phases, Step
 
@@ -55,13 +58,34 @@ def test_the_plot_is_drawn_for_any_number_of_steps(tmp_path, steps):
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_the_timeline_is_drawn(tmp_path, count):
+def test_a_timeline_without_steps_is_drawn(tmp_path, count):
     timeline = Timeline()
     for number in range(count):
         with timeline.span("update", f"layers.{number}"):
             pass
-    report.draw_timeline(tmp_path / "timeline.png", timeline.events(), 0.5)
+    report.draw_timeline(tmp_path / "timeline.png", timeline.events())
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_timeline_shows_whole_steps(tmp_path, monkeypatch):
+    """Fails if the picture begins inside a step, shows what comes after the last, or leaves out a kind."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure.axes[0]))
+    events = []
+    for number in range(1, 6):
+        at = 100 * number
+        parts = [("step", 0, 90), ("forward", 0, 30), ("wait", 5, 9), ("backward", 30, 80), ("optimizer", 80, 90)]
+        events += [Event(kind, str(number), at + a, at + b, "MainThread") for kind, a, b in parts]
+        events += [Event("update", "tile", at - 8, at + 4, "update"), Event("swap_in", "tile", at, at + 9, "read")]
+        events += [Event("swap_out", "tile", at + 4, at + 20, "write")]
+    events.append(Event("wait", "sampling", 700, 900, "MainThread"))
+    report.draw_timeline(tmp_path / "timeline.png", events)
+    (axes,) = drawn
+    assert axes.get_title() == "steps 3, 4, 5"
+    assert axes.get_xlim() == (0, pytest.approx(290e-9))
+    rows = [label.get_text() for label in axes.get_yticklabels()]
+    assert rows == ["MainThread: compute", "MainThread: wait", "update: update", "reads", "writes"]
+    assert [len(row.get_paths()) for row in axes.collections] == [9, 3, 3, 3, 3]
 
 
 def test_steps_are_frozen():

@@ -66,6 +66,7 @@ def save(
     Raises CheckpointError naming the path where a rank cannot write.
     """
     view = _view(model, optimizer)
+    view.meet("checkpoint.save")
     names = named_tensors(model)
     contents = _contents(view, names, with_optimizer=optimizer is not None, tile_numel=tile_numel)
     contents.objects[STATE] = (("zero", "state"), _run_state(view, optimizer, scheduler, extra))
@@ -105,6 +106,7 @@ def load(
     a tensor that is damaged, when it comes to it.
     """
     view = _view(model, optimizer)
+    view.meet("checkpoint.load")
     names = named_tensors(model)
     states = tuple(s for s in view.store.state_names() if s != MASTER) if optimizer is not None else None
     finder = Finder(Path(folder), view, names, states, strict, model_key, optimizer_key)

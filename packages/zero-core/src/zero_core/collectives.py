@@ -3,20 +3,17 @@
 [Note: crossing collectives]
 Two ranks that call collectives of one size in different orders exchange wrong data without an error. Every collective
 here therefore extends a short digest (which unit, which kind, in which order). The digests ride with the norm's
-all-reduce, and `step()` raises before it updates anything if they differ.
-
-[Note: reduce-scatter on gloo]
-gloo's own takes twice the time of moving the bytes (59 MB over loopback, 2 ranks: 109 ms against 53) and rounds to the
-gradient's dtype after every addition. There the ranks exchange their slices instead, as many bytes on the wire, and
-each adds up its own in fp32, in the order of the ranks, rounding once. It costs one buffer of a unit's size.
+all-reduce, and `step()` raises before it updates anything if they differ. On gloo such ranks wait for each other
+instead, and `patience` raises on each, see [Note: messages on gloo] and [Note: crossing ranks].
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,22 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import CollectiveError, StageError
+from .patience import Patience, break_off
+from .peers import Averaging, Axis, Exchange, Gathering, add_up, broadcast
 from .pool import Pool
-from .precision import mean_of_rows
 from .streams import Side
 
 __all__ = ["Ranks"]
 
 _DIGEST_BITS = 20  # squares of digests are summed over ranks in float64: exact below 2^53
-
-
-@dataclass
-class Axis:
-    """One dimension of the mesh: this rank's place in it. `group` None: a single rank, no collective is called."""
-
-    group: Any
-    rank: int
-    size: int
 
 
 class Ranks:
@@ -52,7 +41,11 @@ class Ranks:
         self.side = Side(device)  # where gathers ahead wait, see [Note: streams]
         self.digest = 0
         self.sent_numel: Counter[str] = Counter()  # elements this rank sends, by collective; a ring's share
-        self._adds_here = shard.group is not None and f"{device.type}:gloo" in dist.get_backend_config(shard.group)
+        self._everyone = Axis(dist.group.WORLD if size > 1 else None, rank, size)
+        groups = [axis.group for axis in (shard, replicate, self._everyone) if axis.group is not None]
+        gloo = all("cpu:gloo" in dist.get_backend_config(group) for group in groups)
+        self._by_messages = bool(groups) and gloo and device.type == "cpu"
+        self.patience = Patience(rank, size, partial(break_off, groups if self._by_messages else []))
 
     @classmethod
     def build(cls, mesh: Any, *, sharded: bool, device: torch.device) -> Ranks:
@@ -85,17 +78,23 @@ class Ranks:
         self.digest = (self.digest * 31 + value) % (1 << _DIGEST_BITS)
 
     @contextmanager
-    def _naming(self, collective: str, unit: str, index: int) -> Iterator[None]:
+    def _naming(self, collective: str, unit: str, index: int) -> Iterator[int]:
+        """Call a collective inside. Yields the tag of its messages."""
         self.fold(index * 8 + len(collective) + 1)
+        self.patience.called(collective, unit)
         try:
-            yield
+            with self.patience.waiting(collective, unit):
+                yield zlib.crc32(f"{collective} of {unit}".encode()) >> 2
         except RuntimeError as error:
             raise self.failure(collective, unit, error) from error
 
     def failure(self, collective: str, unit: str, error: BaseException) -> CollectiveError:
+        reason = f"{error}. A rank stopped, or left the common order of units"
+        with suppress(RuntimeError, OSError):  # the store is gone with the rank that has it
+            reason = self.patience.crossing() or reason
         return CollectiveError(
-            f"{collective} of unit {unit!r} failed on rank {self.rank} of {self.size}: {error}. A rank stopped, or "
-            "left the common order of units; every rank must run the same units (zero_core.gathered avoids that)"
+            f"{collective} of unit {unit!r} failed on rank {self.rank} of {self.size}: {reason}; every rank must run "
+            "the same units in the same order (zero_core.gathered avoids that)"
         )
 
     def wait(self, work: Any, collective: str, unit: str) -> None:
@@ -103,31 +102,40 @@ class Ranks:
         if work is None:
             return
         try:
-            work.wait()
+            with self.patience.waiting(collective, unit):
+                work.wait()
         except RuntimeError as error:
             raise self.failure(collective, unit, error) from error
+
+    def meet(self, what: str) -> None:
+        """Wait until every rank has made this call."""
+        self.sum_everywhere(self.numbers([0.0]), what)
 
     def all_gather(self, whole: Tensor, part: Tensor, unit: str, index: int) -> Any:
         """whole (shard.size * n,) <- part (n,) of every shard rank; returns the work to wait for."""
         self.sent_numel["all_gather"] += part.numel() * (self.shard.size - 1)
-        with self._naming("all_gather", unit, index):
+        with self._naming("all_gather", unit, index) as tag:
+            if self._by_messages:
+                return Gathering(whole.view(self.shard.size, -1).unbind(), part, self.shard, tag)
             return _all_gather(whole, part, group=self.shard.group, async_op=True)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, unit: str, index: int, pool: Pool) -> Any:
         """part (n,) <- this rank's slice of the mean of `whole` over the shard ranks; returns the work to wait for.
 
-        `pool` lends memory until then, see [Note: reduce-scatter on gloo].
+        `pool` lends memory until then, see [Note: sums on gloo].
         """
         self.sent_numel["reduce_scatter"] += part.numel() * (self.shard.size - 1)
-        with self._naming("reduce_scatter", unit, index):
-            if self._adds_here:
-                return _Exchange(part, whole, self.shard, pool)
+        with self._naming("reduce_scatter", unit, index) as tag:
+            if self._by_messages:
+                return Exchange(part, whole, self.shard, tag, pool)
             return _reduce_scatter(part, whole, op=dist.ReduceOp.AVG, group=self.shard.group, async_op=True)
 
-    def average_replicas(self, values: Tensor, unit: str, index: int) -> Any:
-        """values <- their mean over the replicas; returns the work."""
+    def average_replicas(self, values: Tensor, unit: str, index: int, pool: Pool) -> Any:
+        """values (n,) <- their mean over the replicas; returns the work. `pool` lends memory until then."""
         self.sent_numel["all_reduce"] += 2 * values.numel() * (self.replicate.size - 1) // self.replicate.size
-        with self._naming("all_reduce", unit, index):
+        with self._naming("all_reduce", unit, index) as tag:
+            if self._by_messages:
+                return Averaging(values, self.replicate, tag, pool)
             return dist.all_reduce(values, op=dist.ReduceOp.AVG, group=self.replicate.group, async_op=True)
 
     def numbers(self, values: Sequence[float]) -> Tensor:
@@ -139,8 +147,8 @@ class Ranks:
     def sum_everywhere(self, values: Tensor, what: str) -> Tensor:
         """values <- their sum over all ranks of the mesh, in place."""
         if self.size > 1:
-            with self._naming("all_reduce", what, 0):
-                dist.all_reduce(values)
+            with self._naming("all_reduce", what, 0) as tag:
+                add_up(values, self._everyone, tag) if self._by_messages else dist.all_reduce(values)
         return values
 
     def agree(self, value: int, what: str) -> bool:
@@ -153,23 +161,12 @@ class Ranks:
     def broadcast(self, values: Tensor, unit: str, source: int = 0) -> Tensor:
         """values <- rank `source`'s, in place."""
         if self.size > 1:
-            with self._naming("broadcast", unit, 0):
-                dist.broadcast(values, src=source)
+            with self._naming("broadcast", unit, 0) as tag:
+                if self._by_messages:
+                    broadcast(values, source, self._everyone, tag)
+                else:
+                    dist.broadcast(values, src=source)
         return values
-
-
-class _Exchange:
-    """A reduce-scatter whose sum this rank makes when it is waited for."""
-
-    def __init__(self, part: Tensor, whole: Tensor, axis: Axis, pool: Pool) -> None:
-        self._part, self._pool, self._size = part, pool, axis.size
-        self._slices = pool.take(whole.numel(), whole.dtype)
-        self._work = dist.all_to_all_single(self._slices, whole, group=axis.group, async_op=True)
-
-    def wait(self) -> None:
-        self._work.wait()
-        mean_of_rows(self._slices.view(self._size, -1), self._part)
-        self._pool.give(self._slices)
 
 
 def _all_gather(whole: Tensor, part: Tensor, **options: Any) -> Any:

@@ -69,6 +69,7 @@ def _recording_into(recording: Recording) -> Iterator[None]:
     mode = _Recorder(recording)
 
     def defer(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+        _refuse_meta_default(module)
         if type(parameter) is not nn.Parameter:
             return None  # a subclass that knows how it wants to be made
         if not on_meta(parameter):
@@ -78,6 +79,7 @@ def _recording_into(recording: Recording) -> Iterator[None]:
         return parameter
 
     def make_real(module: nn.Module, name: str, buffer: Tensor | None) -> Any:
+        _refuse_meta_default(module)
         if buffer is None or not on_meta(buffer) or not recording.knows(buffer):
             return None
         with mode.paused():
@@ -93,6 +95,16 @@ def _recording_into(recording: Recording) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         recording.leave()
+
+
+def _refuse_meta_default(module: nn.Module) -> None:
+    """transformers' `from_pretrained` builds under torch.device("meta"), then reads every value into memory."""
+    if torch.get_default_device().type == "meta":
+        raise DeferredInitError(
+            f'{type(module).__name__} is built under torch.device("meta") inside deferred_init(), as from_pretrained() '
+            "does: build it from its config, `model = AutoModel.from_config(AutoConfig.from_pretrained(folder))`, and "
+            "then call zero_core.load_pretrained(model, folder), with which every rank reads its slices only"
+        )
 
 
 def recording_of(module: nn.Module) -> Recording | None:
@@ -131,7 +143,15 @@ class _Recorder(TorchDispatchMode):
             any(not on_meta(t) for t in written) or function is torch.ops.aten._local_scalar_dense.default
         ):  # meta values flow into real ones: they are wanted now
             args, kwargs = tree_map_only(Tensor, self._value, (args, kwargs))
-        results = function(*args, **kwargs)
+        try:
+            results = function(*args, **kwargs)
+        except RuntimeError as error:
+            if not any(on_meta(t) for t in inputs):
+                raise
+            raise DeferredInitError(
+                f"{function} inside deferred_init(), where parameters have no memory ({error}): move, cast or run the "
+                "model after the context; zero_core.shard(device=...) chooses where it computes"
+            ) from error
         outputs = [t for t in tree_flatten(results)[0] if isinstance(t, Tensor)]
         if any(on_meta(t) for t in written) or any(on_meta(t) and not self.recording.knows(t) for t in outputs):
             self.recording.add(function, args, kwargs, results, written)

@@ -72,6 +72,7 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
                             f"{kind} keeps {name!r} ({what}) of a parameter of shape {shape}, neither a value an "
                             f"element nor a number: {_WAY_OUT}"
                         )
+            _probe_neighbours(optimizer, group, device)
     return KeptStates(tuple(tensors), tuple(scalars), counts)
 
 
@@ -80,12 +81,12 @@ def _probe(
 ) -> dict[str, Any]:
     """The state of a throw-away parameter of `shape` after two steps; raises where its slices step otherwise."""
     numel = math.prod(shape)
-    row = torch.arange(numel, dtype=torch.float32, device=device)
-    values, gradients = (row * 0.37).sin(), (row * 1.7 + 0.3).sin() * (row * 0.11).cos().exp()
-    whole, state = _two_steps(optimizer, group, values.view(shape), gradients.view(shape))
+    values, gradients = _drawn(numel, device)
+    (whole,), state = _two_steps(optimizer, group, [values.view(shape)], [gradients.view(shape)])
     for cuts in ((0, numel), (0, numel // 3, numel)):
         slices = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
-        parts = torch.cat([_two_steps(optimizer, group, values[part], gradients[part])[0] for part in slices])
+        steps = [_two_steps(optimizer, group, [values[part]], [gradients[part]])[0] for part in slices]
+        parts = torch.cat([step for (step,) in steps])
         if not torch.allclose(whole.reshape(-1), parts, rtol=1e-4, atol=1e-6, equal_nan=True):
             at = int((whole.reshape(-1) - parts).abs().argmax())
             one, other = float(whole.reshape(-1)[at]), float(parts[at])
@@ -97,20 +98,44 @@ def _probe(
     return state
 
 
+def _drawn(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Values and gradients (numel,) of many sizes and both signs; no random numbers."""
+    row = torch.arange(numel, dtype=torch.float32, device=device)
+    return (row * 0.37).sin(), (row * 1.7 + 0.3).sin() * (row * 0.11).cos().exp()
+
+
+def _probe_neighbours(optimizer: torch.optim.Optimizer, group: int, device: torch.device) -> None:
+    """Raises where a parameter steps otherwise behind, before or beside another one of its group."""
+    (values, gradients), (others, theirs) = _drawn(6, device), _drawn(15, device)
+    (alone,), _ = _two_steps(optimizer, group, [values], [gradients])
+    for neighbour in (theirs.view(5, 3), None):
+        for first in (True, False):
+            order = slice(None) if first else slice(None, None, -1)
+            both = [values, others.view(5, 3)][order], [gradients, neighbour][order]
+            beside = _two_steps(optimizer, group, *both)[0][0 if first else 1]
+            if not torch.allclose(alone, beside, rtol=1e-4, atol=1e-6, equal_nan=True):
+                what = "with a gradient" if neighbour is not None else "without a gradient"
+                raise UnsupportedOptimizerError(
+                    f"{type(optimizer).__name__} steps a parameter otherwise {'before' if first else 'after'} another "
+                    f"one {what} in its group, and units are stepped apart: {_WAY_OUT}"
+                )
+
+
 def _two_steps(
-    optimizer: torch.optim.Optimizer, group: int, values: Tensor, gradients: Tensor
-) -> tuple[Tensor, dict[str, Any]]:
-    """Values of a throw-away parameter after two steps, and its state."""
-    probe = nn.Parameter(values.clone())
-    trial = over_segments(optimizer, [probe], [group])
+    optimizer: torch.optim.Optimizer, group: int, values: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Values of throw-away parameters of one group after two steps, and the state of the first."""
+    probes = [nn.Parameter(value.clone()) for value in values]
+    trial = over_segments(optimizer, probes, [group] * len(probes))
     before = _numbers(trial)
     for _ in range(2):
-        probe.grad = gradients.clone()
+        for probe, gradient in zip(probes, gradients, strict=True):
+            probe.grad = None if gradient is None else gradient.clone()
         try:
             trial.step()
         except Exception as error:
             raise UnsupportedOptimizerError(
-                f"a step of {type(optimizer).__name__} over a new parameter of shape {tuple(values.shape)} raised "
+                f"a step of {type(optimizer).__name__} over a new parameter of shape {tuple(values[0].shape)} raised "
                 f"{type(error).__name__}: {error}. Slices of parameters are stepped by a copy of the optimizer, so "
                 "what it needs must be in its param_groups and its state, and step() must work without a closure"
             ) from error
@@ -121,7 +146,7 @@ def _two_steps(
             f"{type(optimizer).__name__} changes {', '.join(changed)} in step(), which no checkpoint and no other unit "
             "would see: keep it in self.state[parameter], or use AdamW, Adam, SGD, Lion ..."
         )
-    return probe.detach(), trial.state[probe]
+    return [probe.detach() for probe in probes], trial.state[probes[0]]
 
 
 def _numbers(trial: Any) -> dict[str, Any]:

@@ -94,6 +94,10 @@ def _keep(engine: Engine, unit: Unit, master: bool) -> None:
         whole[slot.offset : slot.stop].copy_(parameter.detach().reshape(-1))
     if master:
         _hide_master(unit)
+    else:
+        for parameter, view in zip(unit.parameters, unit.views, strict=True):
+            if parameter.dtype == view.dtype and parameter.shape == view.shape:
+                parameter.data = view  # it may have been given other memory, by p.data = tensor or model.to("cpu:0")
     _close(engine, unit)
     unit.ranks.broadcast(whole, unit.name)
     start, stop = unit.layout.shard_range(unit.ranks.shard.rank)

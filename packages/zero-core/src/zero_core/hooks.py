@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import Ranks
-from .errors import ChangedParameterError
-from .outputs import hook_outputs, not_traced
+from .errors import ChangedParameterError, ZeroError
+from .outputs import hook_outputs, not_traced, outside_transforms, unwrapped
 from .parameter import plain_state_dict, refuse_copies
 from .pool import Pool
 from .recompute import Recomputations
@@ -31,6 +31,8 @@ from .unit import Residency, Unit
 from .writes import Writes
 
 __all__ = ["Engine", "Node", "in_backward"]
+
+_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # of torch.export and make_fx
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Engine:
         self.model, self.units, self.ranks, self.store, self.pool, self.stage = model, units, ranks, store, pool, stage
         self.prefetch_bytes = 0
         self.loss_scale: LossScale | None = None
+        self.max_grad_norm: float | None = None
         self.residents = Residents()
         self.reducer = Reducer(units, ranks, store, keeps=stage.keeps_gradients)
         self.nodes: list[Node] = []
@@ -134,6 +137,7 @@ class Engine:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
+    @outside_transforms
     def _before(self, node: Node, module: nn.Module, args: Any) -> None:
         if in_backward():
             self._begin_recomputation(node)
@@ -146,7 +150,7 @@ class Engine:
         parent = self._stack[-1] if self._stack else None
         visit = Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr())
         for u in node.units:
-            self.units[u].enter(audit=(self._pass.grad, module.training))
+            self.units[u].enter(audit=(node.index, self._pass.grad, module.training))
             self._forecast.used(u)
             self._pass.started.append(u)
         self._stack.append(visit)
@@ -187,12 +191,20 @@ class Engine:
             self._live = [*self._live[-15:], self._pass]
 
     def _check_owners(self) -> None:
+        if torch.jit.is_tracing() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS):
+            raise ZeroError(
+                "a sharded model cannot be traced, exported or run on fake tensors: its parameters have no memory "
+                "between uses. Do it before zero_core.shard, or with a plain model that loads its state_dict()"
+            )
         for name, module, key, parameter in self._owners:
-            if module._parameters.get(key) is not parameter:
-                raise ChangedParameterError(
-                    f"{name} is not the parameter that was sharded: the module was moved, or the parameter replaced, "
-                    "after zero_core.shard; do it before, or write values inside zero_core.gathered"
-                )
+            found = module._parameters.get(key)
+            if found is parameter or (found is not None and not isinstance(unwrapped(found), nn.Parameter)):
+                continue  # torch.func.functional_call puts plain tensors there, which need nobody's memory
+            raise ChangedParameterError(
+                f"{name} is not the parameter that was sharded: the module was moved or exported, or the parameter "
+                "replaced, after zero_core.shard; do it before, write values inside zero_core.gathered, or give "
+                "torch.func.functional_call values, {name: parameter.detach()}"
+            )
 
     def _end_pass(self) -> None:
         assert self._pass is not None
@@ -207,6 +219,7 @@ class Engine:
             unit.seal()
         self._let_all_go()
 
+    @outside_transforms
     def _let_go(self, unit: Unit) -> None:
         """Nothing uses the unit now: stage 3 takes its memory away."""
         if unit.users == 0 and not self._keeping and unit.residency is not Residency.SHARDED:
@@ -243,6 +256,7 @@ class Engine:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
+    @outside_transforms
     def _before_backward(self, current: Pass, visit: Visit, gradient: Tensor) -> Tensor | None:
         """A gradient reached an output of the visit: open it, and what was skipped on the way, in order."""
         self._open(current, visit)
@@ -304,6 +318,7 @@ class Engine:
             self._ensure_backward()
         unit.collect(k)
 
+    @outside_transforms
     def _end_backward(self) -> None:
         """Autograd is done: close what is open, visit what was skipped, reduce what came late."""
         backward = self._backward
@@ -380,6 +395,7 @@ class Engine:
             return lambda gradient: gradient * scale.value
         return lambda gradient: gradient
 
+    @outside_transforms
     def full_copy(self, unit: Unit, k: int) -> Tensor:
         """Parameter k of the unit, whole. Collective. Never an inference tensor, whose writes nothing counts."""
         with torch.inference_mode(False), torch.no_grad():
@@ -397,10 +413,9 @@ class Engine:
         if written:
             with torch.no_grad():
                 self.writes.note(unit.name, unit.flat)
-                start, stop = unit.layout.shard_range(self.ranks.shard.rank)
-                mine = unit.flat.detach()[start:stop].clone()
-                unit.end_lease()
-                unit.keep(mine)
+                unit.keep_written()
+                if self._keeping and unit.residency is Residency.SHARDED:
+                    unit.unshard(copy=True)
 
     def write(self, unit: Unit, k: int, values: Tensor) -> None:
         """Keep new whole values of parameter k: this rank's part goes to the store."""

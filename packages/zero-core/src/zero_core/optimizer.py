@@ -46,6 +46,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         self._observer = observer
 
+    @property
+    def max_grad_norm(self) -> float | None:
+        """What step() clips the global norm to; None: it does not clip. May be changed between steps."""
+        return self.engine.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, norm: float | None) -> None:
+        self.engine.max_grad_norm = norm
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the user's optimizer on every parameter that any rank used since the last step. Consumes gradients.
 
@@ -206,8 +215,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine = self.engine
         if unit.index in self._updated:
             raise GradientError(
-                f"a second backward reached unit {unit.name!r}, updated since the last step() in backward already: "
-                "accumulate in one backward, or leave update_in_backward out"
+                f"a gradient reached unit {unit.name!r}, which was updated in backward since the last step() already: "
+                "there was a second backward, or a use outside of its module. Leave update_in_backward out"
             )
         self._updated.add(unit.index)
         with torch.no_grad():

@@ -2,25 +2,71 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch as functorch
+from torch.autograd import forward_ad
 
-__all__ = ["hook_outputs", "not_traced", "tensors_of"]
+__all__ = ["hook_outputs", "not_traced", "outside_transforms", "tensors_of", "unwrapped"]
+
+
+_NOT_TRACED = (
+    "zero_core gathers parameters between modules, which cannot be compiled: leave fullgraph=True out, or compile the "
+    "blocks one by one"
+)
 
 
 def hook_outputs(output: Any, sequence: int, hook: Callable[[Tensor], Any]) -> bool:
     """Hook every tensor of `output` that was made since autograd's count was `sequence`; others only pass through."""
     found = False
-    for tensor in tensors_of(output):
-        made = tensor.grad_fn
-        if made is not None and made._sequence_nr() >= sequence:
-            tensor.register_hook(hook)
-            found = True
+    for outer in tensors_of(output):
+        for tensor in _graphs(outer):
+            made = tensor.grad_fn
+            if made is not None and made._sequence_nr() >= sequence:
+                tensor.register_hook(hook)
+                found = True
     return found
+
+
+def _graphs(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, what transforms of torch.func wrapped in it, and its tangent: each has a graph of its own."""
+    yield tensor
+    if functorch.is_functorch_wrapped_tensor(tensor):
+        yield from _graphs(functorch.get_unwrapped(tensor))
+    if not functorch.is_batchedtensor(tensor):  # what it wraps has the tangent
+        with suppress(RuntimeError):  # a batch of tangents of one value, which torch cannot take apart
+            tangent = forward_ad.unpack_dual(tensor).tangent
+            if tangent is not None:
+                yield from _graphs(tangent)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """What transforms of torch.func wrapped, if they did."""
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def outside_transforms(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, run as if torch.func transformed nothing: what it does to memory and between ranks is not the user's
+    arithmetic."""
+
+    @functools.wraps(method)
+    def run(*args: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return method(*args)
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        with temporarily_clear_interpreter_stack():
+            return method(*args)
+
+    return run
 
 
 def tensors_of(value: Any, depth: int = 5) -> Iterator[Tensor]:
@@ -48,16 +94,18 @@ def not_traced(hook: Callable[..., Any], module: nn.Module) -> Callable[..., Any
 
     torch._dynamo takes seconds to import, so it is asked only where somebody else has imported it or compiled.
     """
+    disable = functools.partial(torch.compiler.disable, reason=_NOT_TRACED)
     if "torch._dynamo" in sys.modules or module._compiled_call_impl is not None:
-        return torch._disable_dynamo(hook)
+        return disable(hook)
     disabled: list[Callable[..., Any]] = []
 
     def called(*args: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
             return hook(*args)
         if not disabled:
-            disabled.append(torch._disable_dynamo(hook))
+            disabled.append(disable(hook))
         return disabled[0](*args)
 
     called._torchdynamo_disable = True  # type: ignore[attr-defined]
+    called._torchdynamo_disable_msg = _NOT_TRACED  # type: ignore[attr-defined]
     return called

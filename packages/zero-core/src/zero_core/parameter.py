@@ -17,9 +17,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .errors import ChangedParameterError, GradientError, ShardedParameterError
+from .outputs import outside_transforms, unwrapped
 
 __all__ = [
     "HeldGradient",
@@ -57,6 +58,9 @@ class Home(Protocol):
     def drop_gradient(self, parameter: Tensor) -> None:
         """`p.grad = None` was asked."""
 
+    def instead_of(self, operation: str) -> str:
+        """What to write in place of `operation` on a gradient, which has left."""
+
 
 def home_of(parameter: Tensor) -> Home:
     return parameter.__dict__[_HOME]
@@ -67,23 +71,20 @@ def settle(parameter: nn.Parameter, home: Home) -> None:
     parameter.__dict__[_HOME] = home
 
 
-def _instead(func: Callable[..., Any]) -> str:
-    """What does, at the right time, what a loop wanted of a gradient."""
-    if "unscale" in _name(func):  # torch.amp.GradScaler
-        return 'Pass loss_scale="dynamic" to zero_core.shard, and leave the GradScaler out'
-    return "To clip, pass max_grad_norm= to zero_core.shard; the norm of the last step is optimizer.grad_norm"
-
-
 class HeldGradient(Tensor):
     """Stands for a gradient that has left for the store. Knows its shape; any use raises."""
+
+    home: Home
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        held = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, HeldGradient))
         raise GradientError(
-            f"{_name(func)} on the gradient of a sharded parameter: gradients leave during backward. {_instead(func)}"
+            f"{_name(func)} on the gradient of a sharded parameter, which left during backward. "
+            f"{held.home.instead_of(_name(func))}"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -112,8 +113,8 @@ class Sharded(nn.Parameter):
         special = _SPECIAL.get(func)
         if special is not None and args and isinstance(args[0], Sharded):
             return special(*args, **kwargs)
-        if func is torch.autograd.grad:
-            return _grad(*args, **kwargs)
+        if func in _AUTOGRAD:
+            return _AUTOGRAD[func](*args, **kwargs)
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -160,19 +161,22 @@ def refuse_copies(module: nn.Module) -> None:
     module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = refuse
 
 
+@outside_transforms
+def _full(parameter: Sharded) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        if torch.is_grad_enabled() and parameter.requires_grad:
+            return _Gather.apply(parameter, home_of(parameter).note_external_use(parameter))
+        return home_of(parameter).full_copy(parameter)
+
+
 def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `func` with the full values of every sharded argument; keep what it wrote in place."""
     gathered: dict[int, tuple[_Taken, int]] = {}
 
     def full(parameter: Sharded) -> Tensor:
         if id(parameter) not in gathered:
-            home = home_of(parameter)
-            with torch._C.DisableTorchFunctionSubclass():
-                if torch.is_grad_enabled() and parameter.requires_grad:
-                    values = _Gather.apply(parameter, home.note_external_use(parameter))
-                else:
-                    values = home.full_copy(parameter)
-            gathered[id(parameter)] = _Taken(parameter, values, home.epoch(parameter)), values._version
+            values = _full(parameter)
+            gathered[id(parameter)] = _Taken(parameter, values, home_of(parameter).epoch(parameter)), values._version
         return gathered[id(parameter)][0].values
 
     args, kwargs = tree_map_only(Sharded, full, (args, kwargs))
@@ -186,23 +190,31 @@ def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.grad with respect to sharded parameters: of their places in the graph, which need no memory.
-
-    Not with torch functions disabled: what backward computes anew may use other sharded parameters.
-    """
+    """torch.autograd.grad with respect to sharded parameters."""
     given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    with torch._C.DisableTorchFunctionSubclass():
-        places = [torch.autograd.graph.get_gradient_edge(p) if isinstance(p, Sharded) else p for p in given]
     zeros = kwargs.pop("materialize_grads", False)
     if zeros:
         kwargs["allow_unused"] = True
-    found = torch.autograd.grad(outputs, places, *args, **kwargs)  # type: ignore[arg-type]
+    found = torch.autograd.grad(outputs, _places(given), *args, **kwargs)
     if not zeros:
         return found
     return tuple(
         torch.zeros(p.shape, dtype=p.dtype, device=p.device) if gradient is None else gradient
         for p, gradient in zip(given, found, strict=True)
     )
+
+
+def _backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+    """torch.autograd.backward into sharded parameters."""
+    given = [inputs] if isinstance(inputs, Tensor) else inputs
+    torch.autograd.backward(tensors, *args, inputs=given and _places(given), **kwargs)  # type: ignore[misc]
+
+
+def _places(inputs: Sequence[Any]) -> Any:
+    """Sharded parameters' places in the graph, which need no memory, so that torch functions stay enabled meanwhile:
+    what backward computes anew may use other sharded parameters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [torch.autograd.graph.get_gradient_edge(p) if isinstance(p, Sharded) else p for p in inputs]
 
 
 @dataclass
@@ -232,6 +244,8 @@ def _writing_through(func: Callable[..., Any], result: Any, taken: Sequence[_Tak
     def through(tensor: Tensor) -> Tensor:
         if tensor.grad_fn is not None or not tensor.numel() or type(tensor) is not Tensor:
             return tensor
+        if unwrapped(tensor) is not tensor:
+            return tensor  # torch.func's, without a storage to ask for
         for each in taken:
             if tensor.untyped_storage().data_ptr() == each.values.untyped_storage().data_ptr():
                 return WriteThrough.of(tensor, each)
@@ -310,12 +324,17 @@ def _get_grad(parameter: Sharded) -> Tensor | None:
         if not home_of(parameter).holds_gradient(parameter):
             return None
         shell = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        return shell.as_subclass(HeldGradient)
+        held = shell.as_subclass(HeldGradient)
+        held.home = home_of(parameter)
+        return held
 
 
 def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
     if value is not None:
-        raise GradientError("p.grad = tensor on a sharded parameter: gradients leave during backward")
+        raise GradientError(
+            "p.grad = tensor on a sharded parameter: gradients leave during backward. p.grad = None drops this one; "
+            "p.register_hook changes it on its way"
+        )
     with torch._C.DisableTorchFunctionSubclass():
         parameter.grad = None
     home_of(parameter).drop_gradient(parameter)
@@ -324,10 +343,32 @@ def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
 def _set_data(parameter: Sharded, value: Tensor) -> None:
     if value is parameter:
         return  # model.to() where it is already
+    with torch._C.DisableTorchFunctionSubclass():
+        kinds = [(tuple(t.shape), t.dtype, t.device) for t in (value, parameter)]
+    changes = ", ".join(str(new) for new, old in zip(*kinds, strict=True) if new != old)
+    if changes:
+        raise ChangedParameterError(
+            f"new data ({changes}) for a {parameter!r}: move or cast the model before zero_core.shard, whose device= "
+            "and param_dtype= say where and in what to compute"
+        )
     raise ChangedParameterError(
-        f"new data (shape {tuple(value.shape)}, {value.dtype}, {value.device}) for a {parameter!r}: move or cast the "
-        "model before zero_core.shard; write values with copy_ or inside zero_core.gathered"
+        f"other memory, of the same shape, dtype and device, for a {parameter!r}, whose values are in shards: write "
+        "them with p.data.copy_(values) or inside zero_core.gathered"
     )
+
+
+def _to(parameter: Sharded, *args: Any, **kwargs: Any) -> Tensor:
+    """`parameter.to(...)`: nothing is gathered where nothing changes. torch itself copies from "cpu" to "cpu:0"."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        except (TypeError, RuntimeError):  # copy=True, which it does not take
+            device, dtype, layout = None, None, torch.preserve_format
+        here = parameter.device
+        moves = device is not None and device != here and not (device.type == here.type == "cpu")
+        if layout is None and not moves and dtype in (None, parameter.dtype):
+            return parameter
+    return _call_gathered(Tensor.to, (parameter, *args), kwargs)
 
 
 def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
@@ -351,7 +392,6 @@ _METADATA: set[Any] = _getters(
     *(Tensor.storage_offset, Tensor.is_signed, Tensor.is_inference, Tensor.type, _T._backward_hooks.__set__),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, Tensor.is_same_size),
     *(torch.is_tensor, Tensor.is_shared, Tensor._is_view),
-    *(torch.autograd.backward, Tensor.backward),  # they want the parameter's place in the graph
 }
 _METADATA -= {Tensor.type}
 
@@ -359,11 +399,14 @@ _METADATA -= {Tensor.type}
 _COPYING: set[Any] = {Tensor.cpu, Tensor.to, Tensor.tolist}
 _ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
 
+_AUTOGRAD: dict[Any, Callable[..., Any]] = {torch.autograd.grad: _grad, torch.autograd.backward: _backward}
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.__iter__: lambda parameter: iter(parameter.unbind(0)),
     _T.grad.__get__: _get_grad,
     _T.grad.__set__: _set_grad,
     _T.data.__set__: _set_data,
+    Tensor.to: _to,
     Tensor.data_ptr: _refuse_address,
     Tensor.untyped_storage: _refuse_address,
     Tensor.share_memory_: _refuse_address,

@@ -39,3 +39,25 @@ class Place:
 
     def drop_gradient(self, parameter: Tensor) -> None:
         self.engine.drop_gradient(self.unit, self.index)
+
+    def instead_of(self, operation: str) -> str:
+        if "unscale" in operation:  # torch.amp.GradScaler
+            if self.engine.loss_scale is not None:
+                return "The loss is scaled already, by loss_scale= of zero_core.shard: leave the GradScaler out"
+            return 'Pass loss_scale="dynamic" to zero_core.shard, and leave the GradScaler out'
+        norm = self.engine.max_grad_norm
+        if operation.rpartition(".")[2].endswith("zero_"):
+            return "Call optimizer.zero_grad(), which forgets it"
+        if not any(word in operation for word in ("norm", "clamp", "mul")):
+            return (
+                "Only the optimizer that zero_core.shard returned can use it; inside backward "
+                "parameter.register_hook sees this rank's part, and after step() the norm is optimizer.grad_norm"
+            )
+        after = "optimizer.grad_norm is the norm before clipping, once step() has returned"
+        if norm is not None:
+            return (
+                f"Remove the call: optimizer.step() clips to max_grad_norm={norm} as zero_core.shard was told; {after}"
+            )
+        return (
+            f"To clip, pass max_grad_norm= to zero_core.shard, which clips inside step(), and remove the call; {after}"
+        )

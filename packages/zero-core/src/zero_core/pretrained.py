@@ -158,7 +158,7 @@ def save_pretrained(
         for name, tensors in files.items():
             Writer(folder / f"{name}.partial", tensors).close()
     if view is not None:
-        view.barrier()
+        view.meet("save_pretrained")
     writers = {name: Writer(folder / f"{name}.partial", tensors, create=False) for name, tensors in files.items()}
     by_tensor = {tensor: writers[name] for name, tensors in files.items() for tensor in tensors}
     try:
@@ -167,11 +167,11 @@ def save_pretrained(
         for writer in writers.values():
             writer.close()
     if view is not None:
-        view.barrier()
+        view.meet("save_pretrained")
     if first:
         _publish(model, folder, files)
     if view is not None:
-        view.barrier()
+        view.meet("save_pretrained")
 
 
 def _plan_files(model: nn.Module, dtype: torch.dtype | None, max_file_bytes: int) -> dict[str, dict[str, _Kind]]:

@@ -134,7 +134,7 @@ class Recording:
             if not isinstance(value, Tensor):
                 return value
             if not on_meta(value):
-                return Real(value.detach(), value._version)
+                return Real(value, value._version)  # detach() would count apart here
             view = self.hold(value)
             reads.append(view.storage)
             return view

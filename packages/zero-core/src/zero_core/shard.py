@@ -27,6 +27,7 @@ from .optimizer import ShardedOptimizer
 from .parameter import settle, sharded_class
 from .place import Place
 from .pool import Pool
+from .retired import retire, wrapped_in
 from .scaling import LossScale
 from .stages import STAGES
 from .store import NullObserver, Observer, Segment, ShardSpec, ShardStore, StoreContext, lent_bytes
@@ -109,6 +110,7 @@ def shard(
     observer = observer or NullObserver()
     where = _compute_device(model, device, mesh)
     ranks = Ranks.build(mesh, sharded=STAGES[stage].sharded, device=where)
+    ranks.meet("shard")
     initialiser = Initialiser(model)
     plans = plan_units(model, units)
     if device is not None:
@@ -139,6 +141,7 @@ def shard(
         engine.reducer.on_reduced = sharded.update_one
     model.__dict__[_HANDLE] = Handle(model, tuple(made.units), made.store, sharded, ranks, stage, engine)
     optimizer.__dict__["_zero_sharded"] = True
+    retire(optimizer)
     return sharded
 
 
@@ -291,6 +294,13 @@ def _check(
         raise ZeroError(f"max_grad_norm={max_grad_norm}: it is a norm above 0; None, the default, does not clip")
     if isinstance(optimizer, ShardedOptimizer) or "_zero_sharded" in optimizer.__dict__:
         raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
+    wrapped = wrapped_in(optimizer)
+    if wrapped is not None:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} wraps another optimizer, {type(wrapped[1]).__name__} in .{wrapped[0]}: give "
+            f"shard() the inner one, `optimizer = zero_core.shard(model, optimizer.{wrapped[0]}, ...)`, and step what "
+            "that returns. With accelerate, prepare only the data loader"
+        )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ZeroError(f"{name} has no shape yet: run the model once on a sample before zero_core.shard")

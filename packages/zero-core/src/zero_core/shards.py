@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .precision import round_to
@@ -107,9 +106,9 @@ class ShardView:
         round_to(master, rounded)
         return rounded
 
-    def barrier(self) -> None:
-        if self.ranks.size > 1:
-            dist.barrier()
+    def meet(self, what: str) -> None:
+        """Wait until every rank has made this call."""
+        self.ranks.meet(what)
 
 
 def view_of(model: nn.Module) -> ShardView | None:

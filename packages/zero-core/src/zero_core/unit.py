@@ -9,6 +9,7 @@ Where the store copies into what it is given, and on a torch that cannot swap, t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import Ranks
-from .errors import ChangedParameterError
+from .errors import ChangedParameterError, GradientError
 from .layout import UnitLayout
 from .own_memory import OwnMemory
 from .parameter import sharded_class
@@ -94,7 +95,8 @@ class Unit:
         self._accumulates = False  # a kept gradient was added to once: fp32 from the first on, and no other memory
         self.owing = False  # a backward kept its gradient, on every rank, also where nothing arrived
         self.epoch = 0  # counts how often the values changed: by an update, a write, a checkpoint
-        self.audited: set[Any] = set()  # kinds of visits whose first one compared the values bit for bit
+        self.visits: Counter[Any] = Counter()  # by kind: some of them compare the values before and after
+        self.copies = False  # a forward writes into the parameters: never the store's own memory, see `keep`
         self._versions: list[int] = []  # of the parameters, when the first of the open visits began
         self._checksum: Tensor | None = None
         self._lent = False
@@ -225,24 +227,44 @@ class Unit:
         self._memory = None
         self.residency = Residency.SHARDED
 
-    def end_lease(self) -> None:
-        """Give memory of the store's own back, so that it may be written. Memory of another kind stays."""
-        if self.residency is Residency.UNSHARDED and not self._pooled and not self._owns:
+    def keep_written(self) -> None:
+        """What a visit wrote goes to the store. To be called when the visit is over, with the memory still there.
+
+        Where that was the store's own, what was there before is gone: every written parameter is kept whole, which
+        costs a 16-bit one the low bits of its masters, and later visits get a copy.
+        """
+        start, stop = self.layout.shard_range(self.ranks.shard.rank)
+        mine = self.flat.detach()[start:stop].clone()
+        if self.keeps_writes:
+            self.epoch += 1
+        elif self._pooled or self._owns:
+            self.keep(mine)
+        else:
+            self.epoch += 1
+            self.copies = True
+            written = {id(slot) for slot, k in zip(self.layout.slots, self._written(), strict=True) if k}
             self.reshard()
+            for piece in self.layout.pieces(self.ranks.shard.rank):
+                if id(piece.slot) in written:
+                    values = mine[piece.shard_start : piece.shard_stop].float()
+                    self.store.write_state(self.index, "master", piece.shard_start, values)
 
     def enter(self, audit: Any = None) -> None:
         """One more visit uses the parameters: of their own class, with memory, from here on.
 
-        audit: a kind of visits. The first of each kind compares the values before and after, see `unseen_write`.
+        audit: a kind of visits. Of each kind the 1st, 2nd, 4th ... 256th visit and each 256th after that compares the
+        values before and after, see `unseen_write`.
         """
-        self.unshard()
+        self.unshard(copy=self.copies)
         self.users += 1
         if self.users == 1:
             self._versions = [parameter._version for parameter in self.parameters]
             self._checksum = None
-            if audit is not None and audit not in self.audited and not self._keeps_writes and not self.flat.is_meta:
+            self.visits[audit] += 1
+            count = self.visits[audit]
+            audits = count & (count - 1) == 0 if count < 256 else count % 256 == 0
+            if audits and audit is not None and not self.keeps_writes and not self.flat.is_meta:
                 self._checksum = self.checksum()
-            self.audited.add(audit)
             for parameter, slot, kind in zip(self.parameters, self.layout.slots, self._classes, strict=True):
                 parameter.__class__ = kind
                 if parameter.dtype is not self.dtype or parameter.shape != slot.shape:
@@ -253,7 +275,10 @@ class Unit:
 
     def was_written(self) -> bool:
         """Whether anything wrote into the parameters since the first of the open visits began, but through `p.data`."""
-        return any(p._version != before for p, before in zip(self.parameters, self._versions, strict=True))
+        return any(self._written())
+
+    def _written(self) -> list[bool]:
+        return [p._version != before for p, before in zip(self.parameters, self._versions, strict=True)]
 
     def unseen_write(self) -> Tensor | None:
         """() bool, on the device: whether values changed that no version counter told of. None: not compared."""
@@ -261,7 +286,7 @@ class Unit:
         return None if before is None else self.checksum() != before
 
     @property
-    def _keeps_writes(self) -> bool:
+    def keeps_writes(self) -> bool:
         """Whether what a forward writes goes into the masters themselves, so that nothing can be lost."""
         masters = getattr(self.store, "lends_masters", False) and self.dtype == torch.float32
         return masters and not self._swaps_in and self.ranks.size == 1
@@ -273,7 +298,7 @@ class Unit:
     def keep(self, mine: Tensor) -> None:
         """Write this rank's slice (shard_numel,) to the store where it changed, so that other masters keep their bits.
 
-        mine: in the unit's dtype, or fp32 masters.
+        mine: in the unit's dtype, or fp32 masters. Not for what was written into the store's own memory.
         """
         self.epoch += 1
         old = self.store.read_state(self.index, "master", 0, self.layout.shard_numel).to(mine.device)
@@ -308,6 +333,11 @@ class Unit:
         if gradient is None or self.groups[k] is None:
             return
         slot = self.layout.slots[k]
+        if gradient.layout is not torch.strided:
+            raise GradientError(
+                f"{slot.name} has a gradient of layout {gradient.layout}, and shards are dense: build the module with "
+                "sparse=False (nn.Embedding, nn.EmbeddingBag)"
+            )
         if self.gradient is None:
             self.gradient = self._gradient_memory()
             self.filled.clear()
@@ -451,7 +481,7 @@ class Reduction:
                 self.part = unit.pool.take(unit.layout.shard_numel, unit.reduce_dtype) if out is None else out
                 self._work = ranks.reduce_scatter(self.part, whole, unit.name, unit.index, unit.pool)
             elif ranks.replicate.size > 1:
-                self._work = ranks.average_replicas(whole, unit.name, unit.index)
+                self._work = ranks.average_replicas(whole, unit.name, unit.index, unit.pool)
 
     def finish(self) -> None:
         """Wait, average over replicas, hand the shard to the store."""
@@ -459,7 +489,8 @@ class Reduction:
         with unit.observer.span("reduce", unit.name):
             ranks.wait(self._work, "reduce_scatter" if ranks.shard.size > 1 else "all_reduce", unit.name)
             if ranks.shard.size > 1 and ranks.replicate.size > 1:
-                ranks.wait(ranks.average_replicas(self.part, unit.name, unit.index), "all_reduce", unit.name)
+                work = ranks.average_replicas(self.part, unit.name, unit.index, unit.pool)
+                ranks.wait(work, "all_reduce", unit.name)
         unit.store.accept_gradient(unit.index, self.part)
         if self._pooled:
             unit.pool.give(self.part)

@@ -12,7 +12,7 @@ from zero_nvme import probe
 from zero_nvme.buffers import HUGE_PAGE_BYTES, as_memory, empty
 from zero_nvme.errors import NvmeError
 from zero_nvme.extension import native
-from zero_nvme.filesystem import IN_MEMORY, filesystem_name, free_bytes, open_nameless
+from zero_nvme.filesystem import IN_MEMORY, filesystem_name, free_bytes, open_nameless, reserved_bytes
 from zero_nvme.options import BACKENDS, Options
 from zero_nvme.slab import Slab
 
@@ -47,9 +47,12 @@ def _direct(folder: str) -> list[Finding]:
             raise
         return [("slow", "O_DIRECT", f"refused on {folder}: I/O goes through the page cache")]
     try:
-        free = free_bytes(path.fd)
+        free, reserved = free_bytes(path.fd), reserved_bytes(path.fd)
+        room = f"{free / 2**30:.1f} GiB"
+        if reserved:
+            room += f"; the filesystem reserves {reserved / 2**30:.1f} GiB more, which a slab does not take"
         text = f"offsets aligned to {path.alignment} bytes, addresses to {path.memory_alignment}"
-        return [("ok", "O_DIRECT", text), ("ok", "free space", f"{free / 2**30:.1f} GiB")]
+        return [("ok", "O_DIRECT", text), ("ok", "free space", room)]
     finally:
         os.close(path.fd)
 

@@ -133,9 +133,15 @@ def size_of(fd: int) -> int:
 
 
 def free_bytes(fd: int) -> int:
-    """Bytes that this process may still allocate on the file's filesystem."""
+    """Bytes that any user may still allocate on the file's filesystem; even root may be refused the reserved ones."""
     facts = os.fstatvfs(fd)
-    return facts.f_frsize * (facts.f_bfree if os.geteuid() == 0 else facts.f_bavail)
+    return facts.f_frsize * facts.f_bavail
+
+
+def reserved_bytes(fd: int) -> int:
+    """Free bytes that the filesystem keeps for its administrator, beside `free_bytes`."""
+    facts = os.fstatvfs(fd)
+    return facts.f_frsize * (facts.f_bfree - facts.f_bavail)
 
 
 def preallocate(path: OpenPath, nbytes: int) -> None:

@@ -8,7 +8,7 @@ Integers only. Owns `Budgets`, `Buffers`, `PlanError`; the states themselves are
             On a device apart with a store below it units have memory of their own instead: the one in use with those
             fetched ahead (in backward the one before it is still open then), and those that stay. There the gradient of
             the unit whose backward runs is one of two landing buffers, as the one before it is on its way to the host;
-            and autograd has just made a parameter's
+            and autograd has just made a parameter's.
             Parameters that are not sharded: integer and quantised ones
     host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
             from a device apart, and the rounding of blocks to pages

@@ -133,6 +133,9 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     if rule is None:
         known = ", ".join(sorted({f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in _BY_TYPE}))
         kind = type(optimizer)
+        for name, inner in vars(optimizer).items():
+            if isinstance(inner, torch.optim.Optimizer):  # accelerate's, for one
+                raise TypeError(f"{kind.__name__} wraps the {type(inner).__name__} in its .{name}: bind that one")
         raise TypeError(f"no CPU kernel for optimizer {kind.__module__}.{kind.__qualname__}; there are {known}")
     refuse_options(rule, optimizer.param_groups)
     return rule_in_use(rule, optimizer.param_groups)

@@ -39,6 +39,9 @@ def values(config: Config) -> None:
         ConfigError: the first one that does not hold.
     """
     _counts(config)
+    for key, value in (("run.dir", config.run.dir), ("run.resume", config.run.resume)):
+        if value is not None and not value.strip():  # of a shell's variable that is not set, say
+            raise ConfigError(f"{key} is empty; name a folder with {key}=…, or leave {key} out")
     if config.zero.stage not in range(4):
         raise choices("zero.stage", config.zero.stage, range(4))
     _named("optim", config.optim.kind, OPTIMIZERS)

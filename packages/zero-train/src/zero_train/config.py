@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,15 +19,42 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from zero_train.errors import ConfigError, choices, suggestion
+from zero_train import uses
+from zero_train.errors import ConfigError, choices
 from zero_train.schema import Config
 
 NAME = "train"  # of the root file, conf/train.yaml
+_OTHER_NAMES = {  # what other trainers call a key
+    "learning_rate": "optim.lr",
+    "batch_size": "run.micro_batch",
+    "per_device_train_batch_size": "run.micro_batch",
+    "gradient_accumulation_steps": "run.accumulate",
+    "max_steps": "run.steps",
+    "epochs": "run.steps",
+    "num_train_epochs": "run.steps",
+    "output_dir": "run.dir",
+    "save_steps": "run.checkpoint_every",
+    "save_total_limit": "run.keep_checkpoints",
+    "eval_steps": "run.evaluate_every",
+    "logging_steps": "run.report_every",
+    "resume_from_checkpoint": "run.resume",
+    "grad_clip": "optim.max_grad_norm",
+    "max_norm": "optim.max_grad_norm",
+    "gradient_checkpointing": "model.checkpointing",
+    "seq_len": "data.sequence_length",
+    "max_length": "data.sequence_length",
+    "dtype": "precision.parameters",
+}
 ConfigStore.instance().store(name="schema", node=Config, provider="zero_train")
+
+# The default run folder: milliseconds, as jobs of an array start in one second; once, for every job of a sweep.
+_STARTED = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() // 1_000_000 % 1000:03d}"
+OmegaConf.register_new_resolver("started", lambda: _STARTED, replace=True)
 
 
 def folder() -> Path:
@@ -47,26 +76,39 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: a key, an option or a type that does not exist.
     """
-    return to_config(_composed(overrides))
+    return to_config(_composed(completed(overrides)))
 
 
-def check(overrides: Sequence[str], sweep: bool) -> None:
-    """Composes every job of the command line, so that a mistyped key of the last job stops the first.
+def jobs(words: Sequence[str], sweep: bool) -> list[tuple[list[str], Config]]:
+    """Every job of the command line, composed, so that a mistyped key of the last one stops the first.
 
     Raises:
-        ConfigError: as in `compose`.
+        ConfigError: as in `compose`, and for a key that no job uses.
     """
-    jobs: Sequence[Sequence[str]] = [overrides]
+    words = completed(words)
+    lists: Sequence[Sequence[str]] = [words]
     if sweep:
-        try:
-            parsed = OverridesParser.create().parse_overrides(list(overrides))
-            jobs = BasicSweeper.split_arguments(
-                [o for o in parsed if not o.get_key_element().startswith("hydra")], None
-            )[0]
-        except HydraException as error:
-            raise explained(error) from error
-    for job in jobs:
-        compose(job)
+        parsed = [override for override in _parsed(words) if not override.get_key_element().startswith("hydra")]
+        lists = BasicSweeper.split_arguments(parsed, None)[0]
+    composed = [(list(job), compose(job)) for job in lists]
+    uses.check(keys_of(words), [config for _, config in composed])
+    return composed
+
+
+def completed(words: Sequence[str]) -> list[str]:
+    """`words`, and `model=hf` where only model.path is given, `data=text` where only data.path is."""
+    given = {override.key_or_group: override.value() for override in _parsed(words)}
+    added = [
+        f"{group}={option}"
+        for group, option in (("model", "hf"), ("data", "text"))
+        if given.get(f"{group}.path") is not None and group not in given
+    ]
+    return [*words, *added]
+
+
+def keys_of(words: Sequence[str]) -> list[str]:
+    """The keys and groups that the command line gives."""
+    return [override.key_or_group for override in _parsed(words)]
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -81,12 +123,22 @@ def to_config(composed: DictConfig) -> Config:
         for key in map(str, values):
             if f"{section}.{key}" not in known:  # a `+` on the command line adds keys that no dataclass has
                 raise unknown_key(f"{section}.{key}")
+    written = OmegaConf.to_container(composed.run)  # before ${…} is replaced
+    if composed.run.resume == "auto" and "${started:" in str(cast(dict[str, Any], written)["dir"]):
+        raise ConfigError(
+            "run.resume=auto looks into run.dir, and the default run.dir is new each time; name a folder with run.dir=…"
+        )
     return cast(Config, OmegaConf.to_object(composed))
 
 
 def save(config: Config, path: Path) -> None:
-    """Writes every key and its value as YAML: `zero-train --config-dir … --config-name …` takes it back."""
-    OmegaConf.save(OmegaConf.structured(config), path)
+    """Writes every key and its value as YAML: `zero-train --config-dir … --config-name …` takes it back.
+
+    Complete or not at all.
+    """
+    partial = path.with_name(path.name + ".partial")
+    OmegaConf.save(OmegaConf.structured(config), partial)
+    partial.replace(path)
 
 
 def explained(error: Exception) -> ConfigError:
@@ -105,6 +157,8 @@ def explained(error: Exception) -> ConfigError:
     if not named:
         return ConfigError(text.strip().splitlines()[0])
     key = named.group(1)
+    if key in {field.name for field in dataclasses.fields(Config)} and not (folder() / key).is_dir():
+        return ConfigError(f"{key} is a section; change one of its keys with {key}.KEY=VALUE")
     if key in set(keys()) | {field.name for field in dataclasses.fields(Config)}:
         lines = [
             line.strip() for line in text.splitlines() if not re.match(r"\s*(full_key|object_type|Error merging)", line)
@@ -114,11 +168,17 @@ def explained(error: Exception) -> ConfigError:
 
 
 def unknown_key(key: str) -> ConfigError:
-    """The error for a `key` that is in no dataclass, naming the nearest that is."""
+    """The error for a `key` that is in no dataclass, naming the one that is meant where that can be told."""
     known = list(keys())
-    last = key.rsplit(".", 1)[-1]
-    hint = next((f"did you mean '{name}'?" for name in known if name.rsplit(".", 1)[-1] == last), "")
-    hint = hint or suggestion(key, known)
+    section, _, last = key.rpartition(".")
+    nearer = [name for name in known if name.startswith(f"{section}.")] if section else []
+    hint = ""
+    if meant := _OTHER_NAMES.get(last):
+        hint = f"did you mean '{meant}'?"
+    for candidates in (nearer, known):  # the same section first: its name alone must not make two keys alike
+        lasts = {name.rpartition(".")[2]: name for name in reversed(candidates)}
+        near = get_close_matches(last, list(lasts), n=1, cutoff=0.6)
+        hint = hint or (f"did you mean '{lasts[near[0]]}'?" if near else "")
     return ConfigError(f"the key {key} does not exist; {hint or 'zero-train --help lists all of them'}")
 
 
@@ -130,6 +190,13 @@ def keys() -> Iterator[str]:
         for key in dataclasses.fields(cast(Any, section.default_factory)):
             yield f"{section.name}.{key.name}"
     yield "recipe"
+
+
+def _parsed(words: Sequence[str]) -> list[Override]:
+    try:
+        return OverridesParser.create().parse_overrides(list(words))
+    except HydraException as error:
+        raise explained(error) from error
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:

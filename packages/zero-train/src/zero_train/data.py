@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sysconfig
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from zero_train.errors import ConfigError, choices
 from zero_train.schema import DataConfig
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+_HEAD_BYTES = 1 << 16
+_CONTROLS = bytes({*range(32), 127} - set(b"\a\b\t\n\v\f\r\x1b"))
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,11 @@ class Corpus:
     name: str  # for people: where the text came from
     training: Tensor  # (n,) uint8
     validation: Tensor  # (m,) uint8
+
+    def digest(self) -> str:
+        """The same for the same bytes: about a second a GB."""
+        parts = (self.training, self.validation)
+        return " and ".join(f"{part.numel()} bytes with CRC {zlib.crc32(part.numpy().data):08x}" for part in parts)
 
     def batch(self, first: int, rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, (rows, length) int64 each, of the samples numbered `first` to `first + rows`.
@@ -81,26 +88,38 @@ def _stdlib(config: DataConfig, seed: int) -> Corpus:
         raise ConfigError(
             f"data=stdlib: {folder} has no source files; name text of your own with data=text data.path=…"
         )
-    return _from_files("the standard library's sources", folder, files, config.validation_fraction)
+    texts = {file: file.read_bytes() for file in files}
+    return _from_files("the standard library's sources", folder, texts, config.validation_fraction)
 
 
 def _text(config: DataConfig, seed: int) -> Corpus:
-    """A file, or every file of a folder that is text: one that has no zero byte in its first 4 KiB."""
+    """A file, or every file of a folder that is text."""
     if not config.path:
         raise ConfigError("data=text needs data.path: a text file or a folder of them")
     path = Path(config.path)
     if path.is_file():
-        text = _bytes(path)
-        cut = int(len(text) * (1 - config.validation_fraction))
-        return Corpus(str(path), _tensor(text[:cut]), _tensor(text[cut:]))
+        if config.pattern != DataConfig.pattern:
+            raise ConfigError(
+                f"data.path={path} is a file, so that data.pattern={config.pattern} chooses nothing; leave one out"
+            )
+        if (text := _read(path)) is None:
+            raise ConfigError(
+                f"data.path={path} is not text: it has zero bytes or many other control characters; name a text file, "
+                "in UTF-8 or another encoding without zero bytes"
+            )
+        return _cut(str(path), text, config.validation_fraction)
     if not path.is_dir():
         raise ConfigError(f"data.path={path} is neither a file nor a folder; name text that exists with data.path")
-    files = sorted(file for file in path.rglob(config.pattern) if file.is_file() and _is_text(file))
-    if not files:
+    matching = sorted(file for file in path.rglob(config.pattern) if file.is_file())
+    texts = {file: text for file in matching if (text := _read(file))}
+    if not texts:
         raise ConfigError(
-            f"data.path={path} holds no text file that matches data.pattern={config.pattern}; change one of the two"
+            f"data.path={path} holds no text file that matches data.pattern={config.pattern} ({len(matching)} files "
+            "match); change one of the two"
         )
-    return _from_files(str(path), path, files, config.validation_fraction)
+    left_out = len(matching) - len(texts)
+    name = f"{path}{f' (left out, as empty or not text: {left_out})' if left_out else ''}"
+    return _from_files(name, path, texts, config.validation_fraction)
 
 
 def _synthetic(config: DataConfig, seed: int) -> Corpus:
@@ -108,44 +127,49 @@ def _synthetic(config: DataConfig, seed: int) -> Corpus:
     dice = random.Random(f"synthetic/{seed}")
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["".join(dice.choices(letters, k=dice.randint(2, 8))) for _ in range(200)]
-    text = " ".join(dice.choices(words, k=40_000)).encode()
-    cut = int(len(text) * (1 - config.validation_fraction))
-    return Corpus("synthetic words", _tensor(text[:cut]), _tensor(text[cut:]))
+    return _cut("synthetic words", " ".join(dice.choices(words, k=40_000)).encode(), config.validation_fraction)
 
 
 READERS: dict[str, Callable[[DataConfig, int], Corpus]] = {"stdlib": _stdlib, "text": _text, "synthetic": _synthetic}
 
 
-def _from_files(name: str, root: Path, files: Sequence[Path], fraction: float) -> Corpus:
+def _from_files(name: str, root: Path, texts: Mapping[Path, bytes], fraction: float) -> Corpus:
     """Files whose name hashes below `fraction` are held out: adding a file moves no other file."""
+    files = list(texts)
     held_out = [path for path in files if zlib.crc32(path.relative_to(root).as_posix().encode()) < fraction * 2**32]
     if not held_out or len(held_out) == len(files):
         held_out = [files[-1]]
     training = [path for path in files if path not in set(held_out)]
-    if not training:  # a single file: cut it, as a named file is cut
-        text = _bytes(files[0])
-        cut = int(len(text) * (1 - fraction))
-        return Corpus(name, _tensor(text[:cut]), _tensor(text[cut:]))
-    joined = [b"\n".join(_bytes(path) for path in part) for part in (training, held_out)]
+    if not training:
+        return _cut(name, texts[files[0]], fraction)
+    joined = [b"\n".join(texts[path] for path in part) for part in (training, held_out)]
     return Corpus(f"{name}, {len(files)} files", _tensor(joined[0]), _tensor(joined[1]))
 
 
-def _bytes(path: Path) -> bytes:
+def _cut(name: str, text: bytes, fraction: float) -> Corpus:
+    """A single text: its end is held out."""
+    cut = int(len(text) * (1 - fraction))
+    return Corpus(name, _tensor(text[:cut]), _tensor(text[cut:]))
+
+
+def _read(path: Path) -> bytes | None:
+    """The text of a file; None where it is not text. A large file that is not is told by its beginning."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+            if not _is_text(head):
+                return None
+            rest = file.read()
     except OSError as error:
         raise ConfigError(
             f"data.path: cannot read {path}: {error.strerror}; change data.path or data.pattern"
         ) from error
+    return None if b"\0" in rest else head + rest
 
 
-def _is_text(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            head = file.read(4096)
-    except OSError:
-        return False
-    return bool(head.strip()) and b"\0" not in head
+def _is_text(head: bytes) -> bool:
+    """No zero byte, and at most one control character in fifty that text does not have."""
+    return b"\0" not in head and (len(head) - len(head.translate(None, _CONTROLS))) * 50 <= len(head)
 
 
 def _tensor(text: bytes) -> Tensor:

@@ -84,7 +84,12 @@ def draft(config: Config, cores: Sequence[int] | None = None, *, on_gpu: bool = 
     """
     torch.manual_seed(config.run.seed)
     with zero_core.deferred_init():
-        model = models.build(config.model, config.data.sequence_length, config.offload.activations is None)
+        model = models.build(
+            config.model,
+            config.data.sequence_length,
+            config.offload.activations is None,
+            as_bytes=config.data.as_bytes,
+        )
     if config.model.kind == "hf":
         _pretrained(model, config.model.path)
     by_kernels = config.offload.kind != "none" or (not on_gpu and find_spec("zero_optim_cpu") is not None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -91,10 +91,14 @@ class Loop:
         for number in range(first, run.steps + 1):
             if signal:
                 return signal
-            step = self._step(number)
+            with self._span("step", str(number)):
+                step = self._step(number)
             self.history.steps.append(step)
             on_step(step)
             signal = self._signal()
+            if signal or number == run.steps:
+                self._engine.settle()
+                self._engine.timeline.enabled = False  # what comes after the last step is no part of one
             if not signal and _due(number, run.evaluate_every, run.steps):
                 signal = self._validate(number, on_validation)
             if run.checkpoint_every and (signal or _due(number, run.checkpoint_every, run.steps)):
@@ -110,10 +114,11 @@ class Loop:
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
         updating = time.perf_counter()
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        if number == run.steps:
-            engine.settle()
+        with self._span("optimizer", ""):
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            if number == run.steps:
+                engine.settle()
         ended = time.perf_counter()
         self.history.phases.append(Phases(number, *seconds, ended - updating))
         usage = engine.usage()
@@ -142,13 +147,16 @@ class Loop:
         seconds = [0.0, 0.0, 0.0]
         for micro in range(run.accumulate):
             marks = [time.perf_counter()]
-            tokens, targets = self._batch(number, micro)
+            with self._span("data", ""):
+                tokens, targets = self._batch(number, micro)
             marks.append(time.perf_counter())
             waits = holds_back(self._config) and micro + 1 < run.accumulate
             with zero_core.no_sync(model) if waits else nullcontext():
-                loss = _loss(model, tokens, targets)
+                with self._span("forward", ""):
+                    loss = _loss(model, tokens, targets)
                 marks.append(time.perf_counter())
-                (loss / run.accumulate).backward()
+                with self._span("backward", ""):
+                    (loss / run.accumulate).backward()
             losses.append(loss.detach())
             marks.append(time.perf_counter())
             seconds = [total + end - begin for total, begin, end in zip(seconds, marks, marks[1:], strict=False)]
@@ -186,6 +194,11 @@ class Loop:
         self.history.validation.append((number, loss))
         on_validation(number, loss)
         return 0
+
+    def _span(self, kind: str, name: str) -> AbstractContextManager[None]:
+        """A part of a step in the timeline: step, data, forward, backward, optimizer."""
+        span: AbstractContextManager[None] = self._engine.timeline.span(kind, name)
+        return span
 
     def _signal(self) -> int:
         return self._ranks.most(self._interrupt.signal)

@@ -14,14 +14,20 @@ from torch import Tensor, nn
 from zero_train.errors import ConfigError, choices
 from zero_train.schema import ModelConfig
 
+_TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json")
 
-def build(config: ModelConfig, sequence_length: int, may_checkpoint: bool = True) -> nn.Module:
+
+def build(
+    config: ModelConfig, sequence_length: int, may_checkpoint: bool = True, *, as_bytes: bool = False
+) -> nn.Module:
     """The causal language model that `config` describes; call it under `zero_core.deferred_init`.
 
     `may_checkpoint`: as config.checkpointing says. False: somebody else decides what is kept for backward.
+    `as_bytes`: accept a pretrained model whose token numbers are not byte values.
 
     Raises:
-        ConfigError: sizes that do not fit together, a kind that does not exist, `transformers` missing.
+        ConfigError: sizes that do not fit together, a kind that does not exist, `transformers` missing, a pretrained
+            model with a tokenizer or a vocabulary of its own.
     """
     if config.kind not in BUILDERS:
         raise choices("model", config.kind, BUILDERS)
@@ -34,6 +40,8 @@ def build(config: ModelConfig, sequence_length: int, may_checkpoint: bool = True
         ) from error
     transformers.logging.set_verbosity_error()
     model: Any = BUILDERS[config.kind](config, sequence_length)
+    if config.kind == "hf":
+        _byte_level(Path(str(config.path)), model.config.get_text_config().vocab_size, as_bytes)
     model.config.use_cache = False
     if config.checkpointing and may_checkpoint:
         _recompute(model)
@@ -123,6 +131,22 @@ def _hf(config: ModelConfig, sequence_length: int) -> nn.Module:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(f"model.path={config.path} is not a causal language model: {error}") from error
+
+
+def _byte_level(folder: Path, vocabulary: int, as_bytes: bool) -> None:
+    """Are the token numbers of this pretrained model byte values? Raises ConfigError where nothing says so."""
+    if vocabulary < 256:
+        raise ConfigError(
+            f"model.path={folder} has a vocabulary of {vocabulary}, too small for the 256 values of a byte; "
+            "name another model"
+        )
+    found = sorted(name for pattern in _TOKENIZERS for name in (path.name for path in folder.glob(pattern)))
+    reason = f"has a tokenizer ({found[0]})" if found else f"has a vocabulary of {vocabulary}, not of the 256 bytes"
+    if (found or vocabulary != 256) and not as_bytes:
+        raise ConfigError(
+            f"model.path={folder} {reason}, but text is fed as bytes: its token numbers would mean something else than "
+            "the model was trained on; name a model that was trained on bytes, or set data.as_bytes=true to go on"
+        )
 
 
 def _decoder(config: ModelConfig, sequence_length: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ torchrun's environment says how many ranks there are; without it there is one, a
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -68,7 +69,10 @@ class Ranks:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """This process as a rank. Starts the process group that torchrun announces, and ends it if it started it."""
+    """This process as a rank. Starts the process group that torchrun announces; it lasts until the process ends.
+
+    torchrun's rendezvous is for one group: a second one, for the next job of a sweep, would meet the first one's keys.
+    """
     if dist.is_available() and dist.is_initialized():
         local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
         world = dist.get_world_size()
@@ -87,7 +91,5 @@ def joined() -> Iterator[Ranks]:
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield ranks
-    finally:
-        dist.destroy_process_group()
+    atexit.register(dist.destroy_process_group)
+    yield ranks

@@ -16,16 +16,23 @@ from typing import Any
 from zero_train.loop import History, Phases, Step
 
 GIB = 1 << 30
-_COLOURS = {
-    "compute": "#4c72b0",
+_PHASES = ("data", "forward", "backward", "optimizer")  # of a step, one after the other on the training thread
+_COLOURS = {  # in the order of rows: what computes, what it waits for, the update, what moves
+    "data": "#bcbd22",
+    "forward": "#4c72b0",
+    "backward": "#1f3b66",
+    "optimizer": "#7f7f7f",
+    "wait": "#c44e52",
     "gather": "#55a868",
     "reduce": "#8172b3",
     "norm": "#937860",
-    "wait": "#c44e52",
     "update": "#dd8452",
     "swap_in": "#64b5cd",
     "swap_out": "#da8bc3",
 }
+_LABELS = {"swap_in": "reads", "swap_out": "writes"}
+_OTHER = "#d9d9d9"
+_ORDER = {kind: number for number, kind in enumerate(_COLOURS)}
 
 
 class Metrics:
@@ -39,7 +46,9 @@ class Metrics:
         self._validation = folder / "validation.jsonl"
         for path in (self._steps, self._validation):
             kept = [line for line in _lines(path) if line["step"] < first]
-            path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            partial = path.with_name(path.name + ".partial")  # a kill in between must not take the earlier lines
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            partial.replace(path)
         self._files = [path.open("a") for path in (self._steps, self._validation)]
 
     def __enter__(self) -> Metrics:
@@ -136,26 +145,36 @@ def _seconds(axes: Any, steps: Sequence[Step], phases: Sequence[Phases]) -> None
     axes.legend(loc="upper right")
 
 
-def draw_timeline(path: Path, events: Sequence[Any], seconds: float) -> None:
-    """timeline.png: the last `seconds` of a zero_offload.Timeline's events, a row for each thread and direction."""
+def draw_timeline(path: Path, events: Sequence[Any], steps: int = 3) -> None:
+    """timeline.png: the last `steps` steps of a zero_offload.Timeline's events, from where they begin.
+
+    What the training thread computes is one row; what it waits for, other threads and each direction of transfers are
+    a row each. Draws all events where none is a step.
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    end = max((event.stop_ns for event in events), default=0)
-    shown = [event for event in events if event.stop_ns > end - seconds * 1e9]
-    lanes = sorted({(event.lane, event.kind) for event in shown})
-    figure = Figure(figsize=(12, 1.5 + 0.4 * len(lanes)), layout="constrained")
+    marks = [event for event in events if event.kind == "step"][-steps:]
+    begin = min((event.start_ns for event in marks or events), default=0)
+    end = max((event.stop_ns for event in marks or events), default=begin + 1)
+    rows: dict[tuple[str, str], list[Any]] = {}
+    for event in sorted(events, key=lambda event: _ORDER.get(event.kind, len(_ORDER))):
+        if event.kind != "step" and event.stop_ns > begin and event.start_ns < end:
+            row = (event.lane, "compute") if event.kind in _PHASES else (event.lane, event.kind)
+            rows.setdefault(row, []).append(event)
+    figure = Figure(figsize=(12, 1.5 + 0.4 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    for row, (lane, kind) in enumerate(lanes):
-        spans = [
-            ((event.start_ns - end) / 1e9 + seconds, (event.stop_ns - event.start_ns) / 1e9)
-            for event in shown
-            if (event.lane, event.kind) == (lane, kind)
-        ]
-        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=_COLOURS.get(kind, "#8c8c8c"))
-    axes.set_yticks(range(len(lanes)), [f"{lane}: {kind}" for lane, kind in lanes])
-    axes.set(title="the last steps", xlabel="seconds", xlim=(0, seconds))
-    kinds = sorted({kind for _, kind in lanes})
-    handles = [Patch(color=_COLOURS.get(kind, "#8c8c8c"), label=kind) for kind in kinds]
+    for number, shown in enumerate(rows.values()):
+        spans = [((event.start_ns - begin) / 1e9, (event.stop_ns - event.start_ns) / 1e9) for event in shown]
+        colours = [_COLOURS.get(event.kind, _OTHER) for event in shown]
+        axes.broken_barh(spans, (number - 0.4, 0.8), facecolors=colours)
+    for mark in marks:
+        axes.axvline((mark.start_ns - begin) / 1e9, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [_LABELS.get(kind, f"{lane}: {kind}") for lane, kind in rows])
+    axes.invert_yaxis()
+    title = ", ".join(mark.unit for mark in marks)
+    axes.set(title=f"steps {title}" if marks else "the last events", xlabel="seconds", xlim=(0, (end - begin) / 1e9))
+    kinds = dict.fromkeys(event.kind for shown in rows.values() for event in shown)
+    handles = [Patch(color=_COLOURS.get(kind, _OTHER), label=kind) for kind in kinds]
     figure.legend(handles=handles, ncols=max(1, len(kinds)), loc="outside lower center")
     figure.savefig(path, dpi=110)

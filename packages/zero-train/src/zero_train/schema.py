@@ -28,13 +28,14 @@ class RunConfig:
     seed: int = 0
     """Seeds the weights, the order of the data and the sampled text. The same seed gives the same run."""
     dir: str = MISSING
-    """The run folder; made by the run."""
+    """The run folder, made and locked by the run. A folder that holds a run is refused, unless it is resumed."""
     dry: bool = False
     """Print the plan, then exit without training and without writing anything."""
     probe: bool = False
     """Measure the machine, print it as YAML for conf/hardware, and exit."""
     resume: Optional[str] = None
-    """Continue from a checkpoint: a run folder, a checkpoint folder, or `auto` for the last one in run.dir, if any."""
+    """Continue from a checkpoint. auto: the last one in run.dir, if any, of a run with the same model, data, seed,
+    optimizer and precision. A run folder or a checkpoint folder: that one; only the model must be the same."""
     checkpoint_every: int = 0
     """Steps between checkpoints; one more is saved at the end and at Ctrl-C. 0: none at all."""
     keep_checkpoints: int = 2
@@ -103,6 +104,8 @@ class DataConfig:
     """A text file, or a folder of them. text only."""
     pattern: str = "*"
     """Which files of the folder. text only."""
+    as_bytes: bool = False
+    """Feed bytes as token numbers to a model of another vocabulary, or one that has a tokenizer. model=hf only."""
     validation_fraction: float = 0.05
     """Share of the files held out; a single file is cut instead."""
 

@@ -1,13 +1,14 @@
 """One run: check ─> plan ─> assemble ─> loop ─> report. Knows the siblings through engine.py and planning.py only.
 
-Nothing is written before every rank has passed its checks; what a refused run made by then is taken away again.
+Nothing is written before every rank has passed its checks and the first one has locked the run folder; what a refused
+run made by then is taken away again.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from zero_train import checks, data, engine, formats, interrupt, planning, probi
 from zero_train import config as configuration
 from zero_train import threads as cores
 from zero_train.errors import ConfigError, RunError
+from zero_train.folder import claimed
 from zero_train.loop import History, Loop, Step
 from zero_train.ranks import Ranks, joined
 from zero_train.schema import Config
@@ -92,11 +94,17 @@ class _Run:
 
     def _run(self) -> Outcome:
         config, ranks = self._config, self._ranks
-        corpus, draft, plan, checkpoint = _together(ranks, self._prepared)
+        corpus, draft, plan = _together(ranks, self._prepared)
         self._announce(corpus, draft, plan)
         if config.run.dry:
             return Outcome()
-        with self._folder() as folder, engine.assembled(draft, plan, config, ranks) as ready:
+        folder = Path(config.run.dir)
+        with ExitStack() as stack:
+            unlocked = _together(ranks, lambda: stack.enter_context(claimed(folder)) if ranks.leader else "")
+            if unlocked:
+                self._say(f"run.dir={folder} cannot be locked ({unlocked}): nothing keeps a second run out of it")
+            checkpoint = self._checkpoint()  # once more: nobody else changes the folder from here on
+            ready = stack.enter_context(engine.assembled(draft, plan, config, ranks))
             if ready.backend:
                 self._say(
                     f"nvme: {ready.backend}, in {', '.join(map(str, checks.nvme_paths(config, ranks.local_rank)))}"
@@ -104,11 +112,28 @@ class _Run:
             if ready.huge_pages != "ok":
                 self._say(f"no huge pages for the arena ({ready.huge_pages}): direct I/O is slower")
             if checkpoint:
-                _together(ranks, lambda: resume.load(checkpoint, ready))
-                self._say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}")
+                said = _together(ranks, lambda: resume.load(checkpoint, ready, config, ranks, corpus.digest()))
+                rest = "" if checkpoint.step < config.run.steps else ", the last: nothing is left to train"
+                self._say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}{rest}")
+                for sentence in filter(None, [resume.differing(checkpoint, config), *said]):
+                    self._say(sentence)
+            elif config.run.resume:
+                self._say(f"run.resume=auto: no checkpoint in {folder}, beginning at step 1")
             return self._train(ready, corpus, plan, folder, checkpoint.step + 1 if checkpoint else 1)
 
-    def _prepared(self) -> tuple[data.Corpus, engine.Draft, zero_offload.Plan, resume.Checkpoint | None]:
+    def _checkpoint(self) -> resume.Checkpoint | None:
+        """The checkpoint to continue from, the same on every rank."""
+        config, ranks = self._config, self._ranks
+        found = _together(ranks, lambda: resume.found(config))
+        seen = ranks.gather(str(found.step) if found else "none")
+        if len(set(seen)) > 1:
+            raise ConfigError(
+                f"run.resume={config.run.resume}: ranks see different last checkpoints, after steps "
+                f"{', '.join(map(str, seen))}; name a folder that is the same on every machine with run.dir=…"
+            )
+        return found
+
+    def _prepared(self) -> tuple[data.Corpus, engine.Draft, zero_offload.Plan]:
         """Everything that can be refused, and nothing that is written or takes long."""
         config, ranks = self._config, self._ranks
         checks.values(config)
@@ -120,10 +145,10 @@ class _Run:
             checks.run_folder(config)
         checks.nvme(config, ranks.local_rank)
         corpus = data.load(config.data, config.run.seed)
-        checkpoint = resume.found(config)
+        resume.found(config)
         on_gpu = (config.hardware.device or ranks.device.type) != "cpu"  # of the machine that is planned for
         draft = engine.draft(config, self._cores and self._cores.pool, on_gpu=on_gpu)
-        return corpus, draft, planning.make(config, draft.model, ranks, draft.step), checkpoint
+        return corpus, draft, planning.make(config, draft.model, ranks, draft.step)
 
     def _announce(self, corpus: data.Corpus, draft: engine.Draft, plan: zero_offload.Plan) -> None:
         config, ranks = self._config, self._ranks
@@ -151,15 +176,19 @@ class _Run:
         sample = ""
         shown = progress.reporter(ranks.leader, config.run.steps, first - 1, config.run.report_every, config.run.bar)
         with ExitStack() as stack:
-            metrics = stack.enter_context(report.Metrics(folder, first)) if ranks.leader else None
             stack.enter_context(self._asked.gentle())
+            metrics = None
+            if ranks.leader:
+                configuration.save(config, folder / resume.CONFIG)
+                metrics = stack.enter_context(report.Metrics(folder, first))
+            text = corpus.digest() if config.run.checkpoint_every else ""
             try:
                 with shown, zero_offload.explained(plan):
                     signal = loop.run(
                         first,
                         lambda step: _show(step, shown, metrics),
                         lambda number, loss: _show_validation(number, loss, shown, metrics),
-                        lambda number: resume.save(folder, number, ready, config, ranks),
+                        lambda number: resume.save(folder, number, ready, config, ranks, text),
                     )
                 if signal:
                     steps = len(loop.history.steps) + first - 1
@@ -194,40 +223,20 @@ class _Run:
         return text
 
     def _write_report(self, ready: engine.Engine, history: History, plan: zero_offload.Plan, folder: Path) -> None:
-        """Plots and timeline; a plot that fails is named and takes nothing else with it."""
-        seconds = 2 * max((step.step_seconds for step in history.steps[-3:]), default=1.0)
+        """Plots and timeline of what was trained; a plot that fails is named and takes nothing else with it."""
         for name, write in (
             ("report.png", lambda: report.draw(folder, history, plan.total("nvme"))),
             ("timeline.json", lambda: ready.timeline.save(folder / "timeline.json")),
-            ("timeline.png", lambda: report.draw_timeline(folder / "timeline.png", ready.timeline.events(), seconds)),
+            ("timeline.png", lambda: report.draw_timeline(folder / "timeline.png", ready.timeline.events())),
         ):
             if name.endswith(".png") and not self._config.run.plots:
                 continue
+            if not history.steps and (name != "report.png" or (folder / name).exists()):
+                continue  # a finished run that is exported keeps the timeline of its last steps
             try:
                 write()
             except (OSError, ValueError, RuntimeError, ImportError) as error:
                 self._say(f"could not write {name}: {error}")
-
-    @contextmanager
-    def _folder(self) -> Iterator[Path]:
-        """The run folder with its config.yaml; taken away again where a ConfigError ends the run."""
-        folder = Path(self._config.run.dir)
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
-        config_file = folder / "config.yaml"
-        fresh = not config_file.exists()
-        if self._ranks.leader:
-            folder.mkdir(parents=True, exist_ok=True)
-            configuration.save(self._config, config_file)
-        self._ranks.agree("the folder is there")
-        try:
-            yield folder
-        except (ConfigError, KeyboardInterrupt):
-            if self._ranks.leader and fresh and not (folder / "metrics.jsonl").exists():
-                config_file.unlink(missing_ok=True)
-                for path in made:
-                    if not any(path.iterdir()):
-                        path.rmdir()
-            raise
 
     def _say(self, text: str) -> None:
         if self._ranks.leader:

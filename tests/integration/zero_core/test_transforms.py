@@ -1,0 +1,128 @@
+"""torch.func, forward-mode derivatives and torch.compile over a sharded model equal plain torch, or are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, func, nn
+from torch.autograd import forward_ad, functional
+from torch.func import functional_call
+
+import zero_core
+from tests.integration.zero_core import toys
+from zero_core.errors import ChangedParameterError, ZeroError
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def of_parameters(transform):
+    return lambda model, x: transform(lambda p: functional_call(model, p, (x,)).square().sum())(values(model))
+
+
+def per_sample(model, x):
+    gradient = func.grad(lambda p, row: functional_call(model, p, (row,)).square().sum())
+    return torch.vmap(gradient, in_dims=(None, 0))(values(model), x)
+
+
+def ensemble(model, x):
+    stacked = {name: torch.stack([value, 2 * value]) for name, value in values(model).items()}
+    return torch.vmap(lambda p: functional_call(model, p, (x,)))(stacked)
+
+
+def tangent(model, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent.square().mean()
+
+
+# Their results can be trained on: second derivatives, or a graph under the transform.
+TRAINED = {
+    "vmap": lambda model, x: torch.vmap(model)(x),
+    "grad": lambda model, x: func.grad(lambda y: model(y).square().sum())(x),
+    "vmap of grad": lambda model, x: torch.vmap(func.grad(lambda y: model(y).square().sum()))(x),
+    "jacrev": lambda model, x: func.jacrev(model)(x),
+    "jacfwd": lambda model, x: func.jacfwd(model)(x),
+    "jvp": lambda model, x: func.jvp(model, (x,), (x,))[1],
+    "vjp": lambda model, x: func.vjp(model, x)[1](torch.ones(6, 3))[0],
+    "hessian": lambda model, x: func.hessian(lambda y: model(y).square().sum())(x[0]),
+    "a weight in a closure": lambda model, x: func.jacrev(lambda y: model.head.weight @ y)(x[0, :1].expand(toys.WIDTH)),
+    "dual numbers": tangent,
+    "jacobian": lambda model, x: functional.jacobian(model, x, create_graph=True),
+}
+# Of values that are not the model's own parameters, or without a graph.
+VALUES = {
+    "grad of values": of_parameters(func.grad),
+    "jacrev of values": of_parameters(func.jacrev),
+    "per sample": per_sample,
+    "ensemble": ensemble,
+    "some values": lambda model, x: functional_call(model, {"head.weight": torch.ones(3, toys.WIDTH)}, (x,)),
+    "vectorised": lambda model, x: functional.jacobian(model, x, vectorize=True, strategy="forward-mode"),
+    "hvp": lambda model, x: functional.hvp(lambda y: model(y).square().sum(), x, x)[1],
+}
+
+
+def compare(name: str, stage: int) -> None:
+    """Two steps trained on the transform, or one ordinary step after it, against plain torch on the same data."""
+    torch.manual_seed(1)
+    dense, model = toys.Stack(), toys.Stack()
+    model.load_state_dict(dense.state_dict())
+    plain, optimizer = toys.sgd(dense.parameters()), toys.sgd(model.parameters())
+    optimizer = zero_core.shard(model, optimizer, stage=stage)
+    x = toys.data(0, 0)
+    for _ in range(2):
+        run = TRAINED.get(name) or VALUES[name]
+        expected, found = run(dense, x), run(model, x)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        for each, step, result in ((dense, plain, expected), (model, optimizer, found)):
+            (result.square().mean() if name in TRAINED else toys.loss_of(each, x)).backward()
+            step.step()
+            step.zero_grad()
+    for ours, theirs in zip(values(model).values(), dense.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 3), (2, 3)])
+def test_each_equals_plain_torch(ranks, size, stage):
+    ranks(size).run(compare_all, stage)
+
+
+def compare_all(stage: int) -> None:
+    for name in (*TRAINED, *VALUES):
+        try:
+            compare(name, stage)
+        except Exception as error:
+            raise AssertionError(name) from error
+
+
+def test_a_whole_model_compiled():
+    def run(model, x):
+        if "compiled" not in model.__dict__:
+            model.__dict__["compiled"] = torch.compile(model, backend="aot_eager")
+        return model.__dict__["compiled"](x)
+
+    TRAINED["compiled"] = run
+    try:
+        compare("compiled", 3)
+    finally:
+        del TRAINED["compiled"]
+        torch.compiler.reset()
+
+
+def test_what_would_keep_parameters_without_memory_is_refused():
+    model = toys.Stack()
+    zero_core.shard(model, toys.sgd(model.parameters()))
+    x = toys.data(0, 0)
+    with pytest.raises(ZeroError, match="cannot be traced, exported or run on fake tensors"):
+        torch.jit.trace(model, (x,))
+    with pytest.raises(ZeroError, match="cannot be traced, exported or run on fake tensors"):
+        func.linearize(model, x)
+    with pytest.raises(ZeroError, match="a sharded model|use zero_core.gathered"):
+        torch.export.export(model, (x,))
+    with pytest.raises(
+        ChangedParameterError, match=r"give torch.func.functional_call values, \{name: parameter.detach"
+    ):
+        func.grad(lambda p: functional_call(model, p, (x,)).sum())(dict(model.named_parameters()))
+    with pytest.raises(Exception, match="leave fullgraph=True out, or compile the blocks"):
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+    torch.compiler.reset()

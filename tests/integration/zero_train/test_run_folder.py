@@ -1,0 +1,205 @@
+"""A run folder belongs to one run: nothing of it is overwritten, mixed, deleted or continued unless one asks for it."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("zero_optim_cpu")
+pytest.importorskip("zero_core.checkpoint")
+
+from tests.integration.zero_train.helpers import COMMON, trained
+from zero_train import app, config, folder, progress, report, resume
+from zero_train.errors import ConfigError
+
+RUN = ("offload=none", "run.steps=4", "run.checkpoint_every=2")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished run, which no test changes."""
+    return trained(tmp_path_factory.mktemp("done") / "run", *RUN, "run.export=true").folder
+
+
+@pytest.fixture
+def copy(done, tmp_path):
+    """The same, for one test to change."""
+    return shutil.copytree(done, tmp_path / "run")
+
+
+def found(run, *overrides):
+    return resume.found(config.compose([*COMMON, *RUN, f"run.dir={run}", *overrides]))
+
+
+def bits(run):
+    return {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_used_folder_is_refused_and_stands(done, capsys):
+    before = bits(done)
+    assert app.main([*COMMON, *RUN, f"run.dir={done}"]) == 2
+    text = capsys.readouterr().err
+    assert "holds a run already" in text and "run.dir=…" in text and "after step 4 with run.resume=auto" in text
+    assert bits(done) == before
+
+
+def test_a_folder_in_use_is_refused_and_stands(copy, capsys):
+    with folder.claimed(copy):
+        before = bits(copy)
+        assert app.main([*COMMON, *RUN, f"run.dir={copy}", "run.resume=auto"]) == 2
+    assert f"a run is using it (process {os.getpid()}" in capsys.readouterr().err
+    assert bits(copy) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.seed=3", "run.seed=0, now 3"),
+        ("data.sequence_length=16", "data.sequence_length=32, now 16"),
+        ("model.layers=3", "model.layers=2, now 3"),
+        ("optim.lr=0.5", "optim.lr=0.001, now 0.5"),
+        ("precision=fp32", "precision.parameters=bf16, now fp32"),
+    ],
+)
+def test_auto_does_not_continue_another_run(done, override, words):
+    with pytest.raises(ConfigError, match="holds another run") as caught:
+        found(done, "run.resume=auto", override)
+    assert words in str(caught.value) and f"run.resume={done}" in str(caught.value)
+
+
+def test_auto_continues_a_command_that_computes_or_reports_otherwise(done):
+    same = ("run.steps=9", "offload=host", "zero.stage=1", "optim.threads=1", "run.export=true")
+    assert found(done, "run.resume=auto", *same).step == 4
+
+
+def test_on_purpose_everything_but_the_model_may_differ_and_is_said(copy, capsys):
+    changed = ("run.steps=5", "run.seed=3", "optim.lr=0.002")
+    assert trained(copy, *RUN, f"run.resume={copy}", *changed).losses
+    text = capsys.readouterr().out
+    assert "differs from the run that is continued: run.steps=5 (was 4), run.seed=3 (was 0), optim.lr=0.002" in text
+    with pytest.raises(ConfigError, match=r"saved with model\.layers=2"):
+        found(copy, f"run.resume={copy}", "run.steps=5", "model.layers=3")
+
+
+def test_a_checkpoint_says_itself_what_it_was_saved_under(copy, tmp_path):
+    """Fails if a later resume, which changes the folder's config.yaml, changes what an earlier checkpoint is."""
+    config.save(config.compose([*COMMON, *RUN, "run.dir=x", "run.seed=3"]), copy / "config.yaml")
+    earlier = f"run.resume={copy / 'checkpoints' / 'step_0000002'}"
+    composed = config.compose([*COMMON, *RUN, f"run.dir={tmp_path / 'other'}", earlier])
+    assert resume.differing(resume.found(composed), composed) == ""
+
+
+def test_an_earlier_checkpoint_is_continued_elsewhere_only(done, tmp_path):
+    earlier = f"run.resume={done / 'checkpoints' / 'step_0000002'}"
+    with pytest.raises(ConfigError, match=r"has come to step 4.*run\.dir=…"):
+        found(done, earlier)
+    assert found(tmp_path / "other", earlier).step == 2
+    with pytest.raises(ConfigError, match="another one or an earlier step"):
+        found(done, f"run.resume={shutil.copytree(done, tmp_path / 'twin')}")
+
+
+def test_another_text_under_the_same_name_is_told(tmp_path, capsys):
+    (tmp_path / "text").write_text("one two three " * 200)
+    options = (*RUN, "data=text", f"data.path={tmp_path / 'text'}")
+    trained(tmp_path / "run", *options)
+    (tmp_path / "text").write_text("four five six " * 200)
+    with pytest.raises(ConfigError, match=r"run\.resume=auto: the text is another .*on purpose with run\.resume="):
+        trained(tmp_path / "run", *options, "run.resume=auto", "run.steps=5")
+    trained(tmp_path / "run", *options, f"run.resume={tmp_path / 'run'}", "run.steps=5")
+    assert "the text is another than the saved run's" in capsys.readouterr().out
+
+
+def test_a_run_killed_before_its_first_checkpoint_is_begun_anew_by_the_same_command_only(tmp_path, monkeypatch, capsys):
+    shown = progress.Plain.step
+
+    def step(self, line):
+        shown(self, line)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    options = ("offload=none", "run.steps=3", "run.resume=auto")
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.Plain, "step", step)
+        assert trained(tmp_path / "run", *options).exit_code == 130
+    with pytest.raises(ConfigError, match=r"holds another run \(run\.seed=0, now 1\)"):
+        trained(tmp_path / "run", *options, "run.seed=1")
+    capsys.readouterr()
+    assert len(trained(tmp_path / "run", *options).losses) == 3
+    assert "no checkpoint in" in capsys.readouterr().out
+    assert [step.step for step in report.read_steps(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_a_folder_without_its_configuration_is_not_taken_for_the_same_run(copy):
+    for path in [copy / "config.yaml", *copy.glob("checkpoints/*/config.yaml")]:
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"without a config\.yaml"):
+        found(copy, "run.resume=auto")
+    composed = config.compose([*COMMON, *RUN, f"run.dir={copy}", f"run.resume={copy}"])
+    assert "is not known" in resume.differing(resume.found(composed), composed)
+
+
+def test_a_run_killed_after_its_last_step_can_still_be_exported(copy):
+    """Fails if a checkpoint of the last step is refused: nothing else holds the weights."""
+    timeline = (copy / "timeline.json").read_bytes()
+    exported = {path.name: path.read_bytes() for path in (copy / "pretrained").iterdir()}
+    shutil.rmtree(copy / "pretrained")
+    metrics = (copy / "metrics.jsonl").read_bytes()
+    run = trained(copy, *RUN, "run.export=true", "run.resume=auto")
+    assert (run.exit_code, run.losses) == (0, ())
+    assert {path.name: path.read_bytes() for path in (copy / "pretrained").iterdir()} == exported
+    assert ((copy / "metrics.jsonl").read_bytes(), (copy / "timeline.json").read_bytes()) == (metrics, timeline)
+
+
+def on_two(folder):
+    """Two ranks in a used folder, then two that continue it: the refusals or losses of this rank."""
+    said = []
+    for overrides in ((), (), ("run.resume=auto", "run.steps=5"), ("run.resume=auto", "run.seed=1")):
+        try:
+            said.append(len(trained(folder, *RUN, *overrides).losses))
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_every_rank_of_a_run_is_refused_alike(ranks, tmp_path):
+    first, second = ranks(2).run(on_two, tmp_path / "run")
+    assert first == second
+    assert first[0] == 4 and "holds a run already" in first[1] and first[2] == 1 and "run.seed=0, now 1" in first[3]
+
+
+TORCHRUN = """
+import os, sys, torch.distributed as dist
+from zero_train import app
+arguments = ARGUMENTS
+os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
+children, pipes = [], []
+for rank in range(2):
+    pipes.append(os.pipe())
+    children.append(os.fork())
+    if not children[-1]:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=os.read(pipes[-1][0], 9).decode())
+        started, start = [], dist.init_process_group
+        dist.init_process_group = lambda *given, **named: (started.append(1), start(*given, **named))
+        code = app.main(arguments)
+        print("rank", rank, "started", len(started), file=sys.stderr, flush=True)
+        sys.exit(code)
+store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # as torchrun's agent holds it
+for _, write in pipes:
+    os.write(write, str(store.port).encode())
+codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+print("codes", codes, file=sys.stderr)
+"""
+
+
+def test_a_sweep_on_two_ranks_runs_all_its_jobs(tmp_path, interpreter):
+    """Fails if a job starts a process group of its own: where the first one's keys still lie, it may wait for ever."""
+    arguments = [*COMMON, "-m", "offload=none", "run.steps=1", "zero.stage=1,2", f"run.dir={tmp_path / 'sweep'}"]
+    ended = interpreter(TORCHRUN.replace("ARGUMENTS", repr(arguments)), tmp_path, timeout_seconds=240)
+    for line in ("codes [0, 0]", "rank 0 started 1", "rank 1 started 1"):
+        assert line in ended.stderr, ended.stderr
+    for job in range(2):
+        (line,) = (tmp_path / "sweep" / str(job) / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(line)["step"] == 1
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1"]

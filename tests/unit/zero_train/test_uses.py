@@ -1,0 +1,70 @@
+"""A key of the command line that no chosen option uses is refused, with the choice that would use it."""
+
+import dataclasses
+
+import pytest
+
+from zero_train import config, uses
+from zero_train.errors import ConfigError
+from zero_train.schema import Config
+
+
+def jobs(words, sweep=False):
+    return config.jobs(words.split(), sweep)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("model=hf model.layers=7", ["model.layers", "model=hf", "llama"]),
+        ("model.path=/x model.layers=7", ["model.layers", "model=hf"]),
+        ("model=llama model.path=/x", ["model.path", "model=llama", "model=hf"]),
+        ("model.experts=8", ["model.experts", "model=llama", "model=moe"]),
+        ("data=stdlib data.path=/x", ["data.path", "data=stdlib", "data=text"]),
+        ("data.pattern=*.txt", ["data.pattern", "data=stdlib"]),
+        ("data.as_bytes=true", ["data.as_bytes", "model=hf"]),
+        ("offload=none offload.optimizer=nvme", ["offload.optimizer", "offload=none", "offload=host"]),
+        ("offload=auto offload.gradients=host", ["offload.gradients", "offload=auto"]),
+        ("offload=host offload.nvme_paths=[/x]", ["offload.nvme_paths", "offload=host", "offload=nvme"]),
+        ("offload=host io=threads", ["io is given", "offload=host"]),
+        ("offload=none precision.states=fp32", ["precision.states", "offload=none"]),
+        ("offload=auto model.checkpointing=true", ["model.checkpointing", "offload.activations=auto"]),
+        ("optim.momentum=0.8", ["optim.momentum", "optim=adamw", "optim=sgd"]),
+        ("zero=stage2 zero.resident_bytes=9", ["zero.resident_bytes", "zero.stage=2"]),
+        ("run.keep_checkpoints=5", ["run.keep_checkpoints", "run.checkpoint_every=0"]),
+        ("++model.experts=8", ["model.experts"]),
+    ],
+)
+def test_a_key_that_nothing_uses(words, parts):
+    with pytest.raises(ConfigError, match="is given, but nothing uses it") as caught:
+        jobs(words)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "recipe=tiny offload=none",  # the recipe's own keys are not the command line's
+        "model=moe model.experts=8",
+        "offload=host offload.optimizer=nvme io=threads",
+        "offload=host offload.activations=nvme offload.nvme_paths=[/x]",
+        "run.checkpoint_every=5 run.keep_checkpoints=5",
+        "offload=none run.probe=true io=threads",
+        "io.allow_memory=true offload=host",  # a permission, not a choice
+    ],
+)
+def test_keys_that_are_used_pass(words):
+    assert jobs(words)
+
+
+def test_a_sweep_may_carry_keys_for_one_of_its_jobs():
+    assert len(jobs("model=llama,moe model.experts=4,8", sweep=True)) == 4
+    with pytest.raises(ConfigError, match=r"model\.experts .* model=gpt2 or model=llama"):
+        jobs("model=llama,gpt2 model.experts=8", sweep=True)
+
+
+def test_the_table_names_keys_that_exist():
+    known = set(config.keys()) | {field.name for field in dataclasses.fields(Config)}
+    named = {key for row in uses.TABLE for key in [*row.keys.split(), row.chosen]}
+    assert named <= known
