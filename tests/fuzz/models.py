@@ -221,7 +221,6 @@ def _parametrised(linear: nn.Linear) -> nn.Linear:
 WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "clamp": lambda p: p.clamp_(-0.3, 0.3),
     "data": lambda p: p.data.mul_(0.95),
-    "data_later": lambda p: p.data.mul_(0.95),
     "detach": lambda p: p.detach().mul_(0.95),
     "copy": lambda p: p.copy_(p * 0.9),
     "row": lambda p: p[0].zero_(),
@@ -233,7 +232,7 @@ class Piece(nn.Module):
 
     def __init__(self, spec: Block, width: int) -> None:
         super().__init__()
-        self.spec, self.calls = spec, 0
+        self.spec = spec
         self.inner = KINDS[spec.kind](width)
         if spec.frozen:
             for parameter in list(self.parameters())[: 1 if spec.frozen == "first" else None]:
@@ -253,9 +252,7 @@ class Piece(nn.Module):
         return next((p for p in self.parameters() if p.is_floating_point()), None)
 
     def forward(self, x: Tensor, tokens: Tensor, fail: bool = False) -> Any:
-        self.calls += 1
-        late = self.spec.write == "data_later" and self.calls < 4
-        if self.spec.write and not late and (weight := self.weight()) is not None:
+        if self.spec.write and (weight := self.weight()) is not None:
             with torch.no_grad():
                 WRITES[self.spec.write](weight)
         kind, inner = self.spec.kind, self.inner

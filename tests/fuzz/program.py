@@ -117,7 +117,7 @@ RARER = [
 PARAMETRISED = ["weight_norm", "spectral_norm", "orthogonal", "symmetric", "old_weight_norm", "old_spectral_norm"]
 OUTPUTS = ["tuple", "list", "dict", "dataclass", "namedtuple", "nested", "object", "pass"]
 WRITES = ["clamp", "detach", "copy", "row"]
-HIDDEN_WRITES = ["data", "data_later"]
+HIDDEN_WRITES = ["data"]
 
 _ADAM: dict[str, list[Any]] = {
     "lr": [0.01, 0.03],
