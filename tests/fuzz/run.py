@@ -28,13 +28,13 @@ from tests.fuzz.models import Piece
 from tests.fuzz.optimizers import build_optimizer
 from tests.fuzz.program import Op, Program
 from tests.fuzz.side import Record, Side
-from zero_core.errors import ZeroError
-from zero_nvme import NvmeError
-from zero_offload.errors import OffloadError
+from zero_core.errors import CheckpointError, StoreError, ZeroError
+from zero_offload.errors import ClosedError, OffloadError, SwapError
 
 __all__ = ["Outcome", "execute"]
 
 UPDATES = 1e-3  # the tolerance of parameters, relative to their update; the others are side.NUMBERS
+FAULTS = (CheckpointError, ClosedError, StoreError, SwapError)  # of files, devices and stores, which are in order here
 _runs = itertools.count()  # of this process
 ALLOWANCE = 10  # how many times what jitter changed is allowed beside the tolerances
 
@@ -290,9 +290,9 @@ def _sharded(program: Program, rank: int, folder: str) -> list[Record]:
 
 
 def _on_purpose(error: BaseException) -> bool:
-    """One of our classes; or a TypeError or ValueError that a `raise` of ours raised."""
-    if isinstance(error, (ZeroError, OffloadError, NvmeError)):
-        return True
+    """One of our classes for mistakes of a user's; or a TypeError or ValueError that a `raise` of ours raised."""
+    if isinstance(error, (ZeroError, OffloadError)):
+        return not isinstance(error, FAULTS)
     last = traceback.extract_tb(error.__traceback__)[-1]
     ours = Path(last.filename).parent.name.startswith("zero_")
     return ours and isinstance(error, (TypeError, ValueError)) and str(last.line).startswith("raise ")
