@@ -52,7 +52,7 @@ def pooled_bytes(
     units are gathered into the pool; False where they have memory of their own. exchanges: the ranks add up what they
     exchanged, as on gloo; False: the backend reduces, as NCCL does.
     """
-    rank = _Rank([_Unit(size) for size in units], shard_count, shard_count * replicas)
+    rank = _Rank([_Unit(size) for size in units], shard_count, replicas)
     rank.keeping, rank.keeps = STAGES[stage].keeps_parameters, STAGES[stage].keeps_gradients
     rank.gathers, rank.exchanges, rank.lends = gathers and shard_count > 1, exchanges, lends
     rank.reduce_itemsize, rank.prefetch_bytes, rank.residents = (
@@ -94,13 +94,14 @@ class _Rank:
     prefetch_bytes: int
     residents: Residents
 
-    def __init__(self, units: Sequence[_Unit], shard_count: int, size: int) -> None:
-        self.units, self.shard_count, self.size = units, shard_count, size
+    def __init__(self, units: Sequence[_Unit], shard_count: int, replicas: int) -> None:
+        self.units, self.shard_count, self.replicas, self.size = units, shard_count, replicas, shard_count * replicas
         self.roots = [unit for unit in units if unit.size.encloses]
         self.passing = [unit for unit in units if not unit.size.encloses]
         self.shelf = Shelf()
         self.sharded = len(units)  # how many are
         self.under_way: list[Buffer] = []  # of the reduction that was begun last
+        self.averaging = 0  # bytes that it takes of the pool at its end, to average over replicas
 
     def forward(self, *, foreseen: bool) -> None:
         """`foreseen`: a pass went before, so that units can be gathered ahead."""
@@ -224,13 +225,23 @@ class _Rank:
                 begun.insert(0, self.shelf.take(unit.size.numel // self.shard_count * self.reduce_itemsize))
             if self.exchanges:
                 begun.insert(0, self.shelf.take(unit.size.numel * self.reduce_itemsize))
+        elif self.exchanges and self.replicas > 1:
+            begun.insert(0, self.shelf.take(self.averaged(unit)))
         unit.arrived += 1
         self.finish()
         self.under_way = begun
+        self.averaging = self.averaged(unit) if self.exchanges and self.shard_count > 1 and self.replicas > 1 else 0
         if self.size == 1:
             self.finish()
 
+    def averaged(self, unit: _Unit) -> int:
+        """Bytes in which a rank adds up its slice of the gradient, or of its shard, over the replicas."""
+        slice_numel = -(-(unit.size.numel // self.shard_count) // self.replicas)
+        return self.replicas * slice_numel * self.reduce_itemsize
+
     def finish(self) -> None:
-        for buffer in self.under_way:
+        for place, buffer in enumerate(self.under_way):
             self.shelf.give(buffer)
+            if place == 0 and self.averaging:
+                self.shelf.give(self.shelf.take(self.averaging))
         self.under_way = []
