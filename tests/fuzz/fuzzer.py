@@ -17,7 +17,8 @@ from zero_core.testing import RankError, RankPool
 
 __all__ = ["Failed", "Fuzzer", "Tally", "failing", "script"]
 
-COLLECTIVE_SECONDS, PROGRAM_SECONDS = 8.0, 25.0  # a program takes some 0.05 s; a rank that waits alone is told first
+COLLECTIVE_SECONDS, PROGRAM_SECONDS = 20.0, 45.0  # a program takes some 0.1 s; a rank that waits alone is told first
+PRELOAD = ["tests.preload", "tests.fuzz.run", "torch._dynamo"]  # the last comes with the first optimizer, in seconds
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Fuzzer:
 
     def __init__(self, runner: Callable[[Program, str], Outcome] = execute) -> None:
         self.runner = runner
-        multiprocessing.set_forkserver_preload(["tests.preload", "tests.fuzz.run"])
+        multiprocessing.set_forkserver_preload(PRELOAD)
         self._pools: dict[int, RankPool] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="zero-fuzz-")
 
