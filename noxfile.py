@@ -62,6 +62,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Random programs, sharded and on plain torch: `-- --minutes 60 --seed N`, or `-- --mutants`."""
+    everything(session, tools=[])
+    session.run("python", "-m", "tests.fuzz", *(session.posargs or ["--minutes", "10"]))
+
+
+@nox.session
 def parity(session: nox.Session) -> None:
     """Every architecture x stage x ranks x precision against the slow reference (tests run a pairwise cover)."""
     everything(session)

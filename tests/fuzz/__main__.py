@@ -1,0 +1,65 @@
+"""`python -m tests.fuzz`: run the fuzzer as long as one likes; see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+from tests.fuzz.fuzzer import Failed, Fuzzer, failing, script
+from tests.fuzz.mutants import MUTANTS, runner
+from tests.fuzz.program import generate
+
+
+def find_mutants(seed: int, programs: int) -> int:
+    """Look for each bug of mutants.py, with the unharmed library beside it: what fails there too does not count."""
+    missed = 0
+    for name in MUTANTS:
+        with Fuzzer(runner(name)) as fuzzer, Fuzzer() as sane:
+            for count, each in enumerate(range(seed, seed + programs), start=1):
+                outcome = fuzzer.judge(program := generate(each))
+                if failing(outcome) and not failing(sane.judge(program)):
+                    smallest, outcome = fuzzer.shrink(program, outcome, seconds=60)
+                    print(f"{name}: seed {each}, program {count}: {outcome.kind}, {smallest!r}", flush=True)
+                    break
+            else:
+                missed += 1
+                print(f"{name}: NOT FOUND in {programs} programs", flush=True)
+    return missed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, help="stop after this time; without it, after --programs")
+    parser.add_argument("--programs", type=int, default=500, help="how many, where no --minutes are given")
+    parser.add_argument("--seed", type=int, default=0, help="the first program's seed; the next have those after it")
+    parser.add_argument("--failures", type=int, help="stop after so many")
+    parser.add_argument("--scripts", type=Path, default=Path("runs/fuzz"), help="a folder for the failures' scripts")
+    parser.add_argument("--show", action="store_true", help="print the seed's program and how it ends, nothing else")
+    parser.add_argument("--mutants", action="store_true", help="how many programs it takes to find each of mutants.py")
+    given = parser.parse_args()
+    if given.mutants:
+        return find_mutants(given.seed, given.programs)
+    with Fuzzer() as fuzzer:
+        if given.show:
+            print(generate(given.seed), fuzzer.judge(generate(given.seed)), sep="\n")
+            return 0
+
+        def tell(failed: Failed) -> None:
+            given.scripts.mkdir(parents=True, exist_ok=True)
+            path = given.scripts / f"seed_{failed.seed}.py"
+            path.write_text(script(failed), encoding="utf-8")
+            print(f"seed {failed.seed}, program {failed.after}: {failed.outcome.kind}; {path}")
+            print(f"{failed.smallest!r}\n{failed.outcome.text}\n", flush=True)
+
+        seeds = itertools.count(given.seed)
+        bounded = seeds if given.minutes else itertools.islice(seeds, given.programs)
+        seconds = given.minutes * 60 if given.minutes else None
+        tally = fuzzer.run(bounded, seconds=seconds, failures=given.failures, tell=tell)
+    print(tally)
+    return 1 if tally.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

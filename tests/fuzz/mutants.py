@@ -1,0 +1,72 @@
+"""The bugs that the fuzzer must find, put back: each mutant undoes one repair while a program runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from tests.fuzz.program import Program
+from tests.fuzz.run import Outcome, execute
+from zero_core import elementwise, parameter, wrapping
+from zero_core.reducer import Reducer
+from zero_core.unit import Unit
+
+__all__ = ["MUTANTS", "runner"]
+
+
+def _overwriting(reducer: Reducer, unit: Unit) -> None:
+    """`Reducer._reduce` that starts the next reduction before it finishes the one of the same unit."""
+    if reducer._ranks.size == 1 and unit.gradient is None:
+        return
+    reduction = unit.start_reduce()
+    reducer.finish()
+    reducer._under_way = reduction
+    if reducer._ranks.size == 1:
+        reducer.finish()
+
+
+def _at_once(reducer: Reducer, unit: Unit) -> None:
+    """`Reducer.retire_late` that reduces what came late at once."""
+    if unit.gradient is not None:
+        reducer.retire(unit)
+
+
+def _computed(module: Any) -> int:
+    """`wrapping._own_numel` that evaluates the weight of a parametrised module."""
+    return int(module.weight.numel())
+
+
+def _patched(*patches: tuple[Any, str, Any]) -> Callable[[], list[Any]]:
+    return lambda: [mock.patch.object(*each) for each in patches]
+
+
+_COPYING = parameter._COPYING | {Tensor.detach}
+MUTANTS: dict[str, Callable[[], list[Any]]] = {
+    "a gradient is lost": _patched((Reducer, "_reduce", _overwriting), (Reducer, "retire_late", _at_once)),
+    "only vectors are probed": _patched((elementwise, "_PROBE_SHAPES", ((7,),))),
+    "writes in forward are lost": _patched(
+        (Unit, "was_written", lambda unit: False), (Unit, "unseen_write", lambda unit: None)
+    ),
+    "writes through detach are lost": _patched((parameter, "_COPYING", _COPYING)),
+    "shard evaluates weights": _patched((wrapping, "_own_numel", _computed)),
+}
+
+
+def _run(name: str, program: Program, folder: str) -> Outcome:
+    patches = MUTANTS[name]()
+    for patch in patches:
+        patch.start()
+    try:
+        return execute(program, folder)
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def runner(name: str) -> Callable[[Program, str], Outcome]:
+    """What runs a program on a rank with this bug in the library."""
+    return partial(_run, name)

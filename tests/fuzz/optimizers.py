@@ -1,0 +1,203 @@
+"""Builds a program's optimizer: torch's, or one of the classes here, of which some look at more than one element."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.program import Optimizer
+
+__all__ = ["build_optimizer"]
+
+
+class Own(torch.optim.Optimizer):
+    """A user's optimizer: `change` gives what is taken from a parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.03) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * self.change(p, p.grad, self.state[p]))
+        return loss
+
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+
+class Soft(Own):
+    """A soft sign of a momentum."""
+
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        momentum = state.setdefault("momentum", torch.zeros_like(p))
+        momentum.mul_(0.9).add_(g, alpha=0.1)
+        return momentum / (momentum.abs() + 0.1)
+
+
+class Counting(Own):
+    """Warms up over its own step count, a Python number."""
+
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        state["step"] = state.get("step", 0) + 1
+        return g * min(1.0, state["step"] / 4)
+
+
+class Slow(Own):
+    """Pulls towards slow weights, which follow every second step."""
+
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        if "slow" not in state:
+            state["slow"], state["step"] = p.detach().clone(), 0
+        state["step"] += 1
+        if state["step"] % 2 == 0:
+            state["slow"].lerp_(p, 0.5)
+        return g + 0.1 * (p - state["slow"])
+
+
+class Stateless(Own):
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g / (1 + g.square()).sqrt()
+
+
+# -- not elementwise: refused, or equal by luck ------------------------------------------------------------------------
+
+
+class Rows(Own):
+    """Normalises the rows of matrices."""
+
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g / (g.norm(dim=-1, keepdim=True) + 0.1) if p.ndim > 1 else g
+
+
+class Shapes(Own):
+    """The soft sign of vectors; matrices are normalised as a whole."""
+
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g / (g.norm() + 0.1) if p.ndim > 1 else g / (g.abs() + 0.1)
+
+
+class Factors(Own):
+    """Keeps second moments of rows and columns, of vectors whole ones."""
+
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        square = g.square() + 1e-4
+        if p.ndim < 2:
+            return g / state.setdefault("square", torch.zeros_like(p)).mul_(0.9).add_(square, alpha=0.1).sqrt()
+        rows = state.setdefault("rows", p.new_zeros(p.shape[0]))
+        rows.mul_(0.9).add_(square.flatten(1).mean(1), alpha=0.1)
+        return g / rows.sqrt().view(-1, *[1] * (p.ndim - 1))
+
+
+class Trust(Own):
+    """Scales by the norms of parameter and gradient, as LARS does."""
+
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g * (p.norm() + 0.1) / (g.norm() + 0.1)
+
+
+class Centred(Own):
+    """Takes the mean from the gradients of matrices."""
+
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g - g.mean(dim=tuple(range(1, g.ndim)), keepdim=True) if g.ndim > 1 else g
+
+
+class Convolutions(Own):
+    """Normalises what has three dimensions or more, the kernels of convolutions."""
+
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g / (g.norm() + 0.1) if p.ndim > 2 else g
+
+
+class MatrixDecay(Own):
+    """Decays matrices only."""
+
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g + 0.1 * p if p.ndim > 1 else g
+
+
+class Positions(Own):
+    """Later elements of a parameter learn slower."""
+
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g / (1 + torch.arange(p.numel()).view(p.shape))
+
+
+class Noise(Own):
+    """Langevin dynamics."""
+
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g + 0.1 * torch.randn_like(p)
+
+
+class Large(Own):
+    """Normalises what has at least 16 elements, as some optimizers quantise only what is large."""
+
+    def change(self, p: Tensor, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return g / (g.norm() + 0.1) if p.numel() >= 16 else g
+
+
+class Depth(Own):
+    """Later parameters of a group learn slower."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for depth, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    p.sub_(group["lr"] * 0.9**depth * p.grad)
+
+
+class Whole(Own):
+    """Clips by the norm over all parameters itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(p.grad.square().sum() for p in found) ** 0.5
+        for p in found:
+            p.sub_(self.param_groups[0]["lr"] * p.grad / (norm + 0.1))
+
+
+class Calls(Own):
+    """Counts its own step() calls, on itself."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] / self.calls * p.grad)
+
+
+def _groups(model: nn.Module, how: str) -> Any:
+    named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
+    parameters = [p for _, p in named]
+    if how == "named":
+        return named
+    if how == "partial":
+        return [p for k, p in enumerate(parameters) if k % 4 != 1] or parameters
+    if how in ("two", "ndim"):
+        first = [p for k, p in enumerate(parameters) if (p.ndim > 1 if how == "ndim" else k % 2 == 0)]
+        rest = [p for p in parameters if all(p is not q for q in first)]
+        groups = [{"params": first}, {"params": rest, "lr": 0.02}]
+        return [group for group in groups if group["params"]]
+    return parameters
+
+
+def build_optimizer(spec: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """A fresh optimizer over the model's parameters, in the groups asked for."""
+    kind: Any = globals().get(spec.name) or getattr(torch.optim, spec.name)
+    return kind(_groups(model, spec.groups), **dict(spec.options))

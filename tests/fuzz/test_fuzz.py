@@ -1,0 +1,97 @@
+"""The fuzzer in a minute: programs of fixed seeds match, and it finds the bugs that mutants put back."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from tests.fuzz.fuzzer import Failed, Fuzzer, failing, script
+from tests.fuzz.mutants import MUTANTS, runner
+from tests.fuzz.program import Block, Config, Model, Op, Optimizer, Program, generate, smaller, sound
+from tests.fuzz.run import Outcome
+
+PROGRAMS = 250
+# For each mutant a program that was found, and made small, by `python -m tests.fuzz --mutants`.
+SMALLEST = {
+    "a gradient is lost": Program(loop=(Op(how="joint"), Op("step")), config=Config(ranks=2), seed=275),
+    "only vectors are probed": Program(optimizer=Optimizer("Rows"), loop=(Op(), Op("step"))),
+    "writes in forward are lost": Program(Model((Block(write="row"),)), loop=(Op(),), config=Config(ranks=2), seed=7),
+    "writes through detach are lost": Program(loop=(Op("write", how="detach"),)),
+    "shard evaluates weights": Program(Model((Block("spectral_norm"),), container="attributes")),
+}
+
+
+@pytest.fixture(scope="module")
+def fuzzer():
+    with Fuzzer() as made:
+        yield made
+
+
+def test_programs_of_fixed_seeds_match_plain_torch_or_are_refused(fuzzer):
+    tally = fuzzer.run(range(PROGRAMS), shrink_seconds=30)
+    print(tally)
+    told = "\n\n".join(f"{failed.smallest!r}\n{failed.outcome.text}" for failed in tally.failed)
+    assert not tally.failed and not tally.unsteady, f"{tally}\n\n{told}"
+    assert tally.matched >= 0.95 * tally.programs, str(tally)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_bug_that_is_put_back_is_found(fuzzer, name):
+    with Fuzzer(runner(name)) as mutated:
+        assert failing(mutated.judge(SMALLEST[name]))
+    assert not failing(fuzzer.judge(SMALLEST[name]))
+
+
+def _hang(program: Program, folder: str) -> Outcome:
+    time.sleep(60)
+    return Outcome("match")
+
+
+def _die(program: Program, folder: str) -> Outcome:
+    os._exit(3)
+
+
+def _raise(program: Program, folder: str) -> Outcome:
+    raise KeyError("not one of our errors")
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"), [(_hang, "hang"), (_die, "crash"), (_raise, "error KeyError")], ids=["hang", "crash", "error"]
+)
+def test_a_rank_that_hangs_dies_or_raises_is_a_failure_and_is_replaced(monkeypatch, run, kind):
+    monkeypatch.setattr("tests.fuzz.fuzzer.PROGRAM_SECONDS", 2.0)
+    with Fuzzer(run) as fuzzer:
+        assert [fuzzer.judge(Program()).kind for _ in range(2)] == [kind, kind]
+
+
+def _dislikes_gru(fuzzer: Fuzzer, program: Program) -> Outcome:
+    bad = any(block.kind == "gru" for block in program.model.blocks) and any(op.name == "step" for op in program.loop)
+    return Outcome("differs" if bad else "match")
+
+
+def test_a_failure_shrinks_to_what_it_takes(monkeypatch):
+    monkeypatch.setattr(Fuzzer, "judge", _dislikes_gru)
+    large = Program(
+        Model((Block("mlp"), Block("gru", use="twice", frozen="first"), Block("mha")), root="bias", wrapped=True),
+        Optimizer("AdamW", (("lr", 0.01),), "two"),
+        (Op("read"), Op(how="joint"), Op("step"), Op("evaluate", 3, "eval"), Op(), Op("step")),
+        Config(stage=1, placement="host host host"),
+    )
+    with Fuzzer() as fuzzer:
+        small, _ = fuzzer.shrink(large, Outcome("differs"), seconds=60)
+    assert small == Program(Model((Block("gru"),)), loop=(Op("step"),))
+
+
+def test_a_script_runs_on_its_own(interpreter):
+    program = Program(Model((Block("conv"), Block("spectral_norm"))), loop=(Op(), Op("step")), config=Config(stage=2))
+    ran = interpreter(script(Failed(0, 1, program, program, Outcome("differs", "what was\nseen"))))
+    assert ran.stdout.split() == ["match"], ran.stderr
+
+
+def test_a_program_is_its_repr_and_every_smaller_one_is_smaller():
+    for seed in range(100):
+        program = generate(seed)
+        assert eval(repr(program)) == program and sound(program)
+        assert all(len(repr(less)) < len(repr(program)) for less in smaller(program))
