@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import zero_core
 from tests.chunks import TILE
 from tests.integration.zero_offload.training import Case, Outcome, train
 from zero_core.scaling import LossScale
+from zero_offload import MemoryByteStore, TieredStore, TorchStep
 
 EVERYWHERE = ["nvme", {"host": 0.5, "nvme": 0.5}, {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}]
 
