@@ -135,3 +135,9 @@ def test_a_state_dict_without_states_is_complete():
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.step_count == 1
+
+
+def test_a_wrapper_that_averages_itself_is_refused():
+    model = nn.Sequential(nn.DataParallel(nn.Linear(2, 2)))
+    with pytest.raises(ZeroError, match=r"0 is a DataParallel.*the module inside \(.module\)"):
+        zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -131,6 +131,24 @@ def test_ranks_that_initialise_differently_are_told_at_the_step(ranks):
     ranks(2).run(initialise_differently)
 
 
+class Replaced(toys.Stack):
+    """A forward that gives a parameter other memory."""
+
+    def make_block(self):
+        class Replacing(toys.Block):
+            def forward(self, x):
+                self.up.weight.data = self.up.weight.detach().clamp(-0.11, 0.11)
+                return super().forward(x)
+
+        return Replacing()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@SIZES
+def test_memory_that_a_forward_gives_a_parameter_is_read_and_let_go(ranks, size, stage):
+    ranks(size).run(train, Replaced, {"stage": stage})
+
+
 class Unseen(toys.Stack):
     def forward(self, x):
         self.blocks[1].up.weight.data.clamp_(-0.1, 0.1)  # moves no version counter, and outside of the block's forward

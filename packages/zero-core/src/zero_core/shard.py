@@ -286,6 +286,12 @@ def _check(
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         given = f"{type(model).__name__}, {type(optimizer).__name__}"
         raise ZeroError(f"shard({given}): it takes the module first, then its torch.optim.Optimizer")
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise ZeroError(
+                f"{name or 'the model'} is a {type(module).__name__}, which copies or averages over ranks itself: give "
+                "zero_core.shard the module inside (.module), and leave the wrapper out"
+            )
     if stage not in STAGES:
         raise StageError(f"stage={stage!r}: the stages of ZeRO are 0, 1, 2 and 3")
     if param_dtype is not None and param_dtype not in _DTYPES:

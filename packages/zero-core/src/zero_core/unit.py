@@ -274,7 +274,16 @@ class Unit:
                     )
 
     def was_written(self) -> bool:
-        """Whether anything wrote into the parameters since the first of the open visits began, but through `p.data`."""
+        """Whether anything wrote into the parameters since the first of the open visits began, but through `p.data`.
+
+        Other memory that was given to a parameter (`p.data = tensor`) is copied into the unit's and let go.
+        """
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for k, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+                if parameter.data_ptr() != view.data_ptr() and parameter.shape == view.shape:
+                    view.copy_(parameter)
+                    parameter.data = view
+                    self._versions[k] = -1
         return any(self._written())
 
     def _written(self) -> list[bool]:
