@@ -44,14 +44,20 @@ def _patched(*patches: tuple[Any, str, Any]) -> Callable[[], list[Any]]:
     return lambda: [mock.patch.object(*each) for each in patches]
 
 
-_COPYING = parameter._COPYING | {Tensor.detach}
+_WRITING_THROUGH = parameter._writing_through
+
+
+def _but_for_detach(func: Any, result: Any, taken: Any) -> Any:
+    return result if func is Tensor.detach else _WRITING_THROUGH(func, result, taken)
+
+
 MUTANTS: dict[str, Callable[[], list[Any]]] = {
     "a gradient is lost": _patched((Reducer, "_reduce", _overwriting), (Reducer, "retire_late", _at_once)),
     "only vectors are probed": _patched((elementwise, "_PROBE_SHAPES", ((7,),))),
     "writes in forward are lost": _patched(
         (Unit, "was_written", lambda unit: False), (Unit, "unseen_write", lambda unit: None)
     ),
-    "writes through detach are lost": _patched((parameter, "_COPYING", _COPYING)),
+    "writes through detach are lost": _patched((parameter, "_writing_through", _but_for_detach)),
     "shard evaluates weights": _patched((wrapping, "_own_numel", _computed)),
 }
 

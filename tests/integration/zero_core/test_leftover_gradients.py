@@ -53,7 +53,7 @@ def leave_zeros():
     optimizer.step()  # all were reached: torch would do the same
     optimizer.zero_grad(set_to_none=False)
     backward(model, 0)
-    with pytest.raises(GradientError, match="left a gradient of zeros to 1.weight"):
+    with pytest.raises(GradientError, match="left gradients of zeros to parameters"):
         optimizer.step()
     optimizer.zero_grad()
     backward(model, 0)

@@ -262,6 +262,8 @@ WRITES = {
     "foreach": lambda w: torch._foreach_mul_([w.data], 0.5),
     "reshaped": lambda w: w.detach().view(-1)[:3].neg_(),
     "twice": lambda w: (lambda d: (d[0].zero_(), d[1].fill_(1.0)))(w.data),
+    "cpu": lambda w: w.detach().cpu().mul_(0.5),
+    "to": lambda w: w.data.to("cpu").mul_(0.5),
     "out": lambda w: torch.add(torch.ones(()), torch.zeros(()), out=w.data[0, 0]),
 }
 
@@ -296,7 +298,9 @@ def test_a_view_from_before_a_step_is_refused():
             use()
     assert view.shape == copied.shape
     assert torch.equal(state["head.weight"], copied), "a state dict is a snapshot"
-    assert type(state["head.weight"]) is torch.Tensor
+    assert type(pickled(state["head.weight"])) is torch.Tensor
+    with pytest.raises(ChangedParameterError, match="is used after a step"):
+        state["head.weight"].zero_()
     model.head.weight.data.zero_()
     assert float(model.head.weight.detach().abs().sum()) == 0.0
 
@@ -321,3 +325,42 @@ def test_an_array_of_a_sharded_parameter_is_read_only():
     array = model.head.weight.detach().numpy()
     with pytest.raises(ValueError, match="read-only"):
         array[0, 0] = 1.0
+
+
+def write_into_a_state_dict():
+    torch.manual_seed(1)
+    dense = toys.Stack()
+    model = copy.deepcopy(dense)
+    zero_core.shard(model, toys.sgd(model.parameters()))
+    for each in (model, dense):
+        state = each.state_dict()
+        for name in state:
+            state[name].mul_(0.5)
+        views = [p.data for p in each.parameters()]
+        for view in views:
+            view.add_(0.25)
+    with zero_core.gathered(model):
+        for ours, other in zip(model.parameters(), dense.parameters(), strict=True):
+            assert torch.equal(ours, other)
+
+
+@SIZES
+def test_writes_into_a_state_dict_and_into_several_views_at_once(ranks, size):
+    ranks(size).run(write_into_a_state_dict)
+
+
+def test_writes_inside_a_forward_are_kept_on_a_torch_that_cannot_swap(monkeypatch):
+    monkeypatch.setattr(zero_core.unit, "_CAN_SWAP", False)
+    train(Clamped, {})
+    train(Renormalised, {"stage": 0})
+
+
+def test_a_checksum_sees_values_that_change_places():
+    model = nn.Linear(64, 64)
+    zero_core.shard(model, toys.sgd(model.parameters()))
+    (unit,) = zero_core.units(model)
+    unit.unshard()
+    before = unit.checksum()
+    for moved in (unit.flat.roll(2), unit.flat.view(-1, 2).flip(0).reshape(-1)):
+        unit.flat.data.copy_(moved)
+        assert not torch.equal(unit.checksum(), before)

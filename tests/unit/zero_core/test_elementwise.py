@@ -89,6 +89,25 @@ def counts_in_its_group(self, p, gradient, group):
     return gradient / group["k"]
 
 
+def counts_in_its_state(self, p, gradient, group):
+    self.state["k"] = self.state.get("k", 0) + 1
+    return gradient / self.state["k"]
+
+
+def test_a_state_of_no_parameter_is_refused():
+    with pytest.raises(UnsupportedOptimizerError, match=r"changes self\.state\['k'\] in step"):
+        kept_states(make(counts_in_its_state), CPU)
+
+
+def test_parameters_looked_up_by_identity_are_refused():
+    for value in ({1: "x"}, None):
+        optimizer = make(lambda self, p, g, group: g)
+        first = optimizer.param_groups[0]["params"][0]
+        optimizer.large = {id(first)} if value is None else {first: 1.0}
+        with pytest.raises(UnsupportedOptimizerError, match=r"looks parameters up in self\.large"):
+            kept_states(optimizer, CPU)
+
+
 @pytest.mark.parametrize(
     ("change", "where"), [(counts_itself, r"self\.steps"), (counts_in_its_group, r"param_groups\[\.\.\.\]\['k'\]")]
 )

@@ -5,11 +5,10 @@ Owns the probe and the copies of the optimizer. Runs no step of the training.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +154,8 @@ def _numbers(trial: Any) -> dict[str, Any]:
     found = {f"param_groups[...][{key!r}]": value for key, value in group.items() if key != "params"}
     found |= {f"self.{key}": value for key, value in _own_attributes(trial).items()}
     leaves = {key: [leaf for leaf in tree_leaves(value) if _is_number(leaf)] for key, value in found.items()}
-    return {key: [copy.copy(n) for n in numbers] for key, numbers in leaves.items() if numbers}
+    kept = {key: [n.clone() if isinstance(n, Tensor) else n for n in each] for key, each in leaves.items() if each}
+    return kept | {f"self.state[{key!r}]": [True] for key in trial.state if not isinstance(key, Tensor)}
 
 
 def _is_number(value: Any) -> bool:
@@ -186,9 +186,27 @@ def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is in nested containers, sets and keys included."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
 def _refuse_tensors_of_its_own(optimizer: torch.optim.Optimizer) -> None:
-    """Tensors in attributes belong to whole parameters, and nothing would shard or save them."""
+    """Tensors in attributes belong to whole parameters, and nothing would shard or save them; nor would it find a
+    parameter by its identity."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for key, value in _own_attributes(optimizer).items():
+        if any(leaf in known if type(leaf) is int else id(leaf) in known for leaf in _leaves(value)):
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} looks parameters up in self.{key}, and slices of them are other objects: "
+                "make them a group of their own, with an option in param_groups"
+            )
         if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
             raise UnsupportedOptimizerError(
                 f"{type(optimizer).__name__} keeps tensors in self.{key}, which are not sharded: keep them in "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .collectives import Ranks
 from .errors import ChangedParameterError, ZeroError
 from .outputs import hook_outputs, not_traced, outside_transforms, unwrapped
-from .parameter import plain_state_dict, refuse_copies
+from .parameter import keep_state_dict, refuse_copies
 from .pool import Pool
 from .recompute import Recomputations
 from .reducer import Reducer
@@ -113,7 +113,7 @@ class Engine:
         mine = {id(p) for unit in self.units for p in unit.parameters}
         for module in self.model.modules():
             if any(id(parameter) in mine for parameter in module._parameters.values()):
-                self._handles.append(module.register_state_dict_post_hook(plain_state_dict))
+                self._handles.append(module.register_state_dict_post_hook(keep_state_dict))
         self._owners = [
             (f"{path}.{key}".lstrip("."), module, key, parameter)
             for path, module in self.model.named_modules()
@@ -420,7 +420,7 @@ class Engine:
     def write(self, unit: Unit, k: int, values: Tensor) -> None:
         """Keep new whole values of parameter k: this rank's part goes to the store."""
         unit.reshard()
-        unit.epoch += 1
+        unit.epochs[k] += 1
         flat = values.detach().reshape(-1)
         self.writes.note(unit.layout.slots[k].name, flat)
         for piece in unit.layout.pieces(self.ranks.shard.rank):

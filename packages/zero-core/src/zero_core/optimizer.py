@@ -120,13 +120,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         digests = [float(ranks.digest), float(engine.writes.digest)]
         late = [float(flag) for flag in engine.reducer.late()]
         used = [float(flag) for unit in engine.units for flag in unit.used]
-        mine = ranks.numbers([0.0, 0.0, *digests, *(digest * digest for digest in digests), *late, *used])
+        zeros = sum(
+            left == "zeroed" and not used for u in engine.units for left, used in zip(u.leftover, u.used, strict=True)
+        )
+        mine = ranks.numbers([0.0, 0.0, float(zeros), *digests, *(digest * digest for digest in digests), *late, *used])
         if ranks.replicate.rank == 0:  # replicas hold the same gradients
             mine[0] = squared
         if unseen is not None:
             mine[1] = unseen
         total = ranks.sum_everywhere(mine, "the gradient norm").tolist()
-        called, written, called_squares, written_squares = total[2:6]
+        called, written, called_squares, written_squares = total[3:7]
         if called_squares * ranks.size != called * called:
             raise CollectiveError(
                 f"the {ranks.size} ranks did not call the same collectives in the same order since the last step "
@@ -142,8 +145,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "or inside zero_core.gathered, which keeps what rank 0 wrote"
             )
         self._refuse_unseen(total[1])
+        self._refuse_zeros(total[2])
         engine.writes.forget()
-        flags = iter(total[6:])
+        flags = iter(total[7:])
         anywhere = [next(flags) > 0 for _ in late]
         for unit in engine.units:
             unit.used = [next(flags) > 0 for _ in unit.used]
@@ -188,24 +192,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update(self, scale: float) -> None:
         engine = self.engine
         steps: list[Sequence[int]] = []
-        for unit in engine.units:
-            self._refuse_zeroed(unit)
+        zeros = [left and not used for u in engine.units for left, used in zip(u.leftover, u.used, strict=True)]
+        self._refuse_zeros(sum(map(bool, zeros)))
         for unit in engine.units:
             steps.append(_count_step(unit))
-            unit.epoch += 1
+            unit.changed()
         engine.store.update(self._groups(), scale, engine.next_use(), steps)
         engine.forget_passes()
         self.step_count += 1
 
-    def _refuse_zeroed(self, unit: Unit) -> None:
+    def _refuse_zeros(self, count: float) -> None:
         """What zero_grad(set_to_none=False) left, and no backward has reached since: torch would step zeros."""
-        for k, left in enumerate(unit.leftover):
-            if left and not unit.used[k]:
-                raise GradientError(
-                    f"zero_grad(set_to_none=False) left a gradient of zeros to {unit.layout.slots[k].name}, which no "
-                    "backward has reached since: torch would step it, with momentum and weight decay. Nothing was "
-                    "updated. Leave set_to_none at True"
-                )
+        if count:
+            raise GradientError(
+                "zero_grad(set_to_none=False) left gradients of zeros to parameters that no backward has reached since "
+                f"({int(count)}, over all ranks): torch would step them, with momentum and weight decay. Nothing was "
+                "updated. Leave set_to_none at True"
+            )
 
     def _groups(self) -> list[GroupStep]:
         return [GroupStep(_frozen(group)) for group in self.param_groups]
@@ -226,7 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             squared = engine.store.gradient_norm_squared()
             self._squared = squared.clone() if self._squared is None else self._squared + squared
             unit.reshard()
-            unit.epoch += 1
+            unit.changed()
             steps = [_count_step(each, "") if each is unit else [0] * len(segment_slots(each)) for each in engine.units]
             engine.store.update(self._groups(), 1.0, [unit.index], steps)
 

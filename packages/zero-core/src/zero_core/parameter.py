@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ __all__ = [
     "Home",
     "Sharded",
     "home_of",
-    "plain_state_dict",
+    "keep_state_dict",
     "refuse_copies",
     "settle",
     "sharded_class",
@@ -224,6 +224,7 @@ class _Taken:
     parameter: Sharded
     values: Tensor
     epoch: int
+    kept: bool = False  # asked for to be kept, as a state dict's: it may be read when it is old, and not be written
 
     def write_back(self) -> None:
         home = home_of(self.parameter)
@@ -251,8 +252,8 @@ def _writing_through(func: Callable[..., Any], result: Any, taken: Sequence[_Tak
                 return WriteThrough.of(tensor, each)
         return tensor
 
-    if func in _COPYING or not taken:
-        return result
+    if func in _COPYING:  # the caller means a copy, though on the CPU torch makes none: it may be kept
+        taken = [replace(each, kept=True) for each in taken]
     if func in _ARRAYS:
         result.flags.writeable = False  # what is written into an array reaches nobody, so numpy shall say so
         return result
@@ -279,7 +280,7 @@ class WriteThrough(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
 
             def plain(view: WriteThrough) -> Tensor:
-                if func not in _METADATA:
+                if func not in _METADATA and not view.taken.kept:
                     view.taken.check()
                 views.append(view)
                 return view.as_subclass(Tensor)
@@ -290,6 +291,7 @@ class WriteThrough(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             for view, version in zip(views, before, strict=True):
                 if view._version != version:
+                    view.taken.check()
                     view.taken.write_back()
             return _writing_through(func, result, [view.taken for view in views])
 
@@ -300,17 +302,18 @@ class WriteThrough(Tensor):
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self.taken.check()
+        if not self.taken.kept:
+            self.taken.check()
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-def plain_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A state dict is asked for to be kept: a post-hook that makes its views of gathered values plain tensors."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for name, value in state.items():
-            if isinstance(value, WriteThrough):
-                state[name] = value.as_subclass(Tensor)
+def keep_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A state dict is asked for to be kept: a post-hook that lets its values be read when they are old."""
+    for name in module._parameters:
+        value = state.get(prefix + name)
+        if isinstance(value, WriteThrough):
+            value.taken = replace(value.taken, kept=True)
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -395,8 +398,8 @@ _METADATA: set[Any] = _getters(
 }
 _METADATA -= {Tensor.type}
 
-# Their results are asked for to be kept, not to be written into, though on the CPU torch does not copy.
-_COPYING: set[Any] = {Tensor.cpu, Tensor.to, Tensor.tolist}
+# Their results are asked for to be kept, though on the CPU torch does not copy.
+_COPYING: set[Any] = {Tensor.cpu, Tensor.to}
 _ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
 
 _AUTOGRAD: dict[Any, Callable[..., Any]] = {torch.autograd.grad: _grad, torch.autograd.backward: _backward}

@@ -29,7 +29,7 @@ class Place:
         self.engine.write(self.unit, self.index, values)
 
     def epoch(self, parameter: Tensor) -> int:
-        return self.unit.epoch
+        return self.unit.epochs[self.index]
 
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         return self.engine.note_external_use(self.unit)

@@ -90,6 +90,9 @@ class Reducer:
 
     def drop(self, unit: Unit, k: int) -> bool:
         """Drop one parameter's gradient; whether any is left."""
+        if unit.leftover[k] and not (unit.used[k] or unit.arrived):
+            unit.leftover[k] = ""  # the step has consumed it: nothing of it is left to discard
+            return True
         unit.drop(k)
         # the unit first: it answers at once while its others are held, so zero_grad() over n parameters is not n * n
         return any(each.holds_gradient(j) for each in (unit, *self._units) for j in range(len(each.parameters)))

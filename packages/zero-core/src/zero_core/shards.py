@@ -79,7 +79,7 @@ class ShardView:
 
     def write(self, part: ShardSlice, state: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)) of the parameter's `state`."""
-        self.handle.units[part.unit].epoch += state == MASTER
+        self.handle.units[part.unit].epochs[part.index] += state == MASTER
         self.store.write_state(part.unit, state, part.shard_start - part.start + start, values)
 
     @property

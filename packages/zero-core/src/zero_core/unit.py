@@ -31,6 +31,9 @@ __all__ = ["Reduction", "Residency", "Unit"]
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # torch >= 2.12
 
 
+_ROW = 1024
+
+
 class Residency(Enum):
     """Who pays: SHARDED nobody; the others the whole unit's bytes (on one shard, what the store lent, if it did)."""
 
@@ -94,7 +97,7 @@ class Unit:
         self.kept: Tensor | None = None  # (numel,) reduce dtype, fp32 once added to: earlier backwards', not reduced
         self._accumulates = False  # a kept gradient was added to once: fp32 from the first on, and no other memory
         self.owing = False  # a backward kept its gradient, on every rank, also where nothing arrived
-        self.epoch = 0  # counts how often the values changed: by an update, a write, a checkpoint
+        self.epochs = [0] * len(self.parameters)  # how often the values changed: by an update, a write, a checkpoint
         self.visits: Counter[Any] = Counter()  # by kind: some of them compare the values before and after
         self.copies = False  # a forward writes into the parameters: never the store's own memory, see `keep`
         self._versions: list[int] = []  # of the parameters, when the first of the open visits began
@@ -236,11 +239,11 @@ class Unit:
         start, stop = self.layout.shard_range(self.ranks.shard.rank)
         mine = self.flat.detach()[start:stop].clone()
         if self.keeps_writes:
-            self.epoch += 1
+            self.changed()
         elif self._pooled or self._owns:
             self.keep(mine)
         else:
-            self.epoch += 1
+            self.changed()
             self.copies = True
             written = {id(slot) for slot, k in zip(self.layout.slots, self._written(), strict=True) if k}
             self.reshard()
@@ -280,7 +283,8 @@ class Unit:
         """
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for k, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-                if parameter.data_ptr() != view.data_ptr() and parameter.shape == view.shape:
+                alike = parameter.shape == view.shape and parameter.dtype == view.dtype
+                if alike and parameter.data_ptr() != view.data_ptr():  # else the next visit refuses
                     view.copy_(parameter)
                     parameter.data = view
                     self._versions[k] = -1
@@ -298,18 +302,26 @@ class Unit:
     def keeps_writes(self) -> bool:
         """Whether what a forward writes goes into the masters themselves, so that nothing can be lost."""
         masters = getattr(self.store, "lends_masters", False) and self.dtype == torch.float32
-        return masters and not self._swaps_in and self.ranks.size == 1
+        return masters and _CAN_SWAP and not self._swaps_in and self.ranks.size == 1
+
+    def changed(self) -> None:
+        """The values of every parameter are others now."""
+        self.epochs = [epoch + 1 for epoch in self.epochs]
 
     def checksum(self) -> Tensor:
-        """() int64: the sum of the unit's memory, read as integers."""
-        return self.flat.detach().view(torch.int64).sum()
+        """() int64: of the unit's memory, read as integers in rows of `_ROW`; rows and columns count by their place."""
+        words = self.flat.detach().view(torch.int64)
+        whole = words[: words.numel() // _ROW * _ROW].view(-1, _ROW)
+        sums = (words[whole.numel() :], whole.sum(0), whole.sum(1))
+        weighed = [(each * torch.arange(1, 1 + each.numel(), device=each.device)).sum() for each in sums]
+        return weighed[0] * 31 + weighed[1] * 37 + weighed[2]
 
     def keep(self, mine: Tensor) -> None:
         """Write this rank's slice (shard_numel,) to the store where it changed, so that other masters keep their bits.
 
         mine: in the unit's dtype, or fp32 masters. Not for what was written into the store's own memory.
         """
-        self.epoch += 1
+        self.changed()
         old = self.store.read_state(self.index, "master", 0, self.layout.shard_numel).to(mine.device)
         rounded = old
         if mine.dtype != torch.float32:
@@ -387,10 +399,7 @@ class Unit:
 
     def drop(self, k: int) -> None:
         """`p.grad = None`: the parameter is not stepped, nor counted in the norm. See forget_dropped."""
-        if self.leftover[k]:
-            self.leftover[k] = ""
-            if not (self.used[k] or self.arrived):
-                return
+        self.leftover[k] = ""
         self.dropped.add(k)
         self.used[k] = False
 
