@@ -128,3 +128,23 @@ def test_evaluation_under_inference_mode_over_nvme(prefetch_bytes):
         with torch.inference_mode():  # updates are still under way
             assert model(torch.ones(2, 8)).isfinite().all()
     optimizer.close()
+
+
+def test_a_write_in_a_forward_under_inference_mode_reaches_states_on_nvme():
+    """The store reads the master's tile to change it, into memory that its own threads go on writing to."""
+
+    class Clamping(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Clamping(8, 8) for _ in range(2)))
+    store = TieredStore("device", "device", "nvme", nvme=MemoryByteStore(), step=TorchStep(), tile_numel=1 << 20)
+    optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store)
+    with torch.inference_mode():
+        model(torch.ones(2, 8))
+    with zero_core.gathered(model, master=True):
+        assert all(layer.weight.abs().max() == 0.1 for layer in model)
+    optimizer.close()

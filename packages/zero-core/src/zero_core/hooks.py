@@ -404,6 +404,7 @@ class Engine:
         self._let_go(unit)
         return values
 
+    @outside_transforms
     def _leave(self, unit: Unit) -> None:
         """One visit fewer of the unit. What was written into its parameters is kept, or refused at the step."""
         written = unit.users == 1 and unit.was_written()
