@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .device import backend_in
 from .errors import CollectiveError, StageError
 from .patience import Patience, break_off
 from .peers import Averaging, Axis, Exchange, Gathering, add_up, broadcast
@@ -43,8 +44,7 @@ class Ranks:
         self.sent_numel: Counter[str] = Counter()  # elements this rank sends, by collective; a ring's share
         self._everyone = Axis(dist.group.WORLD if size > 1 else None, rank, size)
         groups = [axis.group for axis in (shard, replicate, self._everyone) if axis.group is not None]
-        gloo = all("cpu:gloo" in dist.get_backend_config(group) for group in groups)
-        self._by_messages = bool(groups) and gloo and device.type == "cpu"
+        self._by_messages = bool(groups) and all(backend_in(group, device) == "gloo" for group in groups)
         self.patience = Patience(rank, size, partial(break_off, groups if self._by_messages else []))
 
     @classmethod
