@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from .device import has_streams
+
 __all__ = ["Side"]
 
 
@@ -38,7 +40,7 @@ class Side:
 
     def __init__(self, device: torch.device, streams: Any = None) -> None:
         self._device = device
-        self._streams = torch.get_device_module(device) if streams is None and device.type != "cpu" else streams
+        self._streams = torch.get_device_module(device) if streams is None and has_streams(device) else streams
         self._stream: Any = None
 
     def after_current(self) -> AbstractContextManager[None]:
