@@ -74,7 +74,7 @@ def device_ranks(pytestconfig, ranks):
         pytest.skip(f"ranks with a GPU each need two GPUs, found {found}")
     from zero_core.testing import RankPool
 
-    pool = RankPool(found, backend="nccl")
+    pool = RankPool(found, device="cuda")
     yield pool
     pool.close()
 

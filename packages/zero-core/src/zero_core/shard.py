@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from .carried import carry_over
 from .collectives import Ranks
+from .device import has_streams, indexed
 from .device_store import DeviceStore
 from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
 from .handover import Handover
@@ -138,7 +139,7 @@ def shard(
         raise
     initialiser.release()
     if update_in_backward:
-        engine.reducer.on_reduced = sharded.update_one
+        engine.reducer.update = sharded.update_one
     model.__dict__[_HANDLE] = Handle(model, tuple(made.units), made.store, sharded, ranks, stage, engine)
     optimizer.__dict__["_zero_sharded"] = True
     retire(optimizer)
@@ -374,11 +375,9 @@ def _compute_device(model: nn.Module, device: torch.device | str | None, mesh: A
     if device is None and devices:
         return devices.pop()
     found = torch.device(device if device is not None else getattr(mesh, "device_type", "cpu"))
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ZeroError(f"device={found}: torch sees no GPU here; leave device out to compute on the CPU")
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+    if has_streams(found) and not torch.get_device_module(found).is_available():
+        raise ZeroError(f"device={found}: torch sees no such device here; leave device out to compute on the CPU")
+    return indexed(found)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

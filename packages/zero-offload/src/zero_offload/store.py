@@ -19,7 +19,7 @@ from zero_core.store import GroupStep, ShardSpec, StoreContext
 from .arena import Arena
 from .device_tier import DeviceTier
 from .ending import Ending
-from .errors import ClosedError, OffloadError, PlacementError
+from .errors import BudgetError, ClosedError, OffloadError, PlacementError, gib
 from .footprint import StorePlan, UnitPlan, gradient_itemsize, plan_store
 from .gradients import GradientStore
 from .link import Link
@@ -29,7 +29,7 @@ from .pipeline import Pipeline, TileTask, UpdateJob
 from .placement import Placement, shares
 from .protocols import ByteStore, SegmentStep, UpdateStep
 from .states import StateStore
-from .streams import Streams, streams_of
+from .streams import Streams, arena_of, streams_of
 from .tier import Nvme, Tier
 from .tile import Tile, check_tile_numel, covers, segment_steps
 from .timeline import Timeline
@@ -52,9 +52,10 @@ class TieredStore:
     overlap: False makes update() return when it is done; the bits are the same.
     accumulate: gradients of a unit that reach the store before a step; `plan` has its own. 1: a gradient takes the
         reduce dtype's bytes, and a second one before step() raises OffloadError; None, or more: 4 an element, for sums.
+    streams: makes the Streams of a device apart from the host memory that they copy from; None: the compute device's.
 
-    On the CPU the device tier is host memory. On CUDA a tile's gradient is on the device iff its states are; its update
-    then runs there, by torch's own optimizer, and has that one's bits, not the step's.
+    On the CPU the device tier is host memory. On a device apart a tile's gradient is on the device iff its states are;
+    its update then runs there, by torch's own optimizer, and has that one's bits, not the step's.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class TieredStore:
         host_bytes: int | None = None,
         overlap: bool = True,
         accumulate: int | None = None,
+        streams: Callable[[Tensor], Streams] | None = None,
     ) -> None:
         self._arguments: dict[str, Any] = dict(
             parameters=parameters, gradients=gradients, optimizer=optimizer, tile_numel=tile_numel, slots=slots,
@@ -89,6 +91,7 @@ class TieredStore:
         self.timeline = Timeline()
         self.plan: StorePlan | None = None
         self._monitor = Monitor(self.timeline)
+        self._make_streams = streams
         self._nvme = None if nvme is None else Nvme(nvme, self.timeline)
         self._taken: list[int] = []  # units whose first values attach has laid out
         self._order: list[int] = []
@@ -113,16 +116,18 @@ class TieredStore:
         if self.plan is not None or self._closed:
             raise OffloadError("a TieredStore is attached once; make another one")
         self.step.bind(optimizer)
+        self._make_streams = self._make_streams or streams_of(context.device)
         plan = plan_store(
             shards,
             self.step,
             prefetch_bytes=context.prefetch_bytes,
             shard_count=context.shard_count,
             alignment=self._nvme.alignment if self._nvme is not None else 1,
-            landing_dtype=context.reduce_dtype if streams_of(context.device) is not None else None,
+            landing_dtype=context.reduce_dtype if self._make_streams is not None else None,
             gradient_itemsize=gradient_itemsize(context.reduce_dtype, self._accumulate),
             **self._arguments,
         )
+        self._check_slots(plan, context)
         if self._nvme is not None and plan.nvme_bytes:
             self._nvme.store.reserve(plan.nvme_bytes)
         self.plan, self._context = replace(plan, not_sharded=context.not_sharded), context
@@ -141,14 +146,24 @@ class TieredStore:
         if self._nvme is not None:
             self._setup = (self._nvme.read_bytes, self._nvme.write_bytes)
 
+    def _check_slots(self, plan: StorePlan, context: StoreContext) -> None:
+        """Stages 0 to 2 on one rank keep what the store lends until the step, so every unit on nvme needs a slot."""
+        streamed = [unit.spec.name for i, unit in enumerate(plan.units) if unit.streamed and i not in plan.own_slots]
+        lends = context.keeps_parameters and context.shard_count == 1 and self._make_streams is None
+        if lends and len(streamed) > plan.unit_slots:
+            raise BudgetError(
+                f"stages 0 to 2 keep every unit in memory until the step, and {len(streamed)} units with parameters on "
+                f"nvme share {plan.unit_slots} slots of {gib(plan.unit_slot_bytes)}; use stage=3, or put parameters on "
+                'the "host", or raise prefetch_bytes to the bytes of all of them'
+            )
+
     def _build(self, plan: StorePlan, context: StoreContext) -> None:
         """Reserve every byte, on nvme and in memory."""
         nvme, monitor = self._nvme, self._monitor
-        self._arena = arena = Arena(plan.arena_bytes)
+        self._arena = arena = arena_of(context.device, plan.arena_bytes)
         streams, device = None, None
-        make_streams = streams_of(context.device)
-        if make_streams is not None:
-            streams = make_streams(arena.whole())
+        if self._make_streams is not None:
+            streams = self._make_streams(arena.whole())
             device = DeviceTier(streams, plan, [arena.take(plan.mirror_slot_bytes) for _ in range(plan.mirror_slots)])
         self._parameters = ParameterStore(plan, arena, nvme, monitor, device)
         self._states = StateStore(plan, arena, nvme, monitor)
@@ -268,7 +283,7 @@ class TieredStore:
         self._monitor.check()
         self._landed()
         squared = torch.tensor(self._gradients.norm_squared(), dtype=torch.float64)
-        if self._context.device.type == "cuda":  # pinned: from pageable memory the copy would wait for all kernels
+        if self._context.device.type != "cpu":  # pinned: from pageable memory the copy would wait for all kernels
             squared = squared.pin_memory().to(self._context.device, non_blocking=True)
         above = self._link.device.norm_squared() if self._link is not None else None
         return squared if above is None else above + squared

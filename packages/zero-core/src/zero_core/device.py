@@ -1,0 +1,53 @@
+"""What torch knows of a kind of device: which of them is meant, and over what its ranks meet. Owns no tensor.
+
+The CPU is the host. Every other device has streams, and torch finds its module by its type: `torch.cuda` (also on
+ROCm), `torch.xpu`, or what a package registered when it was imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import ZeroError
+
+__all__ = ["backend_in", "backend_of", "has_streams", "indexed"]
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether the host queues work on the device and goes on. Not on the CPU, nor where there is no memory at all."""
+    return device.type not in ("cpu", "meta")
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The device, with the index of the current one of its type where it has none. The CPU has none."""
+    if device.index is not None or not has_streams(device):
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def backend_in(group: Any, device: torch.device) -> str:
+    """The backend that a process group has for this device. Raises ZeroError where that cannot average there."""
+    if device.type == "meta":
+        return ""  # nothing is sent: a rehearsal with sizes only
+    config = dist.get_backend_config(group)
+    by_type = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+    found = by_type.get(device.type, "")
+    if not found or (found == "gloo" and device.type != "cpu"):
+        lacks = (
+            "has no backend for it" if not found else "would move its tensors by gloo, which cannot average them there"
+        )
+        raise ZeroError(
+            f"the model computes on {device}, and the process group ({config}) {lacks}: start it with "
+            f'torch.distributed.init_process_group("{backend_of(device.type)}")'
+        )
+    return found
+
+
+def backend_of(device_type: str) -> str:
+    """What to start a process group with: gloo for the CPU and, beside it, torch's default for the device."""
+    if device_type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
