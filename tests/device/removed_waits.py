@@ -6,9 +6,9 @@
     python -m tests.device.removed_waits --json FILE         goes on where FILE ends; `--table FILE` prints it
 
 A wait is found through the syntax tree, in every module of zero_core and zero_offload that has to do with streams: the
-module imports `streams`, begins work on the side stream, or handles arrivals. It is a call of `wait`, `wait_until`,
-`follow`, `wait_stream`, `wait_event` or `synchronize`, an arrival's `drop`, or a mark that a copy comes after. Such a
-call is replaced by its evaluated arguments, such a mark by nothing. Nothing is skipped: a wait that no test misses is
+module imports `streams`, begins work on the side stream, or handles arrivals. It is a call of `wait`, `wait_for`,
+`wait_until`, `follow`, `wait_stream`, `wait_event` or `synchronize`, a thread's `join`, an arrival's `drop`, or a mark
+that a copy comes after. Such a call is replaced by its evaluated arguments, such a mark by nothing. Nothing is skipped: a wait that no test misses is
 either redundant, and then to be deleted, or the tests lack something.
 
 The tests run on the simulated accelerator, under its race detector. A removal counts as caught where a test fails that
@@ -33,7 +33,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"zero_core": "zero-core", "zero_offload": "zero-offload"}
-WAITS = {"wait", "wait_until", "follow", "wait_stream", "wait_event", "synchronize"}
+WAITS = {"wait", "wait_for", "wait_until", "follow", "wait_stream", "wait_event", "synchronize"}
 DROPPED = ("arrival", "uploads")  # whose drop() is a wait: the caller's stream goes on after the copy
 AFTER = 3  # the place of `after` in Streams.copy(lane, into, source, after)
 TWINS = {"testing.py", "conformance.py", "reference.py"}  # shipped for tests; no run uses them
@@ -98,8 +98,9 @@ def waits_of(path: Path, module: str) -> list[Wait]:
 
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            joins = node.func.attr == "join" and not node.args
             drops = node.func.attr == "drop" and ast.unparse(node.func.value).endswith(DROPPED)
-            if node.func.attr in WAITS or drops:
+            if node.func.attr in WAITS or joins or drops:
                 kept = [ast.unparse(node.func.value), *map(ast.unparse, node.args)]
                 kept += [ast.unparse(keyword.value) for keyword in node.keywords]
                 add(node, node, ast.unparse(node), f"([{', '.join(kept)}] and None)")
