@@ -8,8 +8,8 @@
 A wait is found through the syntax tree, in every module of zero_core and zero_offload that has to do with streams: the
 module imports `streams`, begins work on the side stream, or handles arrivals. It is a call of `wait`, `wait_for`,
 `wait_until`, `follow`, `wait_stream`, `wait_event` or `synchronize`, a thread's `join`, an arrival's `drop`, or a mark
-that a copy comes after. Such a call is replaced by its evaluated arguments, such a mark by nothing. Nothing is skipped: a wait that no test misses is
-either redundant, and then to be deleted, or the tests lack something.
+that a copy comes after. Such a call is replaced by its evaluated arguments, such a mark by nothing. Nothing is skipped:
+a wait that no test misses is either redundant, and then to be deleted, or the tests lack something.
 
 The tests run on the simulated accelerator, under its race detector. A removal counts as caught where a test fails that
 passes otherwise, and the table says by what: a reported race, other bits, an error, or a hang.
