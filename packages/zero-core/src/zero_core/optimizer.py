@@ -196,7 +196,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refuse_zeros(sum(map(bool, zeros)))
         for unit in engine.units:
             steps.append(_count_step(unit))
-            unit.changed()
         engine.store.update(self._groups(), scale, engine.next_use(), steps)
         engine.forget_passes()
         self.step_count += 1
@@ -229,7 +228,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             squared = engine.store.gradient_norm_squared()
             self._squared = squared.clone() if self._squared is None else self._squared + squared
             unit.reshard()
-            unit.changed()
             steps = [_count_step(each, "") if each is unit else [0] * len(segment_slots(each)) for each in engine.units]
             engine.store.update(self._groups(), 1.0, [unit.index], steps)
 
@@ -361,6 +359,7 @@ def _count_step(unit: Unit, leftover: str = "stepped") -> list[int]:
     for k, group in enumerate(unit.groups):
         if unit.used[k] and group is not None:
             unit.steps[k] += 1
+            unit.overwritten(k)
     numbers = [unit.steps[k] if unit.used[k] and unit.groups[k] is not None else 0 for k in segment_slots(unit)]
     unit.consumed(leftover)
     return numbers
