@@ -51,6 +51,11 @@ def _but_for_detach(func: Any, result: Any, taken: Any) -> Any:
     return result if func is Tensor.detach else _WRITING_THROUGH(func, result, taken)
 
 
+def _unseen(unit: Unit, k: int) -> None:
+    """`Unit.overwritten` of which autograd learns nothing."""
+    unit.epochs[k] += 1
+
+
 MUTANTS: dict[str, Callable[[], list[Any]]] = {
     "a gradient is lost": _patched((Reducer, "_reduce", _overwriting), (Reducer, "retire_late", _at_once)),
     "only vectors are probed": _patched((elementwise, "_PROBE_SHAPES", ((7,),))),
@@ -58,6 +63,9 @@ MUTANTS: dict[str, Callable[[], list[Any]]] = {
         (Unit, "was_written", lambda unit: False), (Unit, "unseen_write", lambda unit: None)
     ),
     "writes through detach are lost": _patched((parameter, "_writing_through", _but_for_detach)),
+    "changes before a backward are not seen": _patched(
+        (Unit, "overwritten", _unseen), (parameter, "increment_version", lambda tensor: None)
+    ),
     "shard evaluates weights": _patched((wrapping, "_own_numel", _computed)),
 }
 
