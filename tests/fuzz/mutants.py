@@ -47,8 +47,8 @@ def _patched(*patches: tuple[Any, str, Any]) -> Callable[[], list[Any]]:
 _WRITING_THROUGH = parameter._writing_through
 
 
-def _but_for_detach(func: Any, result: Any, taken: Any) -> Any:
-    return result if func is Tensor.detach else _WRITING_THROUGH(func, result, taken)
+def _but_for_detach(func: Any, result: Any, taken: Any, **how: Any) -> Any:
+    return result if func is Tensor.detach else _WRITING_THROUGH(func, result, taken, **how)
 
 
 def _unseen(unit: Unit, k: int) -> None:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from tests.integration.zero_core import swapping, toys
@@ -338,3 +339,60 @@ def two_networks(again):
 def test_two_networks_with_an_optimizer_each(ranks, size):
     for again in (True, False):
         ranks(size).run(two_networks, again)
+
+
+class Rewriting(nn.Module):
+    """A recomputation writes into the root's own parameter, before the backward gets to the second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def tail(self, x):
+        with torch.no_grad():
+            self.scale.mul_(0.9)
+        return x * self.scale
+
+    def forward(self, x):
+        return checkpoint(self.tail, self.second(self.first(x)), use_reentrant=False)
+
+
+def recompute_and_raise(stage):
+    program = written(lambda w: w.mul_(0.9), "second.weight")[1]
+    assert both(Rewriting, program, stage, units=[nn.Linear])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@SIZES
+def test_what_a_recomputation_wrote_before_the_error_is_kept(ranks, size, stage):
+    ranks(size).run(recompute_and_raise, stage)
+
+
+def change_after_updates_in_backward():
+    model = toys.Stack()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), update_in_backward=True)
+    loss = toys.loss_of(model, toys.data(0, 0))
+    toys.loss_of(model, toys.data(1, 0)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        loss.backward()
+
+
+@SIZES
+def test_an_update_in_backward_is_a_change_before_the_next_one(ranks, size):
+    ranks(size).run(change_after_updates_in_backward)
+
+
+def use_outside_of_what_is_updated_in_backward():
+    model = toys.Checkpointed(True)
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), update_in_backward=True)
+    penalty = model.blocks[3].up.weight.square().sum()
+    with pytest.raises(zero_core.errors.GradientError, match="a use outside of its module"):
+        (penalty + toys.loss_of(model, toys.data(0, 0))).backward()
+        optimizer.step()
+
+
+@SIZES
+def test_a_use_outside_of_what_is_updated_in_backward_is_refused_by_name(ranks, size):
+    ranks(size).run(use_outside_of_what_is_updated_in_backward)

@@ -343,6 +343,9 @@ class Engine:
         self.reducer.finish()
         for unit in self.units:
             unit.drop_gradient()
+            if unit.users and unit.residency is Residency.UNSHARDED:
+                unit.users = 1
+                self._leave(unit)  # torch keeps what a recomputation wrote before the error
             unit.seal()
         self._let_all_go()
 
