@@ -509,3 +509,14 @@ def test_a_plain_optimizer_inside_gathered_steps_gradients_that_were_given_to_it
     torch.testing.assert_close(model.head.weight.detach().clone(), before - 0.1 * gradient)
     toys.loss_of(model, toys.data(0, 0)).backward()
     optimizer.step()
+
+
+def test_clipping_what_was_updated_in_backward_is_refused():
+    model, optimizer = sharded(update_in_backward=True)
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(GradientError, match="left during backward"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    optimizer.step()

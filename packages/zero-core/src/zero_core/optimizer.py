@@ -232,7 +232,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._updated[unit.index] = _stepped(unit)
             unit.reshard()
             unit.changed()
-            steps = [_count_step(each, "") if each is unit else [0] * len(segment_slots(each)) for each in engine.units]
+            steps = [
+                _count_step(each, "updated") if each is unit else [0] * len(segment_slots(each))
+                for each in engine.units
+            ]
             engine.store.update(self._groups(), 1.0, [unit.index], steps)
 
     def _finish_updates(self) -> None:
@@ -243,6 +246,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for k in ks:
                 self.engine.units[index].overwritten(k)
         self._updated.clear()
+        for unit in self.engine.units:
+            unit.leftover = ["" if left == "updated" else left for left in unit.leftover]
         self.engine.forget_passes()
         self.step_count += 1
 

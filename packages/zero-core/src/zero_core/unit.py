@@ -97,7 +97,8 @@ class Unit:
         self.steps = [0] * len(self.parameters)
         self.used = [False] * len(self.parameters)  # since the last step, on this rank
         self.arrived = False  # a gradient since the last step, on every rank
-        # What zero_grad() has not cleared: torch would add to it, and step it again. "stepped", "zeroed" or nothing.
+        # What zero_grad() has not cleared: torch would add to it, and step it again. "stepped", "zeroed" or nothing;
+        # "updated" until step(), by an update in backward.
         self.leftover: list[str] = [""] * len(self.parameters)
         self.dropped: set[int] = set()  # parameters whose `.grad` was set to None after it arrived
         self.gradient: Tensor | None = None  # (numel,) reduce dtype: this backward's, not reduced
