@@ -47,8 +47,13 @@ def _patched(*patches: tuple[Any, str, Any]) -> Callable[[], list[Any]]:
 _WRITING_THROUGH = parameter._writing_through
 
 
-def _but_for_detach(func: Any, result: Any, taken: Any) -> Any:
-    return result if func is Tensor.detach else _WRITING_THROUGH(func, result, taken)
+def _but_for_detach(func: Any, result: Any, taken: Any, **how: Any) -> Any:
+    return result if func is Tensor.detach else _WRITING_THROUGH(func, result, taken, **how)
+
+
+def _unseen(unit: Unit, k: int) -> None:
+    """`Unit.overwritten` of which autograd learns nothing."""
+    unit.epochs[k] += 1
 
 
 MUTANTS: dict[str, Callable[[], list[Any]]] = {
@@ -58,6 +63,9 @@ MUTANTS: dict[str, Callable[[], list[Any]]] = {
         (Unit, "was_written", lambda unit: False), (Unit, "unseen_write", lambda unit: None)
     ),
     "writes through detach are lost": _patched((parameter, "_writing_through", _but_for_detach)),
+    "changes before a backward are not seen": _patched(
+        (Unit, "overwritten", _unseen), (parameter, "increment_version", lambda tensor: None)
+    ),
     "shard evaluates weights": _patched((wrapping, "_own_numel", _computed)),
 }
 

@@ -196,6 +196,10 @@ def generate(seed: int) -> Program:
             loop = tuple(step if op.name == "step" else op for op in loop)
         else:
             loop = (*loop[:at], Op(name, r.randrange(8)), *loop[at:])
+    if any(block.write in HIDDEN_WRITES for block in model.blocks):
+        # torch mixes old and new values where such a write comes between a use outside of the module and its backward
+        model = dataclasses.replace(model, external=-1)
+        loop = tuple(dataclasses.replace(op, how="") if op.how in ("l2", "l2_before") else op for op in loop)
     same = any(block.kind == "max_norm" for block in model.blocks)
     return Program(model, optimizer, loop, config, seed, same)
 
@@ -289,13 +293,23 @@ def _loop(r: Random, config: Config) -> tuple[Op, ...]:
     for _ in range(r.choice([1, 2, 3, 4])):
         while r.random() < 0.4:
             ops.append(_between(r, calm))
+        waits = not calm and r.random() < 0.2  # a forward whose backward comes after what follows
+        if waits:
+            ops.append(Op("forward", r.randrange(12), _some(r, 0.2, "l2", "")))
+            if r.random() < 0.3:  # as a loop with an adversary: some parameters are stepped, others are not
+                ops += [Op("sub_forward", r.randrange(12), "backward"), Op("step")]
         micro = 1 if calm else r.choice([1, 1, 1, 2, 3])
         quiet = r.random() < 0.4
         for m in range(micro):
             ops.append(_backward(r, quiet and not calm and (m < micro - 1 or r.random() < 0.2), calm))
             while not calm and r.random() < 0.2:
                 ops.append(_pending(r))
+        if waits and r.random() < 0.5:
+            ops += [_pending(r), Op("late", quiet=quiet and r.random() < 0.5)]
+            waits = False
         ops.append(Op("step", how=_some(r, 0.3, r.choice(["model", "parameters", "" if calm else "closure"]), "")))
+        if waits:
+            ops += [Op("late"), Op("step")]
     while r.random() < 0.4:
         ops.append(_between(r, calm))
     return tuple(ops)

@@ -52,6 +52,8 @@ class Side:
         self.noise = torch.Generator().manual_seed(jitter) if jitter else None
         self.records: list[Record] = []
         self.average: list[Tensor] = []
+        self.waiting: list[Tensor] = []  # losses of forwards whose backward comes later
+        self.outside = False  # whether one of them used a parameter outside of its module
         self.batches = 0
         self.model = self.make(program.seed)
         self.optimizer = build_optimizer(program.optimizer, self.model)
@@ -201,6 +203,27 @@ class Side:
         self.backward(loss, inputs=[self.parameter(op)] if self.parameter(op).requires_grad else None)
         return loss
 
+    def op_forward(self, op: Op) -> None:
+        """A forward whose backward is the operation `late`: whatever is between them may change what it used."""
+        loss = self.forward()
+        self.outside = self.program.model.external >= 0 or op.how == "l2" or (bool(self.waiting) and self.outside)
+        self.waiting.append(loss + 0.05 * self.parameter(op).square().sum() if op.how == "l2" else loss)
+
+    def op_late(self, op: Op) -> None:
+        if not self.waiting:
+            return
+        loss, raised = self.waiting.pop(), False
+        try:
+            with self.quietly(op):
+                self.backward(loss)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raised = True
+            self.optimizer.zero_grad()
+        self.record(f"raised at {self.at}", float(raised))
+        self.record(f"loss at {self.at}", loss)
+
     def op_step(self, op: Op) -> None:
         """A step and, but for "unzeroed", the end of its gradients."""
         self.step(op)
@@ -257,6 +280,8 @@ class Side:
         p, how = self.parameter(op), op.how
         if not p.is_floating_point():
             return
+        if self.waiting and self.outside and how in ("data", "data_row", "gathered"):
+            how = "detach"  # torch would mix old and new values where the parameter was used outside of its module
         if how == "detach":
             p.detach().mul_(0.9)
         elif how == "data":

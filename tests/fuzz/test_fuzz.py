@@ -19,6 +19,7 @@ SMALLEST = {
     "only vectors are probed": Program(optimizer=Optimizer("Rows"), loop=(Op(), Op("step"))),
     "writes in forward are lost": Program(Model((Block(write="row"),)), loop=(Op(),), config=Config(ranks=2), seed=7),
     "writes through detach are lost": Program(loop=(Op("write", how="detach"),)),
+    "changes before a backward are not seen": Program(loop=(Op("forward", how="l2"), Op("write"), Op("late"))),
     "shard evaluates weights": Program(Model((Block("spectral_norm"),), container="attributes")),
 }
 

@@ -469,3 +469,54 @@ def test_ranks_that_shard_different_things_are_told_before_they_cross(ranks, wha
     for rank, text in enumerate(ranks(2).run(bring_something_else, what)):
         assert text.startswith(f"the ranks gave shard() different things: on rank {rank} a model of "), text
         assert text.endswith("must be the same on all 2")
+
+
+def step_inside_gathered(tmp_path):
+    model, optimizer = sharded()
+    plain = toys.sgd(model.parameters())
+    for use, error, match in (
+        (plain.step, GradientError, "step.. of a plain SGD inside zero_core.gathered: the gradient of .* left"),
+        (optimizer.step, ZeroError, "inside zero_core.gathered, which .* leave the with block first"),
+        (
+            lambda: zero_core.checkpoint.save(tmp_path, model, optimizer),
+            ZeroError,
+            "inside zero_core.gathered, which .* leave the with block first",
+        ),
+    ):
+        with zero_core.gathered(model):
+            toys.loss_of(model, toys.data(0, 0)).backward()
+            with pytest.raises(error, match=match):
+                use()
+        optimizer.zero_grad()
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_steps_and_checkpoints_inside_gathered_are_refused(ranks, size, tmp_path):
+    ranks(size).run(step_inside_gathered, tmp_path)
+
+
+def test_a_plain_optimizer_inside_gathered_steps_gradients_that_were_given_to_it():
+    model, optimizer = sharded()
+    plain = toys.sgd(model.parameters())
+    with zero_core.gathered(model):
+        before = model.head.weight.detach().clone()
+        (gradient,) = torch.autograd.grad(toys.loss_of(model, toys.data(0, 0)), [model.head.weight])
+        model.head.weight.grad = gradient
+        plain.step()
+        plain.zero_grad()
+    torch.testing.assert_close(model.head.weight.detach().clone(), before - 0.1 * gradient)
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    optimizer.step()
+
+
+def test_clipping_what_was_updated_in_backward_is_refused():
+    model, optimizer = sharded(update_in_backward=True)
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(GradientError, match="left during backward"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    optimizer.step()

@@ -119,6 +119,7 @@ def load(
     if scheduler is not None and run and run["scheduler"] is None:
         raise CheckpointError(f"{folder} was saved without a scheduler; load it with scheduler=None")
     view.handle.engine.discard_gradients()
+    view.overwriting()
     _read(folder, view, lambda metadata: Wanted(finder.slices(metadata, steps), (), ()), tile_numel, verify)
     with torch.no_grad():
         for named in names:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .errors import ZeroError
+from .errors import GradientError, ZeroError
 from .hooks import Engine
+from .optimizer import ShardedOptimizer
 from .parameter import home_of
 from .place import Place
 from .unit import Unit
@@ -38,6 +41,8 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
             unit.enter()
             if master:
                 _show_master(unit)
+    refusal = register_optimizer_step_pre_hook(_refuse_without_gradients)
+    engine.gathered += 1
     try:
         yield module
     except BaseException:
@@ -45,7 +50,11 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
             _hide_master(unit) if master else None
             _close(engine, unit)
         raise
+    finally:
+        engine.gathered -= 1
+        refusal.remove()
     with torch.no_grad():
+        _count_writes(engine, opened)
         for unit in opened:
             _keep(engine, unit, master)
 
@@ -58,6 +67,34 @@ def _units_of(module: nn.Module) -> list[tuple[Engine, Unit]]:
             assert isinstance(place, Place)
             found[id(place.unit)] = (place.engine, place.unit)
     return [found[key] for key in sorted(found, key=lambda k: found[k][1].index)]
+
+
+def _refuse_without_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """A plain optimizer would find no gradients, and change nothing silently."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            home = parameter.__dict__.get("_zero_home")
+            if parameter.grad is None and isinstance(home, Place) and home.holds_gradient(parameter):
+                raise GradientError(
+                    f"step() of a plain {type(optimizer).__name__} inside zero_core.gathered: the gradient of "
+                    f"{home.name} left for the shards during backward, so this step would not change it. Call step() "
+                    "of the optimizer that zero_core.shard returned, outside of gathered; or set p.grad yourself from "
+                    "torch.autograd.grad(loss, parameters)"
+                )
+
+
+def _count_writes(engine: Engine, units: Sequence[Unit]) -> None:
+    """What any rank wrote counts as a change on every rank, so that a backward is refused on all of them or on none."""
+    if engine.ranks.size == 1:
+        return
+    written = [flag for unit in units for flag in unit.written()]
+    anywhere = engine.ranks.sum_everywhere(engine.ranks.numbers([float(flag) for flag in written]), "gathered").tolist()
+    places = ((unit, k) for unit in units for k in range(len(unit.parameters)))
+    for (unit, k), mine, count in zip(places, written, anywhere, strict=True):
+        if count and not mine:
+            unit.overwritten(k)
 
 
 def _close(engine: Engine, unit: Unit) -> None:

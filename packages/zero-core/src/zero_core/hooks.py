@@ -94,6 +94,7 @@ class Engine:
         self._backward: _Backward | None = None
         self._recomputed = Recomputations()
         self.writes = Writes(ranks)
+        self.gathered = 0  # how many `gathered` blocks are open
         self._handles: list[Any] = []
         self._keeping = stage.keeps_parameters  # memory stays between uses
         self._owners: list[tuple[str, nn.Module, str, Tensor | None]] = []
@@ -342,6 +343,9 @@ class Engine:
         self.reducer.finish()
         for unit in self.units:
             unit.drop_gradient()
+            if unit.users and unit.residency is Residency.UNSHARDED:
+                unit.users = 1
+                self._leave(unit)  # torch keeps what a recomputation wrote before the error
             unit.seal()
         self._let_all_go()
 
@@ -437,6 +441,11 @@ class Engine:
 
     def settle(self) -> None:
         """Give every lease back: the store may be read, written and updated after this."""
+        if self.gathered:
+            raise ZeroError(
+                "a step, a checkpoint or close() inside zero_core.gathered, which holds parameters outside of their "
+                "shards and writes them back at its end: leave the with block first"
+            )
         if self._backward is not None:
             self.abandon_backward()
         self.residents.clear()

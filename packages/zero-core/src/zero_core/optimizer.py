@@ -41,7 +41,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.grad_norm = math.nan
         self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # what was carried over
-        self._updated: set[int] = set()  # units that update_in_backward has updated since the last step
+        self._updated: dict[int, list[int]] = {}  # units, and which parameters, updated in backward since the last step
         self._squared: Tensor | None = (
             None  # () float64, device: of what update_in_backward updated since the last step
         )
@@ -196,8 +196,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         zeros = [left and not used for u in engine.units for left, used in zip(u.leftover, u.used, strict=True)]
         self._refuse_zeros(sum(map(bool, zeros)))
         for unit in engine.units:
+            for k in _stepped(unit):
+                unit.overwritten(k)
             steps.append(_count_step(unit))
-            unit.changed()
         engine.store.update(self._groups(), scale, engine.next_use(), steps)
         engine.forget_passes()
         self.step_count += 1
@@ -233,22 +234,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"a gradient reached unit {unit.name!r}, which was updated in backward since the last step() already: "
                 "there was a second backward, or a use outside of its module. Leave update_in_backward out"
             )
-        self._updated.add(unit.index)
+        self._updated[unit.index] = []
         with torch.no_grad():
             if flags is not None:
                 unit.used = [flag > 0 for flag in flags()]
             squared = engine.store.gradient_norm_squared()
             self._squared = squared.clone() if self._squared is None else self._squared + squared
+            self._updated[unit.index] = _stepped(unit)
             unit.reshard()
             unit.changed()
-            steps = [_count_step(each, "") if each is unit else [0] * len(segment_slots(each)) for each in engine.units]
+            steps = [
+                _count_step(each, "updated") if each is unit else [0] * len(segment_slots(each))
+                for each in engine.units
+            ]
             engine.store.update(self._groups(), 1.0, [unit.index], steps)
 
     def _finish_updates(self) -> None:
         """The step of update_in_backward: all but late gradients has been updated; the norm of it is exchanged."""
         self.grad_norm = self._exchange_norm(self._updated_squares)
         self._squared = None
+        for index, ks in self._updated.items():  # not before: a use outside of the module may be still to come
+            for k in ks:
+                self.engine.units[index].overwritten(k)
         self._updated.clear()
+        for unit in self.engine.units:
+            unit.leftover = ["" if left == "updated" else left for left in unit.leftover]
         self.engine.forget_passes()
         self.step_count += 1
 
@@ -367,12 +377,17 @@ def segment_slots(unit: Unit) -> list[int]:
     return [places[id(piece.slot)] for piece in unit.layout.pieces(unit.ranks.shard.rank)]
 
 
+def _stepped(unit: Unit) -> list[int]:
+    """Which parameters a step changes."""
+    return [k for k, group in enumerate(unit.groups) if unit.used[k] and group is not None]
+
+
 def _count_step(unit: Unit, leftover: str = "stepped") -> list[int]:
     """Count a step of every parameter that was used; its number for each segment, 0 for those that were not."""
-    for k, group in enumerate(unit.groups):
-        if unit.used[k] and group is not None:
-            unit.steps[k] += 1
-    numbers = [unit.steps[k] if unit.used[k] and unit.groups[k] is not None else 0 for k in segment_slots(unit)]
+    stepped = _stepped(unit)
+    for k in stepped:
+        unit.steps[k] += 1
+    numbers = [unit.steps[k] if k in stepped else 0 for k in segment_slots(unit)]
     unit.consumed(leftover)
     return numbers
 

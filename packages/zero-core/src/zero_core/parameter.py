@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .errors import ChangedParameterError, GradientError, ShardedParameterError
@@ -97,7 +98,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, arriving: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.arriving = arriving
-        return home_of(parameter).full_copy(parameter)
+        return _values_for_graphs(parameter)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -164,9 +165,19 @@ def refuse_copies(module: nn.Module) -> None:
 @outside_transforms
 def _full(parameter: Sharded) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        if torch.is_grad_enabled() and parameter.requires_grad:
+        if not torch.is_grad_enabled():
+            return home_of(parameter).full_copy(parameter)
+        if parameter.requires_grad:
             return _Gather.apply(parameter, home_of(parameter).note_external_use(parameter))
-        return home_of(parameter).full_copy(parameter)
+        return _values_for_graphs(parameter)
+
+
+def _values_for_graphs(parameter: Tensor) -> Tensor:
+    """Full values that share the parameter's version counter, so that autograd refuses what it saved of them once the
+    parameter has changed."""
+    values = parameter.detach()
+    values.data = home_of(parameter).full_copy(parameter)
+    return values
 
 
 def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -186,7 +197,8 @@ def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             taken.write_back()
         if result is taken.values:
             return taken.parameter
-    return _writing_through(func, result, [taken for taken, _ in gathered.values()])
+    counts = func != _T.data.__get__
+    return _writing_through(func, result, [replace(taken, counts=counts) for taken, _ in gathered.values()], apart=True)
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,10 +237,13 @@ class _Taken:
     values: Tensor
     epoch: int
     kept: bool = False  # asked for to be kept, as a state dict's: it may be read when it is old, and not be written
+    counts: bool = True  # a write is one that autograd counts, as it counts all but those through `.data`
 
     def write_back(self) -> None:
         home = home_of(self.parameter)
         home.write_back(self.parameter, self.values.detach())
+        if self.counts:
+            increment_version(self.parameter)
         self.epoch = home.epoch(self.parameter)
 
     def check(self) -> None:
@@ -239,8 +254,11 @@ class _Taken:
             )
 
 
-def _writing_through(func: Callable[..., Any], result: Any, taken: Sequence[_Taken]) -> Any:
-    """`result`, in which every view of gathered values writes through to its parameter."""
+def _writing_through(func: Callable[..., Any], result: Any, taken: Sequence[_Taken], *, apart: bool = False) -> Any:
+    """`result`, in which every view of gathered values writes through to its parameter.
+
+    apart: the views get version counters of their own, by which a write into one is told from a write into another.
+    """
 
     def through(tensor: Tensor) -> Tensor:
         if tensor.grad_fn is not None or not tensor.numel() or type(tensor) is not Tensor:
@@ -249,7 +267,7 @@ def _writing_through(func: Callable[..., Any], result: Any, taken: Sequence[_Tak
             return tensor  # torch.func's, without a storage to ask for
         for each in taken:
             if tensor.untyped_storage().data_ptr() == each.values.untyped_storage().data_ptr():
-                return WriteThrough.of(tensor, each)
+                return WriteThrough.of(tensor.data if apart else tensor, each)
         return tensor
 
     if func in _COPYING:  # the caller means a copy, though on the CPU torch makes none: it may be kept

@@ -117,6 +117,7 @@ def _fill(model: nn.Module, tensors: Sequence[Named], values: Mapping[str, _File
             raise PretrainedError(f"{named.name} is on the meta device; build the model in zero_core.deferred_init()")
         recording.attach(tensor, source)
     if view is not None:
+        view.overwriting(values)
         for slice_ in view.slices():
             source = values.get(slice_.name)
             if source is not None:

@@ -5,7 +5,7 @@ Owns the translation from a parameter's elements to a unit's shard. Moves values
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,9 +77,15 @@ class ShardView:
             values = values.clone()  # a view of the store's own memory: saving it would save all of that
         return values
 
+    def overwriting(self, names: Container[str] | None = None) -> None:
+        """Tells autograd that the parameters in `names`, or all, are about to change. To be called on every rank."""
+        for unit in self.handle.units:
+            for k, slot in enumerate(unit.layout.slots):
+                if names is None or slot.name in names:
+                    unit.overwritten(k)
+
     def write(self, part: ShardSlice, state: str, start: int, values: Tensor) -> None:
-        """Overwrite elements [start, start + len(values)) of the parameter's `state`."""
-        self.handle.units[part.unit].epochs[part.index] += state == MASTER
+        """Overwrite elements [start, start + len(values)) of the parameter's `state`. See `overwriting`."""
         self.store.write_state(part.unit, state, part.shard_start - part.start + start, values)
 
     @property

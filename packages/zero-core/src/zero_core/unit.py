@@ -5,6 +5,13 @@
 the storage (`_swap_data_ptr_` with an alias of a pooled buffer, or of the very tensor that the store lent), so no view
 is re-pointed, nothing is copied and no version counter moves. Tensors that autograd saved share the storage and follow.
 Where the store copies into what it is given, and on a torch that cannot swap, the memory is the unit's own: own_memory.
+
+[Note: changes before a backward]
+A backward gathers the current values, even if a step or a write has changed them since the forward. Autograd raises if
+a tensor that it saved was changed in place, which it knows by the tensor's version counter. So what moves a parameter's
+counter in plain torch has to move it here. A write into the parameter itself does that without our help. After a step,
+a loaded checkpoint or a write into a gathered copy, `increment_version` does it. Autograd then raises for the programs
+for which it raises in plain torch, and lets others run: nothing has saved the bias of a linear layer, for example.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from .collectives import Ranks
 from .errors import ChangedParameterError, GradientError
@@ -89,7 +97,8 @@ class Unit:
         self.steps = [0] * len(self.parameters)
         self.used = [False] * len(self.parameters)  # since the last step, on this rank
         self.arrived = False  # a gradient since the last step, on every rank
-        # What zero_grad() has not cleared: torch would add to it, and step it again. "stepped", "zeroed" or nothing.
+        # What zero_grad() has not cleared: torch would add to it, and step it again. "stepped", "zeroed" or nothing;
+        # "updated" until step(), by an update in backward.
         self.leftover: list[str] = [""] * len(self.parameters)
         self.dropped: set[int] = set()  # parameters whose `.grad` was set to None after it arrived
         self.gradient: Tensor | None = None  # (numel,) reduce dtype: this backward's, not reduced
@@ -245,7 +254,7 @@ class Unit:
         else:
             self.changed()
             self.copies = True
-            written = {id(slot) for slot, k in zip(self.layout.slots, self._written(), strict=True) if k}
+            written = {id(slot) for slot, k in zip(self.layout.slots, self.written(), strict=True) if k}
             self.reshard()
             for piece in self.layout.pieces(self.ranks.shard.rank):
                 if id(piece.slot) in written:
@@ -288,9 +297,10 @@ class Unit:
                     view.copy_(parameter)
                     parameter.data = view
                     self._versions[k] = -1
-        return any(self._written())
+        return any(self.written())
 
-    def _written(self) -> list[bool]:
+    def written(self) -> list[bool]:
+        """For each parameter, whether its version counter moved since the first of the open visits began."""
         return [p._version != before for p, before in zip(self.parameters, self._versions, strict=True)]
 
     def unseen_write(self) -> Tensor | None:
@@ -307,6 +317,13 @@ class Unit:
     def changed(self) -> None:
         """The values of every parameter are others now."""
         self.epochs = [epoch + 1 for epoch in self.epochs]
+
+    def overwritten(self, k: int) -> None:
+        """Parameter k gets other values in a way that autograd does not see: [Note: changes before a backward]."""
+        self.epochs[k] += 1
+        increment_version(self.parameters[k])
+        if self.users:
+            self._versions[k] += 1  # no visit wrote it
 
     def checksum(self) -> Tensor:
         """() int64: of the unit's memory, read as integers in rows of `_ROW`; rows and columns count by their place."""
