@@ -1,4 +1,4 @@
-"""What the GPU tests of TieredStore train: blocks of several tiles each, over any placement."""
+"""What the device tests of TieredStore train: blocks of several tiles each, over any placement."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import zero_core
-from tests.gpu.zero_core.runs import NormMayWait, Wide, loss_of
+from tests.device.zero_core.runs import NormMayWait, Wide, loss_of
 from tests.unit.zero_offload.simulated import simulated_device
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, offload_activations
+from zero_offload import tile as tiles
 
-MI = 1 << 20
 KINDS = ("parameters", "gradients", "optimizer")
 STEPS = 4
 Sized = tuple[int, int, int]  # width, blocks, rows of a batch
@@ -45,9 +45,14 @@ MIXED: dict[str, Any] = {  # some tiles are
 }
 
 
+def tile_numel() -> int:
+    """The smallest tile: 2^20 elements on a GPU, fewer in a rehearsal; see conftest."""
+    return tiles.CHUNK_NUMEL
+
+
 def tiered(placement: Any, **options: Any) -> TieredStore:
     by_kind = placement if isinstance(placement, Mapping) and set(placement) <= set(KINDS) else None
-    options = {"tile_numel": MI, "step": TorchStep("fp32"), "slots": 3, **options}
+    options = {"tile_numel": tile_numel(), "step": TorchStep("fp32"), "slots": 3, **options}
     return TieredStore(**(by_kind or dict.fromkeys(KINDS, placement)), nvme=MemoryByteStore(), **options)
 
 
@@ -124,18 +129,20 @@ def history(device: torch.device, placement: Any, sized: Sized, accumulate: int 
     return seen
 
 
-def sized(device: torch.device, gpu: Sized, rehearsed: Sized = (360, 3, 128)) -> Sized:
-    return gpu if device.type == "cuda" else rehearsed
+def sized(device: torch.device, gpu: Sized, rehearsed: Sized = (64, 8, 64)) -> Sized:
+    """`gpu` where there is one. Eight small blocks of three tiles each show the same faults."""
+    return rehearsed if device.type in ("cpu", "sim") else gpu
 
 
 def stats_of(device: torch.device, call: Callable[[], None]) -> tuple[int, int]:
     """(bytes allocated before, most bytes while `call` ran) on the device; zeros on the CPU."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         call()
         return 0, 0
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    module = torch.get_device_module(device)
+    module.synchronize(device)
+    before = module.memory_allocated(device)
+    module.reset_peak_memory_stats(device)
     call()
-    torch.cuda.synchronize(device)
-    return before, torch.cuda.max_memory_allocated(device)
+    module.synchronize(device)
+    return before, module.max_memory_allocated(device)

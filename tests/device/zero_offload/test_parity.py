@@ -1,12 +1,12 @@
-"""Every placement beside the dense reference on the same GPU: norms and updates to a stated distance."""
+"""Every placement beside the dense reference on the same device: norms and updates to a stated distance."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.gpu.zero_core import runs as core
-from tests.gpu.zero_offload import runs
+from tests.device.zero_core import runs as core
+from tests.device.zero_offload import runs
 
 
 @pytest.mark.parametrize("micro", [1, 2])
@@ -24,7 +24,7 @@ def test_near_the_reference(device, placement, stage, dtype, far, micro):
 @pytest.mark.parametrize("placement", ["host", "thirds"])
 def test_a_first_step_of_adam_equals_torchs(device, placement):
     """Of one parameter's size at most: Adam's first step is its learning rate wherever the gradient has a sign."""
-    sized = runs.sized(device, (1024, 3, 64))
+    sized = runs.sized(device, (1024, 6, 64))
     masters = {}
     for name in (None, placement):
         with runs.apart(device):

@@ -1,4 +1,4 @@
-"""Several GPUs, a rank each, NCCL between them: the reference's numbers, and the same bits twice and over residency."""
+"""Several devices, a rank each, their collectives between them: the reference's numbers, and the same bits twice and over residency."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.zero_core import runs
-from tests.gpu.zero_core.test_parity import TOLERANCE
+from tests.device.zero_core import runs
+from tests.device.zero_core.test_parity import TOLERANCE
 
 
 def parity(kind: str, make: Any, micro: int, dtype: torch.dtype, swaps: bool, stage: int) -> tuple[float, float]:

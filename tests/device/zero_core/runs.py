@@ -1,4 +1,4 @@
-"""What the GPU tests train, on any device: small models, a store that copies from pinned memory, records of a run."""
+"""What the device tests train: small models, a store that copies from pinned memory, records of a run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.integration.zero_core.swapping import LateArrival, SwappingStore
 from zero_core.reference import Reference
 
 STEPS = 5
+BLOCKS = 8  # buffers that blocks take in turns are used again, under whatever has not finished with them
 
 
 class Wide(nn.Module):
@@ -47,15 +48,15 @@ def fused(parameters: Any) -> torch.optim.Optimizer:
 
 
 def plain() -> toys.Stack:
-    return toys.Stack()
+    return toys.Stack(BLOCKS)
 
 
 def checkpointed() -> toys.Stack:
-    return toys.Checkpointed(False)
+    return toys.Checkpointed(False, blocks=BLOCKS)
 
 
 def reentrant() -> toys.Stack:
-    return toys.Checkpointed(True, segment=2)
+    return toys.Checkpointed(True, segment=2, blocks=BLOCKS)
 
 
 def batch(step: int, rank: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -132,25 +133,29 @@ class PinnedArrival(LateArrival):
 
     def __init__(self, store: PinnedStore, i: int, out: Tensor) -> None:
         super().__init__(store, i, out)
-        store.copies.wait_stream(torch.cuda.current_stream(out.device))
-        with torch.cuda.stream(store.copies):
+        self._module = torch.get_device_module(out.device)
+        store.copies.wait_stream(self._module.current_stream(out.device))
+        with self._module.stream(store.copies):
             if store.late_cycles:
-                torch.cuda._sleep(store.late_cycles)
+                self._module._sleep(store.late_cycles)
             out.copy_(store.pinned[i], non_blocking=True)
-            self._there = torch.cuda.Event()
+            self._there = self._module.Event()
             self._there.record()
 
     def wait(self) -> None:
         self._end("waited")
-        torch.cuda.current_stream(self._out.device).wait_event(self._there)
+        self._follow()
 
     def drop(self) -> None:
         self._end("dropped")
-        torch.cuda.current_stream(self._out.device).wait_event(self._there)
+        self._follow()
+
+    def _follow(self) -> None:
+        self._module.current_stream(self._out.device).wait_event(self._there)
 
 
 class PinnedStore(SwappingStore):
-    """Parameters come from pinned memory, after `late_cycles` of the GPU's clock; states stay on the device."""
+    """Parameters come from pinned memory, after `late_cycles` of the device's clock; states stay on the device."""
 
     arrival = PinnedArrival
 
@@ -160,11 +165,15 @@ class PinnedStore(SwappingStore):
 
     def attach(self, *args: Any, **options: Any) -> None:
         super().attach(*args, **options)
-        self.copies = torch.cuda.Stream(self._context.device)
+        device = self._context.device
+        self._module = torch.get_device_module(device)
+        self.copies = self._module.Stream(device)
         self.pinned = [torch.empty(s.spec.numel, dtype=s.spec.dtype, pin_memory=True) for s in self._shards]
         self._keep()
 
     def _keep(self) -> None:
+        """Behind the copies: one that is under way, perhaps of a unit that is not updated, still reads this memory."""
+        self._module.current_stream(self._context.device).wait_stream(self.copies)
         for pinned, shard in zip(self.pinned, self._shards, strict=True):
             pinned.copy_(shard.parameter, non_blocking=True)
 
@@ -179,14 +188,15 @@ class PinnedStore(SwappingStore):
 
 def swapping(device: torch.device, late_cycles: int = 0) -> SwappingStore:
     """A store that swaps in, on that device."""
-    return PinnedStore(late_cycles) if device.type == "cuda" else SwappingStore()
+    return SwappingStore() if device.type == "cpu" else PinnedStore(late_cycles)
 
 
 class NormMayWait:
     """An observer under which a synchronisation raises, but for the norm's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        module = torch.get_device_module(device)
+        self._module = module if hasattr(module, "set_sync_debug_mode") else None
         self.norms = 0
 
     @contextmanager
@@ -204,19 +214,18 @@ class NormMayWait:
             yield
             return
         self.norms += 1
-        before = torch.cuda.get_sync_debug_mode() if self._cuda else 0
+        before = self._module.get_sync_debug_mode() if self._module is not None else 0
         self._set("default")
         try:
             yield
         finally:
-            if self._cuda:
-                torch.cuda.set_sync_debug_mode(before)
+            self._set(before)
 
-    def _set(self, mode: str) -> None:
-        if self._cuda:
-            torch.cuda.set_sync_debug_mode(mode)
+    def _set(self, mode: str | int) -> None:
+        if self._module is not None:
+            self._module.set_sync_debug_mode(mode)
 
 
 def device_of_rank(kind: str) -> torch.device:
     """This rank's device in a pool of `device_ranks`."""
-    return torch.device(kind, dist.get_rank()) if kind == "cuda" else torch.device(kind)
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, dist.get_rank())

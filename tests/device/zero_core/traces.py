@@ -23,21 +23,20 @@ def hidden(of: Iterable[Interval], behind: Iterable[Interval]) -> float:
 
 
 def traced(device: torch.device, call: Callable[[], Any]) -> list[tuple[str, Interval]]:
-    """(name, interval in microseconds) of every kernel and copy on the device while `call` ran; on a CPU of operators.
+    """(name, interval in microseconds) of every kernel and copy on the device while `call` ran; of operators where torch
+    traces no device.
 
     From the exported trace, whose categories tell kernels from the annotations that the profiler lays over them.
     """
-    cuda = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities) as profiler:
+    own = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(device.type)
+    with profile(activities=[ProfilerActivity.CPU, *([own] if own else [])]) as profiler:
         call()
-        if cuda:
-            torch.cuda.synchronize(device)
+        torch.get_device_module(device).synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    wanted = {"kernel", "gpu_memcpy", "gpu_memset"} if cuda else {"cpu_op"}
+    wanted = {"kernel", "gpu_memcpy", "gpu_memset"} if own else {"cpu_op"}
     return [
         (event["name"], (event["ts"], event["ts"] + event["dur"]))
         for event in events

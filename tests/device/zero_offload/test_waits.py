@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.zero_offload import runs
+from tests.device.zero_offload import runs
 
 PLACEMENTS = {name: (runs.BELOW | runs.MIXED)[name] for name in ("host", "nvme", "classic", "half", "device")}
 
@@ -12,7 +12,7 @@ PLACEMENTS = {name: (runs.BELOW | runs.MIXED)[name] for name in ("host", "nvme",
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("activations", ["keep", "recompute", "host"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_nothing_but_the_norm_waits(device, only_cuda, placement, activations, accumulate):
+def test_nothing_but_the_norm_waits(device, needs_device, placement, activations, accumulate):
     with runs.apart(device):
         run = runs.Run(device, PLACEMENTS[placement], runs.sized(device, (512, 6, 64)), activations=activations)
         try:
@@ -24,4 +24,4 @@ def test_nothing_but_the_norm_waits(device, only_cuda, placement, activations, a
         finally:
             run.close()
     assert run.observer.norms == 4
-    only_cuda("a synchronisation that raises")
+    needs_device("a synchronisation that raises")

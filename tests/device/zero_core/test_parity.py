@@ -1,4 +1,4 @@
-"""Every stage on one GPU beside the dense twin on the same one: precision, checkpointing, accumulation.
+"""Every stage on one device beside the dense twin on the same one: precision, checkpointing, accumulation.
 
 Fails if a gradient is lost or counted twice, if memory that was freed is computed with, or a master is rounded another
 way. The twin runs the same kernels on other addresses, so little is left between them.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.zero_core import runs
+from tests.device.zero_core import runs
 
 # Norms and updates, relative. bf16: a kernel chosen by its operand's address may round a gradient the other way, 2^-9.
 TOLERANCE = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 2e-2)}

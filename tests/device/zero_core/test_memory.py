@@ -1,4 +1,4 @@
-"""What one GPU holds: between steps what the store holds, inside one two units more; and no more as steps go by."""
+"""What one device holds: between steps what the store holds, inside one two units more; and no more as steps go by."""
 
 from __future__ import annotations
 
@@ -10,32 +10,38 @@ import torch
 from torch import nn
 
 import zero_core
-from tests.gpu.zero_core import runs
+from tests.device.zero_core import runs
 
-WIDTH, BLOCKS, ROWS = 1024, 24, 8  # on a GPU: 8.4 M elements a unit, and activations of next to nothing
-REHEARSED = (32, 4, 8)
+SIZES = {  # width, blocks, rows: large units, and activations of next to nothing. By device, else the GPU's.
+    "cpu": (32, 4, 8),
+    "sim": (256, 8, 8),
+    "gpu": (1024, 24, 8),  # 8.4 M elements a unit
+}
 CLOSE = 1.05
 
 
 def allocated(device: torch.device) -> int:
-    if device.type != "cuda":
+    if device.type == "cpu":
         return 0
     gc.collect()  # an exception keeps the frames that it passed
-    torch.cuda.synchronize(device)
-    return torch.cuda.memory_allocated(device)
+    module = torch.get_device_module(device)
+    module.synchronize(device)
+    return module.memory_allocated(device)
 
 
 def peak_of(device: torch.device, call: Any) -> int:
     """Bytes above what was there before, at the most."""
-    before = allocated(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type == "cpu":
+        call()
+        return 0
+    before, module = allocated(device), torch.get_device_module(device)
+    module.reset_peak_memory_stats(device)
     call()
-    return torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
+    return module.max_memory_allocated(device) - before
 
 
 def sizes(device: torch.device) -> tuple[int, int, int]:
-    return (WIDTH, BLOCKS, ROWS) if device.type == "cuda" else REHEARSED
+    return SIZES.get(device.type, SIZES["gpu"])
 
 
 def warm_up(width: int, x: torch.Tensor) -> None:
@@ -71,7 +77,7 @@ def one_block(width: int, x: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("swaps", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stage_3_holds_what_the_store_holds_and_two_units(device, only_cuda, dtype, swaps):
+def test_stage_3_holds_what_the_store_holds_and_two_units(device, needs_device, dtype, swaps):
     width, blocks, rows = sizes(device)
     x = torch.randn(rows, width, device=device, dtype=dtype)
     warm_up(width, x)
@@ -98,7 +104,7 @@ def test_stage_3_holds_what_the_store_holds_and_two_units(device, only_cuda, dty
     unit_bytes = max(unit.nbytes for unit in handle.units)
     peak = peak_of(device, backward)
     optimizer.close()
-    only_cuda("bytes allocated")
+    needs_device("bytes allocated")
     assert plan / CLOSE <= held <= plan * CLOSE, (held, plan)
     # Two units; what forward left for all blocks; and one block's gradients, with what its kernels need.
     assert peak <= CLOSE * 2 * unit_bytes + kept + alone, (peak, unit_bytes, kept, alone)
@@ -106,13 +112,13 @@ def test_stage_3_holds_what_the_store_holds_and_two_units(device, only_cuda, dty
 
 @pytest.mark.parametrize("swaps", [False, True])
 @pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 3}, {"stage": 3, "resident_bytes": 1 << 20}], ids=str)
-def test_fifty_steps_leave_nothing_behind(device, only_cuda, options, swaps):
+def test_many_steps_leave_nothing_behind(device, needs_device, options, swaps):
     """Evaluations in between, and forwards that raise when the next units are under way."""
     model = runs.checkpointed().to(device)
     store = runs.swapping(device) if swaps else None
     optimizer = zero_core.shard(model, runs.fused(model.parameters()), max_grad_norm=1.0, store=store, **options)
     seen = []
-    for step in range(50):
+    for step in range(20 if device.type == "sim" else 50):
         x = runs.batch(step, 0, device, torch.float32)
         runs.loss_of(model, x).backward()
         optimizer.step()
@@ -129,5 +135,5 @@ def test_fifty_steps_leave_nothing_behind(device, only_cuda, options, swaps):
         seen.append(allocated(device))
     assert all(unit.flat.untyped_storage().nbytes() == 0 for unit in handle.units)
     optimizer.close()
-    only_cuda("bytes allocated")
+    needs_device("bytes allocated")
     assert set(seen[5:]) == {seen[5]}, seen

@@ -1,4 +1,4 @@
-"""One GPU, the same bits: twice, over every residency, and whether the store lends or copies late.
+"""One device, the same bits: twice, over every residency, and whether the store lends or copies late.
 
 Fails if anything is read before the stream that writes it, or after its memory went to something else: views that
 autograd saved of storages that were freed in between would show in a loss.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.zero_core import runs
+from tests.device.zero_core import runs
 
 RESIDENCIES = [
     {"stage": 0},

@@ -1,4 +1,4 @@
-"""The update beside a GPU: on the cores that are chosen for it, over memory that the GPU copies from.
+"""The update beside a device: on the cores that are chosen for it, over memory that the device copies from.
 
 Fails if a core is chosen that the kernel does not grant, or if registered memory or pinned threads change a bit.
 """
@@ -28,9 +28,9 @@ def updated(step: CpuStep, pinned: bool) -> Tile:
     return tile
 
 
-def test_the_cores_of_this_gpu_are_ours_and_leave_one_to_launch(device):
+def test_the_cores_of_this_device_are_ours_and_leave_one_to_launch(device):
     """Rehearsed on the CPU with a seat whose node is not known."""
-    seat = cores.seat_of(device) if device.type == "cuda" else cores.Seat(None, tuple(sorted(os.sched_getaffinity(0))))
+    seat = cores.seat_of(device) if device.type != "cpu" else cores.Seat(None, tuple(sorted(os.sched_getaffinity(0))))
     found = cores.beside_gpus([seat], 0)
     assert set(found.pool) | set(found.rest) <= set(seat.allowed) == os.sched_getaffinity(0)
     assert cores.granted(found.pool) == set(found.pool)
@@ -39,15 +39,15 @@ def test_the_cores_of_this_gpu_are_ours_and_leave_one_to_launch(device):
 
 
 @pytest.mark.parametrize("layout", ["split", "fp32"])
-def test_the_same_bits_while_the_gpu_computes(device, layout):
+def test_the_same_bits_while_the_device_computes(device, layout):
     expected = updated(CpuStep(layout, threads=1), pinned=False)
     pool = sorted(os.sched_getaffinity(0))
-    if device.type == "cuda":
+    if device.type != "cpu":
         pool = cores.beside_gpus([cores.seat_of(device)], 0).pool
     a = torch.randn(512, 512, device=device)
     for _ in range(50):
         a = (a @ a).tanh()
-    found = updated(CpuStep(layout, cores=pool), pinned=device.type == "cuda")
+    found = updated(CpuStep(layout, cores=pool), pinned=device.type != "cpu")
     assert bool(a.isfinite().all())
     assert same(found.parameter, expected.parameter)
     assert all(same(found.states[name], expected.states[name]) for name in expected.states)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zero_core
-from tests.gpu.zero_core import runs, traces
+from tests.device.zero_core import runs, traces
 
 
 def test_intervals_hidden_behind_others():
@@ -24,7 +24,7 @@ def test_a_trace_is_split_into_what_moves_and_what_computes():
 
 def trained(device: torch.device, store: object) -> list[tuple[str, traces.Interval]]:
     """The trace of two steps of bf16, of which a unit's kernels take longer than its parameters to come."""
-    width, blocks, rows = (2048, 12, 16384) if device.type == "cuda" else (32, 4, 8)
+    width, blocks, rows = (32, 4, 8) if device.type in ("cpu", "sim") else (2048, 12, 16384)
     model = runs.Wide(width, blocks).to(device)
     optimizer = zero_core.shard(
         model, runs.fused(model.parameters()), param_dtype=torch.bfloat16, max_grad_norm=1.0, store=store
@@ -43,10 +43,10 @@ def trained(device: torch.device, store: object) -> list[tuple[str, traces.Inter
     return trace
 
 
-def test_parameters_swap_in_beside_kernels(device, only_cuda):
+def test_parameters_swap_in_beside_kernels(device, needs_hardware):
     trace = trained(device, runs.swapping(device))
     assert trace
-    only_cuda("a trace of the device")
+    needs_hardware("a trace of the device")
     copies, kernels = traces.split(trace, "memcpy htod")
     assert copies and kernels
     assert traces.hidden(copies, kernels) >= 0.5
@@ -59,7 +59,7 @@ def gathered_beside(kind: str) -> tuple[int, float]:
     return len(gathers), traces.hidden(gathers, kernels)
 
 
-def test_gathers_run_beside_kernels(device, device_ranks, only_cuda):
+def test_gathers_run_beside_kernels(device, device_ranks, needs_hardware):
     for gathers, fraction in device_ranks.run(gathered_beside, device.type):
-        only_cuda("a trace of the device")
+        needs_hardware("a trace of the device")
         assert gathers and fraction >= 0.5

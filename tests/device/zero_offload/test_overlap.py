@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.zero_core import traces
-from tests.gpu.zero_offload import runs
+from tests.device.zero_core import traces
+from tests.device.zero_offload import runs
 
 
 @pytest.mark.parametrize("activations", ["recompute", "host"])
 @pytest.mark.parametrize("placement", ["host", "classic"])
-def test_units_come_and_gradients_go_beside_kernels(device, only_cuda, record_property, placement, activations):
+def test_units_come_and_gradients_go_beside_kernels(device, needs_hardware, record_property, placement, activations):
     """The update's time is taken out: the reference step on the CPU takes far longer than a forward on a GPU.
 
     What lives on the device comes up while it is updated, beside nothing here.
@@ -29,7 +29,7 @@ def test_units_come_and_gradients_go_beside_kernels(device, only_cuda, record_pr
         trace = traces.traced(device, two_steps)
         run.close()
     assert trace
-    only_cuda("a trace of the device")
+    needs_hardware("a trace of the device")
     for direction in ("memcpy dtoh",) if placement == "classic" else ("memcpy htod", "memcpy dtoh"):
         copies, kernels = traces.split(trace, direction)
         assert copies and kernels

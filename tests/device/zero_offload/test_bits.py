@@ -1,4 +1,4 @@
-"""One GPU, the same bits: over host, nvme, any mix of them, overlapped or not, whatever is asked for ahead.
+"""One device, the same bits: over host, nvme, any mix of them, overlapped or not, whatever is asked for ahead.
 
 Fails if a copy is read before it arrived, or its memory used for something else before it was made: then a loss, a norm
 or a master differs.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.zero_core.runs import differing
-from tests.gpu.zero_offload import runs
+from tests.device.zero_core.runs import differing
+from tests.device.zero_offload import runs
 
-GPU = (1024, 6, 64)  # 8.4 M elements a block, nine tiles
+GPU = (1024, 6, 64)  # 8.4 M elements a block, nine tiles; in a rehearsal three
 
 
 @pytest.fixture(scope="module")

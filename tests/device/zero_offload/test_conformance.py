@@ -1,4 +1,4 @@
-"""TieredStore keeps the promises of ShardStore on a GPU, in every tier."""
+"""TieredStore keeps the promises of ShardStore on a device apart from the host, in every tier."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.zero_offload import runs
+from tests.device.zero_offload import runs
 from zero_core.store import ShardStore
 from zero_core.testing import ShardStoreSuite
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zero_core
-from tests.gpu.zero_core import runs
+from tests.device.zero_core import runs
 
 BF16 = {"param_dtype": torch.bfloat16}
 
@@ -25,7 +25,7 @@ BF16 = {"param_dtype": torch.bfloat16}
     ],
     ids=str,
 )
-def test_nothing_but_the_norm_waits(device, only_cuda, options, build, make, swaps):
+def test_nothing_but_the_norm_waits(device, needs_device, options, build, make, swaps):
     observer = runs.NormMayWait(device)
     model = make().to(device)
     store = runs.swapping(device) if swaps else None
@@ -45,4 +45,4 @@ def test_nothing_but_the_norm_waits(device, only_cuda, options, build, make, swa
     finally:
         optimizer.close()
     assert observer.norms == 4
-    only_cuda("a synchronisation that raises")
+    needs_device("a synchronisation that raises")

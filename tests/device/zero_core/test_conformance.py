@@ -1,11 +1,11 @@
-"""DeviceStore, and a store that copies from pinned memory, keep the promises of ShardStore on a GPU."""
+"""DeviceStore, and a store that copies from pinned memory, keep the promises of ShardStore on any device."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.gpu.zero_core import runs
+from tests.device.zero_core import runs
 from zero_core.device_store import DeviceStore
 from zero_core.testing import ShardStoreSuite
 

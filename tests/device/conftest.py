@@ -1,0 +1,145 @@
+"""The device that tests of this folder run on: an accelerator, a simulated one, or the CPU to rehearse the same code.
+
+pytest tests/device                       the accelerator that torch sees; skips every test, visibly, where it sees none
+pytest tests/device --device cuda:1       that one
+pytest tests/device --device sim          zero-sim's: every test runs under its race detector, in every rank
+pytest tests/device --device cpu          runs what does not need a device apart from the host
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+FULL = "only `nox -s device` runs this on a simulated device; the tests that CI runs there are a third"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", help="what tests/device run on: cuda, cuda:1, sim, cpu; default: what torch sees")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", f"device_full: {FULL}")
+    if _name(config).partition(":")[0] != "sim":
+        return
+    from tests.device import simulation
+
+    simulation.begin()
+
+
+def pytest_collection_modifyitems(config, items):
+    """A test that hangs beside a device does so in C++, where no signal reaches Python: a thread ends the process."""
+    if _name(config) in ("", "cpu"):
+        return
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.timeout(300, method="thread"))
+
+
+def _name(config) -> str:
+    """What --device says, or torch's accelerator; empty where there is none."""
+    # The option is unknown where this folder was reached from above: `pytest tests`.
+    if asked := config.getoption("--device", default=None):
+        return asked
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found is not None else ""
+
+
+def _device(config) -> torch.device:
+    """With an index, but for the CPU. Skips where it is missing."""
+    name = _name(config)
+    if not name:
+        pytest.skip(f"no accelerator: torch {torch.__version__} sees none (--device sim simulates one)")
+    if name.startswith("sim"):
+        from tests.device import simulation
+
+        if simulation.missing:
+            pytest.skip(simulation.missing)
+    wanted = torch.device(name)
+    if wanted.type == "cpu":
+        return wanted
+    module = torch.get_device_module(wanted)
+    found = module.device_count() if module.is_available() else 0
+    if (wanted.index or 0) >= found:
+        pytest.skip(f"no {name}: torch {torch.__version__} sees {found} (--device sim simulates some)")
+    return torch.device(wanted.type, wanted.index or 0)
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig) -> Iterator[torch.device]:
+    """Where the test runs."""
+    wanted = _device(pytestconfig)
+    threads = torch.get_num_threads()
+    if wanted.type in ("cpu", "sim"):
+        torch.set_num_threads(1)  # tiny tensors: on a machine with other work, threads wait for each other
+    if wanted.type != "cpu":
+        torch.get_device_module(wanted).set_device(wanted)
+    yield wanted
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def races_fail_the_test(pytestconfig) -> Iterator[None]:
+    """On the simulated device, a race fails the test in which it occurs, or the first test that used a fixture's."""
+    if not _name(pytestconfig).startswith("sim"):
+        yield
+        return
+    from tests.device import simulation
+
+    if simulation.missing:
+        yield
+        return
+    with simulation.no_races():
+        yield
+
+
+@pytest.fixture(scope="session")
+def device_ranks(pytestconfig, ranks):
+    """A pool of ranks, each with a device of its own: all that there are, two of the simulated. Skips under two.
+
+    Rehearsed on the CPU: two ranks and gloo.
+    """
+    device = _device(pytestconfig)
+    if device.type == "cpu":
+        yield ranks(2)
+        return
+    from zero_core.testing import RankPool
+
+    if device.type == "sim":
+        from tests.device.simulation import CheckedRanks
+
+        pool: Any = CheckedRanks(RankPool(2, device="sim", imports=("tests.device.simulation",)))
+    else:
+        found = torch.get_device_module(device).device_count()
+        if found < 2:
+            pytest.skip(f"ranks with a device each need two, found {found}")
+        pool = RankPool(found, device=device.type)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def needs_device(device) -> Callable[[str], None]:
+    """Call it before what the CPU cannot show, after everything that it can run: the rest skips there."""
+
+    def stop_here(what: str) -> None:
+        if device.type == "cpu":
+            pytest.skip(f"rehearsed on {device}; {what} is a device's to show")
+
+    return stop_here
+
+
+@pytest.fixture
+def needs_hardware(device) -> Callable[[str], None]:
+    """Call it before what a simulated device cannot show either."""
+
+    def stop_here(what: str) -> None:
+        if device.type in ("cpu", "sim"):
+            pytest.skip(f"rehearsed on {device}; {what} is hardware's to show")
+
+    return stop_here
