@@ -35,7 +35,7 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
 
 def test_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(zero_core.ZeroError, match="device=cuda:1: torch sees no GPU here; leave device out"):
+    with pytest.raises(zero_core.ZeroError, match="device=cuda:1: torch sees no such device here; leave device out"):
         _compute_device(nn.Linear(3, 3), "cuda:1", None)
 
 

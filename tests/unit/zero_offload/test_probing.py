@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zero_offload import Hardware, MemoryByteStore, OffloadError, TorchStep, plan, probe, probing, probing_cuda
+from zero_offload import Hardware, MemoryByteStore, OffloadError, TorchStep, plan, probe, probing, probing_device
 
 MEASURED = ("host_gib", "tflops", "update_gbps", "nvme_read_gbps", "nvme_write_gbps", "nvme_mixed_gbps")
 
@@ -62,20 +62,20 @@ def test_extents_are_given_back(small):
 
 
 class Cuda:
-    """Stand-ins for the calls of torch.cuda that the probe makes: tensors stay on the CPU, who copied what is noted."""
+    """Stand-ins for the calls of a device's module that the probe makes: tensors stay on the CPU."""
 
     def __init__(self, monkeypatch, status=0):
         self.streams, self.used, self.synchronised, self.registered = [], [], 0, {}
         self.status = status
         runtime = SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 << 30, 64 << 30))
-        monkeypatch.setattr(torch.cuda, "Stream", self.stream)
-        monkeypatch.setattr(torch.cuda, "stream", self.using)
-        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronise)
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-        monkeypatch.setattr(probing_cuda, "COPY_BYTES", 1 << 16)
-        monkeypatch.setattr(probing_cuda, "WARM_SECONDS", 0.0)
+        monkeypatch.setattr(torch.cpu, "mem_get_info", lambda _: (60 << 30, 64 << 30), raising=False)
+        monkeypatch.setattr(torch.cpu, "Stream", self.stream)
+        monkeypatch.setattr(torch.cpu, "stream", self.using)
+        monkeypatch.setattr(torch.cpu, "device", lambda _: contextlib.nullcontext(), raising=False)
+        monkeypatch.setattr(torch.cpu, "synchronize", self.synchronise)
+        monkeypatch.setattr(torch.cpu, "cudart", lambda: runtime, raising=False)
+        monkeypatch.setattr(probing_device, "COPY_BYTES", 1 << 16)
+        monkeypatch.setattr(probing_device, "WARM_SECONDS", 0.0)
 
     def register(self, address, nbytes, flags):
         assert flags == 0
@@ -102,11 +102,11 @@ class Cuda:
 
 def test_the_link_is_measured_each_way_and_both_at_once_from_registered_memory(monkeypatch):
     cuda = Cuda(monkeypatch)
-    found = probing_cuda.cuda_figures(torch.device("cpu"))
+    found = probing_device.device_figures(torch.device("cpu"))
     assert found["device_gib"] == 64 and found["device_reserved_gib"] == 4
     assert all(found[name] > 0 for name in ("link_gbps", "link_out_gbps", "link_mixed_gbps", "device_gbps"))
     assert len(cuda.streams) == 2 and not cuda.registered
-    rounds = probing_cuda.ROUNDS + 1  # one to warm up
+    rounds = probing_device.ROUNDS + 1  # one to warm up
     both = cuda.used[-2 * rounds :]
     assert both == cuda.streams * rounds  # at once: a lane each, before the host waits
     assert cuda.synchronised == 4 * rounds + 1  # once a round, and before the memory goes
@@ -114,12 +114,12 @@ def test_the_link_is_measured_each_way_and_both_at_once_from_registered_memory(m
 
 def test_memory_that_cannot_be_registered_is_an_error_with_a_way_out(monkeypatch):
     Cuda(monkeypatch, status=2)
-    with pytest.raises(OffloadError, match="failed with status 2 of the CUDA runtime; all of it must fit in memory"):
-        probing_cuda.cuda_figures(torch.device("cpu"))
+    with pytest.raises(OffloadError, match="failed with status 2 of the cpu runtime; all of it must fit in memory"):
+        probing_device.device_figures(torch.device("cpu"))
 
 
 def test_beside_a_gpu_the_nodes_update_is_that_of_all_its_ranks(small, monkeypatch):
-    monkeypatch.setattr(probing, "cuda_figures", lambda _: {"device_gib": 80.0, "link_gbps": 50.126})
+    monkeypatch.setattr(probing, "device_figures", lambda _: {"device_gib": 80.0, "link_gbps": 50.126})
     monkeypatch.setattr(probing, "compute_tflops", lambda *_: 400.0)
     monkeypatch.setattr(probing, "SERVER_TILES", 2)
     monkeypatch.setattr(probing, "update_gbps", lambda step, dtype, count: 50.0 * count)

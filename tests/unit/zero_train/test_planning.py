@@ -54,7 +54,7 @@ def test_a_described_machine_is_planned_for_and_not_run_on():
     asked()
     asked(f"hardware.device={here}", "hardware.ranks_per_node=2", ranks=Ranks(0, 4, 0, 2))
     asked(ranks=Ranks(0, 3, 0, 2))  # an uneven launch, nothing described
-    with pytest.raises(ConfigError, match=rf"hardware\.device={other}, but .* on {here}: .*hardware=detect"):
+    with pytest.raises(ConfigError, match=rf"hardware\.device={other}, but .* on {here}; .*hardware=detect"):
         asked(f"hardware.device={other}")
     with pytest.raises(ConfigError, match=r"are 8 ranks, this run has 1; plan for them with run\.dry=true"):
         asked("hardware.ranks_per_node=8")

@@ -257,16 +257,17 @@ def _run_state(view: ShardView, optimizer: Any, scheduler: Any, extra: Any) -> d
 
 def _random_state(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        state["device"] = (device.type, torch.get_device_module(device).get_rng_state(device))
     return state
 
 
 def _restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    kind, own = state.get("device") or ("cuda", state.get("cuda"))  # the key of checkpoints before zero-core 0.2
+    if own is not None and kind == device.type:  # another device's generator would not give the same numbers
+        torch.get_device_module(device).set_rng_state(own, device)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

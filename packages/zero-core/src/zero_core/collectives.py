@@ -139,8 +139,8 @@ class Ranks:
             return dist.all_reduce(values, op=dist.ReduceOp.AVG, group=self.replicate.group, async_op=True)
 
     def numbers(self, values: Sequence[float]) -> Tensor:
-        """(n,) float64 on the device. The host does not wait for it: from memory that is not pinned, CUDA would."""
-        if self.device.type != "cuda":
+        """(n,) float64 on the device. The host does not wait for it: from memory that is not pinned, it would."""
+        if self.device.type == "cpu":
             return torch.tensor(values, dtype=torch.float64, device=self.device)
         return torch.tensor(values, dtype=torch.float64, pin_memory=True).to(self.device, non_blocking=True)
 

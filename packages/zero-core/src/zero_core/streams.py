@@ -34,11 +34,11 @@ __all__ = ["Side"]
 
 
 class Side:
-    """A stream of its own for what is begun ahead. `streams`: torch.cuda, or what stands for it; None: no streams."""
+    """A stream of its own for what is begun ahead. `streams`: in the place of the device's own, `torch.cuda` say."""
 
     def __init__(self, device: torch.device, streams: Any = None) -> None:
         self._device = device
-        self._streams = torch.cuda if streams is None and device.type == "cuda" else streams
+        self._streams = torch.get_device_module(device) if streams is None and device.type != "cpu" else streams
         self._stream: Any = None
 
     def after_current(self) -> AbstractContextManager[None]:

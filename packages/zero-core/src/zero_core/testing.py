@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -9,7 +10,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .conformance import ShardStoreSuite
+from .device import backend_of
 
 __all__ = ["LocalRank", "RankError", "RankPool", "ShardStoreSuite"]
 
@@ -48,19 +50,24 @@ class RankPool:
     """`size` processes joined in a group, kept across calls; any failure ends them, the next call makes new ones.
 
     Every rank runs one thread. Functions and arguments travel by pickle, so functions are module-level; so do results.
-    backend: "gloo", or "nccl", where rank r has GPU r and no other, and gloo serves what is on the CPU.
+    device: "cpu", or another type that torch knows: rank r computes on its device r and on no other. imports: modules
+    that each rank imports before it joins, such as one that registers the device.
+    backend: as for `torch.distributed.init_process_group`; None: gloo for the CPU and torch's default for the device.
     start_method: "forkserver" imports what `multiprocessing.set_forkserver_preload` names once and not in every rank;
-    not for ranks that use CUDA, which a forked process cannot if anything imported has asked for it.
+    not for ranks that use a GPU, which a forked process cannot if anything imported has asked for it.
     """
 
     def __init__(
         self,
         size: int,
         collective_timeout_seconds: float = 60.0,
-        backend: str = "gloo",
+        backend: str | None = None,
         start_method: Literal["spawn", "forkserver"] = "spawn",
+        device: str = "cpu",
+        imports: Sequence[str] = (),
     ) -> None:
-        self.size, self.backend, self.start_method = size, backend, start_method
+        self.size, self.device, self.backend, self.start_method = size, device, backend, start_method
+        self.imports = tuple(imports)
         self._collective_timeout_seconds = collective_timeout_seconds
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -106,7 +113,8 @@ class RankPool:
         context: Any = multiprocessing.get_context(self.start_method)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, self.size, rendezvous, self._collective_timeout_seconds, self.backend)
+            arguments: tuple[Any, ...] = (theirs, rank, self.size, rendezvous, self._collective_timeout_seconds)
+            arguments += (self.backend, self.device, self.imports)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -139,16 +147,30 @@ class RankPool:
         self._kill()
 
 
-def _serve(pipe: Connection, rank: int, size: int, rendezvous: str, timeout_seconds: float, backend: str) -> None:
+def _serve(
+    pipe: Connection,
+    rank: int,
+    size: int,
+    rendezvous: str,
+    timeout_seconds: float,
+    backend: str | None,
+    device: str,
+    imports: Sequence[str],
+) -> None:
     """The life of one rank: join, answer until told to stop, leave."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-        backend = "cpu:gloo,cuda:nccl"
+    for module in imports:
+        importlib.import_module(module)
+    if device != "cpu":
+        torch.get_device_module(device).set_device(rank)
     dist.init_process_group(
-        backend, init_method=rendezvous, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
+        backend or backend_of(device),
+        init_method=rendezvous,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_seconds),
     )
     while True:
         try:

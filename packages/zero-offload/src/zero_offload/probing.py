@@ -1,6 +1,6 @@
 """`probe`: measure this machine's `Hardware`. Takes a few seconds, and about 1 GiB of host memory (2 GiB beside a GPU).
 
-Owns the measurements only; those of a CUDA device are `probing_cuda`'s. Figures are what this package would reach:
+Owns the measurements only; those of a device apart are `probing_device`'s. Figures are what this package would reach:
 direct I/O through the caller's own `ByteStore` from huge-page memory, the caller's own `UpdateStep` on tiles out of
 cache, a transformer block's forward and backward. Each is the best of a few rounds: the machine's, not that of whatever
 else ran at the time.
@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_core.device import indexed
+
 from .accounting import Shape, update_bytes
 from .hardware import GB, GIB, Hardware
-from .probing_cuda import best, cuda_figures, least_seconds
+from .probing_device import best, device_figures, least_seconds
 from .protocols import ByteStore, UpdateStep
 
 ROUNDS = 3
@@ -30,7 +32,7 @@ BLOCKS = 16  # 128 MiB a direction
 UPDATE_NUMEL = 1 << 22
 UPDATE_TILES = 4  # 28 bytes an element: 450 MB, beyond the cache of a small machine
 SERVER_TILES = 16  # 1.8 GB: beyond that of a GPU's host
-CUDA_BLOCKS = 8  # of compute, queued before the host waits
+DEVICE_BLOCKS = 8  # of compute, queued before the host waits
 
 
 def probe(
@@ -50,9 +52,7 @@ def probe(
     `step`: the update to time, bound or not; left out, the update's bandwidth stays unknown. The block that is computed
     has `hidden_size`; a figure for another size may differ, small ones being slower.
     """
-    where = torch.device(device)
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
+    where = indexed(torch.device(device))
     apart = where.type != "cpu"
     figures: dict[str, Any] = {
         "name": name or platform.node() or "this machine",
@@ -62,7 +62,7 @@ def probe(
         "tflops": compute_tflops(where, parameter_dtype, hidden_size, tokens),
     }
     if apart:
-        measured = cuda_figures(where)
+        measured = device_figures(where)
         figures |= {k: round(v, 2) if k.endswith("_gib") else _figure(v) for k, v in measured.items()}
     if step is not None:
         gbps = update_gbps(step, parameter_dtype, SERVER_TILES if apart else UPDATE_TILES)
@@ -169,8 +169,8 @@ def compute_tflops(device: torch.device, dtype: torch.dtype, hidden_size: int, t
     inner, outer = (
         nn.Linear(a, b, bias=False, device=device, dtype=dtype) for a, b in ((width, 3 * width), (3 * width, width))
     )
-    on_cuda = device.type == "cuda"
-    sequence = min(2048 if on_cuda else 256, tokens)
+    apart = device.type != "cpu"
+    sequence = min(2048 if apart else 256, tokens)
     x = torch.randn(max(1, tokens // sequence), sequence, width, device=device, dtype=dtype, requires_grad=True)
     numel = sum(p.numel() for layer in (project, inner, outer) for p in layer.parameters())
 
@@ -182,13 +182,13 @@ def compute_tflops(device: torch.device, dtype: torch.dtype, hidden_size: int, t
         (y + outer(nn.functional.silu(inner(y)))).sum().backward()
 
     def queued() -> None:
-        for _ in range(CUDA_BLOCKS):
+        for _ in range(DEVICE_BLOCKS):
             block()
-        torch.cuda.synchronize(device)
+        torch.get_device_module(device).synchronize(device)
 
     flop = 6 * numel * x.shape[0] * sequence
-    if on_cuda:
-        return _figure(CUDA_BLOCKS * flop / best(queued) / 1e12)
+    if apart:
+        return _figure(DEVICE_BLOCKS * flop / best(queued) / 1e12)
     block()
     return _figure(flop / _best(block) / 1e12)
 

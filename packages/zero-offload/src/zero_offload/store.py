@@ -268,7 +268,7 @@ class TieredStore:
         self._monitor.check()
         self._landed()
         squared = torch.tensor(self._gradients.norm_squared(), dtype=torch.float64)
-        if self._context.device.type == "cuda":  # pinned: from pageable memory the copy would wait for all kernels
+        if self._context.device.type != "cpu":  # pinned: from pageable memory the copy would wait for all kernels
             squared = squared.pin_memory().to(self._context.device, non_blocking=True)
         above = self._link.device.norm_squared() if self._link is not None else None
         return squared if above is None else above + squared

@@ -3,8 +3,8 @@
 Owns the two lanes of copies, the marks (events) that order them, and the registration of host memory. What is copied,
 and whether its memory is free, is `uploads`' and `downloads`'. On the CPU there are none of these.
 
-WRITTEN FOR CUDA AND NOT YET RUN ON A GPU. Everything above this file runs in the tests over simulated streams, whose
-copies happen as late as the marks allow.
+NOT YET RUN ON A GPU: the tests run it on a simulated device, and all that is above this file also over streams without
+a device, whose copies happen as late as the marks allow.
 
 [Note: stream order]
     swap_in lane     H2D of unit i ──mark──>        the compute stream follows it before it reads the unit
@@ -19,7 +19,7 @@ compute stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Literal, Protocol
 
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from .arena import Arena
-from .errors import OffloadError
+from .device import event, register, unregister
 
-__all__ = ["CudaStreams", "Lane", "Mark", "Streams", "register", "streams_of", "unregister"]
+__all__ = ["DeviceStreams", "Lane", "Mark", "Streams", "streams_of"]
 
 Lane = Literal["swap_in", "swap_out"]
 
@@ -47,7 +47,7 @@ class Streams(Protocol):
     """Copies in two lanes beside the caller's current stream. Any thread may call any of these."""
 
     def enter_thread(self) -> None:
-        """A thread of the store's begins. On CUDA a mark is asked on the thread's own device, whatever the mark's."""
+        """A thread of the store's begins. A mark is asked on the thread's own device, whatever the mark's."""
 
     def mark(self) -> Mark:
         """What the caller's current stream has queued so far."""
@@ -72,12 +72,12 @@ class Streams(Protocol):
 
 
 class _Event:
-    """A CUDA event as a Mark. It sleeps in wait(): spinning would take a core from the update."""
+    """A device's event as a Mark. It sleeps in wait(): spinning would take a core from the update."""
 
     __slots__ = ("event",)
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(blocking=True)
+    def __init__(self, stream: torch.Stream) -> None:
+        self.event = event(stream.device)
         self.event.record(stream)
 
     def done(self) -> bool:
@@ -87,39 +87,13 @@ class _Event:
         self.event.synchronize()
 
 
-def register(host: Tensor, device: torch.device) -> None:
-    """Let the device copy from and to `host` by itself: whole pages, which are all in memory from here on."""
-    with torch.cuda.device(device):
-        status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
-    _check(
-        f"cudaHostRegister of {host.nbytes} bytes",
-        status,
-        device,
-        "; all of it must fit in memory: take fewer slots or put more on nvme, or raise the limit of locked memory",
-    )
-
-
-def unregister(host: Tensor, device: torch.device) -> None:
-    """The inverse; no copy is under way."""
-    with torch.cuda.device(device):
-        status = int(torch.cuda.cudart().cudaHostUnregister(host.data_ptr()))
-    _check(f"cudaHostUnregister of {host.nbytes} bytes", status, device)
-
-
-def _check(what: str, status: int, device: torch.device, way_out: str = "") -> None:
-    if status == 0:
-        return
-    with suppress(RuntimeError):  # torch leaves the error for the next kernel to report
-        torch.zeros(1, device=device)
-    raise OffloadError(f"{what} failed with status {status} of the CUDA runtime{way_out}")
-
-
-class CudaStreams:
-    """A stream a lane on one CUDA device. `host`: the arena's bytes (uint8), registered once, exactly sized."""
+class DeviceStreams:
+    """A stream a lane on one device. `host`: the arena's bytes (uint8), registered once, exactly sized."""
 
     def __init__(self, device: torch.device, host: Tensor) -> None:
         self.device = device
-        self._lanes = {lane: torch.cuda.Stream(device) for lane in ("swap_in", "swap_out")}
+        self._module = torch.get_device_module(device)
+        self._lanes = {lane: self._module.Stream(device) for lane in ("swap_in", "swap_out")}
         self._registered: dict[int, Tensor] = {}  # by address; kept alive until they are unregistered
         if host.nbytes:
             self._register(host)
@@ -129,23 +103,23 @@ class CudaStreams:
         self._registered[host.data_ptr()] = host
 
     def enter_thread(self) -> None:
-        torch.cuda.set_device(self.device)
+        self._module.set_device(self.device)
 
     def mark(self) -> Mark:
-        return _Event(torch.cuda.current_stream(self.device))
+        return _Event(self._module.current_stream(self.device))
 
     def follow(self, mark: Mark) -> None:
         assert isinstance(mark, _Event)
-        torch.cuda.current_stream(self.device).wait_event(mark.event)
+        self._module.current_stream(self.device).wait_event(mark.event)
 
     def copy(self, lane: Lane, into: Tensor, source: Tensor, after: Sequence[Mark] = ()) -> Mark:
         stream = self._lanes[lane]
         for mark in after:
             assert isinstance(mark, _Event)
             stream.wait_event(mark.event)
-        # Also the device: leaving a stream sets the thread's former one, which for a thread made here is GPU 0's, and
+        # Also the device: leaving a stream sets the thread's former one, which for a thread made here is device 0's, and
         # setting that would give this process a context there.
-        with torch.cuda.device(self.device), torch.cuda.stream(stream), torch.no_grad():
+        with self._module.device(self.device), self._module.stream(stream), torch.no_grad():
             into.copy_(source, non_blocking=True)
         return _Event(stream)
 
@@ -173,6 +147,4 @@ def streams_of(device: torch.device) -> Callable[[Tensor], Streams] | None:
     """What makes the streams of a device apart, from the host memory to register. None: it computes in host memory."""
     if device.type == "cpu":
         return None
-    if device.type != "cuda":
-        raise OffloadError(f"a TieredStore computes on cpu or cuda, not on {device}; leave `store` out")
-    return partial(CudaStreams, device)
+    return partial(DeviceStreams, device)

@@ -75,8 +75,9 @@ def beside_gpus(seats: Sequence[Seat], local_rank: int, root: Path = SYS) -> Cor
 
 
 def seat_of(device: torch.device, root: Path = SYS) -> Seat:
-    """This process's seat for a CUDA device."""
-    address = pci_address(torch.cuda.get_device_properties(device))
+    """This process's seat for a device. Its node is not known where torch does not tell the device's PCI address."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)
+    address = pci_address(properties(device))
     return Seat(None if address is None else numa_node(address, root), tuple(sorted(os.sched_getaffinity(0))))
 
 

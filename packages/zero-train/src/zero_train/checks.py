@@ -23,7 +23,6 @@ STATE_KINDS = ("parameters", "gradients", "optimizer")
 ACTIVATIONS = ("keep", "recompute", "host", "nvme")
 FORMATS = ("auto", "fp32", "bf16", "fp16")
 LAYOUTS = ("auto", "split", "fp32", "split_bf16m", "split_8bit")
-DEVICES = ("cpu", "cuda")
 BACKENDS = ("auto", "io_uring", "libaio", "threads", "aiofiles")
 OPTIMIZERS = ("adamw", "adam", "lion", "adagrad", "sgd")
 EXTRAS = {"zero_nvme": "nvme", "zero_optim_cpu": "cpu", "transformers": "hf"}
@@ -47,7 +46,7 @@ def values(config: Config) -> None:
     _named("optim", config.optim.kind, OPTIMIZERS)
     _named("io.backend", config.io.backend, BACKENDS)
     if config.hardware.device is not None:
-        _named("hardware.device", config.hardware.device, DEVICES)
+        _device(config.hardware.device)
     _named("offload", config.offload.kind, ("none", "placed", "auto"))
     _named("precision.parameters", config.precision.parameters, FORMATS)
     if config.precision.reduce is not None:
@@ -247,6 +246,21 @@ def _counts(config: Config) -> None:
     scale = config.precision.loss_scale
     if not (scale is None or scale == "dynamic" or (isinstance(scale, (int, float)) and 0 < scale < float("inf"))):
         raise ConfigError(f"precision.loss_scale={scale} is neither a positive number nor dynamic nor null")
+
+
+def _device(name: str) -> None:
+    """A type of device is one that torch has streams for: its own, or one that a package registered on import."""
+    import torch  # seconds that a mistyped key need not wait for
+
+    try:
+        known = name == "cpu" or hasattr(torch.get_device_module(name), "Stream")
+    except RuntimeError:
+        known = False
+    if not known:
+        raise ConfigError(
+            f"hardware.device={name} is no type of device that torch {torch.__version__} knows and has streams for; "
+            "choose cpu, cuda, xpu, or one that an installed package adds to torch (by the entry point torch.backends)"
+        )
 
 
 def _named(key: str, value: object, allowed: tuple[str, ...]) -> None:

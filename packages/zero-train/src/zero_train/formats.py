@@ -27,8 +27,10 @@ def resolve(config: Config, device: torch.device, cpuinfo: Path = Path("/proc/cp
     precision, reason = config.precision, ""
     kind = (config.hardware.device if config.run.dry else None) or device.type
     if precision.parameters == AUTO:
-        if kind == "cuda":
+        if kind != "cpu" and (kind != device.type or _computes_bf16(device)):
             precision.parameters, reason = "bf16", "bf16: a GPU"
+        elif kind != "cpu":
+            precision.parameters, reason = "fp32", f"fp32: this {kind} device has no bf16 arithmetic"
         elif found := _flags(cpuinfo) & _CPU_FLAGS:
             precision.parameters, reason = "bf16", f"bf16: this CPU has {sorted(found)[0]}"
         else:
@@ -42,6 +44,18 @@ def resolve(config: Config, device: torch.device, cpuinfo: Path = Path("/proc/cp
 def reduce_dtype(config: Config) -> torch.dtype:
     """The format that gradients are reduced and handed over in."""
     return DTYPES[config.precision.reduce or config.precision.parameters]
+
+
+def _computes_bf16(device: torch.device) -> bool:
+    """What the device says of itself. One that says nothing is taken to: GPUs have had bf16 since 2020."""
+    module = torch.get_device_module(device)
+    said = getattr(module, "is_bf16_supported", None)
+    if said is None or not module.is_available():
+        return True
+    try:
+        return bool(said(False))  # not by emulation
+    except TypeError:  # Ascend's takes no argument
+        return bool(said())
 
 
 def _flags(cpuinfo: Path) -> set[str]:

@@ -29,11 +29,12 @@ def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
         ConfigError: a figure that cannot be.
     """
     facts = {key: value for key, value in dataclasses.asdict(config.hardware).items() if value is not None}
-    on_gpu = ranks.device.type == "cuda"
+    on_gpu = ranks.device.type != "cpu"
     facts.setdefault("device", ranks.device.type)
     facts.setdefault("ranks_per_node", ranks.local_world_size)
     facts.setdefault("nodes", max(1, ranks.world_size // int(facts["ranks_per_node"])))
-    facts.setdefault("device_gib", torch.cuda.mem_get_info(ranks.device)[0] / GIB if on_gpu else 0.0)
+    free_bytes = torch.get_device_module(ranks.device).mem_get_info(ranks.device)[0] if on_gpu else 0
+    facts.setdefault("device_gib", free_bytes / GIB)
     if on_gpu:  # what is free counts the context already; this is for the allocator's fragments and workspaces
         facts.setdefault("device_reserved_gib", 2.0)
     facts.setdefault("host_gib", zero_offload.available_host_bytes() / GIB)
@@ -56,10 +57,9 @@ def here(config: Config, ranks: Ranks) -> None:
     """
     facts = config.hardware
     if facts.device is not None and facts.device != ranks.device.type:
-        seen = "torch sees no GPU" if ranks.device.type == "cpu" else "torch sees a GPU"
         raise ConfigError(
-            f"hardware.device={facts.device}, but this run would compute on {ranks.device.type}: {seen}; plan for that "
-            "machine with run.dry=true, or run on this one with hardware=detect"
+            f"hardware.device={facts.device}, but torch sees no such device here, so this run would compute on "
+            f"{ranks.device.type}; plan for that machine with run.dry=true, or run on this one with hardware=detect"
         )
     if facts.ranks_per_node is None and facts.nodes is None:
         return

@@ -217,7 +217,7 @@ class HardwareConfig:
     ranks_per_node: Optional[int] = None
     """Ranks (one a device) that share one host's memory and NVMe; null: the local world size of this run."""
     device: Optional[str] = None
-    """torch device type that the ranks compute on; null: cuda where there is one, else cpu."""
+    """torch device type that the ranks compute on; null: torch's accelerator where there is one, else cpu."""
     device_gib: Optional[float] = None
     """Memory of one device; 0: the device tier is host memory; null: ask."""
     device_reserved_gib: Optional[float] = None

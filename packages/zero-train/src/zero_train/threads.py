@@ -1,7 +1,7 @@
 """Which cores this rank's update, launches and I/O take on the host of a GPU. On the CPU: nothing is changed.
 
 Owns the binding of this process and its end; which cores they are is decided in zero_optim_cpu.cores.
-Written for CUDA and NOT YET RUN on a GPU: the tests claim cores for a device that is only named.
+NOT YET RUN on a GPU: the tests claim cores for a device that is only named.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def claimed(config: Config, ranks: Ranks) -> Iterator[Any | None]:
     configuration counts itself (optim.threads). To be entered before memory is filled, which is then taken beside the
     GPU. torch computes on the launching cores only, unless run.threads says otherwise. Undone at the end.
     """
-    on_gpu = ranks.device.type == "cuda" and importlib.util.find_spec("zero_optim_cpu") is not None
+    on_gpu = ranks.device.type != "cpu" and importlib.util.find_spec("zero_optim_cpu") is not None
     if not on_gpu or config.offload.kind == "none" or config.optim.threads is not None:
         yield None
         return

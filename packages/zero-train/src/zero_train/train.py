@@ -50,7 +50,7 @@ def run(config: Config, on_end: Callable[[engine.Engine], None] | None = None) -
     """
     with interrupt.handled() as asked:
         try:
-            with joined() as ranks, interrupt.unhidden():
+            with joined(config.hardware.device) as ranks, interrupt.unhidden():
                 return _Run(config, ranks, asked, on_end).go()
         except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
             raise RunError(f"the run stopped: {error}") from error

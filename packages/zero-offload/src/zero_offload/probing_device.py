@@ -1,7 +1,6 @@
-"""What `probe` asks of a CUDA device: its memory, how fast that is, and the way to the host in each direction and both.
+"""What `probe` asks of a device apart: its memory, how fast that is, and the link to the host in each direction.
 
-Owns these measurements only. WRITTEN FOR CUDA AND NOT YET RUN ON A GPU: the tests run it on CPU tensors over stand-ins
-for streams.
+Owns these measurements only. NOT YET RUN ON A GPU: the tests run it on a simulated device.
 
 [Note: What is timed]
 Copies of registered memory, as the arena is: an anonymous mapping with huge pages, exactly sized, touched before it is
@@ -20,8 +19,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .device import register, unregister
 from .hardware import GB, GIB
-from .streams import register, unregister
 
 COPY_BYTES = 512 << 20
 DEVICE_COPIES = 16  # a round: 16 GiB read and written, as long as the device's memory takes milliseconds for
@@ -29,26 +28,27 @@ WARM_SECONDS = 0.3
 ROUNDS = 5
 
 
-def cuda_figures(device: torch.device) -> dict[str, float]:
+def device_figures(device: torch.device) -> dict[str, float]:
     """`device_gib`, `device_reserved_gib`, `device_gbps` and the three of the link, of one device."""
-    free, total = torch.cuda.mem_get_info(device)
+    module = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
     figures = {"device_gib": total / GIB, "device_reserved_gib": max(1.0, (total - free) / GIB)}
     first, second = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    lanes = [torch.cuda.Stream(device) for _ in range(2)]
+    lanes = [module.Stream(device) for _ in range(2)]
 
     def copied(*pairs: tuple[Tensor, Tensor]) -> Callable[[], None]:
         def work() -> None:
             for lane, (into, source) in zip(lanes, pairs, strict=False):
-                with torch.cuda.stream(lane):
+                with module.stream(lane):
                     into.copy_(source, non_blocking=True)
-            torch.cuda.synchronize(device)
+            module.synchronize(device)
 
         return work
 
     def inside() -> None:
         for _ in range(DEVICE_COPIES):
             second.copy_(first)
-        torch.cuda.synchronize(device)
+        module.synchronize(device)
 
     with registered(2 * COPY_BYTES, device) as host:
         out, back = host[:COPY_BYTES], host[COPY_BYTES:]
@@ -91,5 +91,5 @@ def registered(nbytes: int, device: torch.device) -> Iterator[Tensor]:
     try:
         yield memory
     finally:
-        torch.cuda.synchronize(device)
+        torch.get_device_module(device).synchronize(device)
         unregister(memory, device)

@@ -1,0 +1,68 @@
+"""What only a device's vendor provides: registering host memory, so that the device copies from and to it by itself.
+
+CUDA's and ROCm's runtime registers memory that is there already (`cudart().cudaHostRegister`, under this name on both).
+A device whose module offers the same call is used in the same way. For any other device torch allocates pinned memory,
+which its allocator rounds up, perhaps to a power of two, and which has no huge pages: see `registers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import OffloadError
+
+__all__ = ["event", "pinned", "register", "registers", "unregister"]
+
+
+def registers(device: torch.device) -> bool:
+    """Whether the device can be given host memory that is there already; else memory is to come from `pinned`."""
+    return device.type != "cpu" and hasattr(torch.get_device_module(device), "cudart")
+
+
+def register(host: Tensor, device: torch.device) -> None:
+    """Let the device copy from and to `host` by itself: whole pages, which are all in memory from here on."""
+    _call(
+        device,
+        lambda runtime: runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0),
+        f"cudaHostRegister of {host.nbytes} bytes",
+        "; all of it must fit in memory: take fewer slots or put more on nvme, or raise the limit of locked memory",
+    )
+
+
+def unregister(host: Tensor, device: torch.device) -> None:
+    """The inverse; no copy is under way."""
+    _call(
+        device,
+        lambda runtime: runtime.cudaHostUnregister(host.data_ptr()),
+        f"cudaHostUnregister of {host.nbytes} bytes",
+    )
+
+
+def pinned(nbytes: int) -> Tensor:
+    """(nbytes,) uint8 of host memory from the allocator that torch has for the accelerator."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def event(device: torch.device) -> Any:
+    """An event of the device's. The host sleeps while it waits for it, where the device has such events."""
+    module = torch.get_device_module(device)
+    try:
+        return module.Event(blocking=True)
+    except TypeError:  # XPU's have no such option
+        return module.Event()
+
+
+def _call(device: torch.device, call: Callable[[Any], object], what: str, way_out: str = "") -> None:
+    module = torch.get_device_module(device)
+    with module.device(device):
+        status = int(call(module.cudart()))  # type: ignore[call-overload]
+    if status == 0:
+        return
+    with suppress(RuntimeError):  # torch leaves the error for the next kernel to report
+        torch.zeros(1, device=device)
+    raise OffloadError(f"{what} failed with status {status} of the {device.type} runtime{way_out}")
