@@ -72,12 +72,13 @@ class Run:
         width, blocks, rows = sized
         torch.manual_seed(1)
         self.model = Wide(width, blocks).to(device)
-        self.store = placement if isinstance(placement, TieredStore) or placement is None else tiered(placement)
+        self.store = tiered(placement) if isinstance(placement, str | Mapping) else placement
         self.observer = CoreNormMayWait(device)
         build = options.pop("build", lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
         options = {"param_dtype": torch.bfloat16, "max_grad_norm": 1.0, "observer": self.observer, **options}
         self.optimizer = zero_core.shard(self.model, build(self.model.parameters()), store=self.store, **options)
-        self.offloaded = offload_activations(self.model, self.store, activations)
+        tiers = self.store if isinstance(self.store, TieredStore) else None
+        self.offloaded = offload_activations(self.model, tiers, activations)
         generator = torch.Generator().manual_seed(2)
         dtype = options["param_dtype"] or torch.float32
         self.batches = [torch.randn(rows, width, generator=generator).to(device, dtype) for _ in range(4)]
