@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.unit.zero_offload.simulated import streams
 from zero_core.conformance import ShardStoreSuite
 from zero_core.store import ShardStore
 from zero_offload import MemoryByteStore, TieredStore, TorchStep
@@ -25,7 +26,8 @@ class TestHost(ShardStoreSuite):
     def make_store(self) -> ShardStore:
         kinds = ("parameters", "gradients", "optimizer")
         by_kind = self.placement if isinstance(self.placement, dict) else dict.fromkeys(kinds, self.placement)
-        return TieredStore(**by_kind, nvme=MemoryByteStore(), tile_numel=1 << 20, **self.arguments)
+        given = {"tile_numel": 1 << 20, "streams": streams(), **self.arguments}
+        return TieredStore(**by_kind, nvme=MemoryByteStore(), **given)
 
 
 class TestHostBf16(TestHost):

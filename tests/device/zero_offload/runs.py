@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zero_core
 from tests.device.zero_core.runs import NormMayWait, Wide, loss_of
-from tests.unit.zero_offload.simulated import simulated_device
+from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, offload_activations
 from zero_offload import tile as tiles
 
@@ -52,7 +52,7 @@ def tile_numel() -> int:
 
 def tiered(placement: Any, **options: Any) -> TieredStore:
     by_kind = placement if isinstance(placement, Mapping) and set(placement) <= set(KINDS) else None
-    options = {"tile_numel": tile_numel(), "step": TorchStep("fp32"), "slots": 3, **options}
+    options = {"tile_numel": tile_numel(), "step": TorchStep("fp32"), "slots": 3, "streams": streams(), **options}
     return TieredStore(**(by_kind or dict.fromkeys(KINDS, placement)), nvme=MemoryByteStore(), **options)
 
 

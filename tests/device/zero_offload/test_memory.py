@@ -38,7 +38,7 @@ def test_the_device_holds_what_was_planned(device, needs_device, placement, accu
     del model
     with runs.apart(device):
         before = allocated(device)
-        store = TieredStore(plan=figures, nvme=runs.MemoryByteStore(), step=TorchStep("fp32"))
+        store = TieredStore(plan=figures, nvme=runs.MemoryByteStore(), step=TorchStep("fp32"), streams=runs.streams())
         run = runs.Run(device, store, (width, blocks, rows), prefetch_bytes=1)
         run.step(accumulate=accumulate)
         held, peak = runs.stats_of(device, lambda: run.step(1, accumulate=accumulate))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zero_core
-from tests.unit.zero_offload.simulated import simulated_device
+from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_offload import ActivationError, MemoryByteStore, Plan, TieredStore, TorchStep, offload_activations, plan
 from zero_offload import activations as module_under_test
 
@@ -53,7 +53,8 @@ def every_tensor_is_worthwhile(monkeypatch):
 def build(placement="host", dtype=torch.bfloat16):
     torch.manual_seed(0)
     model = Model()
-    store = TieredStore(placement, placement, placement, nvme=MemoryByteStore(), step=TorchStep(), tile_numel=1 << 20)
+    options = {"nvme": MemoryByteStore(), "step": TorchStep(), "tile_numel": 1 << 20, "streams": streams()}
+    store = TieredStore(placement, placement, placement, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, store, zero_core.shard(model, optimizer, store=store, param_dtype=dtype, max_grad_norm=1.0)
 

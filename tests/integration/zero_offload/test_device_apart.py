@@ -15,7 +15,7 @@ import zero_core
 from tests.chunks import TILE
 from tests.integration.zero_offload.test_training import equal
 from tests.integration.zero_offload.training import Case, Model, Outcome, train
-from tests.unit.zero_offload.simulated import simulated_device
+from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_offload import TieredStore, TorchStep
 
 STREAMED = {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}
@@ -104,7 +104,7 @@ def test_the_models_own_unit_takes_no_landing_from_the_blocks(small_chunks: None
     """Its gradient comes first in a backward and is complete last."""
     with simulated_device():
         model = Model(64, 3)
-        store = TieredStore(tile_numel=TILE)
+        store = TieredStore(tile_numel=TILE, streams=streams())
         optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store)
         plan = store.describe()
         names = [plan.units[i].spec.name for i in plan.own_landings]

@@ -10,7 +10,7 @@ from torch import nn
 
 import zero_core
 from tests.chunks import TILE, small_chunks
-from tests.unit.zero_offload.simulated import simulated_device
+from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_offload import Hardware, MemoryByteStore, TieredStore, TorchStep, plan
 
 MI = 1 << 20
@@ -154,7 +154,7 @@ def check_apart(placement, dtype, shard_count):
         model, gpu, **APART[placement], step=step, parameter_dtype=dtype, shard_count=shard_count, tile_numel=MI
     )
     with simulated_device():
-        store = TieredStore(plan=planned, nvme=MemoryByteStore(), step=step)
+        store = TieredStore(plan=planned, nvme=MemoryByteStore(), step=step, streams=streams())
         optimizer = zero_core.shard(model, optimizer, store=store, param_dtype=dtype, max_grad_norm=1.0)
         reserved = store.describe()
         compare(planned, reserved)

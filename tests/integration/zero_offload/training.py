@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zero_core
 from tests.chunks import TILE, small_chunks
+from tests.unit.zero_offload import simulated
 from zero_offload import MemoryByteStore, TieredStore
 
 
@@ -68,7 +69,8 @@ def make_store(case: Case) -> TieredStore | None:
     by_kind = case.placement
     if not isinstance(by_kind, Mapping) or not set(by_kind) & set(kinds):
         by_kind = dict.fromkeys(kinds, by_kind)
-    arguments = {"tile_numel": TILE, **case.store}
+    arguments: dict[str, Any] = {"tile_numel": TILE, **case.store}
+    arguments["streams"] = simulated.streams()
     return TieredStore(**by_kind, nvme=MemoryByteStore(), overlap=case.overlap, **arguments)
 
 

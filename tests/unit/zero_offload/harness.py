@@ -17,6 +17,8 @@ from tests.chunks import TILE
 from zero_core.store import GroupStep, Segment, ShardSpec, StoreContext
 from zero_offload import MemoryByteStore, TieredStore, TorchStep
 
+from . import simulated
+
 
 def numels_of(tile: int) -> tuple[int, ...]:
     """Units of several tiles, with short last ones; a small one, frozen by default; and one of less than a tile."""
@@ -161,7 +163,8 @@ def make(
         placement if isinstance(placement, dict) and set(placement) & set(kinds) else dict.fromkeys(kinds, placement)
     )
     arguments.setdefault("tile_numel", TILE)
-    store = TieredStore(nvme=MemoryByteStore() if nvme is None else nvme, **by_kind, **arguments)
+    nvme = MemoryByteStore() if nvme is None else nvme
+    store = TieredStore(nvme=nvme, streams=simulated.streams(), **by_kind, **arguments)
     return Driver(store, **(driver or {}))
 
 

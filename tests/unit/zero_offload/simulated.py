@@ -11,9 +11,9 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from unittest import mock
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -126,17 +126,35 @@ class SimulatedStreams:
         self.closed = True
 
 
+_device: ContextVar[_Device | None] = ContextVar("simulated device", default=None)
+
+
+class _Device:
+    def __init__(self, seed: int) -> None:
+        self.seed, self.asked = seed, False
+        self.made: list[SimulatedStreams] = []
+
+    def make(self, host: Tensor) -> SimulatedStreams:
+        self.made.append(SimulatedStreams(host, self.seed))
+        return self.made[-1]
+
+
+def streams() -> Callable[[Tensor], SimulatedStreams] | None:
+    """`TieredStore(streams=)`: those of the `simulated_device()` that the caller is inside of, if any."""
+    device = _device.get()
+    if device is None:
+        return None
+    device.asked = True
+    return device.make
+
+
 @contextmanager
 def simulated_device(seed: int = 0) -> Iterator[list[SimulatedStreams]]:
-    """Every TieredStore attached inside computes on a device apart. Yields their streams."""
-    made: list[SimulatedStreams] = []
-
-    def make(host: Tensor) -> SimulatedStreams:
-        made.append(SimulatedStreams(host, seed))
-        return made[-1]
-
-    with (
-        mock.patch("zero_offload.store.streams_of", lambda device: make),
-        mock.patch("zero_offload.activations.streams_of", lambda device: make),
-    ):
-        yield made
+    """Every TieredStore made inside with `streams=streams()` is on a device apart. Yields their streams."""
+    device = _Device(seed)
+    token = _device.set(device)
+    try:
+        yield device.made
+    finally:
+        _device.reset(token)
+    assert device.asked, "a test over a simulated device whose store was not given its streams"

@@ -54,7 +54,7 @@ def test_a_byte_store_closed_under_an_update_is_an_error_and_not_a_hang() -> Non
 def test_close_gives_the_memory_back_though_the_store_is_still_named() -> None:
     driver = make({"host": 0.5, "nvme": 0.5})
     driver.step()
-    mapping = weakref.ref(driver.store._arena._map)
+    mapping = weakref.ref(driver.store._arena._memory)
     driver.store.close()
     gc.collect()
     assert mapping() is None

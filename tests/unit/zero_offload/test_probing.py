@@ -1,12 +1,11 @@
 """`probe`: the shape of what it measures. No figure is asserted but that there is one."""
 
-import contextlib
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from zero_offload import Hardware, MemoryByteStore, OffloadError, TorchStep, plan, probe, probing, probing_device
+from zero_offload import Hardware, MemoryByteStore, TorchStep, plan, probe, probing, probing_device
+
+from .simulated import SimulatedStreams
 
 MEASURED = ("host_gib", "tflops", "update_gbps", "nvme_read_gbps", "nvme_write_gbps", "nvme_mixed_gbps")
 
@@ -61,61 +60,23 @@ def test_extents_are_given_back(small):
     assert given and given == taken
 
 
-class Cuda:
-    """Stand-ins for the calls of a device's module that the probe makes: tensors stay on the CPU."""
-
-    def __init__(self, monkeypatch, status=0):
-        self.streams, self.used, self.synchronised, self.registered = [], [], 0, {}
-        self.status = status
-        runtime = SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister)
-        monkeypatch.setattr(torch.cpu, "mem_get_info", lambda _: (60 << 30, 64 << 30), raising=False)
-        monkeypatch.setattr(torch.cpu, "Stream", self.stream)
-        monkeypatch.setattr(torch.cpu, "stream", self.using)
-        monkeypatch.setattr(torch.cpu, "device", lambda _: contextlib.nullcontext(), raising=False)
-        monkeypatch.setattr(torch.cpu, "synchronize", self.synchronise)
-        monkeypatch.setattr(torch.cpu, "cudart", lambda: runtime, raising=False)
-        monkeypatch.setattr(probing_device, "COPY_BYTES", 1 << 16)
-        monkeypatch.setattr(probing_device, "WARM_SECONDS", 0.0)
-
-    def register(self, address, nbytes, flags):
-        assert flags == 0
-        self.registered[address] = nbytes
-        return self.status
-
-    def unregister(self, address):
-        del self.registered[address]
-        return 0
-
-    def stream(self, device):
-        self.streams.append(object())
-        return self.streams[-1]
-
-    @contextlib.contextmanager
-    def using(self, stream):
-        assert self.registered, "a copy of memory that is not registered is not asynchronous"
-        self.used.append(stream)
-        yield
-
-    def synchronise(self, device):
-        self.synchronised += 1
-
-
 def test_the_link_is_measured_each_way_and_both_at_once_from_registered_memory(monkeypatch):
-    cuda = Cuda(monkeypatch)
-    found = probing_device.device_figures(torch.device("cpu"))
-    assert found["device_gib"] == 64 and found["device_reserved_gib"] == 4
+    monkeypatch.setattr(probing_device, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(probing_device, "WARM_SECONDS", 0.0)
+    streams = SimulatedStreams(torch.empty(0, dtype=torch.uint8))
+    copied = []
+    copy = streams.copy
+
+    def noted(lane, *rest):
+        copied.append(lane)
+        return copy(lane, *rest)  # asserts that a copy out goes to memory that was registered
+
+    streams.copy = noted
+    found = probing_device.rates(torch.device("cpu"), streams)
     assert all(found[name] > 0 for name in ("link_gbps", "link_out_gbps", "link_mixed_gbps", "device_gbps"))
-    assert len(cuda.streams) == 2 and not cuda.registered
     rounds = probing_device.ROUNDS + 1  # one to warm up
-    both = cuda.used[-2 * rounds :]
-    assert both == cuda.streams * rounds  # at once: a lane each, before the host waits
-    assert cuda.synchronised == 4 * rounds + 1  # once a round, and before the memory goes
-
-
-def test_memory_that_cannot_be_registered_is_an_error_with_a_way_out(monkeypatch):
-    Cuda(monkeypatch, status=2)
-    with pytest.raises(OffloadError, match="failed with status 2 of the cpu runtime; all of it must fit in memory"):
-        probing_device.device_figures(torch.device("cpu"))
+    assert copied == ["swap_in"] * rounds + ["swap_out"] * rounds + ["swap_in", "swap_out"] * rounds
+    assert [memory.nbytes for memory in streams.registered] == [0]  # what was measured with is given back
 
 
 def test_beside_a_gpu_the_nodes_update_is_that_of_all_its_ranks(small, monkeypatch):

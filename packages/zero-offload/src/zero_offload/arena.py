@@ -5,7 +5,9 @@ Owns memory and nothing else: who may use which view, and when, is for the slot 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ class Block:
             raise AssertionError(f"view of {numel} {dtype} at {start_bytes} in a block of {self.nbytes} bytes")
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._arena.mapping, dtype=dtype, count=numel, offset=self.offset + start_bytes)
+        return torch.frombuffer(self._arena.memory, dtype=dtype, count=numel, offset=self.offset + start_bytes)
 
     def raw(self, start_bytes: int, stop_bytes: int) -> Tensor:
         """Bytes [start, stop) as uint8, for transfers."""
@@ -46,12 +48,31 @@ class Arena:
     """Blocks are taken once, one after another, and end with the arena; a view of one keeps the memory while it lives.
 
     The mapping begins at a 2 MiB boundary, asks for huge pages (3 × on direct I/O) and stays with this process on fork.
-    Pages cost memory when they are first touched.
+    Pages cost memory when they are first touched. `pinned`: memory of torch's allocator for the accelerator instead,
+    for a device whose module registers none: rounded up as that allocator does, without huge pages, and kept by it.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = nbytes
         self._taken = 0
+        self._memory: Any
+        self._memory, alignment, self.advice = self._pinned() if pinned else self._mapped()
+        self._start = -torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr() % alignment
+
+    def _pinned(self) -> tuple[Any, int, dict[str, str]]:
+        try:
+            tensor = torch.empty(self.rounded(self.nbytes) + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise BudgetError(
+                f"the host tier's arena of {gib(self.nbytes)} cannot be pinned ({error}); put more on nvme, take fewer "
+                "slots, or raise the limit of locked memory"
+            ) from error
+        memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+        memory.tensor = tensor  # views keep the buffer, and the buffer keeps the tensor
+        return memory, PAGE_BYTES, {"MADV_HUGEPAGE": "the device's module registers no memory, so torch pinned it"}
+
+    def _mapped(self) -> tuple[Any, int, dict[str, str]]:
+        nbytes = self.nbytes
         try:
             # Private, not shared: shared anonymous memory is shmem, which has another huge page policy.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -60,16 +81,14 @@ class Arena:
             raise BudgetError(
                 f"the host tier's arena of {gib(nbytes)} cannot be mapped ({error}); put more on nvme, take fewer slots"
             ) from error
-        self._map: mmap.mmap | None = mapping
-        self._start = -torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() % HUGE_PAGE_BYTES
-        self.advice = self._advise(mapping)
+        return mapping, HUGE_PAGE_BYTES, self._advise(mapping)
 
     @property
-    def mapping(self) -> mmap.mmap:
-        """Raises ClosedError after close()."""
-        if self._map is None:
+    def memory(self) -> Any:
+        """The bytes, as a buffer. Raises ClosedError after close()."""
+        if self._memory is None:
             raise ClosedError("the arena is closed")
-        return self._map
+        return self._memory
 
     @staticmethod
     def _advise(mapping: mmap.mmap) -> dict[str, str]:
@@ -93,7 +112,7 @@ class Arena:
 
     def take(self, nbytes: int) -> Block:
         """The next `nbytes`, from a page boundary. AssertionError beyond the plan: the plan is ours."""
-        if self._map is None:
+        if self._memory is None:
             raise ClosedError("the arena is closed")
         size = self.rounded(nbytes)
         if self._taken + size > self.rounded(self.nbytes):
@@ -107,5 +126,5 @@ class Arena:
         return Block(self, self._start, self.rounded(self.nbytes)).raw(0, self.rounded(self.nbytes))
 
     def close(self) -> None:
-        """Drop the mapping; the kernel has it back when the last view is gone. Idempotent."""
-        self._map = None
+        """Drop the memory; the kernel (or torch) has it back when the last view is gone. Idempotent."""
+        self._memory = None

@@ -1,8 +1,8 @@
 """What only a device's vendor provides: registering host memory, so that the device copies from and to it by itself.
 
 CUDA's and ROCm's runtime registers memory that is there already (`cudart().cudaHostRegister`, under this name on both).
-A device whose module offers the same call is used in the same way. For any other device torch allocates pinned memory,
-which its allocator rounds up, perhaps to a power of two, and which has no huge pages: see `registers`.
+A device whose module offers the same call is used in the same way. For any other device torch allocates pinned memory
+(`Arena(pinned=True)`), which its allocator rounds up, perhaps to a power of two, and which has no huge pages.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from .errors import OffloadError
 
-__all__ = ["event", "pinned", "register", "registers", "unregister"]
+__all__ = ["event", "register", "registers", "unregister"]
 
 
 def registers(device: torch.device) -> bool:
-    """Whether the device can be given host memory that is there already; else memory is to come from `pinned`."""
-    return device.type != "cpu" and hasattr(torch.get_device_module(device), "cudart")
+    """Whether `register` works for the device. Where not, host memory that it copies from is to be pinned by torch."""
+    return hasattr(torch.get_device_module(device), "cudart")
 
 
 def register(host: Tensor, device: torch.device) -> None:
@@ -41,11 +41,6 @@ def unregister(host: Tensor, device: torch.device) -> None:
         lambda runtime: runtime.cudaHostUnregister(host.data_ptr()),
         f"cudaHostUnregister of {host.nbytes} bytes",
     )
-
-
-def pinned(nbytes: int) -> Tensor:
-    """(nbytes,) uint8 of host memory from the allocator that torch has for the accelerator."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def event(device: torch.device) -> Any:

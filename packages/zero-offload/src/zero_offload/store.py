@@ -29,7 +29,7 @@ from .pipeline import Pipeline, TileTask, UpdateJob
 from .placement import Placement, shares
 from .protocols import ByteStore, SegmentStep, UpdateStep
 from .states import StateStore
-from .streams import Streams, streams_of
+from .streams import Streams, arena_of, streams_of
 from .tier import Nvme, Tier
 from .tile import Tile, check_tile_numel, covers, segment_steps
 from .timeline import Timeline
@@ -52,9 +52,10 @@ class TieredStore:
     overlap: False makes update() return when it is done; the bits are the same.
     accumulate: gradients of a unit that reach the store before a step; `plan` has its own. 1: a gradient takes the
         reduce dtype's bytes, and a second one before step() raises OffloadError; None, or more: 4 an element, for sums.
+    streams: makes the Streams of a device apart from the host memory that they copy from; None: the compute device's.
 
-    On the CPU the device tier is host memory. On CUDA a tile's gradient is on the device iff its states are; its update
-    then runs there, by torch's own optimizer, and has that one's bits, not the step's.
+    On the CPU the device tier is host memory. On a device apart a tile's gradient is on the device iff its states are;
+    its update then runs there, by torch's own optimizer, and has that one's bits, not the step's.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class TieredStore:
         host_bytes: int | None = None,
         overlap: bool = True,
         accumulate: int | None = None,
+        streams: Callable[[Tensor], Streams] | None = None,
     ) -> None:
         self._arguments: dict[str, Any] = dict(
             parameters=parameters, gradients=gradients, optimizer=optimizer, tile_numel=tile_numel, slots=slots,
@@ -89,6 +91,7 @@ class TieredStore:
         self.timeline = Timeline()
         self.plan: StorePlan | None = None
         self._monitor = Monitor(self.timeline)
+        self._make_streams = streams
         self._nvme = None if nvme is None else Nvme(nvme, self.timeline)
         self._taken: list[int] = []  # units whose first values attach has laid out
         self._order: list[int] = []
@@ -113,13 +116,14 @@ class TieredStore:
         if self.plan is not None or self._closed:
             raise OffloadError("a TieredStore is attached once; make another one")
         self.step.bind(optimizer)
+        self._make_streams = self._make_streams or streams_of(context.device)
         plan = plan_store(
             shards,
             self.step,
             prefetch_bytes=context.prefetch_bytes,
             shard_count=context.shard_count,
             alignment=self._nvme.alignment if self._nvme is not None else 1,
-            landing_dtype=context.reduce_dtype if streams_of(context.device) is not None else None,
+            landing_dtype=context.reduce_dtype if self._make_streams is not None else None,
             gradient_itemsize=gradient_itemsize(context.reduce_dtype, self._accumulate),
             **self._arguments,
         )
@@ -144,11 +148,10 @@ class TieredStore:
     def _build(self, plan: StorePlan, context: StoreContext) -> None:
         """Reserve every byte, on nvme and in memory."""
         nvme, monitor = self._nvme, self._monitor
-        self._arena = arena = Arena(plan.arena_bytes)
+        self._arena = arena = arena_of(context.device, plan.arena_bytes)
         streams, device = None, None
-        make_streams = streams_of(context.device)
-        if make_streams is not None:
-            streams = make_streams(arena.whole())
+        if self._make_streams is not None:
+            streams = self._make_streams(arena.whole())
             device = DeviceTier(streams, plan, [arena.take(plan.mirror_slot_bytes) for _ in range(plan.mirror_slots)])
         self._parameters = ParameterStore(plan, arena, nvme, monitor, device)
         self._states = StateStore(plan, arena, nvme, monitor)

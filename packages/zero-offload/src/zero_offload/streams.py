@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from .arena import Arena
-from .device import event, register, unregister
+from .device import event, register, registers, unregister
+from .errors import OffloadError
 
-__all__ = ["DeviceStreams", "Lane", "Mark", "Streams", "streams_of"]
+__all__ = ["DeviceStreams", "Lane", "Mark", "Streams", "arena_of", "streams_of"]
 
 Lane = Literal["swap_in", "swap_out"]
 
@@ -88,17 +89,20 @@ class _Event:
 
 
 class DeviceStreams:
-    """A stream a lane on one device. `host`: the arena's bytes (uint8), registered once, exactly sized."""
+    """A stream a lane on one device. `host`: the arena's bytes (uint8), registered once, exactly sized; or pinned."""
 
     def __init__(self, device: torch.device, host: Tensor) -> None:
         self.device = device
         self._module = torch.get_device_module(device)
         self._lanes = {lane: self._module.Stream(device) for lane in ("swap_in", "swap_out")}
         self._registered: dict[int, Tensor] = {}  # by address; kept alive until they are unregistered
+        self._registers = registers(device)
         if host.nbytes:
             self._register(host)
 
     def _register(self, host: Tensor) -> None:
+        if not self._registers:
+            return
         register(host, self.device)
         self._registered[host.data_ptr()] = host
 
@@ -117,8 +121,8 @@ class DeviceStreams:
         for mark in after:
             assert isinstance(mark, _Event)
             stream.wait_event(mark.event)
-        # Also the device: leaving a stream sets the thread's former one, which for a thread made here is device 0's, and
-        # setting that would give this process a context there.
+        # Also the device: leaving a stream sets the thread's former one, which for a thread made here is device 0's,
+        # and setting that would give this process a context there.
         with self._module.device(self.device), self._module.stream(stream), torch.no_grad():
             into.copy_(source, non_blocking=True)
         return _Event(stream)
@@ -127,7 +131,7 @@ class DeviceStreams:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def host(self, nbytes: int) -> Tensor:
-        memory = Arena(nbytes).whole()
+        memory = Arena(nbytes, pinned=not self._registers).whole()
         self._register(memory)
         return memory[:nbytes]
 
@@ -147,4 +151,16 @@ def streams_of(device: torch.device) -> Callable[[Tensor], Streams] | None:
     """What makes the streams of a device apart, from the host memory to register. None: it computes in host memory."""
     if device.type == "cpu":
         return None
+    try:
+        torch.get_device_module(device).Stream  # noqa: B018
+    except (RuntimeError, AttributeError) as error:
+        raise OffloadError(
+            f"a TieredStore computes on the CPU or on a device that torch has streams for, not on {device}; leave "
+            "`store` out"
+        ) from error
     return partial(DeviceStreams, device)
+
+
+def arena_of(device: torch.device, nbytes: int) -> Arena:
+    """An arena from which these streams can copy."""
+    return Arena(nbytes, pinned=device.type != "cpu" and not registers(device))
