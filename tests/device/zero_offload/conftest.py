@@ -1,15 +1,13 @@
-"""Tiles of a rehearsal: 2^14 elements instead of 2^20, so that small blocks are of several."""
+"""Tiles of a rehearsal are small."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 
-from tests.chunks import small_chunks
+from tests.device.zero_offload import runs
 
 
 @pytest.fixture(scope="session", autouse=True)
 def small_tiles(device):
-    with small_chunks() if device.type in ("cpu", "sim") else nullcontext():
+    with runs.small_tiles(device):
         yield

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import zero_core
+from tests.chunks import small_chunks
 from tests.device.zero_core.runs import NormMayWait, Wide, loss_of
 from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, offload_activations
@@ -54,6 +55,11 @@ def tiered(placement: Any, **options: Any) -> TieredStore:
     by_kind = placement if isinstance(placement, Mapping) and set(placement) <= set(KINDS) else None
     options = {"tile_numel": tile_numel(), "step": TorchStep("fp32"), "slots": 3, "streams": streams(), **options}
     return TieredStore(**(by_kind or dict.fromkeys(KINDS, placement)), nvme=MemoryByteStore(), **options)
+
+
+def small_tiles(device: torch.device) -> AbstractContextManager[None]:
+    """Tiles of a rehearsal: 2^14 elements instead of 2^20, so that small blocks are of several."""
+    return small_chunks() if device.type in ("cpu", "sim") else nullcontext()
 
 
 @contextmanager
