@@ -25,11 +25,14 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", f"device_full: {FULL}")
+    config.addinivalue_line("markers", "races_expected: the test has races, which it takes itself")
     if _name(config).partition(":")[0] != "sim":
         return
     from tests.device import simulation
 
-    simulation.begin()
+    if not simulation.missing:
+        simulation.begin()
+        config.pluginmanager.import_plugin("zero_sim.pytest_plugin")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -84,18 +87,18 @@ def device(pytestconfig) -> Iterator[torch.device]:
 
 
 @pytest.fixture(autouse=True)
-def races_fail_the_test(pytestconfig) -> Iterator[None]:
-    """On the simulated device, a race fails the test in which it occurs, or the first test that used a fixture's."""
+def races_fail_the_test(pytestconfig, request) -> None:
+    """On the simulated device a race fails the test in which it occurs, unless it is marked `races_expected`."""
     if not _name(pytestconfig).startswith("sim"):
-        yield
         return
     from tests.device import simulation
 
     if simulation.missing:
-        yield
         return
-    with simulation.no_races():
-        yield
+    if found := simulation.take_races():
+        pytest.fail("races in a fixture of this module, or after the end of a test:\n" + "\n".join(map(str, found)))
+    if request.node.get_closest_marker("races_expected") is None:
+        request.getfixturevalue("no_races")
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,7 @@ ZERO_SIM_SEED say otherwise.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 LATENCY = "200:400"  # microseconds: fixed, and by chance
@@ -25,18 +24,15 @@ except Exception as error:
 
 
 def begin() -> None:
-    """Let the detector see what native code does with memory, until the process ends."""
-    if not missing:
-        from tests.device.device_annotations import install
+    """Let the detector see what native code does with memory, until the process ends. Twice is fine."""
+    from tests.device.device_annotations import install
 
-        install()
+    install()
 
 
-@contextmanager
-def no_races() -> Iterator[None]:
-    """Raises with every report if a race occurred inside, or before: in a fixture of wider scope."""
-    with zero_sim.detect():
-        yield
+def take_races() -> list[Any]:
+    """The races since the last call."""
+    return zero_sim.take_races()
 
 
 class CheckedRanks:
@@ -54,5 +50,5 @@ class CheckedRanks:
 
 def _checked(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     begin()
-    with no_races():
+    with zero_sim.detect():
         return function(*args)

@@ -54,7 +54,8 @@ def tile_numel() -> int:
 def tiered(placement: Any, **options: Any) -> TieredStore:
     by_kind = placement if isinstance(placement, Mapping) and set(placement) <= set(KINDS) else None
     options = {"tile_numel": tile_numel(), "step": TorchStep("fp32"), "slots": 3, "streams": streams(), **options}
-    return TieredStore(**(by_kind or dict.fromkeys(KINDS, placement)), nvme=MemoryByteStore(), **options)
+    options.setdefault("nvme", MemoryByteStore())
+    return TieredStore(**(by_kind or dict.fromkeys(KINDS, placement)), **options)
 
 
 def small_tiles(device: torch.device) -> AbstractContextManager[None]:
@@ -65,12 +66,19 @@ def small_tiles(device: torch.device) -> AbstractContextManager[None]:
 @contextmanager
 def apart(device: torch.device) -> Iterator[None]:
     """In a rehearsal the CPU is a device apart whose copies are late."""
-    with simulated_device() if device.type == "cpu" else nullcontext():
+    if device.type != "cpu":
+        yield
+        return
+    with simulated_device():
+        streams()  # as simulated_device() wants; a run without a TieredStore would not
         yield
 
 
 class Run:
-    """A sharded model, its store and what it takes to step. `close` it inside `apart`."""
+    """A sharded model, its store and what it takes to step. `close` it inside `apart`.
+
+    tiers: options of the TieredStore that is made for `placement`; the others are `zero_core.shard`'s.
+    """
 
     def __init__(
         self, device: torch.device, placement: Any, sized: Sized, *, activations: str = "keep", **options: Any
@@ -78,13 +86,15 @@ class Run:
         width, blocks, rows = sized
         torch.manual_seed(1)
         self.model = Wide(width, blocks).to(device)
-        self.store = tiered(placement) if isinstance(placement, str | Mapping) else placement
+        tiers = options.pop("tiers", {})
+        self.store = tiered(placement, **tiers) if isinstance(placement, str | Mapping) else placement
         self.observer = CoreNormMayWait(device)
         build = options.pop("build", lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
         options = {"param_dtype": torch.bfloat16, "max_grad_norm": 1.0, "observer": self.observer, **options}
+        self.clips = options["max_grad_norm"] is not None
         self.optimizer = zero_core.shard(self.model, build(self.model.parameters()), store=self.store, **options)
-        tiers = self.store if isinstance(self.store, TieredStore) else None
-        self.offloaded = offload_activations(self.model, tiers, activations)
+        spill_to = self.store if isinstance(self.store, TieredStore) else None
+        self.offloaded = offload_activations(self.model, spill_to, activations)
         generator = torch.Generator().manual_seed(2)
         dtype = options["param_dtype"] or torch.float32
         self.batches = [torch.randn(rows, width, generator=generator).to(device, dtype) for _ in range(4)]
@@ -129,7 +139,9 @@ def history(device: torch.device, placement: Any, sized: Sized, accumulate: int 
                 seen.append(run.model(run.batches[0]).cpu())
             run.optimizer.step()
             run.optimizer.zero_grad()
-            seen += [loss.cpu() for loss in losses] + [torch.tensor(run.optimizer.grad_norm)]
+            seen += [loss.cpu() for loss in losses]
+            if run.clips:
+                seen.append(torch.tensor(run.optimizer.grad_norm))
         seen += run.masters()
         assert (run.offloaded.stats()["spilled_bytes"] > 0) == (options.get("activations") in ("host", "nvme"))
         run.close()

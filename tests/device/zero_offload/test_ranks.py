@@ -35,7 +35,7 @@ def bits(kind: str, placements: list[str], options: dict[str, Any]) -> dict[str,
     device = device_of_rank(kind)
     sized = runs.sized(device, (512, 8, 64), (64, 8, 512) if "activations" in options else (64, 8, 64))
     with runs.small_tiles(device):
-        first = runs.history(device, runs.tiered("host", overlap=False), sized, **options)
+        first = runs.history(device, "host", sized, tiers={"overlap": False}, **options)
         return {
             placement: differing(runs.history(device, (runs.BELOW | runs.MIXED)[placement], sized, **options), first)
             for placement in placements
