@@ -203,3 +203,42 @@ def fail() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_copy_that_fails_is_raised_where_it_is_waited_for_and_leaves_no_memory(ranks, size):
     ranks(size).run(fail)
+
+
+class NotedStore(swapping.SwappingStore):
+    """Notes what update_in_backward asks of it, in `events`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def accept_gradient(self, i: int, gradient: Tensor) -> None:
+        self.events.append(f"accept {i}")
+        super().accept_gradient(i, gradient)
+
+    def gradient_norm_squared(self) -> Tensor:
+        self.events.append("norm")
+        return super().gradient_norm_squared()
+
+
+def test_an_update_in_backward_waits_for_its_gradient_after_the_next_units_backward() -> None:
+    """The store's norm waits until the gradient is on the host: a device must have something to compute meanwhile."""
+    store, model = NotedStore(), toys.Stack()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), store=store, update_in_backward=True)
+
+    def watch(module: Any, arguments: Any, output: Tensor) -> None:
+        output.register_hook(lambda _: store.events.append("backward"))
+
+    for block in (model.embed, *model.blocks, model.head):
+        block.register_forward_hook(watch)
+    for _ in range(2):
+        store.events.clear()
+        toys.loss_of(model, toys.data(0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert store.events.count("norm") == 5
+        waits = [k for k, event in enumerate(store.events) if event == "norm"][:-1]  # the last has nothing after it
+        for k in waits:
+            accepted = max(j for j, event in enumerate(store.events[:k]) if event.startswith("accept"))
+            assert "backward" in store.events[accepted:k], store.events
+    optimizer.close()

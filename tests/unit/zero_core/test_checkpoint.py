@@ -445,3 +445,19 @@ def test_a_write_that_fails_names_the_folder_and_its_room(tmp_path: Path, monkey
         CheckpointError, match=r"writing .*after, where [\d,]+ bytes are free: RuntimeError: unexpected"
     ):
         checkpoint.save(tmp_path / "after", model, optimizer)
+
+
+def test_a_random_state_from_before_the_key_was_neutral_still_loads(tmp_path: Path, monkeypatch) -> None:
+    """Checkpoints carried the state of a GPU's generator under "cuda"; they load on that device and on any other."""
+    model, optimizer = make(0)
+    old = {"torch": torch.get_rng_state(), "python": random.getstate(), "cuda": torch.arange(16, dtype=torch.uint8)}
+    monkeypatch.setattr(checkpoint, "_random_state", lambda device: old)
+    checkpoint.save(tmp_path, model, optimizer)
+    expected = torch.rand(3)
+    checkpoint.load(tmp_path, model, optimizer)
+    assert torch.equal(torch.rand(3), expected)
+
+    restored = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *given: restored.append(given))
+    checkpoint._restore_random_state(old, torch.device("cuda", 1))
+    assert restored == [(old["cuda"], torch.device("cuda", 1))]

@@ -1,6 +1,10 @@
 """`NvmeSpill`: tensors come back as they were, through a few slots. Fails if a slot is reused before its write is done,
 a layout is lost, or extents pile up."""
 
+import gc
+import threading
+import time
+
 import pytest
 import torch
 
@@ -8,6 +12,7 @@ from tests.unit.zero_offload.simulated import SimulatedStreams
 from zero_offload import ClosedError, MemoryByteStore, SwapError, Timeline
 from zero_offload.host_spill import HostSpill
 from zero_offload.nvme_spill import NvmeSpill
+from zero_offload.queued_spill import QueuedSpill
 from zero_offload.spill import ChangedInputError, DeviceSpill
 from zero_offload.testing import FaultyByteStore
 from zero_offload.tier import Nvme
@@ -27,9 +32,16 @@ def nvme(store):
     return Nvme(store, Timeline())
 
 
-@pytest.fixture
-def spill(nvme):
-    made = NvmeSpill(nvme, slots=3, piece_bytes=PIECE)
+def on_nvme(kind, nvme, slots=3):
+    """In host memory, or beside a device apart, whose copies are as late as they may be."""
+    if kind == "nvme":
+        return NvmeSpill(nvme, slots=slots, piece_bytes=PIECE)
+    return QueuedSpill(nvme, SimulatedStreams(torch.empty(0, dtype=torch.uint8)), slots=slots, piece_bytes=PIECE)
+
+
+@pytest.fixture(params=["nvme", "queued"])
+def spill(request, nvme):
+    made = on_nvme(request.param, nvme)
     yield made
     made.close()
 
@@ -77,20 +89,24 @@ def test_the_last_ones_packed_are_not_read_again(spill, nvme):
     assert nvme.read_bytes == 0
 
 
-def test_the_one_before_is_read_ahead(spill, nvme):
+def test_the_one_before_is_read_ahead(nvme):
+    spill = on_nvme("nvme", nvme)
     packed = [spill.pack(torch.full((1000,), float(i)), str(i)) for i in range(5)]
     for i in (4, 3, 2):
         packed[i].load()
     assert nvme.read_bytes == PIECE  # number 1, under way already
     assert packed[1].load()[0] == 1
     assert nvme.read_bytes == 2 * PIECE  # and number 0; nothing was read twice
+    spill.close()
 
 
-def test_the_tensor_may_change_as_soon_as_it_is_packed(spill):
+def test_the_tensor_may_change_as_soon_as_it_is_packed(nvme):
+    spill = on_nvme("nvme", nvme)
     tensor = torch.ones(5000)
     packed = spill.pack(tensor, "unit")
     tensor.zero_()
     assert packed.load().sum() == 5000
+    spill.close()
 
 
 def test_a_kept_tensor_that_was_changed_in_place_is_refused():
@@ -119,8 +135,9 @@ def test_batches_of_many_lengths_take_the_room_of_the_longest(store, spill, leng
     assert store._used == spill.extent_bytes <= 4 * 4096 * max(lengths)
 
 
-def test_closing_gives_extents_back_and_ends_use(store, nvme):
-    spill = NvmeSpill(nvme, slots=2, piece_bytes=PIECE)
+@pytest.mark.parametrize("kind", ["nvme", "queued"])
+def test_closing_gives_extents_back_and_ends_use(kind, store, nvme):
+    spill = on_nvme(kind, nvme, slots=2)
     packed = spill.pack(torch.ones(5000), "unit")
     assert store._used == 20480
     spill.close()
@@ -136,9 +153,10 @@ def test_one_slot_is_refused(nvme):
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])
-def test_an_error_names_the_activation_and_the_file(store, kind):
+@pytest.mark.parametrize("where", ["nvme", "queued"])
+def test_an_error_names_the_activation_and_the_file(store, where, kind):
     faulty = FaultyByteStore(store)
-    spill = NvmeSpill(Nvme(faulty, Timeline()), slots=2, piece_bytes=PIECE)
+    spill = on_nvme(where, Nvme(faulty, Timeline()), slots=2)
     faulty.fail(kind)
     with pytest.raises(SwapError, match="activation of layers.0 failed: /faulty/slab, offset 0"):
         packed = [spill.pack(torch.ones(1000), f"layers.{i}") for i in range(3)]
@@ -166,8 +184,9 @@ def test_host_buffers_are_used_again_while_copies_are_late(seed):
     spill.close()
 
 
-def test_the_devices_memory_is_free_two_packs_later():
-    spill = on_host()
+@pytest.mark.parametrize("kind", ["host", "queued"])
+def test_the_devices_memory_is_free_two_packs_later(kind, nvme):
+    spill = on_host() if kind == "host" else on_nvme(kind, nvme)
     first = torch.ones(1000)
     packed = [spill.pack(first, "0"), spill.pack(torch.zeros(1000), "1"), spill.pack(torch.zeros(1000), "2")]
     first.fill_(float("nan"))
@@ -175,8 +194,9 @@ def test_the_devices_memory_is_free_two_packs_later():
     spill.close()
 
 
-def test_the_one_before_is_on_its_way_when_it_is_asked_for_and_may_be_forgotten():
-    spill = on_host()
+@pytest.mark.parametrize("kind", ["host", "queued"])
+def test_the_one_before_is_on_its_way_when_it_is_asked_for_and_may_be_forgotten(kind, nvme):
+    spill = on_host() if kind == "host" else on_nvme(kind, nvme)
     packed = [spill.pack(torch.full((1000,), float(i)), str(i)) for i in range(3)]
     assert packed[2].load()[0] == 2
     assert packed[1].arriving and not packed[0].arriving
@@ -186,8 +206,9 @@ def test_the_one_before_is_on_its_way_when_it_is_asked_for_and_may_be_forgotten(
     spill.close()
 
 
-def test_a_change_in_place_while_the_copy_is_on_its_way_is_refused():
-    spill = on_host()
+@pytest.mark.parametrize("kind", ["host", "queued"])
+def test_a_change_in_place_while_the_copy_is_on_its_way_is_refused(kind, nvme):
+    spill = on_host() if kind == "host" else on_nvme(kind, nvme)
     tensor = torch.ones(1000)
     packed = spill.pack(tensor, "layers.3")
     tensor.add_(1)
@@ -206,3 +227,53 @@ def test_host_buffers_of_many_lengths_take_the_room_of_the_longest(lengths):
         del packed
     assert spill.host_bytes <= 4 * 1900 * 4
     spill.close()
+
+
+class HeldStreams(SimulatedStreams):
+    """Copies out are not made before `compute` has come to where they were queued."""
+
+    def __init__(self):
+        super().__init__(torch.empty(0, dtype=torch.uint8))
+        self.compute = threading.Event()
+
+    def mark(self):
+        return _Reached(self.compute)
+
+
+class _Reached:
+    def __init__(self, compute):
+        self._compute = compute
+
+    def done(self):
+        return self._compute.is_set()
+
+    def wait(self):
+        own = threading.current_thread().name == "zero-offload activations"
+        assert own or self.done(), "the training thread waits for compute"
+        assert self._compute.wait(30)
+
+
+def test_the_training_thread_waits_for_no_kernel_and_no_copy(nvme):
+    """Fails if pack waits until the device has computed what it is given: more than the slots hold is under way."""
+    streams = HeldStreams()
+    spill = QueuedSpill(nvme, streams, slots=2, piece_bytes=PIECE)
+    packed = [spill.pack(torch.full((5000,), float(i)), str(i)) for i in range(2)]
+    assert nvme.write_bytes == 0
+    streams.compute.set()
+    assert [each.load()[0].item() for each in reversed(packed)] == [1, 0]
+    spill.close()
+
+
+def test_a_queued_spill_that_is_forgotten_gives_its_memory_and_extents_back(nvme, store, monkeypatch):
+    monkeypatch.setattr("zero_offload.queued_spill.LINGERS_SECONDS", 0.01)
+    streams = SimulatedStreams(torch.empty(0, dtype=torch.uint8))
+    spill = QueuedSpill(nvme, streams, slots=2, piece_bytes=PIECE)
+    spill.pack(torch.ones(5000), "unit").load()
+    assert store._used and len(streams.registered) == 2
+    del spill
+    for _ in range(200):
+        gc.collect()
+        if not store._used and len(streams.registered) == 1:
+            return
+        time.sleep(0.02)
+    raise AssertionError("still held")

@@ -41,7 +41,8 @@ def changed(*overrides):
         (["precision.loss_scale=inf"], ["precision.loss_scale=inf"]),
         (["optim.max_grad_norm=0"], ["optim.max_grad_norm=0", "null"]),
         (["optim.max_grad_norm=-1"], ["optim.max_grad_norm=-1"]),
-        (["hardware.device=gpu"], ["hardware.device=gpu", "cuda"]),
+        (["hardware.device=gpu"], ["hardware.device=gpu", "cuda", "torch.backends"]),
+        (["hardware.device=meta"], ["hardware.device=meta"]),
     ],
 )
 def test_a_value_that_cannot_be_names_its_key(overrides, words):

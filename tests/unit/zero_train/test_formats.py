@@ -32,6 +32,14 @@ def test_auto_follows_the_device(tmp_path, device, flags, expected):
     assert reason.startswith(parameters)
 
 
+@pytest.mark.parametrize(("computes", "expected"), [(True, "bf16"), (False, "fp32")])
+def test_auto_asks_the_device_whether_it_computes_in_bf16(tmp_path, monkeypatch, computes, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: emulated or computes)
+    assert resolved(tmp_path, GPU, "")[0] == expected
+    assert resolved(tmp_path, CPU, "", "run.dry=true", "hardware.device=cuda")[0] == "bf16"  # described, not asked
+
+
 def test_what_is_named_stays(tmp_path):
     assert resolved(tmp_path, CPU, "", "precision=bf16") == ("bf16", "split", "")
     assert resolved(tmp_path, CPU, "flags: avx512_bf16", "precision=fp32") == ("fp32", "fp32", "")

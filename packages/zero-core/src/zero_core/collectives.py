@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .device import backend_in
 from .errors import CollectiveError, StageError
 from .patience import Patience, break_off
 from .peers import Averaging, Axis, Exchange, Gathering, add_up, broadcast
@@ -43,8 +44,7 @@ class Ranks:
         self.sent_numel: Counter[str] = Counter()  # elements this rank sends, by collective; a ring's share
         self._everyone = Axis(dist.group.WORLD if size > 1 else None, rank, size)
         groups = [axis.group for axis in (shard, replicate, self._everyone) if axis.group is not None]
-        gloo = all("cpu:gloo" in dist.get_backend_config(group) for group in groups)
-        self._by_messages = bool(groups) and gloo and device.type == "cpu"
+        self._by_messages = bool(groups) and all(backend_in(group, device) == "gloo" for group in groups)
         self.patience = Patience(rank, size, partial(break_off, groups if self._by_messages else []))
 
     @classmethod
@@ -143,6 +143,22 @@ class Ranks:
         if self.device.type == "cpu":
             return torch.tensor(values, dtype=torch.float64, device=self.device)
         return torch.tensor(values, dtype=torch.float64, pin_memory=True).to(self.device, non_blocking=True)
+
+    def later(self, values: Tensor) -> Callable[[], list[float]]:
+        """What reads `values` (n,) on the host, which then waits for what is queued by now and for nothing after it."""
+        if self.device.type == "cpu":
+            return values.tolist
+        module = torch.get_device_module(self.device)
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        copied = module.Event()
+        copied.record(module.current_stream(self.device))
+
+        def read() -> list[float]:
+            copied.synchronize()
+            return host.tolist()
+
+        return read
 
     def sum_everywhere(self, values: Tensor, what: str) -> Tensor:
         """values <- their sum over all ranks of the mesh, in place."""

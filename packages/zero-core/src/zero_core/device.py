@@ -6,10 +6,14 @@ ROCm), `torch.xpu`, or what a package registered when it was imported.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
-__all__ = ["backend_of", "indexed"]
+from .errors import ZeroError
+
+__all__ = ["backend_in", "backend_of", "indexed"]
 
 
 def indexed(device: torch.device) -> torch.device:
@@ -17,6 +21,22 @@ def indexed(device: torch.device) -> torch.device:
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def backend_in(group: Any, device: torch.device) -> str:
+    """The backend that a process group has for this device. Raises ZeroError where that cannot average there."""
+    config = dist.get_backend_config(group)
+    by_type = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+    found = by_type.get(device.type, "")
+    if not found or (found == "gloo" and device.type != "cpu"):
+        lacks = (
+            "has no backend for it" if not found else "would move its tensors by gloo, which cannot average them there"
+        )
+        raise ZeroError(
+            f"the model computes on {device}, and the process group ({config}) {lacks}: start it with "
+            f'torch.distributed.init_process_group("{backend_of(device.type)}")'
+        )
+    return found
 
 
 def backend_of(device_type: str) -> str:

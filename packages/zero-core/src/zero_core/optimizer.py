@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._refuse_stepped()
             engine.settle()
             engine.reducer.reduce_kept()
-            if engine.reducer.on_reduced is not None:
+            if engine.reducer.update is not None:
                 self._finish_updates()
                 return loss
             self.grad_norm = self._exchange_norm(engine.store.gradient_norm_squared)
@@ -165,7 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _undone(self) -> str:
-        return "" if self.engine.reducer.on_reduced is not None else "Nothing was updated. "
+        return "" if self.engine.reducer.update is not None else "Nothing was updated. "
 
     def _coefficient(self, norm: float) -> float | None:
         """What gradients are multiplied by; as torch: max_norm / (norm + 1e-6), at most 1. None: skip this step."""
@@ -213,8 +214,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _groups(self) -> list[GroupStep]:
         return [GroupStep(_frozen(group)) for group in self.param_groups]
 
-    def update_one(self, unit: Unit) -> None:
-        """update_in_backward: the unit's gradient has just arrived with the store. Collective on several ranks."""
+    def update_one(self, unit: Unit) -> Callable[[], None]:
+        """update_in_backward: the unit's reduction has begun. Returns what updates it when its shard is the store's.
+
+        Collective on several ranks: the host has to know which parameters to skip. The exchange is begun here and read
+        there, about a unit later, so that the host waits for no kernel that was queued since.
+        """
+        flags = None
+        if self.engine.ranks.size > 1:
+            mine = self.engine.ranks.numbers([float(flag) for flag in unit.used])
+            flags = self.engine.ranks.later(self.engine.ranks.sum_everywhere(mine, unit.name))
+        return partial(self._update_one, unit, flags)
+
+    def _update_one(self, unit: Unit, flags: Callable[[], list[float]] | None) -> None:
         engine = self.engine
         if unit.index in self._updated:
             raise GradientError(
@@ -223,9 +235,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._updated.add(unit.index)
         with torch.no_grad():
-            if engine.ranks.size > 1:  # the host has to know what to skip: it waits here, once a unit
-                flags = engine.ranks.sum_everywhere(engine.ranks.numbers([float(f) for f in unit.used]), unit.name)
-                unit.used = [flag > 0 for flag in flags.tolist()]
+            if flags is not None:
+                unit.used = [flag > 0 for flag in flags()]
             squared = engine.store.gradient_norm_squared()
             self._squared = squared.clone() if self._squared is None else self._squared + squared
             unit.reshard()

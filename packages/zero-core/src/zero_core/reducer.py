@@ -21,7 +21,8 @@ class Reducer:
         self._units, self._ranks, self._store, self._keeps = units, ranks, store, keeps
         self._under_way: Reduction | None = None
         self.synchronising = True  # False inside no_sync
-        self.on_reduced: Callable[[Unit], None] | None = None  # update_in_backward
+        self.update: Callable[[Unit], Callable[[], None]] | None = None  # update_in_backward, see `_accept`
+        self._updating: Callable[[], None] | None = None
 
     def retire(self, unit: Unit) -> None:
         """This backward's gradient of the unit is complete."""
@@ -59,18 +60,38 @@ class Reducer:
         if self._under_way is not None and self._under_way.unit is unit:
             self.finish()  # a second reduction of it would begin in the memory that the first one still uses
         reduction = unit.start_reduce()
-        self.finish()
+        if self.update is not None:
+            reduction.update = self.update(unit)
+        self._accept()
         self._under_way = reduction
         if self._ranks.size == 1:
-            self.finish()
+            self._accept()
 
     def finish(self) -> None:
-        """Wait for the reduction under way, if there is one."""
-        if self._under_way is not None:
-            reduction, self._under_way = self._under_way, None
-            reduction.finish()
-            if self.on_reduced is not None:
-                self.on_reduced(reduction.unit)
+        """Wait for the reduction under way, if there is one, and for what is to be updated in backward."""
+        self._accept()
+        self._update()
+
+    def _accept(self) -> None:
+        """Hand what is under way to the store.
+
+        With update_in_backward the unit is then updated: what an update waits for was begun with the reduction. Where
+        the store's memory of gradients is on the host (a device apart), the update comes a unit later, so that the
+        host waits for a gradient's way down while the device has the next unit's backward to compute.
+        """
+        if self._under_way is None:
+            return
+        self._update()  # before the store has another gradient: the norm is of what it has
+        reduction, self._under_way = self._under_way, None
+        reduction.finish()
+        self._updating = reduction.update
+        if not getattr(self._store, "swaps_in", False):
+            self._update()
+
+    def _update(self) -> None:
+        update, self._updating = self._updating, None
+        if update is not None:
+            update()
 
     def reduce_kept(self) -> None:
         """Reduce what stage 1 and no_sync kept, in the order of backward; forget what was dropped."""
@@ -82,6 +103,7 @@ class Reducer:
 
     def discard(self, leftover: str = "") -> None:
         """Forget every gradient. leftover: see `Unit.consumed`."""
+        self._updating = None
         for unit in self._units:
             unit.drop_gradient()
             unit.drop_kept()

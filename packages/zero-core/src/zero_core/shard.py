@@ -139,7 +139,7 @@ def shard(
         raise
     initialiser.release()
     if update_in_backward:
-        engine.reducer.on_reduced = sharded.update_one
+        engine.reducer.update = sharded.update_one
     model.__dict__[_HANDLE] = Handle(model, tuple(made.units), made.store, sharded, ranks, stage, engine)
     optimizer.__dict__["_zero_sharded"] = True
     retire(optimizer)

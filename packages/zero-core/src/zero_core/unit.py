@@ -490,6 +490,7 @@ class Reduction:
     def __init__(self, unit: Unit, whole: Tensor, lent: bool) -> None:
         self.unit, self.whole, self.lent = unit, whole, lent
         self.part, self._pooled = whole, False
+        self.update: Callable[[], None] | None = None  # what to call when the shard is the store's
         self._work: Any = None
         ranks = unit.ranks
         with unit.observer.span("reduce", unit.name):

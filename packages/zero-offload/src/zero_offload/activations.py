@@ -35,6 +35,7 @@ from .footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from .host_spill import HostSpill
 from .nvme_spill import NvmeSpill
 from .planner import Plan
+from .queued_spill import QueuedSpill
 from .spill import DeviceSpill, Spill, Spilled
 from .store import TieredStore
 from .streams import Streams, streams_of
@@ -256,7 +257,10 @@ def _spills(
             raise ActivationError(
                 'policy "nvme" needs the TieredStore that the model was sharded with, and one that has nvme='
             )
-        nvme = spills["nvme"] = NvmeSpill(store._nvme, slots=slots, piece_bytes=piece_bytes)
+        sized = {"slots": slots, "piece_bytes": piece_bytes}
+        streams = store.streams
+        nvme = NvmeSpill(store._nvme, **sized) if streams is None else QueuedSpill(store._nvme, streams, **sized)
+        spills["nvme"] = nvme
     return spills, nvme
 
 

@@ -1,0 +1,40 @@
+"""A device whose module registers no host memory trains over memory that torch pins, to the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from zero_offload import MemoryByteStore, TieredStore
+
+
+def trained(device: torch.device, placement: str) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to(device)
+    store = TieredStore(placement, placement, placement, nvme=MemoryByteStore(), tile_numel=1 << 20)
+    optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(8, 256, generator=generator).to(device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    told = str(store.stats()["huge_pages"])
+    optimizer.close()
+    return losses, told
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_memory_that_torch_pins_serves_as_well(
+    device: torch.device, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the arena's pinned form is laid out otherwise, or memory is registered that the device cannot."""
+    expected, _ = trained(device, placement)
+    monkeypatch.delattr(torch.get_device_module(device), "cudart", raising=False)
+    found, told = trained(device, placement)
+    assert found == expected
+    assert device.type == "cpu" or "torch pinned it" in told

@@ -1,0 +1,40 @@
+"""Which device a run computes on: one that is asked for and that torch sees, else torch's accelerator, or the CPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from zero_train.ranks import Ranks, device_type
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """torch's accelerator, as these tests describe it."""
+
+    def seen(kind, **module):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device(kind))
+        found = SimpleNamespace(is_available=lambda: True, **module)
+        monkeypatch.setattr(torch, "get_device_module", lambda device: found)
+
+    return seen
+
+
+def test_torchs_accelerator_is_taken_and_the_cpu_where_there_is_none(accelerator):
+    accelerator("xpu", Stream=object)
+    assert Ranks(local_rank=2).device == torch.device("xpu", 2)
+    assert device_type("cpu") == "cpu"
+    accelerator(None)
+    assert Ranks(local_rank=2).device == torch.device("cpu")
+
+
+def test_two_kinds_are_taken_only_where_they_are_asked_for(accelerator):
+    accelerator("mps")  # without streams
+    assert device_type(None) == "cpu"
+    accelerator("xpu", Stream=object, simulated=True)
+    assert device_type(None) == "cpu" and device_type("xpu") == "xpu"
+
+
+def test_a_device_that_torch_does_not_see_is_not_taken():
+    assert device_type("no-such-device") == device_type(None)
