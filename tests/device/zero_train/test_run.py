@@ -7,6 +7,9 @@ grows from step to step, or if a device that is full ends in anything but advice
 from __future__ import annotations
 
 import json
+import os
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,30 +21,28 @@ pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
 
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import app
+from zero_train import app, progress
 from zero_train.errors import RunError
-from zero_train.ranks import Ranks
 
-SIZES = ("model.hidden_size=128", "model.intermediate_size=256", "model.layers=4", "model.heads=4", "run.steps=8")
+SIZES = ("model.hidden_size=128", "model.intermediate_size=256", "model.layers=6", "model.heads=4", "run.steps=6")
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def here(device):
-    """zero-train takes the device of its rank that torch sees, whatever a test asks for."""
-    if Ranks().device.type != device.type:
-        pytest.skip(f"zero-train computes on {Ranks().device} here; hide the others to rehearse on {device}")
+@pytest.fixture(scope="module")
+def on(device):
+    """What every run here asks for besides."""
+    return (*SIZES, f"hardware.device={device.type}")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, on):
     """`run(offload, …)`: a finished run and the lines of its metrics, made once."""
     made = {}
 
     def of(*overrides):
         if overrides not in made:
             folder = tmp_path_factory.mktemp("run")
-            found = trained(folder, *SIZES, *overrides)
+            found = trained(folder, *on, *overrides)
             lines = (folder / "metrics.jsonl").read_text().splitlines()
             made[overrides] = found, [json.loads(line) for line in lines]
         return made[overrides]
@@ -67,22 +68,64 @@ def test_every_step_says_what_the_device_holds_and_it_does_not_grow(run, device,
     _, lines = run(f"offload={offload}")
     held = [line["device_bytes"] for line in lines]
     assert held[1:] == held[1:2] * (len(held) - 1)
+    if device.type == "cpu":  # the device's memory is the host's
+        return
     assert all(line["host_bytes"] > 0 for line in lines) == (offload != "none")
-    if device.type != "cpu":
-        assert held[-1] > 0
+    assert held[-1] > 0
     if offload == "none":
         assert held[-1] > run("offload=host")[1][-1]["device_bytes"]
 
 
-def test_a_dry_run_prints_the_devices_tier_and_the_cores(device, tmp_path, capsys):
-    assert app.main([*COMMON, *SIZES, f"run.dir={tmp_path / 'run'}", "offload=host", "run.dry=true"]) == 0
+@pytest.mark.parametrize("offload", ["none", "host", "nvme"])
+def test_a_run_that_ctrl_c_ends_is_resumed_with_the_same_bits(run, on, tmp_path, monkeypatch, offload):
+    whole, _ = run(f"offload={offload}")
+    shown = progress.Plain.step
+
+    def step(self, line):
+        shown(self, line)
+        if line.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.Plain, "step", step)
+        first = trained(tmp_path / "run", *on, f"offload={offload}", "run.checkpoint_every=2")
+    assert first.exit_code == 130 and len(first.losses) == 3
+    rest = trained(tmp_path / "run", *on, f"offload={offload}", "run.checkpoint_every=2", "run.resume=auto")
+    assert first.losses + rest.losses == whole.losses
+    assert rest.digest == whole.digest
+
+
+@pytest.mark.parametrize("activations", ["recompute", "host", "nvme"])
+def test_activations_set_aside_change_no_bit(run, activations):
+    kept, _ = run("offload=nvme", "offload.activations=keep")
+    aside, _ = run("offload=nvme", f"offload.activations={activations}")
+    assert aside.losses == kept.losses
+    assert aside.digest == kept.digest
+
+
+def trained_by_ranks(folder, *overrides):
+    found = trained(Path(folder), *overrides)
+    return found.losses, found.digest
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_with_a_device_each_have_the_same_bits_over_tiers(device_ranks, on, tmp_path, stage):
+    runs = [
+        device_ranks.run(trained_by_ranks, str(tmp_path / place), *on, f"zero.stage={stage}", f"offload={place}")
+        for place in ("host", "nvme")
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_a_dry_run_prints_the_devices_tier_and_the_cores(device, tmp_path, capsys, on):
+    assert app.main([*COMMON, *on, f"run.dir={tmp_path / 'run'}", "offload=host", "run.dry=true"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (row,) = (line.split() for line in lines if line.startswith("device "))
     assert (row[-1] != "-") == (device.type != "cpu")  # a budget of its own
     assert any(line.startswith("update: ") for line in lines) == (device.type != "cpu")
 
 
-def test_a_device_that_is_full_ends_the_run_with_a_way_out(device, needs_device, tmp_path):
+def test_a_device_that_is_full_ends_the_run_with_a_way_out(device, needs_device, on, tmp_path):
     needs_device("a device that is full apart from the host")  # tests/integration has the CPU's, and a stand-in
     module = torch.get_device_module(device)
     module.empty_cache()
@@ -90,7 +133,7 @@ def test_a_device_that_is_full_ends_the_run_with_a_way_out(device, needs_device,
     module.set_per_process_memory_fraction((module.memory_reserved(device) + 64 * MIB) / total, device)
     try:
         with pytest.raises(RunError) as caught:
-            trained(tmp_path / "run", *SIZES, "offload=host", "run.micro_batch=512", "data.sequence_length=256")
+            trained(tmp_path / "run", *on, "offload=host", "run.micro_batch=512", "data.sequence_length=256")
     finally:
         module.set_per_process_memory_fraction(1.0, device)
     text = str(caught.value)
