@@ -8,6 +8,7 @@ pytest tests/device --device cpu          runs what does not need a device apart
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+SHARE, GOLDEN = 1 / 3, 0.618034  # multiples of the golden ratio keep no step with any parameter
 HERE = Path(__file__).parent
-FULL = "only `nox -s device` runs this on a simulated device; the tests that CI runs there are a third"
+FULL = "only `nox -s device` runs this: CI runs a third of the tests on a simulated device"
 
 
 def pytest_addoption(parser):
@@ -35,12 +37,19 @@ def pytest_configure(config):
         config.pluginmanager.import_plugin("zero_sim.pytest_plugin")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
-    """A test that hangs beside a device does so in C++, where no signal reaches Python: a thread ends the process."""
-    if _name(config) in ("", "cpu"):
-        return
-    for item in items:
-        if item.path.is_relative_to(HERE):
+    """Marks the cases that CI leaves out: of each test the first is kept, and a third, spread over its parameters.
+
+    A test that hangs beside a device does so in C++, where no signal reaches Python: a thread ends the process.
+    """
+    cases: Counter[tuple[Path, str]] = Counter()
+    for item in (item for item in items if item.path.is_relative_to(HERE)):
+        test = item.path, item.originalname
+        if cases[test] * GOLDEN % 1 >= SHARE:
+            item.add_marker(pytest.mark.device_full)
+        cases[test] += 1
+        if _name(config) not in ("", "cpu"):
             item.add_marker(pytest.mark.timeout(300, method="thread"))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zero_core
 from tests.chunks import small_chunks
-from tests.device.zero_core.runs import NormMayWait, Wide, loss_of
+from tests.device.zero_core.runs import NormMayWait, Wide, loss_of, swapping
 from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, offload_activations
 from zero_offload import tile as tiles
@@ -44,6 +44,13 @@ MIXED: dict[str, Any] = {  # some tiles are
     "half": of_all(device=0.5, host=0.5),
     "thirds": of_all(device=0.3, host=0.3, nvme=0.4),
 }
+
+
+def placed(device: torch.device, name: str) -> Any:
+    """What `Run` takes as its placement: one of the above, "device store" for no store, "swapping" for zero-core's."""
+    if name in ("device store", "swapping"):
+        return swapping(device) if name == "swapping" else None
+    return (BELOW | MIXED)[name]
 
 
 def tile_numel() -> int:

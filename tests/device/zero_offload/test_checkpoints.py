@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 import zero_core
-from tests.device.zero_core.runs import differing, swapping
+from tests.device.zero_core.runs import differing
 from tests.device.zero_offload import runs
 
 GPU = (512, 8, 64)
 
 
 def run_of(device: torch.device, store: str) -> runs.Run:
-    placement = {"device store": None, "swapping": swapping(device)}.get(store, (runs.BELOW | runs.MIXED).get(store))
-    return runs.Run(device, placement, runs.sized(device, GPU))
+    return runs.Run(device, runs.placed(device, store), runs.sized(device, GPU))
 
 
 def steps(run: runs.Run, numbers: range) -> list[Tensor]:

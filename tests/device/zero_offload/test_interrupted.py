@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.device.zero_core.runs import differing, loss_of, swapping
+from tests.device.zero_core.runs import differing, loss_of
 from tests.device.zero_offload import runs
 from zero_offload.streams import Streams, streams_of
 
@@ -22,8 +22,7 @@ STORES = ["device store", "swapping", "host", "nvme", "classic", "thirds"]
 
 
 def made(device: torch.device, store: str, **options: Any) -> runs.Run:
-    placement: Any = {"device store": None, "swapping": swapping(device)}.get(store, (runs.BELOW | runs.MIXED).get(store))
-    return runs.Run(device, placement, runs.sized(device, GPU, (64, 8, 512)), **options)
+    return runs.Run(device, runs.placed(device, store), runs.sized(device, GPU, (64, 8, 512)), **options)
 
 
 def ends_in(run: runs.Run, where: str, error: type[BaseException]) -> None:

@@ -42,17 +42,8 @@ def bits(kind: str, placements: list[str], options: dict[str, Any]) -> dict[str,
         }
 
 
-def cover() -> list[Any]:
-    """Every option with a placement or two in CI, with all of them in `nox -s device`."""
-    cases = []
-    for number, option in enumerate(OPTIONS):
-        for place, placement in enumerate(PLACEMENTS):
-            marks = [] if place == number % len(PLACEMENTS) else [pytest.mark.device_full]
-            cases.append(pytest.param(option, placement, marks=marks, id=f"{option}, {placement}"))
-    return cases
-
-
-@pytest.mark.parametrize(("option", "placement"), cover())
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("option", OPTIONS)
 def test_the_bits_of_host_memory(device, device_ranks, needs_device, option, placement):
     needs_device("a device for each rank")
     for found in device_ranks.run(bits, device.type, [placement], OPTIONS[option]):

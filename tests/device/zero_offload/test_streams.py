@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.device.zero_core.runs import differing, loss_of, swapping
+from tests.device.zero_core.runs import differing, loss_of
 from tests.device.zero_offload import runs
 
 GPU = (512, 8, 64)
@@ -94,8 +94,7 @@ class BackwardFromAThread(OneStream):
 
 def trained(device: torch.device, store: str, within: OneStream, **options: Any) -> list[Tensor]:
     """Losses, evaluations and masters; the host waits for nothing but the norm before the end."""
-    placement: Any = {"device store": None, "swapping": swapping(device)}.get(store, (runs.BELOW | runs.MIXED).get(store))
-    run = runs.Run(device, placement, runs.sized(device, GPU), **options)
+    run = runs.Run(device, runs.placed(device, store), runs.sized(device, GPU), **options)
     seen = []
     for number in range(runs.STEPS):
         with within.step(number):
