@@ -74,7 +74,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def device(session: nox.Session) -> None:
-    """All of tests/device, with two seeds, on a simulated device; with `--no-venv -s device -- --device cuda` on a GPU."""
+    """All of tests/device on a simulated device. On a GPU: `nox --no-venv -s device -- --device cuda`."""
     if "--device" in session.posargs:
         session.run("pytest", "-rR", "tests/device", *session.posargs, external=True)
         return

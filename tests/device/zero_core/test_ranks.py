@@ -1,4 +1,4 @@
-"""Several devices, a rank each, their collectives between them: the reference's numbers, and the same bits twice and over residency."""
+"""Several devices, a rank each, collectives between them: the reference's numbers, the same bits over residency."""
 
 from __future__ import annotations
 

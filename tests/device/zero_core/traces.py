@@ -23,10 +23,10 @@ def hidden(of: Iterable[Interval], behind: Iterable[Interval]) -> float:
 
 
 def traced(device: torch.device, call: Callable[[], Any]) -> list[tuple[str, Interval]]:
-    """(name, interval in microseconds) of every kernel and copy on the device while `call` ran; of operators where torch
-    traces no device.
+    """(name, interval in microseconds) of every kernel and copy on the device while `call` ran.
 
-    From the exported trace, whose categories tell kernels from the annotations that the profiler lays over them.
+    Where torch traces no device, of operators. From the exported trace, whose categories tell kernels from the
+    annotations that the profiler lays over them.
     """
     own = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(device.type)
     with profile(activities=[ProfilerActivity.CPU, *([own] if own else [])]) as profiler:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-zero_nvme = pytest.importorskip("zero_nvme")
-zero_optim_cpu = pytest.importorskip("zero_optim_cpu")
-
 from tests.device.zero_core.runs import differing
 from tests.device.zero_offload import runs
+
+zero_nvme = pytest.importorskip("zero_nvme")
+zero_optim_cpu = pytest.importorskip("zero_optim_cpu")
 
 GPU = (512, 8, 64)
 
