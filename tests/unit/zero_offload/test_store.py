@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+import zero_core
 from zero_core.store import ShardStore, StoreContext
-from zero_offload import ClosedError, MemoryByteStore, OffloadError, PlacementError, TieredStore
+from zero_offload import BudgetError, ClosedError, MemoryByteStore, OffloadError, PlacementError, TieredStore
 from zero_offload.accounting import Shape
 
 from .harness import NUMELS, TILE, Driver, make, make_specs, same
@@ -340,3 +341,18 @@ def test_an_empty_shard_takes_part() -> None:
     driver.store.release(1)
     driver.everything()
     driver.store.close()
+
+
+def test_stages_that_keep_every_unit_need_a_slot_for_each_on_nvme() -> None:
+    """Refused when the store is attached; the first forward would find every slot held."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    options: dict[str, Any] = {"stage": 2, "prefetch_bytes": 0}
+    store = TieredStore("nvme", "host", "host", nvme=MemoryByteStore())
+    with pytest.raises(BudgetError, match=r"keep every unit .* 8 units .* share 3 slots .*use stage=3"):
+        zero_core.shard(model, optimizer, store=store, param_dtype=torch.bfloat16, **options)
+    store = TieredStore("nvme", "host", "host", nvme=MemoryByteStore())
+    sharded = zero_core.shard(model, optimizer, store=store, param_dtype=torch.bfloat16, **options | {"stage": 3})
+    model(torch.zeros(1, 64, dtype=torch.bfloat16)).sum().backward()
+    sharded.step()
+    sharded.close()

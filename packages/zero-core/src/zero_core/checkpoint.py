@@ -265,7 +265,7 @@ def _random_state(device: torch.device) -> dict[str, Any]:
 def _restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    kind, own = state.get("device") or ("cuda", state.get("cuda"))  # the key of checkpoints before zero-core 0.2
+    kind, own = state.get("device") or ("cuda", state.get("cuda"))  # the key of older checkpoints
     if own is not None and kind == device.type:  # another device's generator would not give the same numbers
         torch.get_device_module(device).set_rng_state(own, device)
 

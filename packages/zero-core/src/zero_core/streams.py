@@ -37,7 +37,7 @@ __all__ = ["Side"]
 
 
 class Side:
-    """A stream of its own for what is begun ahead. `streams`: in the place of the device's own, `torch.cuda` say."""
+    """A stream of its own for what is begun ahead. `streams`: stands for the device's module."""
 
     def __init__(self, device: torch.device, streams: Any = None) -> None:
         self._device = device

@@ -67,7 +67,7 @@ class Arena:
                 f"the host tier's arena of {gib(self.nbytes)} cannot be pinned ({error}); put more on nvme, take fewer "
                 "slots, or raise the limit of locked memory"
             ) from error
-        memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+        memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
         memory.tensor = tensor  # views keep the buffer, and the buffer keeps the tensor
         return memory, PAGE_BYTES, {"MADV_HUGEPAGE": "the device's module registers no memory, so torch pinned it"}
 

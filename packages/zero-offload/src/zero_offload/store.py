@@ -19,7 +19,7 @@ from zero_core.store import GroupStep, ShardSpec, StoreContext
 from .arena import Arena
 from .device_tier import DeviceTier
 from .ending import Ending
-from .errors import ClosedError, OffloadError, PlacementError
+from .errors import BudgetError, ClosedError, OffloadError, PlacementError, gib
 from .footprint import StorePlan, UnitPlan, gradient_itemsize, plan_store
 from .gradients import GradientStore
 from .link import Link
@@ -127,6 +127,7 @@ class TieredStore:
             gradient_itemsize=gradient_itemsize(context.reduce_dtype, self._accumulate),
             **self._arguments,
         )
+        self._check_slots(plan, context)
         if self._nvme is not None and plan.nvme_bytes:
             self._nvme.store.reserve(plan.nvme_bytes)
         self.plan, self._context = replace(plan, not_sharded=context.not_sharded), context
@@ -144,6 +145,17 @@ class TieredStore:
             raise
         if self._nvme is not None:
             self._setup = (self._nvme.read_bytes, self._nvme.write_bytes)
+
+    def _check_slots(self, plan: StorePlan, context: StoreContext) -> None:
+        """Stages 0 to 2 on one rank keep what the store lends until the step, so every unit on nvme needs a slot."""
+        streamed = [unit.spec.name for i, unit in enumerate(plan.units) if unit.streamed and i not in plan.own_slots]
+        lends = context.keeps_parameters and context.shard_count == 1 and self._make_streams is None
+        if lends and len(streamed) > plan.unit_slots:
+            raise BudgetError(
+                f"stages 0 to 2 keep every unit in memory until the step, and {len(streamed)} units with parameters on "
+                f"nvme share {plan.unit_slots} slots of {gib(plan.unit_slot_bytes)}; use stage=3, or put parameters on "
+                'the "host", or raise prefetch_bytes to the bytes of all of them'
+            )
 
     def _build(self, plan: StorePlan, context: StoreContext) -> None:
         """Reserve every byte, on nvme and in memory."""
