@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from .checkpoint_files import StreamingReader, StreamingWriter
 from .checkpoint_match import FORMAT, STATE, Finder, groups_of, options_of, steps_of, unpickle
 from .checkpoint_plan import TILE_NUMEL, Contents, Sliced, StreamingLoadPlanner, StreamingSavePlanner, Wanted
+from .device import has_streams
 from .errors import CheckpointError, ZeroError
 from .keys import Named, named_tensors
 from .shards import MASTER, ShardSlice, ShardView, clean_name, view_of
@@ -257,7 +258,7 @@ def _run_state(view: ShardView, optimizer: Any, scheduler: Any, extra: Any) -> d
 
 def _random_state(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if device.type != "cpu":
+    if has_streams(device):
         state["device"] = (device.type, torch.get_device_module(device).get_rng_state(device))
     return state
 

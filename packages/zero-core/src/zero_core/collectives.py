@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .device import backend_in
+from .device import backend_in, has_streams
 from .errors import CollectiveError, StageError
 from .patience import Patience, break_off
 from .peers import Averaging, Axis, Exchange, Gathering, add_up, broadcast
@@ -140,13 +140,13 @@ class Ranks:
 
     def numbers(self, values: Sequence[float]) -> Tensor:
         """(n,) float64 on the device. The host does not wait for it: from memory that is not pinned, it would."""
-        if self.device.type == "cpu":
+        if not has_streams(self.device):
             return torch.tensor(values, dtype=torch.float64, device=self.device)
         return torch.tensor(values, dtype=torch.float64, pin_memory=True).to(self.device, non_blocking=True)
 
     def later(self, values: Tensor) -> Callable[[], list[float]]:
         """What reads `values` (n,) on the host, which then waits for what is queued by now and for nothing after it."""
-        if self.device.type == "cpu":
+        if not has_streams(self.device):
             return values.tolist
         module = torch.get_device_module(self.device)
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -13,18 +13,25 @@ import torch.distributed as dist
 
 from .errors import ZeroError
 
-__all__ = ["backend_in", "backend_of", "indexed"]
+__all__ = ["backend_in", "backend_of", "has_streams", "indexed"]
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether the host queues work on the device and goes on. Not on the CPU, nor where there is no memory at all."""
+    return device.type not in ("cpu", "meta")
 
 
 def indexed(device: torch.device) -> torch.device:
     """The device, with the index of the current one of its type where it has none. The CPU has none."""
-    if device.type == "cpu" or device.index is not None:
+    if device.index is not None or not has_streams(device):
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def backend_in(group: Any, device: torch.device) -> str:
     """The backend that a process group has for this device. Raises ZeroError where that cannot average there."""
+    if device.type == "meta":
+        return ""  # nothing is sent: a rehearsal with sizes only
     config = dist.get_backend_config(group)
     by_type = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
     found = by_type.get(device.type, "")

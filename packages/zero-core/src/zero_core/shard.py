@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from .carried import carry_over
 from .collectives import Ranks
-from .device import indexed
+from .device import has_streams, indexed
 from .device_store import DeviceStore
 from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
 from .handover import Handover
@@ -375,9 +375,7 @@ def _compute_device(model: nn.Module, device: torch.device | str | None, mesh: A
     if device is None and devices:
         return devices.pop()
     found = torch.device(device if device is not None else getattr(mesh, "device_type", "cpu"))
-    if found.type in ("cpu", "meta"):
-        return found
-    if not torch.get_device_module(found).is_available():
+    if has_streams(found) and not torch.get_device_module(found).is_available():
         raise ZeroError(f"device={found}: torch sees no such device here; leave device out to compute on the CPU")
     return indexed(found)
 

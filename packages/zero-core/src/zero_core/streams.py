@@ -33,6 +33,8 @@ from typing import Any
 
 import torch
 
+from .device import has_streams
+
 __all__ = ["Side"]
 
 
@@ -41,7 +43,7 @@ class Side:
 
     def __init__(self, device: torch.device, streams: Any = None) -> None:
         self._device = device
-        self._streams = torch.get_device_module(device) if streams is None and device.type != "cpu" else streams
+        self._streams = torch.get_device_module(device) if streams is None and has_streams(device) else streams
         self._stream: Any = None
         self._compute: Any = None  # where the last call of go_on() found the caller
 
