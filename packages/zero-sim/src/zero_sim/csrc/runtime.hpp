@@ -28,6 +28,8 @@ struct Extent {  // bytes [begin, end), of device memory or of host memory that 
 };
 
 // A place in the host program: captured when work is queued, turned into text only for a report. 0: unknown.
+// Equal places should have equal numbers, which stay valid for ever. Neither function is called under a lock; the first
+// is called by whichever thread queues work, the second by `take_races` only.
 using Site = uint32_t;
 extern Site (*capture_site)();
 extern std::string (*describe_site)(Site);
@@ -55,7 +57,17 @@ void leave_word(Meeting&);   // release: what this host thread has seen so far i
 void hear_word(Meeting&);    // acquire
 void name_host_thread(const std::string& name);
 
-// The host (native code or a CPU kernel) touches memory now, in the calling thread.
+// A call of backward, whose nodes autograd runs in threads of its own. Whatever one of these threads does for the call
+// comes after its beginning and before its end. `backward_of_this_thread` finds the call that the thread works for now
+// (null: none), so that hooks which run before the first node's kernel are covered too; it may be called under the lock.
+struct Backward;
+std::shared_ptr<Backward> begin_backward();
+void hear_backward();  // at the start of a node, in its thread: after what the call's other threads have done so far
+void end_backward(const std::shared_ptr<Backward>&);
+extern Backward* (*backward_of_this_thread)();
+
+// The host (native code or a CPU kernel) touches memory now, in the calling thread. Only device memory and pinned or
+// registered memory is followed. Does nothing in a stream's thread: what a kernel touches is said at its launch.
 void host_access(const char* what, const std::vector<Extent>& extents);
 // Native work that runs beside its caller, until `finish`: an asynchronous read into pinned memory, say.
 struct Task;
@@ -88,6 +100,8 @@ void wait_for_device(int device);
 double milliseconds_between(const Event&, const Event&);
 bool in_stream_thread();
 
+extern void (*stream_thread_begins)();  // called first by every stream's thread: the number of OpenMP threads, say
+
 struct DeviceError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -99,13 +113,15 @@ struct OutOfMemory : std::bad_alloc {
   const char* what() const noexcept override { return text.c_str(); }
   std::string text;
 };
-void* device_malloc(size_t bytes, int device, StreamIndex);  // nullptr for 0; throws OutOfMemory
+// nullptr for 0; throws OutOfMemory. Blocks until the devices are idle where only the cached blocks would make room.
+void* device_malloc(size_t bytes, int device, StreamIndex);
 void device_free(void*);
 void record_stream(void*, StreamIndex);  // any address inside the block
 void* seen_by_streams(const void*);      // where stream threads see the same bytes; host addresses unchanged
 bool is_device(const void*);
 int device_of_pointer(const void*);
-void empty_cache();
+void empty_cache();  // blocks like a wait_for_... function, if there is anything to give back
+void install_fault_handler();  // names the mistake when the host touches device memory; again after faulthandler.enable()
 struct MemoryStats {
   int64_t allocated = 0, allocated_peak = 0, reserved = 0, reserved_peak = 0, active = 0, active_peak = 0;
   int64_t allocations = 0, frees = 0, segments = 0, retries = 0, ooms = 0;
@@ -118,7 +134,9 @@ void set_memory_limit(int device, size_t bytes);
 // -- host memory that copies may use asynchronously ---------------------------------------------------------------
 void* pinned_malloc(size_t bytes);
 void pinned_free(void*);
-void pinned_record(void*, StreamIndex);  // the caching host allocator gives the block out again only after this
+// The block is given out again only after what the stream has been given until it is freed. False, and nothing done,
+// where the address is not that of a block's first byte, as with CUDA's allocator.
+bool pinned_record(void*, StreamIndex);
 int host_register(void*, size_t bytes);  // 0, or the number cudaHostRegister would return
 int host_unregister(void*);
 bool is_pinned(const void*);
@@ -137,4 +155,8 @@ void set_options(const Options&);
 void set_stream_latency(StreamIndex, int64_t latency_us, int64_t jitter_us);
 void spin(StreamIndex, int64_t us);  // a kernel that takes this long
 uint64_t kernels_run();
+
+// The end of the process: streams stop after the kernel they are in, what is queued is dropped, and later calls do
+// nothing. Called from Python's atexit (GIL released), before the libraries whose kernels run are unloaded.
+void stop();
 }  // namespace sim
