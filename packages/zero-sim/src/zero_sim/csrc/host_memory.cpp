@@ -84,6 +84,7 @@ uintptr_t from_cache(const Locked& locked, HostMemory& m, size_t size, Site site
     block.allocated = site;
     block.last_uses.clear();
     host_writes(locked, "pinned memory given out again", site, begin, begin + size);
+    forget(locked, begin, begin + size);  // whichever thread it is handed to, nobody else can know the address yet
     return begin;
   }
   return 0;

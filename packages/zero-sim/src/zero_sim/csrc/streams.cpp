@@ -61,7 +61,7 @@ void apply(const Options& options, Stream& stream, size_t index) {
 Streams& streams() {
   static Streams* one = [] {
     auto* made = new Streams;  // outlives every thread
-    const auto options = sim::options();
+    const auto options = options_of_environment();  // set_options comes here first
     made->next_of_pool.resize(machine().devices, 0);
     for (int i = 0; i < machine().devices * (1 + POOL); i++) {
       made->all.push_back(std::make_unique<Stream>());
@@ -119,7 +119,10 @@ void serve(Stream* stream) {
 
 // Under the runtime's lock, so that the order of the queue is the order of the clocks.
 void give(const Locked&, StreamIndex index, std::string what, std::function<void()> run) {
-  if (ending()) return;
+  if (ending()) {  // kept: what it holds may want locks when it is destroyed
+    new std::function<void()>(std::move(run));
+    return;
+  }
   mark_used();
   Stream& stream = stream_at(index);
   std::lock_guard<std::mutex> lock(stream.mutex);

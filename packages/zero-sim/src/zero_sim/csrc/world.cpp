@@ -25,23 +25,12 @@ int64_t number(const char* name, int64_t otherwise) {
   return text && *text ? std::atoll(text) : otherwise;
 }
 
-Options options_of_environment() {
-  Options options;
-  options.races = number("ZERO_SIM_RACES", 1);
-  options.strict = number("ZERO_SIM_STRICT", 0);
-  options.seed = uint64_t(number("ZERO_SIM_SEED", 0));
-  if (const char* text = std::getenv("ZERO_SIM_LATENCY")) {
-    long fixed = 0, jitter = 0;
-    std::sscanf(text, "%ld:%ld", &fixed, &jitter);
-    options.latency_us = fixed;
-    options.jitter_us = jitter;
-  }
-  g_detecting = options.races;
-  return options;
-}
-
 Options& stored() {
-  static Options one = options_of_environment();
+  static Options one = [] {
+    auto options = options_of_environment();
+    g_detecting = options.races;
+    return options;
+  }();
   return one;
 }
 
@@ -54,6 +43,20 @@ void after_fork_in_child() {
 }
 
 }  // namespace
+
+Options options_of_environment() {
+  Options options;
+  options.races = number("ZERO_SIM_RACES", 1);
+  options.strict = number("ZERO_SIM_STRICT", 0);
+  options.seed = uint64_t(number("ZERO_SIM_SEED", 0));
+  if (const char* text = std::getenv("ZERO_SIM_LATENCY")) {
+    long fixed = 0, jitter = 0;
+    std::sscanf(text, "%ld:%ld", &fixed, &jitter);
+    options.latency_us = fixed;
+    options.jitter_us = jitter;
+  }
+  return options;
+}
 
 std::mutex& Locked::mutex() {
   static std::mutex* one = [] {

@@ -25,6 +25,7 @@ struct Machine {  // from the environment, fixed for the life of the process
 };
 const Machine& machine();
 
+Options options_of_environment();  // what the process begins with
 Options& options_under(const Locked&);
 bool detecting();  // races are looked for; asked without the lock
 void set_detecting(const Locked&, bool);
