@@ -16,27 +16,17 @@ Memory: TypeAlias = "torch.Tensor | tuple[int, int]"  # a tensor, or (address, n
 Extent = tuple[int, int, bool]  # first byte, past the last, written
 
 
-def runs(memory: Memory) -> list[tuple[int, int]]:
-    """Returns the contiguous ranges of addresses [begin, end) that the memory consists of."""
-    if not isinstance(memory, torch.Tensor):
-        address, nbytes = memory
-        return [(address, address + nbytes)] if nbytes else []
-    if memory.numel() == 0:
-        return []
-    item, address = memory.element_size(), memory.data_ptr()
-    dims = sorted((stride, size) for stride, size in zip(memory.stride(), memory.shape, strict=True) if size > 1)
-    length, starts = 1, [0]  # elements of one run, and where the runs begin
-    for stride, size in dims:
-        if stride <= length:  # goes on where the run ends, or overlaps it
-            length = max(length, stride * (size - 1) + length)
-        else:
-            starts = [start + i * stride for start in starts for i in range(size)]
-    return [(address + start * item, address + (start + length) * item) for start in starts]
-
-
 def extents(reads: Sequence[Memory], writes: Sequence[Memory]) -> list[Extent]:
-    """Returns what the runtime is told of an access."""
-    return [(*run, write) for some, write in ((reads, False), (writes, True)) for one in some for run in runs(one)]
+    """Returns the contiguous ranges of addresses that an access consists of."""
+    found: list[Extent] = []
+    for some, write in ((reads, False), (writes, True)):
+        for memory in some:
+            if isinstance(memory, torch.Tensor):
+                found += native.extents(memory, write)
+            else:
+                address, nbytes = memory
+                found.append((address, address + nbytes, write))
+    return found
 
 
 def host_access(what: str, reads: Sequence[Memory] = (), writes: Sequence[Memory] = ()) -> None:

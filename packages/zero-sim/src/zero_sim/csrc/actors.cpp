@@ -221,6 +221,8 @@ void retire(const Locked& locked, Actor actor) {
   a.ended.push_back(actor);
 }
 
+size_t components(const Locked& locked) { return actors(locked).all.size(); }
+
 std::string name_of(const Locked& locked, Actor actor, uint64_t tick) {
   auto& names = actors(locked).all[actor].names;
   for (auto it = names.rbegin(); it != names.rend(); ++it)

@@ -20,6 +20,7 @@ Actor stream_actor(const Locked&, StreamIndex);
 Actor host_actor(const Locked&);  // the calling thread's
 Actor task_actor(const Locked&, const std::string& what, const Clock& starts_after);
 void retire(const Locked&, Actor);  // its thread or task has ended
+size_t components(const Locked&);   // of a clock
 
 const Clock& clock_of(const Locked&, Actor);
 inline uint64_t at(const Clock& clock, Actor actor) { return actor < clock.size() ? clock[actor] : 0; }

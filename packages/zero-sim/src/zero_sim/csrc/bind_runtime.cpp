@@ -4,7 +4,7 @@
 
 #include <tuple>
 
-#include "runtime.hpp"
+#include "actors.hpp"
 
 namespace sim {
 namespace py = pybind11;
@@ -115,6 +115,11 @@ void bind_runtime(py::module_& m) {
       .def_readonly("missing", &Race::missing);
   m.def("take_races", &take_races);
   m.def("race_count", &race_count);
+
+  m.def("clock_components", [] {
+    Locked locked;
+    return components(locked);
+  });
 
   py::class_<Options>(m, "Options")
       .def_readwrite("races", &Options::races)

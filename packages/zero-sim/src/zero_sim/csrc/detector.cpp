@@ -88,10 +88,18 @@ void host_access(const char* what, const std::vector<Extent>& extents) {
 }
 
 struct Task {
-  bool followed = false;
+  bool followed = false;  // and its end is not known yet
   Actor actor = 0;
   Clock clock;
-  bool finished = false;
+
+  void end(const Locked& locked) {
+    if (std::exchange(followed, false)) retire(locked, actor);
+  }
+  ~Task() {  // nobody learnt its end, which is a race for whoever touches the memory
+    if (!followed || forked() || ending()) return;
+    Locked locked;
+    end(locked);
+  }
 };
 
 std::shared_ptr<Task> begin_task(const std::string& what, const std::vector<Extent>& extents) {
@@ -108,10 +116,10 @@ std::shared_ptr<Task> begin_task(const std::string& what, const std::vector<Exte
 }
 
 void finish_task(const std::shared_ptr<Task>& task) {
-  if (!task->followed || !detecting() || in_stream_thread()) return;
+  if (!detecting() || in_stream_thread()) return;
   Locked locked;
   acquire(locked, host_actor(locked), task->clock);
-  if (!std::exchange(task->finished, true)) retire(locked, task->actor);
+  task->end(locked);
 }
 
 }  // namespace sim

@@ -46,11 +46,10 @@ std::string missing_edge(const Locked& locked, const Access& now, const Access& 
   switch (kind_of(locked, before.actor)) {
     case Kind::stream:
       if (device) {
-        auto text = me + " " + since(locked, now.actor, before, then) + "; record an event on " + then + " after " + done +
-                    " and let " + me + " wait for it before " + does;
-        if (text_of(locked, now.label).rfind("memory ", 0) == 0)
-          text += ", or call record_stream with " + then + " on the tensor before it is freed";
-        return text + ".";
+        const auto lacks = me + " " + since(locked, now.actor, before, then) + "; ";
+        const auto event = "record an event on " + then + " after " + done + " and let " + me + " wait for it";
+        if (text_of(locked, now.label).rfind("memory ", 0) != 0) return lacks + event + " before " + does + ".";
+        return lacks + "call record_stream with " + then + " on the tensor before it is freed, or " + event + ".";
       }
       return host + " " + since(locked, by, before, then) + "; record an event on " + then + " after " + done + " and let " +
              host + " synchronize with it before " + does + ".";
