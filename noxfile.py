@@ -64,12 +64,12 @@ def tests(session: nox.Session) -> None:
     Those of a third of tests/device run on zero-sim's simulated device, in a process of their own: the others must not
     find it. `nox -s device` runs all of them.
     """
-    everything(session, *DEVELOPMENT)
+    everything(session, *DEVELOPMENT, extras=("pytest-xdist",))
     if session.posargs:
         session.run("pytest", "--reruns", "1", "-rR", *session.posargs)
         return
     session.run("pytest", "--reruns", "1", "-rR", "tests", "--ignore=tests/device")
-    session.run("pytest", "--reruns", "1", "-rR", *ON_SIM, "--device", "sim", "-m", "not device_full")
+    session.run("pytest", "--reruns", "1", "-rR", *ON_SIM, "-n", "2", "--device", "sim", "-m", "not device_full")
 
 
 @nox.session

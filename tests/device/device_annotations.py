@@ -11,8 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import zero_sim
 from torch import Tensor
+
+import zero_sim
 
 _installed = False
 

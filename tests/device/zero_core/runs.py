@@ -15,8 +15,8 @@ from tests.integration.zero_core import toys
 from tests.integration.zero_core.swapping import LateArrival, SwappingStore
 from zero_core.reference import Reference
 
-STEPS = 5
-BLOCKS = 8  # buffers that blocks take in turns are used again, under whatever has not finished with them
+STEPS = 3
+BLOCKS = 6  # buffers that blocks take in turns are used again, under whatever has not finished with them
 
 
 class Wide(nn.Module):

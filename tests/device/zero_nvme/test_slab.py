@@ -28,7 +28,7 @@ def small_tiles(device):
 
 def history(device: Any, placement: Any, nvme: Any, step: Any, **options: Any) -> list[Any]:
     tiers = {"nvme": nvme, "step": step}
-    return runs.history(device, placement, runs.sized(device, GPU, (64, 8, 512)), tiers=tiers, **options)
+    return runs.history(device, placement, runs.sized(device, GPU, (64, 6, 512)), tiers=tiers, **options)
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,11 @@ STORES = ["device store", "swapping", "host", "nvme", "classic", "thirds"]
 
 
 def made(device: torch.device, store: str, **options: Any) -> runs.Run:
-    return runs.Run(device, runs.placed(device, store), runs.sized(device, GPU, (64, 8, 512)), **options)
+    return runs.Run(device, runs.placed(device, store), runs.sized(device, GPU, (64, 6, 512)), **options)
 
 
 def ends_in(run: runs.Run, where: str, error: type[BaseException]) -> None:
-    """A forward or a backward that raises in the fourth of eight blocks."""
+    """A forward or a backward that raises in the fourth of six blocks."""
     block = run.model.blocks[3]
 
     def stop(*_: Any) -> None:

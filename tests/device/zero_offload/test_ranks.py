@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def bits(kind: str, placements: list[str], options: dict[str, Any]) -> dict[str, list[int]]:
     """For each placement, where this rank's run has other bits than with all on the host and nothing overlapped."""
     device = device_of_rank(kind)
-    sized = runs.sized(device, (512, 8, 64), (64, 8, 512) if "activations" in options else (64, 8, 64))
+    sized = runs.sized(device, (512, 8, 64), (64, 6, 512) if "activations" in options else (64, 6, 64))
     with runs.small_tiles(device):
         first = runs.history(device, "host", sized, tiers={"overlap": False}, **options)
         return {
