@@ -23,6 +23,7 @@ import torch
 
 from .build import native
 
+
 class SimpleQueue(queue.SimpleQueue):  # type: ignore[type-arg]
     """`queue.SimpleQueue` with an edge from each put to each later get."""
 
@@ -140,7 +141,7 @@ _installed = False
 
 
 def install() -> None:
-    """Replaces the tools. Does nothing the second time, and the replacements cost little while nobody looks for races."""
+    """Replaces the tools. Does nothing the second time. While nobody looks for races they cost little."""
     global _installed
     if _installed:
         return
