@@ -24,7 +24,7 @@ import torch
 from .build import native
 
 
-class SimpleQueue(queue.SimpleQueue):  # type: ignore[type-arg]
+class SimpleQueue(queue.SimpleQueue):
     """`queue.SimpleQueue` with an edge from each put to each later get."""
 
     def __init__(self) -> None:
@@ -150,5 +150,5 @@ def install() -> None:
     _follow_event_flags()
     _follow_event_loops()
     _follow_autograd()
-    threading.Lock, threading.RLock = native.Lock, native.RLock  # type: ignore[misc]
+    threading.Lock, threading.RLock = native.Lock, native.RLock
     queue.SimpleQueue = SimpleQueue  # type: ignore[misc]
