@@ -64,7 +64,7 @@ def test_memory_that_no_copy_may_use_is_not_followed():
 def test_many_tasks_share_few_clock_components():
     """Fails if the clocks grow with every task or thread that has ever been."""
     pinned = torch.zeros(10, pin_memory=True)
-    for i in range(300):
+    for _ in range(300):
         zero_sim.begin("learnt", writes=[pinned]).finish()
         thread = threading.Thread(target=zero_sim.host_access, args=("joined", [], [pinned]))
         thread.start()

@@ -328,7 +328,7 @@ def test_a_hook_of_backward_is_ordered_with_its_caller():
 
 
 def test_memory_that_a_thread_waited_for_may_be_freed_by_another():
-    """Reference counts are edges that nobody sees: fails if the thread that drops the last one is taken for its user."""
+    """Reference counts are edges that nobody sees: fails if whoever drops the last one is taken for the user."""
     x, side = torch.ones(N, device="sim"), torch.sim.Stream()
     kept = [x]
     del x

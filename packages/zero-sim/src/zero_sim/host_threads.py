@@ -23,7 +23,8 @@ import torch
 
 from .build import native
 
-class SimpleQueue(queue.SimpleQueue):  # type: ignore[type-arg]
+
+class SimpleQueue(queue.SimpleQueue):
     """`queue.SimpleQueue` with an edge from each put to each later get."""
 
     def __init__(self) -> None:
@@ -140,7 +141,7 @@ _installed = False
 
 
 def install() -> None:
-    """Replaces the tools. Does nothing the second time, and the replacements cost little while nobody looks for races."""
+    """Replaces the tools. Does nothing the second time. While nobody looks for races they cost little."""
     global _installed
     if _installed:
         return
@@ -149,5 +150,5 @@ def install() -> None:
     _follow_event_flags()
     _follow_event_loops()
     _follow_autograd()
-    threading.Lock, threading.RLock = native.Lock, native.RLock  # type: ignore[misc]
+    threading.Lock, threading.RLock = native.Lock, native.RLock
     queue.SimpleQueue = SimpleQueue  # type: ignore[misc]

@@ -78,7 +78,8 @@ Actor make_actor(const Locked& locked, Kind kind, std::string name, const Clock&
       mark_actors_in_use(locked, named);
       for (Actor old : a.ended)
         if (!named[old]) a.unnamed.push_back(old);
-      a.ended.erase(std::remove_if(a.ended.begin(), a.ended.end(), [&](Actor old) { return !named[old]; }), a.ended.end());
+      auto unnamed = std::remove_if(a.ended.begin(), a.ended.end(), [&](Actor old) { return !named[old]; });
+      a.ended.erase(unnamed, a.ended.end());
       a.sweep_at = a.all.size() + 64 - std::min<size_t>(a.unnamed.size(), 64);
     }
     if (!a.unnamed.empty()) {

@@ -162,7 +162,9 @@ void bind_runtime(py::module_& m) {
   m.def("total_memory", &total_memory);
   m.def("set_memory_limit", &set_memory_limit);
   m.def("empty_cache", &empty_cache, released());
-  m.def("host_register", [](uintptr_t address, size_t bytes) { return host_register(reinterpret_cast<void*>(address), bytes); });
+  m.def("host_register", [](uintptr_t address, size_t bytes) {
+    return host_register(reinterpret_cast<void*>(address), bytes);
+  });
   m.def("host_unregister", [](uintptr_t address) { return host_unregister(reinterpret_cast<void*>(address)); });
   m.def("is_pinned", [](uintptr_t address) { return is_pinned(reinterpret_cast<void*>(address)); });
 }

@@ -203,7 +203,8 @@ void split(Memory& m, Blocks::iterator it, size_t size) {
   const size_t rest = block.size - size;
   if (block.small ? rest < GRAIN : rest <= SMALL) return;
   block.size = size;
-  auto right = m.blocks.emplace(it->first + size, Block{rest, block.device, block.stream, block.small, block.segment}).first;
+  const Block right_part{rest, block.device, block.stream, block.small, block.segment};
+  auto right = m.blocks.emplace(it->first + size, right_part).first;
   pool_of(m, right->second).emplace(rest, right->first);
 }
 

@@ -13,7 +13,11 @@ namespace {
 struct sigaction g_former;
 
 // Only what a signal handler may do: no allocation, no formatting library.
-char* put(char* at, const char* text) { return static_cast<char*>(std::memcpy(at, text, std::strlen(text))) + std::strlen(text); }
+char* put(char* at, const char* text) {
+  const size_t length = std::strlen(text);
+  std::memcpy(at, text, length);
+  return at + length;
+}
 char* put_number(char* at, uintptr_t number, unsigned base) {
   char digits[32];
   int count = 0;

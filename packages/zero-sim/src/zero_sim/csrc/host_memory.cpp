@@ -127,7 +127,8 @@ void pinned_free(void* pointer) {
     Locked locked;
     auto& m = memory(locked);
     auto it = m.blocks.find(begin);
-    if (it == m.blocks.end() || !it->second.live) throw std::logic_error("sim: pinned memory is freed that was not allocated");
+    if (it == m.blocks.end() || !it->second.live)
+      throw std::logic_error("sim: pinned memory is freed that was not allocated");
     Block& block = it->second;
     size = block.size;
     settle(locked, begin, begin + size, known_to_any_host(locked));
@@ -225,8 +226,8 @@ MemoryNote note_of_host_memory(const Locked& locked, uintptr_t address) {
   auto it = around(m.blocks, address);
   if (it == m.blocks.end()) return {"host memory"};
   auto& block = it->second;
-  return {"pinned host memory (" + size_text(block.size) + ")", block.live ? block.allocated : 0, block.allocated_before,
-          block.freed_before};
+  return {"pinned host memory (" + size_text(block.size) + ")", block.live ? block.allocated : 0,
+          block.allocated_before, block.freed_before};
 }
 
 }  // namespace sim

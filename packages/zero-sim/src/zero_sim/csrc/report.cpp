@@ -51,11 +51,12 @@ std::string missing_edge(const Locked& locked, const Access& now, const Access& 
         if (text_of(locked, now.label).rfind("memory ", 0) != 0) return lacks + event + " before " + does + ".";
         return lacks + "call record_stream with " + then + " on the tensor before it is freed, or " + event + ".";
       }
-      return host + " " + since(locked, by, before, then) + "; record an event on " + then + " after " + done + " and let " +
-             host + " synchronize with it before " + does + ".";
+      return host + " " + since(locked, by, before, then) + "; record an event on " + then + " after " + done +
+             " and let " + host + " synchronize with it before " + does + ".";
     case Kind::host:
       return host + (device ? ", which queued " + does + " on " + me + "," : "") + " has not heard from " + then +
-             " since " + done + "; let " + then + " hand over to " + host + " after it, through a lock, a queue or a join.";
+             " since " + done + "; let " + then + " hand over to " + host +
+             " after it, through a lock, a queue or a join.";
     case Kind::task:
       return host + " has not waited for the end of " + then + "; wait for it before " + does +
              (device ? " is queued on " + me : "") + ".";
@@ -72,14 +73,15 @@ std::string described(const MemoryNote& note) {
   auto text = note.what;
   if (note.allocated) text += ", allocated at " + described(note.allocated);
   if (note.freed_before)
-    text += "; before that allocated at " + described(note.allocated_before) + " and freed at " + described(note.freed_before);
+    text += "; before that allocated at " + described(note.allocated_before) + " and freed at " +
+            described(note.freed_before);
   return text;
 }
 
 }  // namespace
 
-void report(const Locked& locked, const Access& now, bool now_writes, const Access& before, bool before_writes, Actor by,
-            uintptr_t begin, uintptr_t end) {
+void report(const Locked& locked, const Access& now, bool now_writes, const Access& before, bool before_writes,
+            Actor by, uintptr_t begin, uintptr_t end) {
   auto& all = reports(locked);
   const Key key{now.label, now.site, before.label, before.site, now_writes, before_writes};
   if (auto it = all.places.find(key); it != all.places.end()) {

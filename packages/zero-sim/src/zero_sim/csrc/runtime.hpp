@@ -59,7 +59,7 @@ void name_host_thread(const std::string& name);
 
 // A call of backward, whose nodes autograd runs in threads of its own. Whatever one of these threads does for the call
 // comes after its beginning and before its end. `backward_of_this_thread` finds the call that the thread works for now
-// (null: none), so that hooks which run before the first node's kernel are covered too; it may be called under the lock.
+// (null: none), so that hooks which run before the first node's kernel are covered too. It is called under the lock.
 struct Backward;
 std::shared_ptr<Backward> begin_backward();
 void hear_backward();  // at the start of a node, in its thread: after what the call's other threads have done so far
@@ -121,7 +121,7 @@ void* seen_by_streams(const void*);      // where stream threads see the same by
 bool is_device(const void*);
 int device_of_pointer(const void*);
 void empty_cache();  // blocks like a wait_for_... function, if there is anything to give back
-void install_fault_handler();  // names the mistake when the host touches device memory; again after faulthandler.enable()
+void install_fault_handler();  // names the mistake when the host touches device memory; again after faulthandler's
 struct MemoryStats {
   int64_t allocated = 0, allocated_peak = 0, reserved = 0, reserved_peak = 0, active = 0, active_peak = 0;
   int64_t allocations = 0, frees = 0, segments = 0, retries = 0, ooms = 0;

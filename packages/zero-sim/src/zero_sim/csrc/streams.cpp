@@ -181,7 +181,8 @@ Given given_until_now(StreamIndex index) {
   Locked locked;
   Stream& stream = stream_at(index);
   std::lock_guard<std::mutex> lock(stream.mutex);
-  return {&stream, detecting() && stream.queued ? release(locked, stream_actor(locked, index)) : Clock{}, stream.queued};
+  const bool ordered = detecting() && stream.queued;
+  return {&stream, ordered ? release(locked, stream_actor(locked, index)) : Clock{}, stream.queued};
 }
 void wait_for(const Given& given) {
   std::unique_lock<std::mutex> lock(given.stream->mutex);
@@ -227,8 +228,8 @@ void raise_pending() {
   if (!failure.empty()) throw DeviceError("sim: a kernel that was queued earlier has failed. " + failure);
 }
 
-void queue(const Locked& locked, StreamIndex index, const std::string& what, Site site, const std::vector<Extent>& extents,
-           std::function<void()> run) {
+void queue(const Locked& locked, StreamIndex index, const std::string& what, Site site,
+           const std::vector<Extent>& extents, std::function<void()> run) {
   if (detecting()) {
     const Actor actor = follow_host(locked, index);
     touch(locked, actor, host_actor(locked), label_of(locked, what), site, extents);
