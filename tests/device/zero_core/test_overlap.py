@@ -24,7 +24,7 @@ def test_a_trace_is_split_into_what_moves_and_what_computes():
 
 def trained(device: torch.device, store: object) -> list[tuple[str, traces.Interval]]:
     """The trace of two steps of bf16, of which a unit's kernels take longer than its parameters to come."""
-    width, blocks, rows = (32, 4, 8) if device.type in ("cpu", "sim") else (2048, 12, 16384)
+    width, blocks, rows = (32, 4, 8) if device.type == "cpu" else (2048, 12, 16384)
     model = runs.Wide(width, blocks).to(device)
     optimizer = zero_core.shard(
         model, runs.fused(model.parameters()), param_dtype=torch.bfloat16, max_grad_norm=1.0, store=store
@@ -59,7 +59,7 @@ def gathered_beside(kind: str) -> tuple[int, float]:
     return len(gathers), traces.hidden(gathers, kernels)
 
 
-def test_gathers_run_beside_kernels(device, device_ranks, needs_hardware):
+def test_gathers_run_beside_kernels(device, needs_hardware, device_ranks):
     for gathers, fraction in device_ranks.run(gathered_beside, device.type):
         needs_hardware("a trace of the device")
         assert gathers and fraction >= 0.5
