@@ -24,7 +24,7 @@ from tests.integration.zero_train.helpers import COMMON, trained
 from zero_train import app, progress
 from zero_train.errors import RunError
 
-SIZES = ("model.hidden_size=128", "model.intermediate_size=256", "model.layers=6", "model.heads=4", "run.steps=6")
+SIZES = ("model.hidden_size=128", "model.intermediate_size=256", "model.layers=6", "model.heads=4", "run.steps=4")
 MIB = 1 << 20
 
 
