@@ -13,7 +13,7 @@ from tests.device.zero_offload import runs
 from zero_offload import Hardware, TieredStore, TorchStep, plan
 
 GPU = (1024, 24, 8)  # 8.4 M elements a block, and activations of next to nothing
-REHEARSED = (256, 10, 8)  # what is held once is a small part
+REHEARSED = (256, 16, 8)  # what is held once is a small part
 CLOSE = 1.05
 PLACEMENTS = {name: (runs.BELOW | runs.MIXED)[name] for name in ("host", "nvme", "classic", "half")}
 

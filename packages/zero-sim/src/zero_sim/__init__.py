@@ -11,7 +11,7 @@ import torch
 
 from .build import ZeroSimError, native
 
-from . import collectives, device_module, host_threads  # isort: split
+from . import collectives, device_module, host_threads, recurrent  # isort: split
 from .annotate import Meeting, Task, begin, host_access
 from .races import Party, Race, RaceError, detect, take_races
 

@@ -31,6 +31,8 @@ def _index(given: Device = None) -> int:
     return int(native.current_device()) if found.index is None else found.index
 
 
+_initialized = True  # which torch.utils.checkpoint asks before it keeps the random state
+
 # -- devices -----------------------------------------------------------------------------------------------------------
 def is_available() -> bool:
     return True
@@ -170,10 +172,19 @@ class Event(torch.Event):
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
         if interprocess:
             raise NotImplementedError("events of sim cannot be shared between processes")
-        return super().__new__(cls, device=NAME, enable_timing=enable_timing, blocking=blocking)
+        made = super().__new__(cls, device=NAME, enable_timing=enable_timing, blocking=blocking)
+        made._timed = enable_timing
+        return made
+
+    _timed: bool
 
     def record(self, stream: torch.Stream | None = None) -> None:
         super().record(current_stream() if stream is None else stream)
+
+    def elapsed_time(self, end_event: torch.Event) -> float:  # torch's own takes no subclass of torch.Event
+        if not (self._timed and getattr(end_event, "_timed", False)):
+            raise ValueError("both events must be made with enable_timing=True")
+        return float(native.milliseconds_between(self.event_id, end_event.event_id))
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         super().wait(current_stream() if stream is None else stream)

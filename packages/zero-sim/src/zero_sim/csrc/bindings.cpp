@@ -16,6 +16,10 @@ void bind_device(py::module_& m) {
   m.def("set_device", [](int d) { set_current_device(c10::DeviceIndex(d)); });
   m.def("stream_index", [](const c10::Stream& s) { return index_of(s); });
   m.def("current_stream_index", [](int device) { return current_stream(c10::DeviceIndex(device)); });
+  m.def("milliseconds_between", [](uintptr_t first, uintptr_t second) {
+    TORCH_CHECK(first && second, "both events must be recorded before their elapsed time is asked for");
+    return milliseconds_between(*reinterpret_cast<const Event*>(first), *reinterpret_cast<const Event*>(second));
+  });
   m.def("default_generator", [](int d) { return default_generator(c10::DeviceIndex(d)); });
   m.def("is_device", [](uintptr_t address) { return is_device(reinterpret_cast<void*>(address)); });
   m.def("get_sync_debug_mode", [] { return int(waiting.load()); });

@@ -29,7 +29,7 @@ struct Extent {  // bytes [begin, end), of device memory or of host memory that 
 
 // A place in the host program: captured when work is queued, turned into text only for a report. 0: unknown.
 // Equal places should have equal numbers, which stay valid for ever. Neither function is called under a lock; the first
-// is called by whichever thread queues work, the second by `take_races` only.
+// is called by whichever thread queues work, the second by `take_races` and for the error of a failed kernel.
 using Site = uint32_t;
 extern Site (*capture_site)();
 extern std::string (*describe_site)(Site);

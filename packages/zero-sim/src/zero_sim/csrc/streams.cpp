@@ -26,6 +26,7 @@ constexpr int POOL = 32;
 
 struct Work {
   std::string what;
+  Site site;
   std::function<void()> run;
   Time::time_point not_before;
 };
@@ -49,7 +50,8 @@ thread_local bool t_stream_thread = false;
 std::atomic<uint64_t> g_run{0};
 std::atomic<bool> g_failed{false};
 std::mutex g_failure_mutex;
-std::string g_failure;
+std::string g_failure, g_reason;
+Site g_failure_site;
 
 void apply(const Options& options, Stream& stream, size_t index) {
   std::lock_guard<std::mutex> lock(stream.mutex);
@@ -75,10 +77,12 @@ Streams& streams() {
 
 Stream& stream_at(StreamIndex index) { return *streams().all.at(index); }
 
-void fail(const std::string& what, const char* why) {
+void fail(const Work& work, const char* why) {  // the first failure is the one that is told
   std::lock_guard<std::mutex> lock(g_failure_mutex);
-  if (g_failure.empty()) g_failure = what + ": " + why;
-  g_failed = true;
+  if (g_failed.exchange(true)) return;
+  g_failure = work.what;
+  g_failure_site = work.site;
+  g_reason = why;
 }
 
 void serve(Stream* stream) {
@@ -102,9 +106,9 @@ void serve(Stream* stream) {
     try {
       work.run();
     } catch (const std::exception& e) {
-      fail(work.what, e.what());
+      fail(work, e.what());
     } catch (...) {
-      fail(work.what, "unknown exception");
+      fail(work, "unknown exception");
     }
     work.run = nullptr;
     g_run++;
@@ -118,7 +122,7 @@ void serve(Stream* stream) {
 }
 
 // Under the runtime's lock, so that the order of the queue is the order of the clocks.
-void give(const Locked&, StreamIndex index, std::string what, std::function<void()> run) {
+void give(const Locked&, StreamIndex index, std::string what, Site site, std::function<void()> run) {
   if (ending()) {  // kept: what it holds may want locks when it is destroyed
     new std::function<void()>(std::move(run));
     return;
@@ -132,7 +136,7 @@ void give(const Locked&, StreamIndex index, std::string what, std::function<void
   }
   const int64_t jitter = stream.jitter_us > 0 ? int64_t(stream.random() % uint64_t(stream.jitter_us + 1)) : 0;
   stream.queue.push_back(
-      {std::move(what), std::move(run), Time::now() + std::chrono::microseconds(stream.latency_us + jitter)});
+      {std::move(what), site, std::move(run), Time::now() + std::chrono::microseconds(stream.latency_us + jitter)});
   stream.queued++;
   stream.given.notify_one();
 }
@@ -146,7 +150,7 @@ Actor follow_host(const Locked& locked, StreamIndex index) {
 
 std::shared_ptr<EventState> give_mark(const Locked& locked, StreamIndex index) {
   auto state = std::make_shared<EventState>();
-  give(locked, index, "event", [state] {
+  give(locked, index, "event", 0, [state] {
     std::lock_guard<std::mutex> lock(state->mutex);
     state->at = Time::now();
     state->done = true;
@@ -219,13 +223,18 @@ uint64_t kernels_run() { return g_run; }
 
 void raise_pending() {
   if (!g_failed) return;
-  std::string failure;
+  std::string failure, reason;
+  Site site;
   {
     std::lock_guard<std::mutex> lock(g_failure_mutex);
+    if (!g_failed.exchange(false)) return;  // another thread tells it
     failure.swap(g_failure);
-    g_failed = false;
+    reason.swap(g_reason);
+    site = g_failure_site;
   }
-  if (!failure.empty()) throw DeviceError("sim: a kernel that was queued earlier has failed. " + failure);
+  const auto place = site && describe_site ? describe_site(site) : "";
+  if (!place.empty()) failure += ", queued at " + place;
+  throw DeviceError("sim: a kernel that was queued earlier has failed. " + failure + ": " + reason);
 }
 
 void queue(const Locked& locked, StreamIndex index, const std::string& what, Site site,
@@ -234,13 +243,13 @@ void queue(const Locked& locked, StreamIndex index, const std::string& what, Sit
     const Actor actor = follow_host(locked, index);
     touch(locked, actor, host_actor(locked), label_of(locked, what), site, extents);
   }
-  give(locked, index, what, std::move(run));
+  give(locked, index, what, site, std::move(run));
 }
 
 void launch(StreamIndex index, const std::string& what, const std::vector<Extent>& extents, std::function<void()> run) {
   refuse_if_forked();
   raise_pending();
-  const Site site = site_here();
+  const Site site = site_of_launch();
   streams();
   Locked locked;
   queue(locked, index, what, site, extents, std::move(run));
@@ -322,7 +331,7 @@ void stream_waits(StreamIndex index, const Event& event) {
   Locked locked;
   if (!event.state) return;
   if (detecting()) acquire(locked, follow_host(locked, index), event.clock);
-  give(locked, index, "wait for an event", [state = event.state] { wait_for(*state); });
+  give(locked, index, "wait for an event", 0, [state = event.state] { wait_for(*state); });
 }
 
 bool query(const Event& event) {

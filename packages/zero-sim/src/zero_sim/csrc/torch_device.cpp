@@ -58,7 +58,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   DeviceIndex deviceCount() const noexcept override { return DeviceIndex(devices()); }
   void synchronizeDevice(const DeviceIndex d) const override {
-    about_to_wait("device synchronize");
     WithoutGil release;
     wait_for_device(d < 0 ? t_device : d);
   }
@@ -91,7 +90,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override { return !event || query(*static_cast<Event*>(event)); }
   void synchronizeEvent(void* event) const override {
-    if (!event) return;  // sync_debug_mode says nothing of it, as CUDA's
+    if (!event) return;
     WithoutGil release;
     wait_for_event(*static_cast<Event*>(event));
   }

@@ -58,7 +58,11 @@ void queue(StreamIndex stream, const std::string& what, const std::vector<Extent
   queued++;
   launch(stream, what, extents, [run = std::move(run)] {
     at::AutoDispatchBelowADInplaceOrView below;
-    run();
+    try {
+      run();
+    } catch (const c10::Error& e) {
+      throw std::runtime_error(e.what_without_backtrace());
+    }
   });
 }
 
@@ -80,12 +84,15 @@ struct Facts {
   std::vector<bool> writes;  // by argument
   std::vector<int> source;   // by result: the argument that it is or views, or -1
   std::vector<bool> written; // by result: it is its source, changed
+  std::vector<bool> running; // by argument: statistics of a normalisation
+  std::vector<bool> outs;    // by argument: out=, which takes the shape of the result
   int generator = -1;
   bool queueable = true;      // Meta can tell the results before the kernel has run
   bool data_dependent = false;
   bool host_indices = false;  // takes tensors of the CPU beside the device's
   bool foreach = false;
-  bool norm = false;          // CPU kernels keep statistics in a type of their own
+  bool unlike_meta = false;   // the CPU's kernel returns other types and shapes than Meta's
+  int training = -1;          // a flag: the running statistics are written, which their schema does not say
 };
 
 bool holds_tensors(const c10::TypePtr& type) {
@@ -101,6 +108,9 @@ Facts find_facts(const c10::OperatorHandle& op) {
   Facts f;
   for (const auto& argument : schema.arguments()) {
     f.writes.push_back(argument.alias_info() && argument.alias_info()->isWrite());
+    f.outs.push_back(argument.is_out());
+    if (argument.name() == "training" || argument.name() == "train") f.training = int(f.writes.size()) - 1;
+    f.running.push_back(argument.name() == "running_mean" || argument.name() == "running_var");
     if (argument.type()->str().find("Generator") != std::string::npos) f.generator = int(f.writes.size()) - 1;
   }
   for (const auto& result : schema.returns()) {
@@ -116,10 +126,11 @@ Facts find_facts(const c10::OperatorHandle& op) {
   }
   for (at::Tag tag : op.getTags())
     f.data_dependent = f.data_dependent || tag == at::Tag::dynamic_output_shape || tag == at::Tag::data_dependent_output;
-  f.queueable = f.queueable && !f.data_dependent && op.hasComputedKernelForDispatchKey(DispatchKey::Meta);
+  f.queueable = f.queueable && op.hasComputedKernelForDispatchKey(DispatchKey::Meta);
   f.host_indices = host_indices.count(schema.name());
   f.foreach = schema.name().find("_foreach_") != std::string::npos;
-  f.norm = schema.returns().size() > 1 && schema.name().find("norm") != std::string::npos;
+  f.unlike_meta = schema.returns().size() > 1 && (schema.name().find("norm") != std::string::npos ||
+                                                  schema.name().find("embedding_bag") != std::string::npos);
   return f;
 }
 
@@ -202,8 +213,10 @@ class Call {
 
   void run(Device device, Stack* results) {
     stream_ = current_stream(device.index());
-    if (facts_.queueable && ask_meta()) {
-      find_types();
+    data_dependent_ = facts_.data_dependent && !(facts_.host_indices && indexed_by_numbers());
+    shapes_known_ = facts_.queueable && !data_dependent_ && ask_meta();
+    if (shapes_known_) {
+      ask_cpu();
       bind(device);
       put_in_queue(device, results);
     } else {
@@ -213,6 +226,14 @@ class Call {
   }
 
  private:
+  bool indexed_by_numbers() const {  // not by masks, whose count decides the result's shape
+    bool numbers = true;
+    for (const IValue& a : args_)
+      if (a.isList())
+        each_tensor(a, [&](const Tensor& t) { numbers = numbers && t.scalar_type() != at::kBool && t.scalar_type() != at::kByte; });
+    return numbers;
+  }
+
   // The results' shapes. False if Meta cannot tell: then the CPU's kernel runs at once, and says what is wrong.
   bool ask_meta() {
     Mirror meta(at::kMeta);
@@ -251,16 +272,22 @@ class Call {
     if (needed > t.storage().nbytes()) resize_storage(t.storage(), needed);
   }
 
-  // Meta kernels of normalisations name other types for their statistics than the CPU's kernels return. Which these are
-  // depends on the arguments' types only: asked once of the CPU's kernel, on zeros of the same shapes.
-  void find_types() {
-    if (!facts_.norm) return;
-    static auto* known = new std::map<std::string, std::vector<at::ScalarType>>;
+  // Normalisations and bags keep statistics whose types and shapes Meta does not know as the CPU's kernels have them. They
+  // depend on the arguments' types, shapes and flags only: asked once of the CPU's kernel, on zeros.
+  void ask_cpu() {
+    if (!facts_.unlike_meta) return;
+    static auto* known = new std::map<std::string, std::vector<Tensor>>;
     static std::mutex lock;
     std::string key = toString(op_.schema().operator_name());
     for (const IValue& a : args_) {
-      if (a.isBool()) key += a.toBool() ? " 1" : " 0";
-      each_tensor(a, [&](const Tensor& t) { key += std::string(" ") + c10::toString(t.scalar_type()); });
+      if (a.isBool() || a.isInt()) key += " " + std::to_string(a.isBool() ? a.toBool() : a.toInt());
+      if (a.isBoolList())
+        for (bool flag : a.toBoolList()) key += flag ? " 1" : " 0";
+      if (a.isNone()) key += " -";
+      each_tensor(a, [&](const Tensor& t) {
+        key += std::string(" ") + c10::toString(t.scalar_type());
+        for (int64_t size : t.sizes()) key += "," + std::to_string(size);
+      });
     }
     std::lock_guard<std::mutex> guard(lock);
     auto it = known->find(key);
@@ -270,26 +297,36 @@ class Call {
         tried.push_back(map_tensors(a, [](const Tensor& t) {
           return at::empty(t.sizes(), t.options().device(at::kCPU)).zero_();
         }));
-      std::vector<at::ScalarType> types;
       op_.callBoxed(&tried);
-      for (const IValue& v : tried) types.push_back(v.toTensor().defined() ? v.toTensor().scalar_type() : at::kFloat);
-      it = known->emplace(key, std::move(types)).first;
+      std::vector<Tensor> found;
+      for (const IValue& v : tried) {
+        const Tensor& t = v.toTensor();
+        found.push_back(t.defined() ? at::empty(t.sizes(), t.options().device(at::kMeta)) : t);
+      }
+      it = known->emplace(key, std::move(found)).first;
     }
-    types_ = it->second;
+    for (size_t r = 0; r < it->second.size(); r++) {
+      const Tensor &found = it->second[r], &meta = metas_[r].toTensor();
+      if (found.defined() && meta.defined() && (found.sizes() != meta.sizes() || found.dtype() != meta.dtype()))
+        metas_[r] = found;
+    }
   }
 
   // The arguments as the stream's thread is given them. Values of the host are copied, as a GPU's launch copies them.
   void bind(Device device) {
     for (size_t i = 0; i < args_.size(); i++) {
       const IValue& a = args_[i];
+      const bool training = facts_.training >= 0 && args_[facts_.training].isBool() && args_[facts_.training].toBool();
+      const bool writes = facts_.writes[i] || (facts_.running[i] && training);
       if (a.isDevice() && a.toDevice().type() == kSim) {
         bound_.emplace_back(Device(at::kCPU));
       } else if (int(i) == facts_.generator) {
         bound_.emplace_back(seeded_for_launch(a.isGenerator() ? a.toGenerator() : default_generator(device.index())));
       } else {
         bound_.push_back(map_tensors(a, [&](const Tensor& t) {
+          if (facts_.outs[i] && !shapes_known_) return at::empty({0}, t.options().device(at::kCPU));
           if (on_device(t)) {
-            add_extents(t, facts_.writes[i], extents_);
+            add_extents(t, writes, extents_);
             return streams_.of(t);
           }
           Tensor copied = t.detach().clone();
@@ -300,11 +337,11 @@ class Call {
     }
   }
 
-  Tensor make(const Tensor& like, at::ScalarType type, Device device) const {
+  static Tensor make(const Tensor& like, Device device) {
     bool repeats = false;  // expanded: nothing can be written to it
     for (int64_t d = 0; d < like.dim(); d++) repeats = repeats || (like.stride(d) == 0 && like.size(d) > 1);
-    return repeats ? empty(like.sizes(), type, std::nullopt, device.index())
-                   : empty_strided(like.sizes(), like.strides(), type, device.index());
+    return repeats ? empty(like.sizes(), like.scalar_type(), std::nullopt, device.index())
+                   : empty_strided(like.sizes(), like.strides(), like.scalar_type(), device.index());
   }
 
   void put_in_queue(Device device, Stack* results) {
@@ -320,7 +357,7 @@ class Call {
         results->push_back(map_tensors(metas_[r], [&](const Tensor& t) { return view_like(base, t); }));
       } else {
         results->push_back(map_tensors(metas_[r], [&](const Tensor& t) {
-          Tensor made = make(t, types_.empty() ? t.scalar_type() : types_[r], device);
+          Tensor made = make(t, device);
           add_extents(made, true, extents_);
           into[r].push_back(streams_.of(made));
           return made;
@@ -356,7 +393,7 @@ class Call {
       }
     });
     auto end = ended->get_future();
-    if (facts_.data_dependent) {
+    if (data_dependent_) {
       wait_as_cuda(stream_, op_.schema().name().c_str());
     } else {  // a wait that the detector must not take for an order
       count_wait(op_.schema().name().c_str(), unlike_cuda);
@@ -366,26 +403,39 @@ class Call {
     end.get();
     for (size_t r = 0; r < facts_.source.size(); r++) {
       const int source = facts_.source[r];
-      if (source >= 0) results->push_back(args_[source]);
-      else
+      if (source >= 0) {
+        if (facts_.outs[source]) {
+          const Tensor out = args_[source].toTensor(), made = (*given)[r].toTensor();
+          if (out.sizes() != made.sizes()) reshape(out, made);
+          deliver(made, out);
+        }
+        results->push_back(args_[source]);
+      } else {
         results->push_back(map_tensors((*given)[r], [&](const Tensor& t) {
-          Tensor made = make(t, t.scalar_type(), device);
-          std::vector<Extent> written;
-          add_extents(made, true, written);
-          queue(stream_, op_.schema().name(), written, [into = Mirror(at::kCPU).of(made), t]() mutable { into.copy_(t); });
+          TORCH_CHECK(t.layout() == at::kStrided, op_.schema().name(), ": sim has strided tensors only, not ", t.layout());
+          Tensor made = make(t, device);
+          deliver(t, made);
           return made;
         }));
+      }
     }
+  }
+
+  void deliver(const Tensor& result, const Tensor& into) {
+    std::vector<Extent> written;
+    add_extents(into, true, written);
+    queue(stream_, op_.schema().name(), written,
+          [into = Mirror(at::kCPU).of(into), result]() mutable { into.copy_(result); });
   }
 
   const c10::OperatorHandle& op_;
   const Facts& facts_;
   std::vector<IValue> args_;
   StreamIndex stream_ = 0;
+  bool shapes_known_ = false, data_dependent_ = false;
   Stack metas_, bound_;
   Mirror streams_{at::kCPU};
   std::vector<Extent> extents_;
-  std::vector<at::ScalarType> types_;  // of the results, where Meta's are not to be believed
 };
 
 void run_operator(const c10::OperatorHandle& op, Stack* stack) {
@@ -407,17 +457,20 @@ void run_operator(const c10::OperatorHandle& op, Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_operator>()); }
 
-// One kernel for what torch would take apart, so that it asks Meta once and a GPU's single launch is one here too.
+// Whatever has a CPU's kernel is one kernel, also where torch would take it apart for other devices: the CPU's bits, and
+// Meta is asked once. So is what is one launch on a GPU.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  static const std::set<std::string> whole{"aten::convolution", "aten::convolution_backward"};
+  static const std::set<std::string> launches{"aten::convolution", "aten::convolution_backward"};
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     const auto op = c10::Dispatcher::singleton().findOp(name);
     if (!op || !op->hasSchema()) continue;
-    const bool structured = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional) &&
-                            op->hasKernelForDispatchKey(DispatchKey::CPU);
-    const bool foreach = name.name.find("aten::_foreach_") == 0 && name.overload_name.find("out") == std::string::npos;
-    if (structured || foreach || (whole.count(name.name) && name.overload_name.empty()))
+    const bool taken_apart = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional) ||
+                             op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
+                             op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
+    const bool out = name.overload_name.find("out") != std::string::npos;
+    if ((taken_apart && op->hasKernelForDispatchKey(DispatchKey::CPU)) ||
+        (!out && (launches.count(name.name) || name.name.rfind("aten::_foreach_", 0) == 0)))
       m.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_operator>());
   }
 }

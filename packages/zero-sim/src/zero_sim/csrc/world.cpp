@@ -88,7 +88,8 @@ void set_detecting(const Locked& locked, bool on) {
   if (g_detecting.exchange(on) != on) forget_everything(locked);
 }
 
-Site site_here() { return detecting() && capture_site && !in_stream_thread() ? capture_site() : 0; }
+Site site_of_launch() { return capture_site && !in_stream_thread() && !g_ending ? capture_site() : 0; }
+Site site_here() { return detecting() ? site_of_launch() : 0; }
 
 void mark_used() { g_used = true; }
 bool forked() { return g_forked; }

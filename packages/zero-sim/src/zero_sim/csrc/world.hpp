@@ -29,7 +29,8 @@ Options options_of_environment();  // what the process begins with
 Options& options_under(const Locked&);
 bool detecting();  // races are looked for; asked without the lock
 void set_detecting(const Locked&, bool);
-Site site_here();  // 0 where nobody asks for races; never under the lock
+Site site_of_launch();  // never under the lock; also where nobody looks for races, for the error of a kernel
+Site site_here();       // the same, and 0 where nobody looks for races
 
 // A device that has been used does not survive a fork, and nothing new begins while the process ends.
 void mark_used();
