@@ -24,6 +24,7 @@ SIBLINGS = {  # what a package declares: import-linter holds the same table
     "zero-offload": ["zero-core"],
     "zero-train": ["zero-core", "zero-offload", "zero-nvme", "zero-optim-cpu"],
 }
+DEVELOPMENT = {"zero-sim": []}  # nothing that is shipped imports it, and it imports nothing of ours
 TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-benchmark", "pytest-rerunfailures", "hypothesis"]
 # What tests use beside the package's own requirements: real architectures, and files that other libraries wrote.
 TEST_EXTRAS = {
@@ -32,7 +33,9 @@ TEST_EXTRAS = {
     "zero-core": ["torch", "numpy", "transformers", "safetensors"],
     "zero-offload": ["torch", "numpy", "transformers"],
     "zero-train": ["torch", "numpy", "transformers", "safetensors"],
+    "zero-sim": ["torch", "numpy"],
 }
+ON_SIM = ["tests/device", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/zero_sim"))]
 
 
 def install(session: nox.Session, *packages: str, tools: list[str] = TEST_TOOLS, extras: tuple[str, ...] = ()) -> None:
@@ -43,8 +46,8 @@ def install(session: nox.Session, *packages: str, tools: list[str] = TEST_TOOLS,
     session.install("--quiet", "-c", "constraints.txt", *tools, *needs, *folders)
 
 
-def everything(session: nox.Session, *, tools: list[str] = TEST_TOOLS, extras: tuple[str, ...] = ()) -> None:
-    install(session, *SIBLINGS, tools=tools, extras=extras)
+def everything(session: nox.Session, *beside: str, tools: list[str] = TEST_TOOLS, extras: tuple[str, ...] = ()) -> None:
+    install(session, *SIBLINGS, *beside, tools=tools, extras=extras)
 
 
 @nox.session
@@ -56,9 +59,29 @@ def train(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests of all packages. A test that needs a second try is run again once and listed as RERUN."""
-    everything(session)
-    session.run("pytest", "--reruns", "1", "-rR", *(session.posargs or ["tests"]))
+    """All tests of all packages. A test that needs a second try is run again once and listed as RERUN.
+
+    Those of a third of tests/device run on zero-sim's simulated device, in a process of their own: the others must not
+    find it. `nox -s device` runs all of them.
+    """
+    everything(session, *DEVELOPMENT, extras=("pytest-xdist",))
+    if session.posargs:
+        session.run("pytest", "--reruns", "1", "-rR", *session.posargs)
+        return
+    session.run("pytest", "--reruns", "1", "-rR", "tests", "--ignore=tests/device")
+    session.run("pytest", "--reruns", "1", "-rR", *ON_SIM, "-n", "2", "--device", "sim", "-m", "not device_full")
+
+
+@nox.session
+def device(session: nox.Session) -> None:
+    """All of tests/device on a simulated device. On a GPU: `nox --no-venv -s device -- --device cuda`."""
+    if "--device" in session.posargs:
+        session.run("pytest", "-rR", "tests/device", *session.posargs, external=True)
+        return
+    everything(session, *DEVELOPMENT)
+    session.run("pytest", "-rR", *ON_SIM, "--device", "sim", *session.posargs)
+    late = {"ZERO_SIM_SEED": "1", "ZERO_SIM_LATENCY": "0:2000"}
+    session.run("pytest", "-rR", "tests/device", "--device", "sim", "-m", "not device_full", *session.posargs, env=late)
 
 
 @nox.session
@@ -85,10 +108,10 @@ def exactness(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("package", list(SIBLINGS))
+@nox.parametrize("package", [*SIBLINGS, *DEVELOPMENT])
 def packages(session: nox.Session, package: str) -> None:
     """Each package's own tests in an environment that has it and its declared siblings only."""
-    install(session, *SIBLINGS[package], package)
+    install(session, *(SIBLINGS | DEVELOPMENT)[package], package)
     import_name = package.replace("-", "_")
     folders = [f"tests/{kind}/{import_name}" for kind in ("unit", "conformance", "integration")]
     present = [folder for folder in folders if any((ROOT / folder).glob("test_*.py"))]
@@ -110,7 +133,7 @@ def types(session: nox.Session) -> None:
     session.install("--quiet", "--upgrade", "pip")
     needs = ["mypy", "torch", "hydra-core", "omegaconf", "rich", "aiofiles", "types-aiofiles", "pytest"]
     session.install("--quiet", "-c", "constraints.txt", *needs)
-    modules = [argument for name in SIBLINGS for argument in ("-p", name.replace("-", "_"))]
+    modules = [argument for name in (*SIBLINGS, *DEVELOPMENT) for argument in ("-p", name.replace("-", "_"))]
     session.run("mypy", *modules, *session.posargs, env={"MYPYPATH": sources()})
 
 
@@ -149,7 +172,7 @@ def native(session: nox.Session) -> None:
 def build(session: nox.Session) -> None:
     """An sdist and a wheel of each package, under dist/."""
     session.install("--quiet", "build")
-    for package in SIBLINGS:
+    for package in (*SIBLINGS, *DEVELOPMENT):
         session.run("python", "-m", "build", "--outdir", "dist", f"packages/{package}")
 
 
@@ -173,4 +196,4 @@ def bench_gpu(session: nox.Session) -> None:
 
 
 def sources() -> str:
-    return os.pathsep.join(str(ROOT / "packages" / name / "src") for name in SIBLINGS)
+    return os.pathsep.join(str(ROOT / "packages" / name / "src") for name in (*SIBLINGS, *DEVELOPMENT))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("zero_core", "zero_offload", "zero_nvme", "zero_optim_cpu", "zero_train")
+PACKAGES = ("zero_core", "zero_offload", "zero_nvme", "zero_optim_cpu", "zero_train", "zero_sim")
 
 
 def drawn(package: str) -> list[set[str]]:

@@ -15,8 +15,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing_device, "ROUNDS", 1)
 
 
-def test_memory_that_queued_kernels_still_read_is_not_overwritten(device: torch.device, small: None) -> None:
+def test_memory_that_queued_kernels_still_read_is_not_overwritten(device, needs_device, small) -> None:
     """Fails if a lane begins to copy before the caller's stream has come to where the probe took its memory."""
+    needs_device("a stream")
     values = torch.full((1 << 20,), 7, dtype=torch.uint8, device=device)
     for _ in range(20):  # queued, and later than the probe's first copies
         total = values.sum()

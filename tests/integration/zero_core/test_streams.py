@@ -82,7 +82,23 @@ def test_the_side_stream_goes_on_from_where_the_callers_is():
         assert streams.made == 1
 
 
+def test_hooks_on_several_streams_have_one_order():
+    """Fails if what a hook has queued on another stream, a gradient say, is not waited for by the next hook's."""
+    streams = ordering.Streams()
+    side = Side(torch.device("cpu"), streams)
+    side.go_on()
+    stamp = streams.compute.tick()
+    with streams.stream(ordering.Stream("of a parameter")):
+        side.go_on()
+        assert streams.now.has_seen(stamp)
+        inside = streams.now.tick()
+    assert not streams.compute.has_seen(inside)
+    side.go_on()
+    assert streams.compute.has_seen(inside)
+
+
 def test_on_the_cpu_there_is_no_side_stream():
+    Side(torch.device("cpu")).go_on()
     with Side(torch.device("cpu")).after_current():
         pass
     assert Side(torch.device("cpu"))._streams is None

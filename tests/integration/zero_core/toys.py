@@ -139,13 +139,13 @@ class External(Stack):
 class Checkpointed(Stack):
     """Blocks under activation checkpointing; `segment` blocks in one go."""
 
-    def __init__(self, reentrant: bool, segment: int = 1) -> None:
-        super().__init__(4)
+    def __init__(self, reentrant: bool, segment: int = 1, blocks: int = 4) -> None:
+        super().__init__(blocks)
         self.reentrant, self.segment = reentrant, segment
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
-        for start in range(0, 4, self.segment):
+        for start in range(0, len(self.blocks), self.segment):
             part = list(self.blocks[start : start + self.segment])
 
             def run(x: Tensor, part: list[nn.Module] = part) -> Tensor:

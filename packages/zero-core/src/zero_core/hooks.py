@@ -140,6 +140,7 @@ class Engine:
 
     @outside_transforms
     def _before(self, node: Node, module: nn.Module, args: Any) -> None:
+        self.ranks.side.go_on()
         if in_backward():
             self._begin_recomputation(node)
             return
@@ -260,6 +261,7 @@ class Engine:
     @outside_transforms
     def _before_backward(self, current: Pass, visit: Visit, gradient: Tensor) -> Tensor | None:
         """A gradient reached an output of the visit: open it, and what was skipped on the way, in order."""
+        self.ranks.side.go_on()
         self._open(current, visit)
         return None
 
@@ -315,6 +317,7 @@ class Engine:
 
     def collect(self, unit: Unit, k: int) -> None:
         """A parameter's gradient is complete."""
+        self.ranks.side.go_on()
         if in_backward():
             self._ensure_backward()
         unit.collect(k)
@@ -325,6 +328,7 @@ class Engine:
         backward = self._backward
         if backward is None:
             return
+        self.ranks.side.go_on()
         if backward.current is not None:
             self._drain(backward.current)
         for u in dict.fromkeys(reversed([u for each in backward.passes for u in each.external])):
@@ -371,6 +375,7 @@ class Engine:
 
     def _before_recomputed(self, node: Node, gradient: Tensor) -> None:
         """A gradient reached an output that reentrant checkpointing computed anew: find the visit it stands for."""
+        self.ranks.side.go_on()
         current = self._backward.current if self._backward is not None else None
         if current is not None:
             visit = current.pending(node.index)

@@ -20,6 +20,9 @@ What waits for a copy or for other ranks must not hold up kernels that need neit
 - Gradients are reduced behind compute, which produces them, and waited for when the next unit's reduction begins. The
   calls of one communicator run in the order in which they were made: a gather that waits for a late copy holds up the
   reduction called after it, not compute.
+- Hooks run on the stream that autograd gives them: a visit's on its forward's, a parameter's gradient on the one that
+  was current when autograd first met the parameter, the end of backward on the caller's. `go_on()` makes one order of
+  them: compute, above, is whichever is current, and comes after what the last hook has queued on another.
 - The host waits for none of this. It runs ahead by as many units as it has launched; memory follows compute's order.
 """
 
@@ -42,6 +45,16 @@ class Side:
         self._device = device
         self._streams = torch.get_device_module(device) if streams is None and has_streams(device) else streams
         self._stream: Any = None
+        self._compute: Any = None  # where the last call of go_on() found the caller
+
+    def go_on(self) -> None:
+        """What the current stream queues from here on comes after what the last caller's stream has queued."""
+        if self._streams is None:
+            return
+        current = self._streams.current_stream(self._device)
+        if self._compute is not None and current != self._compute:
+            current.wait_stream(self._compute)
+        self._compute = current
 
     def after_current(self) -> AbstractContextManager[None]:
         """Inside, the current stream is the side stream, which goes on from where the caller's is now."""

@@ -1,0 +1,66 @@
+"""A simulated accelerator for PyTorch, which finds races between streams. Importing it registers the device "sim"."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+from pathlib import Path
+
+import torch
+
+from .build import ZeroSimError, native
+
+from . import collectives, device_module, host_threads, recurrent  # isort: split
+from .annotate import Meeting, Task, begin, host_access
+from .races import Party, Race, RaceError, detect, take_races
+
+__all__ = [
+    "Meeting",
+    "Party",
+    "Race",
+    "RaceError",
+    "Task",
+    "ZeroSimError",
+    "begin",
+    "configure",
+    "detect",
+    "host_access",
+    "take_races",
+]
+
+
+def configure(
+    latency_us: int | None = None,
+    jitter_us: int | None = None,
+    seed: int | None = None,
+    strict: bool | None = None,
+    races: bool | None = None,
+) -> None:
+    """Changes how the devices behave from now on. What is left out stays as it is.
+
+    latency_us: every kernel and copy starts at least so long after it was queued. jitter_us: and at most so much
+    later, drawn from `seed` for each stream. strict: freed memory is overwritten, in its stream's order, and that counts
+    as a write. races: look for races.
+    """
+    options = native.options()
+    given = {"latency_us": latency_us, "jitter_us": jitter_us, "seed": seed, "strict": strict, "races": races}
+    for name, value in given.items():
+        if value is not None:
+            setattr(options, name, value)
+    if options.races:
+        host_threads.install()
+    native.set_options(options)
+
+
+def _start() -> None:
+    """Names whose frames reports leave out, and joins the runtime to the interpreter's beginning and end."""
+    tools = [contextlib.__file__, threading.__file__, "<frozen"]
+    native.skip_frames_of([str(Path(torch.__file__).parent), str(Path(__file__).parent), *tools])
+    collectives.register()
+    if native.options().races:
+        host_threads.install()
+    atexit.register(native.stop)
+
+
+_start()

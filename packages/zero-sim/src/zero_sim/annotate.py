@@ -1,0 +1,65 @@
+"""Tells the detector what it cannot see: native code that touches memory, and edges between host threads.
+
+Only pinned and registered host memory is followed, because only that can be in use by a stream's copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from .build import native
+
+Memory: TypeAlias = "torch.Tensor | tuple[int, int]"  # a tensor, or (address, number of bytes)
+Extent = tuple[int, int, bool]  # first byte, past the last, written
+
+
+def extents(reads: Sequence[Memory], writes: Sequence[Memory]) -> list[Extent]:
+    """Returns the contiguous ranges of addresses that an access consists of."""
+    found: list[Extent] = []
+    for some, write in ((reads, False), (writes, True)):
+        for memory in some:
+            if isinstance(memory, torch.Tensor):
+                found += native.extents(memory, write)
+            else:
+                address, nbytes = memory
+                found.append((address, address + nbytes, write))
+    return found
+
+
+def host_access(what: str, reads: Sequence[Memory] = (), writes: Sequence[Memory] = ()) -> None:
+    """Says that this thread's native code touches the memory now: after the call's start, and before its return."""
+    native.host_access(what, extents(reads, writes))
+
+
+class Task:
+    """Native work that touches memory beside the thread that began it, an asynchronous read for example."""
+
+    def __init__(self, what: str, reads: Sequence[Memory] = (), writes: Sequence[Memory] = ()) -> None:
+        self._native = native.begin_task(what, extents(reads, writes))
+
+    def finish(self) -> None:
+        """Says that the calling thread has learnt that the work has ended. Each thread that learns it may call this."""
+        self._native.finish()
+
+
+def begin(what: str, reads: Sequence[Memory] = (), writes: Sequence[Memory] = ()) -> Task:
+    """Says that native work begins, which touches the memory until it has ended."""
+    return Task(what, reads, writes)
+
+
+class Meeting:
+    """An edge between host threads that Python's own tools do not show: a flag in shared memory, a native queue."""
+
+    def __init__(self) -> None:
+        self._native = native.Meeting()
+
+    def leave(self) -> None:
+        """Makes known what this thread has done so far. Call it before the other thread can go on."""
+        self._native.leave()
+
+    def hear(self) -> None:
+        """Orders this thread after everything that was left here before."""
+        self._native.hear()

@@ -1,0 +1,128 @@
+"""Compiles the C++ sources against the torch that runs, once, and loads the result as `native`.
+
+torch's C++ interface is internal and changes with every release, so a wheel could serve one release only; and a
+requirement on torch at build time would make pip fetch another torch than the one in use. The result is kept in
+`ZERO_SIM_BUILD_DIR`, or `~/.cache/zero_sim`, under the versions of torch and Python and a hash of the sources.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+NAME = "zero_sim_native"
+SOURCES = Path(__file__).parent / "csrc"
+FLAGS = ["-O1", "-DNDEBUG", "-g0", "-w", "-fvisibility=hidden", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
+JOBS = 2  # of g++: one needs up to 1.1 GB
+
+
+class ZeroSimError(ImportError):
+    """The simulated accelerator cannot be built or loaded here."""
+
+
+def folder() -> Path:
+    """Returns where the compiled extension for this torch, this Python and these sources is kept."""
+    root = os.environ.get("ZERO_SIM_BUILD_DIR")
+    kept = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero_sim"
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    python = f"{sys.implementation.cache_tag}-{sys.platform}"
+    return kept / f"torch-{torch.__version__}-{python}-{digest.hexdigest()[:16]}"
+
+
+def load() -> Any:
+    """Returns the extension, compiled first if it is not there. Ranks that start together compile it once.
+
+    Raises ZeroSimError without a compiler or ninja, and where the sources do not compile against this torch.
+    """
+    if not sys.platform.startswith("linux"):
+        raise ZeroSimError(f"zero-sim runs on Linux, not on {sys.platform}: device memory is mapped twice with memfd")
+    library = folder() / f"{NAME}.so"
+    if not library.exists():
+        library.parent.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{library.parent}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # freed with the process, however it ends
+            if not library.exists():
+                _compile(library)
+    spec = importlib.util.spec_from_file_location(NAME, library)
+    assert spec is not None and spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise ZeroSimError(f"{library} does not load: {error}. Delete {library.parent} to compile it again") from error
+    return module
+
+
+def _compile(library: Path) -> None:
+    """Compiles in a folder of its own and moves the result into place at the end."""
+    _check_tools()
+    print(f"zero-sim compiles its extension for torch {torch.__version__}, about a minute, once", file=sys.stderr)
+    work = Path(tempfile.mkdtemp(prefix="building-", dir=library.parent.parent))
+    before = os.environ.get("MAX_JOBS")
+    os.environ.setdefault("MAX_JOBS", str(min(JOBS, len(os.sched_getaffinity(0)))))
+    try:
+        from torch.utils import cpp_extension
+
+        # Compiles and links, and returns without importing: `load` does that, from the place where it stays.
+        cpp_extension._write_ninja_file_and_build_library(
+            name=NAME,
+            sources=[str(path) for path in sorted(SOURCES.glob("*.cpp"))],
+            extra_cflags=FLAGS,
+            extra_cuda_cflags=[],
+            extra_sycl_cflags=[],
+            extra_ldflags=["-ltorch_python"],
+            extra_include_paths=[],
+            build_directory=str(work),
+            verbose=False,
+            with_cuda=False,
+            with_sycl=False,
+        )
+        shutil.rmtree(library.parent, ignore_errors=True)
+        library.parent.mkdir()
+        os.replace(work / library.name, library)
+    except (RuntimeError, OSError) as error:
+        log = Path(f"{library.parent}.log")
+        log.write_text(str(error), encoding="utf-8")
+        raise ZeroSimError(
+            f"zero-sim does not compile against torch {torch.__version__}: {_first_error(str(error))}. It is tested with "
+            f"torch 2.8 and 2.13; the compiler's output is in {log}"
+        ) from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        if before is None:
+            del os.environ["MAX_JOBS"]
+
+
+def _check_tools() -> None:
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler.split()[0]) is None:
+        raise ZeroSimError(f"zero-sim needs a C++ compiler and {compiler!r} is not on PATH: install g++, or set CXX")
+    if shutil.which("ninja") is None:
+        found = importlib.util.find_spec("ninja")
+        if found is None or found.origin is None:
+            raise ZeroSimError("zero-sim needs ninja to compile, and it is not on PATH: pip install ninja")
+        import ninja
+
+        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", "")])
+    if importlib.util.find_spec("setuptools") is None:
+        raise ZeroSimError("torch.utils.cpp_extension needs setuptools: pip install setuptools")
+
+
+def _first_error(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if "error" in line.lower()]
+    return next((line for line in lines if "error:" in line), lines[0] if lines else text.strip()[-300:])
+
+
+native: Any = load()

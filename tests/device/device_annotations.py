@@ -1,0 +1,162 @@
+"""Tells zero-sim's race detector what native code does with memory: zero_nvme's requests, zero_optim_cpu's tiles.
+
+The detector sees torch's operators, and so `TorchStep` and `MemoryByteStore`, without help. What goes past torch by
+address is wrapped here while the tests run: the shipped packages know nothing of the detector.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+import zero_sim
+
+_installed = False
+
+
+def install() -> None:
+    """Wrap what there is. Once a process."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _checkpoints()
+    with suppress(ImportError):
+        _nvme()
+    with suppress(ImportError):
+        _cpu_step()
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace `owner.name` by `around`, which is given what was there before the arguments."""
+    inner = getattr(owner, name)
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return around(inner, *args, **options)
+
+    setattr(owner, name, wrapped)
+
+
+class _Tasks:
+    """Native work under way, by the Python object that stands for it."""
+
+    def __init__(self) -> None:
+        self._tasks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def add(self, thing: Any, task: Any) -> None:
+        self._tasks[thing] = task
+
+    def finish(self, thing: Any) -> None:
+        """The calling thread has learnt that the work is over."""
+        if (task := self._tasks.get(thing)) is not None:
+            task.finish()
+
+    def finish_all(self, wanted: Callable[[Any], bool]) -> None:
+        for thing in [thing for thing in list(self._tasks) if wanted(thing)]:
+            self.finish(thing)
+
+
+def _nvme() -> None:
+    """A request touches its memory from its submission until somebody learns that it is done."""
+    from zero_nvme.engine import Engine
+    from zero_nvme.ticket import Ticket
+
+    tasks = _Tasks()
+
+    def submit(inner: Any, engine: Any, write: bool, offset: int, memory: Any, *rest: Any, **options: Any) -> Any:
+        at = [(memory.address, memory.nbytes)]
+        touched = {"reads": at} if write else {"writes": at}
+        task = zero_sim.begin("zero_nvme writes a file" if write else "zero_nvme reads a file", **touched)
+        ticket = inner(engine, write, offset, memory, *rest, **options)
+        tasks.add(ticket, task)
+        return ticket
+
+    def done(inner: Any, ticket: Any) -> bool:
+        if found := inner(ticket):
+            tasks.finish(ticket)
+        return found
+
+    def raise_error(inner: Any, ticket: Any) -> None:
+        tasks.finish(ticket)  # called by whoever has waited
+        inner(ticket)
+
+    def settled(inner: Any, engine: Any, *args: Any, **options: Any) -> Any:
+        found = inner(engine, *args, **options)
+        tasks.finish_all(lambda ticket: ticket._engine is engine)
+        return found
+
+    _wrap(Engine, "submit", submit)
+    _wrap(Ticket, "done", done)
+    _wrap(Ticket, "_raise_error", raise_error)
+    for name in ("drain", "cancel", "close"):
+        _wrap(Engine, name, settled)
+
+
+def _cpu_step() -> None:
+    """The kernels of zero_optim_cpu read and write tensors by address; `start` returns while they do."""
+    from zero_optim_cpu.step import CpuStep, Handle
+
+    tasks = _Tasks()
+
+    def arrays(tile: Any) -> list[Tensor]:
+        return [tile.parameter, *tile.states.values()]
+
+    def update(inner: Any, step: Any, tile: Any, segments: Any, scale: float) -> None:
+        zero_sim.host_access("CpuStep.update", reads=[tile.gradient], writes=arrays(tile))
+        inner(step, tile, segments, scale)
+        zero_sim.host_access("CpuStep.update", reads=[tile.gradient], writes=arrays(tile))
+
+    def start(inner: Any, step: Any, tile: Any, segments: Any, scale: float) -> Any:
+        task = zero_sim.begin("CpuStep.start", reads=[tile.gradient], writes=arrays(tile))
+        handle = inner(step, tile, segments, scale)
+        tasks.add(handle, task)
+        weakref.finalize(handle, task.finish)  # dropping it waits
+        return handle
+
+    def done(inner: Any, handle: Any) -> bool:
+        if found := inner(handle):
+            tasks.finish(handle)
+        return found
+
+    def wait(inner: Any, handle: Any, *args: Any) -> None:
+        inner(handle, *args)
+        tasks.finish(handle)
+
+    def read(inner: Any, step: Any, tile: Any, name: str) -> Tensor:
+        zero_sim.host_access("CpuStep.read", reads=arrays(tile))
+        return inner(step, tile, name)
+
+    def write(inner: Any, step: Any, tile: Any, name: str, values: Tensor) -> None:
+        zero_sim.host_access("CpuStep.write", reads=[values], writes=arrays(tile))
+        inner(step, tile, name, values)
+
+    def accumulate(inner: Any, step: Any, into: Tensor, values: Tensor) -> None:
+        zero_sim.host_access("CpuStep.accumulate", reads=[values], writes=[into])
+        inner(step, into, values)
+
+    def only_reads(inner: Any, step: Any, values: Tensor) -> Any:
+        zero_sim.host_access(f"CpuStep.{inner.__name__}", reads=[values])
+        return inner(step, values)
+
+    for name, around in (("update", update), ("start", start), ("read", read), ("write", write)):
+        _wrap(CpuStep, name, around)
+    _wrap(CpuStep, "accumulate", accumulate)
+    for name in ("chunk_norms_squared", "count_nonfinite"):
+        _wrap(CpuStep, name, only_reads)
+    _wrap(Handle, "done", done)
+    _wrap(Handle, "wait", wait)
+
+
+def _checkpoints() -> None:
+    """Files of a checkpoint are written from, and read into, the memory of tensors on the host."""
+    from zero_core import safetensors
+
+    def memory_of(inner: Any, tensor: Tensor) -> memoryview:
+        zero_sim.host_access("a checkpoint's file", reads=[tensor])
+        return inner(tensor)
+
+    _wrap(safetensors, "memory_of", memory_of)

@@ -1,0 +1,83 @@
+"""The detector sees what native code does with memory: each of these programs forgets one wait, and is reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+NUMEL = 1 << 16
+
+
+@pytest.fixture
+def sim(device):
+    if device.type != "sim":
+        pytest.skip(f"{device.type} has no race detector")
+    return pytest.importorskip("zero_sim")
+
+
+def reports(sim: Any) -> str:
+    torch.accelerator.synchronize()
+    return "\n".join(map(str, sim.take_races()))
+
+
+@pytest.mark.races_expected
+def test_a_file_read_into_memory_that_is_copied_before_it_has_come(device, sim, tmp_path):
+    zero_nvme = pytest.importorskip("zero_nvme")
+    with zero_nvme.Slab(tmp_path, allow_memory=True) as slab:
+        extent = slab.allocate(4 * NUMEL)
+        slab.write(extent, torch.ones(NUMEL)).wait()
+        for waits in (True, False):
+            host = torch.zeros(NUMEL, pin_memory=True)
+            ticket = slab.read(extent, host)
+            if waits:
+                ticket.wait()
+            there = host.to(device, non_blocking=True)
+            found = reports(sim)
+            ticket.wait()
+            assert ("zero_nvme reads a file" in found) == (not waits), found
+            del there
+
+
+@pytest.mark.races_expected
+def test_a_file_written_from_memory_that_a_copy_has_not_filled(device, sim, tmp_path):
+    zero_nvme = pytest.importorskip("zero_nvme")
+    values = torch.ones(NUMEL, device=device)
+    with zero_nvme.Slab(tmp_path, allow_memory=True) as slab:
+        extent = slab.allocate(4 * NUMEL)
+        for waits in (True, False):
+            host = torch.zeros(NUMEL, pin_memory=True)
+            host.copy_(values, non_blocking=True)
+            if waits:
+                torch.accelerator.synchronize()
+            ticket = slab.write(extent, host)
+            found = reports(sim)
+            ticket.wait()
+            assert ("zero_nvme writes a file" in found) == (not waits), found
+
+
+@pytest.mark.races_expected
+@pytest.mark.parametrize("starts", [False, True], ids=["update", "start"])
+def test_an_update_of_memory_that_is_still_copied_from(device, sim, starts):
+    zero_optim_cpu = pytest.importorskip("zero_optim_cpu")
+    from tests.unit.zero_optim_cpu.tiles import FP32, Segment, adamw, make_tile
+
+    optimizer = adamw(lr=0.01)
+    step = zero_optim_cpu.CpuStep("fp32", threads=1)
+    step.bind(optimizer)
+    for waits in (True, False):
+        tile = make_tile(step, torch.randn(NUMEL), FP32)
+        tile.gradient.zero_()
+        tile.parameter = tile.parameter.pin_memory()
+        there = tile.parameter.to(device, non_blocking=True)
+        if waits:
+            torch.accelerator.synchronize()
+        segments = [Segment(0, NUMEL, optimizer.param_groups[0])]
+        if starts:
+            step.start(tile, segments, 1.0).wait()
+        else:
+            step.update(tile, segments, 1.0)
+        found = reports(sim)
+        assert ("CpuStep" in found) == (not waits), found
+        del there

@@ -1,0 +1,46 @@
+"""One device, the same bits: twice, over every residency, and whether the store lends or copies late.
+
+Fails if anything is read before the stream that writes it, or after its memory went to something else: views that
+autograd saved of storages that were freed in between would show in a loss.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.device.zero_core import runs
+
+RESIDENCIES = [
+    {"stage": 0},
+    {"stage": 3, "prefetch_bytes": 0},
+    {"stage": 3, "prefetch_bytes": 1 << 30},
+    {"stage": 3, "resident_bytes": 4000},
+    {"stage": 3, "resident_bytes": 1 << 30},
+]
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+@pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("make", [runs.plain, runs.checkpointed, runs.reentrant])
+def test_the_same_bits_twice(device, make, options):
+    assert not runs.differing(*(runs.history(make, device, **options) for _ in range(2)))
+
+
+@pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("make", [runs.plain, runs.reentrant])
+def test_the_same_bits_whatever_stays_in_memory(device, make, options):
+    first = runs.history(make, device, **RESIDENCIES[0], **options)
+    for residency in RESIDENCIES[1:]:
+        assert not runs.differing(runs.history(make, device, **residency, **options), first), residency
+
+
+@pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("make", [runs.plain, runs.checkpointed, runs.reentrant])
+def test_the_same_bits_from_a_store_whose_copies_come_late(device, make, options):
+    """Each copy begins a millisecond or so after it was asked for: whoever does not wait computes with NaN."""
+    first = runs.history(make, device, **options)
+    for residency in RESIDENCIES:
+        store = runs.swapping(device, late_cycles=2_000_000)
+        assert not runs.differing(runs.history(make, device, store=store, **residency, **options), first), residency
+        assert store.counts["begun"] == store.counts["waited"] + store.counts["dropped"]

@@ -1,0 +1,34 @@
+"""DeviceStore, and a store that copies from pinned memory, keep the promises of ShardStore on any device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.device.zero_core import runs
+from zero_core.device_store import DeviceStore
+from zero_core.testing import ShardStoreSuite
+
+
+class OnDevice(ShardStoreSuite):
+    @pytest.fixture(autouse=True)
+    def _on_device(self, device):
+        self.device = device
+
+
+class TestDeviceStore(OnDevice):
+    def make_store(self):
+        return DeviceStore()
+
+
+class TestDeviceStoreFused(OnDevice):
+    def make_store(self):
+        return DeviceStore()
+
+    def make_optimizer(self, groups):
+        return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+
+class TestStoreThatSwapsIn(OnDevice):
+    def make_store(self):
+        return runs.swapping(self.device, late_cycles=2_000_000)

@@ -1,0 +1,43 @@
+"""Several devices, a rank each, collectives between them: the reference's numbers, the same bits over residency."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.device.zero_core import runs
+from tests.device.zero_core.test_parity import TOLERANCE
+
+
+def parity(kind: str, make: Any, micro: int, dtype: torch.dtype, swaps: bool, stage: int) -> tuple[float, float]:
+    device = runs.device_of_rank(kind)
+    store = runs.swapping(device, late_cycles=200_000) if swaps else None
+    return runs.distance(make, device, micro, dtype, stage=stage, store=store)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("make", [runs.plain, runs.reentrant])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_equals_the_twin(device, device_ranks, stage, dtype, make, swaps):
+    for norm, update in device_ranks.run(parity, device.type, make, 2, dtype, swaps, stage):
+        assert norm <= TOLERANCE[dtype][0] and update <= TOLERANCE[dtype][1]
+
+
+def bits(kind: str) -> dict[str, list[int]]:
+    """Places where a run has other bits than the first: again, all resident, from a store that copies late."""
+    device = runs.device_of_rank(kind)
+    first = runs.history(runs.checkpointed, device)
+    late = runs.swapping(device, late_cycles=2_000_000)
+    return {
+        "again": runs.differing(runs.history(runs.checkpointed, device), first),
+        "resident": runs.differing(runs.history(runs.checkpointed, device, resident_bytes=1 << 30), first),
+        "late": runs.differing(runs.history(runs.checkpointed, device, store=late), first),
+    }
+
+
+def test_the_same_bits(device, device_ranks):
+    for found in device_ranks.run(bits, device.type):
+        assert found == {"again": [], "resident": [], "late": []}

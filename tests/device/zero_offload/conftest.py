@@ -1,0 +1,13 @@
+"""Tiles of a rehearsal are small."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.device.zero_offload import runs
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_tiles(device):
+    with runs.small_tiles(device):
+        yield

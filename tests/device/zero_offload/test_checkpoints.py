@@ -1,0 +1,78 @@
+"""Checkpoints of a run on a device: saved while an update is under way, loaded into any placement, the same bits after.
+
+Fails if a state is read before its update has ended, if what is loaded is overwritten by a copy that was under way, or
+if the device's random state is lost.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_core
+from tests.device.zero_core.runs import differing
+from tests.device.zero_offload import runs
+
+GPU = (512, 8, 64)
+
+
+def run_of(device: torch.device, store: str) -> runs.Run:
+    return runs.Run(device, runs.placed(device, store), runs.sized(device, GPU))
+
+
+def steps(run: runs.Run, numbers: range) -> list[Tensor]:
+    return [loss for number in numbers for loss in run.step(number)]
+
+
+@pytest.mark.parametrize("store", ["device store", "swapping", "host", "nvme", "classic", "thirds"])
+def test_the_rest_of_a_run_has_the_same_bits(device, tmp_path: Path, store):
+    with runs.apart(device):
+        whole = run_of(device, store)
+        steps(whole, range(2))
+        zero_core.checkpoint.save(tmp_path / "here", whole.model, whole.optimizer)
+        expected = [torch.rand(8, device=device).cpu()]
+        expected += [loss.cpu() for loss in steps(whole, range(2, 4))] + whole.masters()
+        whole.close()
+        rest = run_of(device, store)
+        steps(rest, range(1))  # its update is under way when the checkpoint is read
+        zero_core.checkpoint.load(tmp_path / "here", rest.model, rest.optimizer)
+        found = [torch.rand(8, device=device).cpu()]
+        found += [loss.cpu() for loss in steps(rest, range(2, 4))] + rest.masters()
+        rest.close()
+    assert not differing(found, expected)
+
+
+@pytest.mark.parametrize(("first", "second"), [("host", "classic nvme"), ("parameters in part", "nvme")])
+def test_a_checkpoint_goes_to_another_placement(device, tmp_path: Path, first, second):
+    found = []
+    with runs.apart(device):
+        run = run_of(device, first)
+        steps(run, range(2))
+        zero_core.checkpoint.save(tmp_path / "here", run.model, run.optimizer)
+        run.close()
+        for store in (first, second):
+            run = run_of(device, store)
+            zero_core.checkpoint.load(tmp_path / "here", run.model, run.optimizer)
+            found.append([loss.cpu() for loss in steps(run, range(2, 4))] + run.masters())
+            run.close()
+    assert not differing(*found)
+
+
+@pytest.mark.parametrize("store", ["swapping", "host", "thirds"])
+def test_plain_weights_are_written_and_read(device, tmp_path: Path, store):
+    """`save_pretrained` while an update is under way, `load_pretrained` over another's."""
+    with runs.apart(device):
+        run = run_of(device, store)
+        steps(run, range(2))
+        zero_core.save_pretrained(run.model, tmp_path / "weights")
+        with zero_core.gathered(run.model):
+            expected = [p.detach().cpu().clone() for p in run.model.parameters()]
+        steps(run, range(2, 3))
+        zero_core.load_pretrained(run.model, tmp_path / "weights")
+        with zero_core.gathered(run.model):
+            found = [p.detach().cpu().clone() for p in run.model.parameters()]
+        run.close()
+    assert not differing(found, expected)

@@ -1,0 +1,37 @@
+"""Every placement beside the dense reference on the same device: norms and updates to a stated distance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.device.zero_core import runs as core
+from tests.device.zero_offload import runs
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("placement", [*runs.BELOW, *runs.MIXED])
+def test_near_the_reference(device, placement, stage, dtype, far, micro):
+    """SGD with momentum, whose updates are as far apart as the gradients; fp32 gradients."""
+    with runs.apart(device):
+        store = runs.tiered((runs.BELOW | runs.MIXED)[placement])
+        norm, update = core.distance(core.checkpointed, device, micro, dtype, stage=stage, store=store)
+    assert norm < far and update < far, (norm, update)
+
+
+@pytest.mark.parametrize("placement", ["host", "thirds"])
+def test_a_first_step_of_adam_equals_torchs(device, placement):
+    """Of one parameter's size at most: Adam's first step is its learning rate wherever the gradient has a sign."""
+    sized = runs.sized(device, (1024, 6, 64))
+    masters = {}
+    for name in (None, placement):
+        with runs.apart(device):
+            run = runs.Run(device, None if name is None else (runs.BELOW | runs.MIXED)[name], sized)
+            run.step()
+            masters[name] = run.masters()
+            run.close()
+    for ours, theirs in zip(masters[placement], masters[None], strict=True):
+        assert float((ours - theirs).abs().max()) <= 2.1e-3  # two learning rates, where a gradient's sign is rounding
+        assert float((ours - theirs).abs().mean()) <= 1e-5

@@ -1,0 +1,141 @@
+"""A whole run of zero-train on the device: the same training over every offload, what its metrics and its plan say.
+
+Fails if host and nvme differ in a bit, if a run on the device strays from one without a store, if memory of the device
+grows from step to step, or if a device that is full ends in anything but advice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("hydra")
+pytest.importorskip("omegaconf")
+pytest.importorskip("zero_nvme")
+pytest.importorskip("zero_optim_cpu")
+
+from tests.integration.zero_train.helpers import COMMON, trained
+from zero_train import app, progress
+from zero_train.errors import RunError
+
+SIZES = ("model.hidden_size=128", "model.intermediate_size=256", "model.layers=6", "model.heads=4", "run.steps=4")
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def on(device):
+    """What every run here asks for besides."""
+    return (*SIZES, f"hardware.device={device.type}")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, on):
+    """`run(offload, …)`: a finished run and the lines of its metrics, made once."""
+    made = {}
+
+    def of(*overrides):
+        if overrides not in made:
+            folder = tmp_path_factory.mktemp("run")
+            found = trained(folder, *on, *overrides)
+            lines = (folder / "metrics.jsonl").read_text().splitlines()
+            made[overrides] = found, [json.loads(line) for line in lines]
+        return made[overrides]
+
+    return of
+
+
+def test_host_and_nvme_have_the_same_bits(run):
+    (host, _), (nvme, _) = run("offload=host"), run("offload=nvme")
+    assert host.losses == nvme.losses
+    assert host.digest == nvme.digest
+
+
+@pytest.mark.parametrize("offload", ["host", "nvme"])
+def test_it_learns_as_without_a_store(run, offload):
+    (plain, _), (offloaded, _) = run("offload=none"), run(f"offload={offload}")
+    assert offloaded.losses == pytest.approx(plain.losses, rel=5e-3)
+    assert plain.losses[-1] < plain.losses[0]
+
+
+@pytest.mark.parametrize("offload", ["none", "host", "nvme"])
+def test_every_step_says_what_the_device_holds_and_it_does_not_grow(run, device, offload):
+    _, lines = run(f"offload={offload}")
+    held = [line["device_bytes"] for line in lines]
+    assert held[1:] == held[1:2] * (len(held) - 1)
+    if device.type == "cpu":  # the device's memory is the host's
+        return
+    assert all(line["host_bytes"] > 0 for line in lines) == (offload != "none")
+    assert held[-1] > 0
+    if offload == "none":
+        assert held[-1] > run("offload=host")[1][-1]["device_bytes"]
+
+
+@pytest.mark.parametrize("offload", ["none", "host", "nvme"])
+def test_a_run_that_ctrl_c_ends_is_resumed_with_the_same_bits(run, on, tmp_path, monkeypatch, offload):
+    whole, _ = run(f"offload={offload}")
+    shown = progress.Plain.step
+
+    def step(self, line):
+        shown(self, line)
+        if line.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.Plain, "step", step)
+        first = trained(tmp_path / "run", *on, f"offload={offload}", "run.checkpoint_every=2")
+    assert first.exit_code == 130 and len(first.losses) == 3
+    rest = trained(tmp_path / "run", *on, f"offload={offload}", "run.checkpoint_every=2", "run.resume=auto")
+    assert first.losses + rest.losses == whole.losses
+    assert rest.digest == whole.digest
+
+
+@pytest.mark.parametrize("activations", ["recompute", "host", "nvme"])
+def test_activations_set_aside_change_no_bit(run, activations):
+    kept, _ = run("offload=nvme", "offload.activations=keep")
+    aside, _ = run("offload=nvme", f"offload.activations={activations}")
+    assert aside.losses == kept.losses
+    assert aside.digest == kept.digest
+
+
+def trained_by_ranks(folder, *overrides):
+    found = trained(Path(folder), *overrides)
+    return found.losses, found.digest
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_with_a_device_each_have_the_same_bits_over_tiers(device_ranks, on, tmp_path, stage):
+    runs = [
+        device_ranks.run(trained_by_ranks, str(tmp_path / place), *on, f"zero.stage={stage}", f"offload={place}")
+        for place in ("host", "nvme")
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_a_dry_run_prints_the_devices_tier_and_the_cores(device, tmp_path, capsys, on):
+    assert app.main([*COMMON, *on, f"run.dir={tmp_path / 'run'}", "offload=host", "run.dry=true"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line.split() for line in lines if line.startswith("device "))
+    assert (row[-1] != "-") == (device.type != "cpu")  # a budget of its own
+    assert any(line.startswith("update: ") for line in lines) == (device.type != "cpu")
+
+
+def test_a_device_that_is_full_ends_the_run_with_a_way_out(device, needs_device, on, tmp_path):
+    needs_device("a device that is full apart from the host")  # tests/integration has the CPU's, and a stand-in
+    module = torch.get_device_module(device)
+    module.empty_cache()
+    total = module.get_device_properties(device).total_memory
+    module.set_per_process_memory_fraction((module.memory_reserved(device) + 64 * MIB) / total, device)
+    try:
+        with pytest.raises(RunError) as caught:
+            trained(tmp_path / "run", *on, "offload=host", "run.micro_batch=512", "data.sequence_length=256")
+    finally:
+        module.set_per_process_memory_fraction(1.0, device)
+    text = str(caught.value)
+    assert "out of memory on the device tier: " in text and "the plan gave it " in text
+    assert "run.micro_batch" in text and "offload.activations=recompute" in text

@@ -1,0 +1,227 @@
+"""Edges between host threads that Python's own tools make. Each test fails if a tool's edge is not seen."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+zero_sim = pytest.importorskip("zero_sim")
+
+
+@pytest.fixture
+def touch() -> Iterator[Callable[[], None]]:
+    """Writes to the same pinned memory from whichever thread calls it."""
+    pinned = torch.zeros(10, pin_memory=True)
+    yield lambda: zero_sim.host_access("touch", writes=[pinned])
+
+
+def handed_over(touch: Callable[[], None], give: Callable[[], object], take: Callable[[], object]) -> bool:
+    """Whether `give` in one thread and `take` in another order what they do before and after."""
+
+    def body() -> None:
+        touch()
+        give()
+
+    zero_sim.take_races()
+    touch()
+    thread = threading.Thread(target=body)
+    thread.start()
+    take()
+    touch()
+    ordered = zero_sim.take_races() == []
+    thread.join()
+    return ordered
+
+
+def test_start_and_join(touch):
+    thread = threading.Thread(target=touch)
+    touch()
+    thread.start()
+    thread.join()
+    touch()
+    assert zero_sim.take_races() == []
+
+
+def test_a_thread_that_is_found_dead(touch):
+    thread = threading.Thread(target=touch)
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0)
+    touch()
+    assert zero_sim.take_races() == []
+
+
+def test_a_subclass_with_its_own_run(touch):
+    class Own(threading.Thread):
+        def run(self) -> None:
+            touch()
+
+    thread = Own(name="own")
+    touch()
+    thread.start()
+    thread.join()
+    touch()
+    assert zero_sim.take_races() == []
+    with pytest.raises(RuntimeError, match="once"):
+        thread.start()
+
+
+def test_plain_variables_are_no_edge(touch):
+    flag: list[bool] = []
+
+    def take() -> None:
+        while not flag:
+            time.sleep(0)
+
+    assert not handed_over(touch, lambda: flag.append(True), take)
+
+
+def under(lock) -> Callable[[], None]:
+    def pass_through() -> None:
+        with lock:
+            pass
+
+    return pass_through
+
+
+@pytest.mark.parametrize("make", [threading.Lock, threading.RLock], ids=["Lock", "RLock"])
+def test_locks(touch, make):
+    lock, flag = make(), []
+
+    def give() -> None:
+        under(lock)()
+        flag.append(True)
+
+    def take() -> None:
+        while not flag:
+            time.sleep(0)
+        under(lock)()
+
+    assert handed_over(touch, give, take)
+
+
+def test_events_semaphores_and_barriers(touch):
+    event, semaphore, barrier = threading.Event(), threading.Semaphore(0), threading.Barrier(2)
+    assert handed_over(touch, event.set, event.wait)
+    assert handed_over(touch, semaphore.release, semaphore.acquire)
+    assert handed_over(touch, barrier.wait, barrier.wait)
+
+
+def test_the_flag_of_an_event(touch):
+    event = threading.Event()
+
+    def poll() -> None:
+        while not event.is_set():
+            time.sleep(0)
+
+    assert handed_over(touch, event.set, poll)
+
+
+def test_conditions(touch):
+    condition, ready = threading.Condition(), []
+
+    def give() -> None:
+        with condition:
+            ready.append(True)
+            condition.notify()
+
+    def take() -> None:
+        with condition:
+            condition.wait_for(lambda: ready)
+
+    assert handed_over(touch, give, take)
+
+
+@pytest.mark.parametrize("kind", ["Queue", "SimpleQueue", "LifoQueue"])
+def test_queues(touch, kind):
+    made = getattr(queue, kind)()
+    assert handed_over(touch, lambda: made.put(1), made.get)
+
+
+def test_thread_pools(touch):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        touch()
+        pool.submit(touch).result()
+        touch()
+        concurrent.futures.wait([pool.submit(touch)])
+        touch()
+        future = pool.submit(touch)
+        while not future.done():
+            time.sleep(0)
+        touch()
+        list(pool.map(lambda _: touch(), range(1)))
+        touch()
+        assert zero_sim.take_races() == []
+
+
+def test_a_future_that_nobody_waits_for_is_no_edge(touch):
+    ended: list[bool] = []
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: (touch(), ended.append(True)))
+        while not ended:
+            time.sleep(0)
+        touch()
+        assert len(zero_sim.take_races()) == 1
+
+
+def test_event_loops(touch):
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        touch()
+        await loop.run_in_executor(None, touch)
+        touch()
+        future = loop.create_future()
+
+        def body() -> None:
+            touch()
+            loop.call_soon_threadsafe(future.set_result, None)
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        await future
+        touch()
+        assert zero_sim.take_races() == []
+        thread.join()
+
+    asyncio.run(main())
+
+
+def test_coroutines_given_to_another_threads_loop(touch):
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def job() -> None:
+        touch()
+
+    touch()
+    asyncio.run_coroutine_threadsafe(job(), loop).result()
+    touch()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+    assert zero_sim.take_races() == []
+
+
+def test_followed_locks_behave_as_threading_says():
+    lock = threading.Lock()
+    assert lock.acquire(timeout=0.1) and lock.locked()
+    assert not lock.acquire(blocking=False) and not lock.acquire(True, 0.01)
+    lock.release()
+    with pytest.raises(RuntimeError):
+        lock.release()
+    reentrant = threading.RLock()
+    condition = threading.Condition(reentrant)
+    with reentrant, reentrant, condition:
+        assert not condition.wait(0.01)
+    with pytest.raises(RuntimeError):
+        reentrant.release()
+    with pytest.raises(RuntimeError, match="un-acquired"):
+        threading.Condition(lock).notify()

@@ -1,0 +1,57 @@
+"""The fixture `no_races` and the options that give it to every test."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("zero_sim")
+pytest_plugins = ["pytester"]
+
+PROGRAM = """
+import torch
+
+def race():
+    x, side = torch.ones(10, device="sim"), torch.sim.Stream()
+    with torch.sim.stream(side):
+        x.fill_(2)
+
+def test_racy_watched(no_races):
+    race()
+
+def test_racy_unwatched():
+    race()
+
+def test_fine(no_races):
+    torch.ones(10, device="sim").fill_(2)
+
+def test_fails_by_itself(no_races):
+    race()
+    assert 1 == 2
+
+import pytest
+@pytest.mark.races_expected
+def test_expected():
+    race()
+"""
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester) -> pytest.Pytester:
+    pytester.makepyfile(PROGRAM)
+    return pytester
+
+
+def run(project: pytest.Pytester, *options: str) -> pytest.RunResult:
+    return project.runpytest_inprocess("-p", "zero_sim.pytest_plugin", "-p", "no:cacheprovider", *options)
+
+
+def test_the_fixture_fails_the_tests_that_use_it(project: pytest.Pytester):
+    result = run(project)
+    result.assert_outcomes(passed=3, failed=2)
+    result.stdout.fnmatch_lines(["*1 race was found.*", "*missing  stream * waited for default stream*"])
+    result.stdout.fnmatch_lines(["*assert 1 == 2*", "*races*", "*1 race was found.*"])
+
+
+def test_an_option_gives_it_to_every_test(project: pytest.Pytester):
+    result = run(project, "--no-races")
+    result.assert_outcomes(passed=2, failed=3)

@@ -1,0 +1,141 @@
+"""Streams and events: work runs later than it is queued, in order, and a process ends well whatever is queued."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+zero_sim = pytest.importorskip("zero_sim")
+
+
+def in_child(body: Callable[[], object]) -> tuple[int, str]:
+    """Runs a function in a forked child. Returns the child's exit code and what it wrote to stdout and stderr."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        try:
+            os.write(1, str(body()).encode())
+        finally:
+            os._exit(5)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        text = file.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
+
+
+def test_work_runs_later_than_its_launch():
+    """Fails if a launch waits for its kernel: eight kernels, each half a second late, are late at the same time."""
+    native, x = zero_sim.build.native, torch.zeros(4, device="sim").add_(0)
+    torch.sim.synchronize()
+    zero_sim.configure(latency_us=500_000)
+    before = native.kernels_run()
+    for _ in range(8):
+        x.add_(1)
+    assert native.kernels_run() == before and not torch.sim.current_stream().query()
+    assert x.tolist() == [8.0] * 4
+
+
+def test_events_measure_the_time_between_them():
+    first, second = torch.sim.Event(enable_timing=True), torch.sim.Event(enable_timing=True)
+    first.record()
+    torch.sim._sleep(2000 * 5000)  # cycles of 0.5 ns
+    second.record()
+    with pytest.raises(RuntimeError, match=r"has not happened yet. Call its synchronize\(\) first"):
+        first.elapsed_time(second)
+    second.synchronize()
+    assert first.elapsed_time(second) >= 5
+
+
+def test_a_stream_waits_for_an_event_without_the_host():
+    side, event, x = torch.sim.Stream(), torch.sim.Event(), torch.zeros(4, device="sim")
+    torch.sim._sleep(2000 * 5000)
+    x.fill_(3)
+    event.record()
+    side.wait_event(event)
+    assert not event.query()
+    with torch.sim.stream(side):
+        y = x + 1
+        assert y.tolist() == [4.0] * 4
+    assert event.query() and zero_sim.take_races() == []
+
+
+def test_what_a_kernel_raises_comes_later_and_once():
+    x = torch.zeros(3, device="sim")
+    indices = torch.tensor([7], device="sim")
+    torch.index_select(x, 0, indices)
+    said = r"that was queued earlier has failed. aten::index_select, queued at .*test_streams.py:\d+ in .*: .*out of"
+    with pytest.raises(RuntimeError, match=said):
+        torch.sim.synchronize()
+    torch.sim.synchronize()
+
+
+def test_a_forked_child_is_told_what_to_do():
+    x = [torch.ones(3, device="sim")]
+
+    def body() -> str:
+        try:
+            x[0] + 1
+        except RuntimeError as error:
+            x.clear()  # frees, which is no error
+            return str(error)
+        return "no error"
+
+    code, text = in_child(body)
+    assert code == 5
+    assert "do not survive a fork. Start it with the 'spawn' or 'forkserver' method" in text
+    assert (x[0] + 1).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_the_host_that_touches_device_memory_is_told_so():
+    x = torch.ones(3, device="sim:1")
+
+    def body() -> float:
+        faulthandler.disable()  # pytest's
+        zero_sim.build.native.install_fault_handler()
+        return ctypes.c_float.from_address(x.data_ptr()).value
+
+    code, text = in_child(body)
+    assert code == -signal.SIGSEGV
+    assert text.startswith("sim: the host touched device memory of sim:1 at address 0x")
+    assert "Copy it to the host first." in text
+
+
+@pytest.mark.parametrize("ending", ["", "raise ValueError('mine')"])
+def test_a_process_ends_at_once_with_work_queued(ending: str):
+    """Fails if the end hangs (the kernel would take 1,000 s, and a stream waits for another) or crashes.
+
+    The process forks before it has used a device, and its child may use it.
+    """
+    program = f"""
+import os, torch, zero_sim
+child = os.fork()
+if child == 0:
+    assert torch.ones(3, device="sim").sum().item() == 3
+    os._exit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+side, event = torch.sim.Stream(), torch.sim.Event()
+x = torch.ones(1000, device="sim")
+torch.sim._sleep(2000 * 1_000_000_000)
+event.record()
+side.wait_event(event)
+with torch.sim.stream(side):
+    y = [x + i for i in range(100)]
+pinned = torch.empty(1000, pin_memory=True).copy_(x, non_blocking=True)
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert done.returncode == (1 if ending else 0), done.stderr
+    assert ("ValueError: mine" in done.stderr) == bool(ending)
