@@ -1,4 +1,4 @@
-"""`torch.sim` is what `torch.cuda` is, for code that uses streams: names, current devices and streams, memory, seeds."""
+"""`torch.sim` is what `torch.cuda` is for code that uses streams: names, current devices, streams, memory, seeds."""
 
 from __future__ import annotations
 

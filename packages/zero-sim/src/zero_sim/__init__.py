@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import collectives, device_module, host_threads, recurrent  # noqa: F401: two of them register themselves
+from . import collectives, device_module, host_threads, recurrent  # noqa: F401 (two register themselves)
 from .annotate import Meeting, Task, begin, host_access
 from .build import ZeroSimError, native
 from .races import Party, Race, RaceError, detect, take_races

@@ -158,7 +158,7 @@ class Stream(torch.Stream):
         event.record(stream)
         event.wait(self)
 
-    def record_event(self, event: torch.Event | None = None) -> torch.Event:  # type: ignore[override]
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
         event = Event() if event is None else event
         event.record(self)
         return event
