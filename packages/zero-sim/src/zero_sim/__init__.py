@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from .build import ZeroSimError, native
-
-from . import collectives, device_module, host_threads, recurrent  # isort: split
+from . import collectives, device_module, host_threads, recurrent  # noqa: F401 (two register themselves)
 from .annotate import Meeting, Task, begin, host_access
+from .build import ZeroSimError, native
 from .races import Party, Race, RaceError, detect, take_races
 
 __all__ = [
@@ -39,9 +38,10 @@ def configure(
 ) -> None:
     """Changes how the devices behave from now on. What is left out stays as it is.
 
-    latency_us: every kernel and copy starts at least so long after it was queued. jitter_us: and at most so much
-    later, drawn from `seed` for each stream. strict: freed memory is overwritten, in its stream's order, and that counts
-    as a write. races: look for races.
+    latency_us: every kernel and copy starts at least so long after it was queued.
+    jitter_us: and at most so much later, drawn from `seed` for each stream.
+    strict: memory is overwritten when it is freed, in its stream's order, which the detector takes as a write.
+    races: look for races.
     """
     options = native.options()
     given = {"latency_us": latency_us, "jitter_us": jitter_us, "seed": seed, "strict": strict, "races": races}

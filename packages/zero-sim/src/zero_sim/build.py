@@ -55,9 +55,13 @@ def load() -> Any:
             fcntl.flock(lock, fcntl.LOCK_EX)  # freed with the process, however it ends
             if not library.exists():
                 _compile(library)
+    return _import(library)
+
+
+def _import(library: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(NAME, library)
     assert spec is not None and spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except ImportError as error:
@@ -68,7 +72,7 @@ def load() -> Any:
 def _compile(library: Path) -> None:
     """Compiles in a folder of its own and moves the result into place at the end."""
     _check_tools()
-    print(f"zero-sim compiles its extension for torch {torch.__version__}, about a minute, once", file=sys.stderr)
+    sys.stderr.write(f"zero-sim compiles its extension for torch {torch.__version__}, about a minute, once\n")
     work = Path(tempfile.mkdtemp(prefix="building-", dir=library.parent.parent))
     before = os.environ.get("MAX_JOBS")
     os.environ.setdefault("MAX_JOBS", str(min(JOBS, len(os.sched_getaffinity(0)))))
@@ -96,8 +100,8 @@ def _compile(library: Path) -> None:
         log = Path(f"{library.parent}.log")
         log.write_text(str(error), encoding="utf-8")
         raise ZeroSimError(
-            f"zero-sim does not compile against torch {torch.__version__}: {_first_error(str(error))}. It is tested with "
-            f"torch 2.8 and 2.13; the compiler's output is in {log}"
+            f"zero-sim does not compile against torch {torch.__version__}: {_first_error(str(error))}. "
+            f"It is tested with torch 2.8 and 2.13; the compiler's output is in {log}"
         ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -33,6 +33,7 @@ def _index(given: Device = None) -> int:
 
 _initialized = True  # which torch.utils.checkpoint asks before it keeps the random state
 
+
 # -- devices -----------------------------------------------------------------------------------------------------------
 def is_available() -> bool:
     return True
@@ -67,7 +68,7 @@ def set_device(device: Device) -> None:
         native.set_device(_index(device))
 
 
-class device:  # noqa: N801: as torch.cuda's
+class device:
     """Makes a device the current one inside a with statement."""
 
     def __init__(self, device: Device) -> None:
@@ -81,7 +82,7 @@ class device:  # noqa: N801: as torch.cuda's
         native.set_device(self.prev_idx)
 
 
-class device_of(device):  # noqa: N801
+class device_of(device):
     """Makes a tensor's device the current one; does nothing for a tensor of the CPU."""
 
     def __init__(self, obj: Any) -> None:
@@ -157,7 +158,7 @@ class Stream(torch.Stream):
         event.record(stream)
         event.wait(self)
 
-    def record_event(self, event: torch.Event | None = None) -> torch.Event:  # type: ignore[override]
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
         event = Event() if event is None else event
         event.record(self)
         return event

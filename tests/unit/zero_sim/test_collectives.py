@@ -1,0 +1,261 @@
+"""Collectives in the order of streams, on two ranks: results as gloo's on the CPU, ordered and waited for as NCCL's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .two_ranks import TwoRanks
+
+zero_sim = pytest.importorskip("zero_sim", exc_type=ImportError)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[TwoRanks]:
+    ranks = TwoRanks()
+    yield ranks
+    ranks.close()
+
+
+def collectives(rank: int, place: str, asynchronous: bool) -> dict[str, Any]:
+    """Every collective once: lists of numbers by name."""
+    device = f"sim:{rank}" if place == "sim" else "cpu"
+
+    def ramp(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return (torch.arange(n, device=device) + 10 * rank + 1).to(dtype)
+
+    made: dict[str, Any] = {}
+
+    def done(work: Any, name: str, *results: torch.Tensor) -> None:
+        if work is not None:
+            work.wait()
+        made[name] = [r.tolist() for r in results]
+
+    flags = {"async_op": asynchronous}
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            if op == dist.ReduceOp.AVG and dtype == torch.int64:
+                continue
+            x = ramp(6, dtype)
+            done(dist.all_reduce(x, op, **flags), f"all_reduce {op} {dtype}", x)
+            if op != dist.ReduceOp.AVG or place == "sim":
+                into = torch.empty(3, dtype=dtype, device=device)
+                done(
+                    dist.reduce_scatter_tensor(into, ramp(6, dtype), op, **flags), f"reduce_scatter {op} {dtype}", into
+                )
+    for dtype in (torch.float32, torch.uint8, *((torch.bool, torch.int16) if place == "sim" else ())):  # more than gloo
+        whole = torch.zeros(6, dtype=dtype, device=device)
+        done(dist.all_gather_into_tensor(whole, ramp(3, dtype), **flags), f"all_gather {dtype}", whole)
+    whole = torch.zeros(6, device=device)
+    mine = whole[3 * rank : 3 * rank + 3]
+    mine.fill_(rank + 1)
+    done(dist.all_gather_into_tensor(whole, mine, **flags), "all_gather in place", whole)
+    parts = [torch.zeros(3, device=device) for _ in range(2)]
+    done(dist.all_gather(parts, ramp(3), **flags), "all_gather list", *parts)
+    x = ramp(4)
+    done(dist.broadcast(x, 1, **flags), "broadcast", x)
+    x = ramp(4)
+    done(dist.reduce(x, 0, **flags), "reduce", *([x] if rank == 0 else []))
+    done(dist.gather(ramp(2), parts_of_two(device) if rank == 0 else None, **flags), "gather")
+    into = torch.zeros(2, device=device)
+    done(dist.scatter(into, [ramp(2), ramp(2) + 5] if rank == 1 else None, src=1, **flags), "scatter", into)
+    into = torch.zeros(4, device=device)
+    done(dist.all_to_all_single(into, ramp(4), **flags), "all_to_all", into)
+    into = torch.zeros(3 - rank if rank else 4, device=device)  # rank 0 gets 1 + 3, rank 1 gets 1 + 1
+    sizes = ([1, 3], [1, 1]) if rank == 0 else ([1, 1], [3, 1])
+    done(dist.all_to_all_single(into, ramp(sum(sizes[1])), *sizes, **flags), "all_to_all unequal", into)
+    return made
+
+
+def parts_of_two(device: str) -> list[torch.Tensor]:
+    return [torch.zeros(2, device=device) for _ in range(2)]
+
+
+def both(rank: int, asynchronous: bool) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    zero_sim.configure(jitter_us=300)
+    found = collectives(rank, "sim", asynchronous)
+    zero_sim.races.synchronize()
+    return collectives(rank, "cpu", False), found, [str(race) for race in zero_sim.take_races()]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["in the caller's stream", "async_op"])
+def test_results_are_gloos_and_without_a_race(two: TwoRanks, asynchronous: bool):
+    """Fails if a collective reads or writes other bytes than it says, before or after its turn."""
+    for expected, found, races in two.run(both, asynchronous):
+        assert {name: found[name] for name in expected} == expected
+        assert not races
+
+
+def only_here(rank: int) -> tuple[Any, list[str]]:
+    """What gloo has not, and NCCL has."""
+    device = torch.device("sim", rank)
+    unequal = [torch.zeros(n, device=device) for n in (1, 3)]
+    dist.all_gather(unequal, torch.full((1 + 2 * rank,), rank + 1.0, device=device))
+    scattered = torch.zeros(2, device=device)
+    dist.reduce_scatter(scattered, [torch.full((2,), r + rank + 1.0, device=device) for r in range(2)])
+    exchanged = [torch.zeros(1 + rank, device=device) for _ in range(2)]
+    dist.all_to_all(exchanged, [torch.full((1 + r,), rank + 1.0, device=device) for r in range(2)])
+    group = [torch.ones(2, device=device), torch.ones(3, device=device)]
+    with dist._coalescing_manager(device=device):
+        for x in group:
+            dist.all_reduce(x)
+    outs, ins = [torch.zeros(2, device=device) for _ in range(2)], [torch.full((1,), rank + 1.0, device=device)] * 2
+    with dist._coalescing_manager(device=device, async_ops=True) as works:
+        for out, x in zip(outs, ins, strict=True):
+            dist.all_gather_into_tensor(out, x)
+    works.wait()
+    answers = [unequal, scattered, exchanged, group, outs]
+    return [[t.tolist() for t in (a if isinstance(a, list) else [a])] for a in answers], [
+        str(race) for race in zero_sim.take_races()
+    ]
+
+
+def test_unequal_sizes_and_groups(two: TwoRanks):
+    for rank, (found, races) in enumerate(two.run(only_here)):
+        gathered = [[1.0], [2.0] * 3]
+        assert found == [
+            gathered,
+            [[3.0 + 2 * rank] * 2],
+            [[1.0] * (1 + rank), [2.0] * (1 + rank)],
+            [[2.0] * 2, [2.0] * 3],
+            [[1.0, 2.0]] * 2,
+        ]
+        assert not races
+
+
+def point_to_point(rank: int) -> tuple[list[float], list[float], list[str]]:
+    device = torch.device("sim", rank)
+    x, y = torch.full((3,), rank + 1.0, device=device), torch.zeros(3, device=device)
+    if rank == 0:
+        dist.send(x, 1)
+        dist.recv(y, 1)
+    else:
+        dist.recv(y, 0)
+        dist.send(x, 0)
+    z = torch.zeros(3, device=device)
+    operations = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, z, 1 - rank)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return y.tolist(), z.tolist(), [str(race) for race in zero_sim.take_races()]
+
+
+def test_ranks_send_to_each_other(two: TwoRanks):
+    for rank, (y, z, races) in enumerate(two.run(point_to_point)):
+        assert y == z == [2.0 - rank] * 3 and not races
+
+
+def without_wait(rank: int, waits: bool) -> tuple[bool, list[str]]:
+    device = torch.device("sim", rank)
+    x = torch.ones(1024, device=device)
+    torch.sim.synchronize()
+    zero_sim.configure(latency_us=20_000)
+    work = dist.all_reduce(x, async_op=True)
+    early = not torch.sim.current_stream().query() or not work.is_completed()
+    if waits:
+        work.wait()
+    x.mul_(2)
+    zero_sim.configure(latency_us=0)
+    work.wait()
+    zero_sim.races.synchronize()
+    return early, [race.kind for race in zero_sim.take_races()]
+
+
+def test_a_collective_runs_beside_the_callers_stream_until_it_is_waited_for(two: TwoRanks):
+    """Fails if async_op blocks the host or the stream, or if compute beside it is not a race."""
+    assert two.run(without_wait, True) == [(True, [])] * 2
+    for early, races in two.run(without_wait, False):
+        assert early and set(races) <= {"write after write", "write after read"} and races
+
+
+def dropped(rank: int) -> list[str]:
+    for _ in range(20):
+        x = torch.ones(4096, device=torch.device("sim", rank))
+        dist.all_reduce(x, async_op=True)  # nobody keeps the work, nor the tensor
+        del x
+        torch.zeros(4096, device=torch.device("sim", rank)).add_(1)
+    zero_sim.races.synchronize()
+    return [str(race) for race in zero_sim.take_races()]
+
+
+def test_a_collective_that_nobody_waits_for_keeps_its_memory(two: TwoRanks):
+    assert two.run(dropped) == [[], []]
+
+
+def mixed(rank: int) -> list[float]:
+    """Collectives of one group on several streams happen in the order of their calls, on each rank."""
+    device = torch.device("sim", rank)
+    tensors = [torch.full((64,), float(n), device=device) for n in range(12)]
+    torch.sim.synchronize()
+    zero_sim.configure(jitter_us=3000, seed=rank)
+    streams = [torch.sim.Stream() for _ in range(3)]
+    for n, x in enumerate(tensors):
+        with torch.sim.stream(streams[n % 3]):
+            dist.all_reduce(x)
+    zero_sim.races.synchronize()
+    zero_sim.configure(jitter_us=0)
+    return [x[0].item() for x in tensors]
+
+
+def test_one_order_for_all_streams(two: TwoRanks):
+    assert two.run(mixed) == [[2.0 * n for n in range(12)]] * 2
+
+
+def late(rank: int) -> str:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    x = torch.ones(4, device=torch.device("sim", rank))
+    if rank == 1:
+        time.sleep(3)
+        return ""
+    dist.all_reduce(x, group=group)
+    try:
+        torch.sim.synchronize()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_does_not_come_is_an_error_and_not_a_hang(two: TwoRanks):
+    message, _ = two.run(late)
+    assert "all_reduce" in message and "imed out" in message
+
+
+def barrier(rank: int) -> float:
+    group = dist.new_group([0, 1])
+    began = time.perf_counter()
+    if rank == 1:
+        time.sleep(0.3)
+    dist.barrier(group, device_ids=[rank])
+    return time.perf_counter() - began
+
+
+def test_a_barrier_holds_the_host(two: TwoRanks):
+    assert all(seconds > 0.25 for seconds in two.run(barrier))
+
+
+def data_parallel(rank: int) -> tuple[bool, list[str]]:
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)]
+    made[1].load_state_dict(made[0].state_dict())
+    x = torch.randn(2, 4, 8)[rank]
+    gradients = []
+    for model, device in zip(made, ("cpu", f"sim:{rank}"), strict=True):
+        parallel = nn.parallel.DistributedDataParallel(model.to(device), device_ids=None if device == "cpu" else [rank])
+        for _ in range(2):
+            parallel(x.to(device)).pow(2).mean().backward()
+        gradients.append([p.grad.cpu() for p in model.parameters()])
+    return all(map(torch.equal, *gradients)), [str(race) for race in zero_sim.take_races()]
+
+
+def test_distributed_data_parallel_has_gloos_bits(two: TwoRanks):
+    assert two.run(data_parallel) == [(True, [])] * 2
+
+
+def test_the_backend_follows_the_device():
+    assert dist.Backend.default_device_backend_map["sim"] == "simccl"
