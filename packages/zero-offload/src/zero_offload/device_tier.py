@@ -10,9 +10,6 @@ Owns two sorts of leading tiles of a unit, and nothing of the others:
 A home is only read and written by copies of the swap_in lane, one after another: refreshed after an update, copied into
 a unit's memory for forward and backward. Where an update does not write a whole tile, or reads the parameter because it
 is the master or a part of it, the mirror is copied down first.
-
-What is whole is updated, or written, on the caller's stream, after the copies out of it: the caller has ended each
-arrival by then, and the end of an arrival lets that stream follow its last copy.
 """
 
 from __future__ import annotations
@@ -43,6 +40,7 @@ class DeviceTier:
         self._whole = DeviceStore()
         self._place: dict[int, int] = {}  # unit -> its number in the DeviceStore
         self._segments: dict[int, list[int]] = {}  # unit -> which of its segments are there
+        self._left: dict[int, Mark] = {}  # unit -> the last copy out of what is whole
         self._homes: list[Tensor] = []
         for unit in plan.units:
             numel = unit.device_numel(unit.parameter_tiers) - unit.whole_numel
@@ -113,6 +111,9 @@ class DeviceTier:
     ) -> None:
         """Queue the updates of whole tiles on the caller's stream."""
         here = [i for i in order if i in self._place]
+        for i in here:
+            if i in self._left:
+                self._streams.follow(self._left.pop(i))
         mine = [[steps[i][k] for k in kept] for i, kept in self._segments.items()]
         if here:
             self._whole.update(groups, scale, [self._place[i] for i in here], mine)
@@ -121,6 +122,8 @@ class DeviceTier:
         return self._whole.read_state(self._place[i], name, start, stop).to("cpu")
 
     def write(self, i: int, name: str, start: int, values: Tensor) -> None:
+        if i in self._left:
+            self._streams.follow(self._left.pop(i))
         self._whole.write_state(self._place[i], name, start, values)
 
     # -- units on their way into use ----------------------------------------------------------------------------
@@ -131,6 +134,7 @@ class DeviceTier:
         start = unit.whole_numel
         if start:
             mark = self._streams.copy("swap_in", out[:start], self._whole.parameters(self._place[i]), (after,))
+            self._left[i] = mark
         stop = start + self._homes[i].numel()
         if start < stop:
             mark = self._streams.copy("swap_in", out[start:stop], self._homes[i], (after,))
