@@ -1,10 +1,8 @@
 // Every operator of torch as a kernel that runs later: shapes from Meta, memory now, the CPU's kernel on the stream.
-#include "torch_device.hpp"
+#include "torch_operators.hpp"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/enum_tag.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -13,7 +11,8 @@
 #include <map>
 #include <mutex>
 #include <set>
-#include <shared_mutex>
+
+#include "torch_values.hpp"
 
 extern "C" void omp_set_num_threads(int) __attribute__((weak));
 
@@ -78,108 +77,7 @@ void wait_as_cuda(StreamIndex stream, const char* what) {
   wait_for_stream(stream);
 }
 
-// -- what an operator is, found once --------------------------------------------------------------------------------
 namespace {
-struct Facts {
-  std::vector<bool> writes;  // by argument
-  std::vector<int> source;   // by result: the argument that it is or views, or -1
-  std::vector<bool> written; // by result: it is its source, changed
-  std::vector<bool> running; // by argument: statistics of a normalisation
-  std::vector<bool> outs;    // by argument: out=, which takes the shape of the result
-  int generator = -1;
-  bool queueable = true;      // Meta can tell the results before the kernel has run
-  bool data_dependent = false;
-  bool host_indices = false;  // takes tensors of the CPU beside the device's
-  bool foreach = false;
-  bool unlike_meta = false;   // the CPU's kernel returns other types and shapes than Meta's
-  int training = -1;          // a flag: the running statistics are written, which their schema does not say
-};
-
-bool holds_tensors(const c10::TypePtr& type) {
-  if (type->kind() == c10::TypeKind::TensorType) return true;
-  return type->kind() == c10::TypeKind::ListType && type->containedType(0)->kind() == c10::TypeKind::TensorType;
-}
-
-Facts find_facts(const c10::OperatorHandle& op) {
-  static const std::set<std::string> host_indices{"aten::index", "aten::index_put", "aten::index_put_",
-                                                  "aten::_index_put_impl_", "aten::_unsafe_index",
-                                                  "aten::_unsafe_index_put", "aten::_pack_padded_sequence"};
-  const auto& schema = op.schema();
-  Facts f;
-  for (const auto& argument : schema.arguments()) {
-    f.writes.push_back(argument.alias_info() && argument.alias_info()->isWrite());
-    f.outs.push_back(argument.is_out());
-    if (argument.name() == "training" || argument.name() == "train") f.training = int(f.writes.size()) - 1;
-    f.running.push_back(argument.name() == "running_mean" || argument.name() == "running_var");
-    if (argument.type()->str().find("Generator") != std::string::npos) f.generator = int(f.writes.size()) - 1;
-  }
-  for (const auto& result : schema.returns()) {
-    f.queueable = f.queueable && holds_tensors(result.type());
-    int source = -1;
-    if (const auto* alias = result.alias_info())
-      for (size_t i = 0; i < f.writes.size(); i++) {
-        const auto* other = schema.arguments()[i].alias_info();
-        if (other && other->beforeSets() == alias->beforeSets()) source = int(i);
-      }
-    f.source.push_back(source);
-    f.written.push_back(source >= 0 && result.alias_info()->isWrite());
-  }
-  for (at::Tag tag : op.getTags())
-    f.data_dependent = f.data_dependent || tag == at::Tag::dynamic_output_shape || tag == at::Tag::data_dependent_output;
-  f.queueable = f.queueable && op.hasComputedKernelForDispatchKey(DispatchKey::Meta);
-  f.host_indices = host_indices.count(schema.name());
-  f.foreach = schema.name().find("_foreach_") != std::string::npos;
-  f.unlike_meta = schema.returns().size() > 1 && (schema.name().find("norm") != std::string::npos ||
-                                                  schema.name().find("embedding_bag") != std::string::npos);
-  return f;
-}
-
-const Facts& facts_of(const c10::OperatorHandle& op) {
-  static auto* known = new std::unordered_map<c10::OperatorHandle, std::unique_ptr<Facts>>;
-  static auto* lock = new std::shared_mutex;
-  {
-    std::shared_lock<std::shared_mutex> reading(*lock);
-    if (auto it = known->find(op); it != known->end()) return *it->second;
-  }
-  auto made = std::make_unique<Facts>(find_facts(op));
-  std::unique_lock<std::shared_mutex> writing(*lock);
-  return *known->emplace(op, std::move(made)).first->second;
-}
-
-// -- tensors inside of values ---------------------------------------------------------------------------------------
-template <class F>
-IValue map_tensors(const IValue& v, F&& f) {
-  if (v.isTensor()) return v.toTensor().defined() ? IValue(f(v.toTensor())) : v;
-  if (v.isTensorList()) {
-    c10::List<Tensor> out;
-    for (const Tensor& t : v.toTensorVector()) out.push_back(t.defined() ? f(t) : t);
-    return out;
-  }
-  if (v.isOptionalTensorList()) {
-    c10::List<std::optional<Tensor>> out;
-    for (const std::optional<Tensor>& t : v.toOptionalTensorVector())
-      out.push_back(t && t->defined() ? std::optional<Tensor>(f(*t)) : std::nullopt);
-    return out;
-  }
-  return v;
-}
-template <class F>
-void each_tensor(const IValue& v, F&& f) {
-  if (v.isTensor()) {
-    if (v.toTensor().defined()) f(v.toTensor());
-  } else if (v.isTensorList() || v.isOptionalTensorList()) {
-    map_tensors(v, [&](const Tensor& t) {
-      f(t);
-      return t;
-    });
-  }
-}
-std::vector<Tensor> tensors_in(const IValue& v) {  // undefined ones too
-  if (v.isTensor()) return {v.toTensor()};
-  if (v.isTensorList()) return v.toTensorVector();
-  return {};
-}
-
 // -- one call -------------------------------------------------------------------------------------------------------
 class Call {
  public:
@@ -214,9 +112,9 @@ class Call {
   void run(Device device, Stack* results) {
     stream_ = current_stream(device.index());
     data_dependent_ = facts_.data_dependent && !(facts_.host_indices && indexed_by_numbers());
-    shapes_known_ = facts_.queueable && !data_dependent_ && ask_meta();
-    if (shapes_known_) {
-      ask_cpu();
+    if (facts_.queueable && !data_dependent_) shapes_ = shapes_of(op_, facts_, args_);
+    if (shapes_) {
+      reshape_outs();
       bind(device);
       put_in_queue(device, results);
     } else {
@@ -234,82 +132,20 @@ class Call {
     return numbers;
   }
 
-  // The results' shapes. False if Meta cannot tell: then the CPU's kernel runs at once, and says what is wrong.
-  bool ask_meta() {
-    Mirror meta(at::kMeta);
-    std::vector<IValue> given;
-    for (const IValue& a : args_) {
-      if (a.isDevice() && a.toDevice().type() == kSim) given.emplace_back(Device(at::kMeta));
-      else if (a.isGenerator()) given.emplace_back();
-      else
-        given.push_back(map_tensors(a, [&](const Tensor& t) {
-          return on_device(t) || t.dim() ? meta.of(t) : t;
-        }));
-    }
-    metas_ = given;
-    try {
-      op_.callBoxed(&metas_);
-    } catch (const std::exception&) {
-      return false;
-    }
-    bool all = true;
-    for (const IValue& m : metas_) each_tensor(m, [&](const Tensor& t) { all = all && t.is_meta(); });
-    if (!all) return false;
-    for (size_t i = 0; i < args_.size(); i++) {  // an out= takes its shape
+  void reshape_outs() const {
+    for (size_t i = 0; i < shapes_->arguments.size(); i++) {
       if (!facts_.writes[i]) continue;
-      const auto mine = tensors_in(args_[i]), theirs = tensors_in(given[i]);
+      const auto mine = tensors_in(args_[i]), theirs = tensors_in(shapes_->arguments[i]);
       for (size_t k = 0; k < mine.size(); k++)
         if (on_device(mine[k]) && mine[k].sizes() != theirs[k].sizes()) reshape(mine[k], theirs[k]);
     }
-    return true;
   }
-
   static void reshape(const Tensor& t, const Tensor& like) {
     t.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
     int64_t last = t.storage_offset();
     for (int64_t d = 0; d < t.dim(); d++) last += (t.size(d) - 1) * t.stride(d);
     const size_t needed = t.numel() ? size_t(last + 1) * t.itemsize() : 0;
     if (needed > t.storage().nbytes()) resize_storage(t.storage(), needed);
-  }
-
-  // Normalisations and bags keep statistics whose types and shapes Meta does not know as the CPU's kernels have them. They
-  // depend on the arguments' types, shapes and flags only: asked once of the CPU's kernel, on zeros.
-  void ask_cpu() {
-    if (!facts_.unlike_meta) return;
-    static auto* known = new std::map<std::string, std::vector<Tensor>>;
-    static std::mutex lock;
-    std::string key = toString(op_.schema().operator_name());
-    for (const IValue& a : args_) {
-      if (a.isBool() || a.isInt()) key += " " + std::to_string(a.isBool() ? a.toBool() : a.toInt());
-      if (a.isBoolList())
-        for (bool flag : a.toBoolList()) key += flag ? " 1" : " 0";
-      if (a.isNone()) key += " -";
-      each_tensor(a, [&](const Tensor& t) {
-        key += std::string(" ") + c10::toString(t.scalar_type());
-        for (int64_t size : t.sizes()) key += "," + std::to_string(size);
-      });
-    }
-    std::lock_guard<std::mutex> guard(lock);
-    auto it = known->find(key);
-    if (it == known->end()) {
-      Stack tried;
-      for (const IValue& a : args_)
-        tried.push_back(map_tensors(a, [](const Tensor& t) {
-          return at::empty(t.sizes(), t.options().device(at::kCPU)).zero_();
-        }));
-      op_.callBoxed(&tried);
-      std::vector<Tensor> found;
-      for (const IValue& v : tried) {
-        const Tensor& t = v.toTensor();
-        found.push_back(t.defined() ? at::empty(t.sizes(), t.options().device(at::kMeta)) : t);
-      }
-      it = known->emplace(key, std::move(found)).first;
-    }
-    for (size_t r = 0; r < it->second.size(); r++) {
-      const Tensor &found = it->second[r], &meta = metas_[r].toTensor();
-      if (found.defined() && meta.defined() && (found.sizes() != meta.sizes() || found.dtype() != meta.dtype()))
-        metas_[r] = found;
-    }
   }
 
   // The arguments as the stream's thread is given them. Values of the host are copied, as a GPU's launch copies them.
@@ -324,7 +160,7 @@ class Call {
         bound_.emplace_back(seeded_for_launch(a.isGenerator() ? a.toGenerator() : default_generator(device.index())));
       } else {
         bound_.push_back(map_tensors(a, [&](const Tensor& t) {
-          if (facts_.outs[i] && !shapes_known_) return at::empty({0}, t.options().device(at::kCPU));
+          if (facts_.outs[i] && !shapes_) return at::empty({0}, t.options().device(at::kCPU));
           if (on_device(t)) {
             add_extents(t, writes, extents_);
             return streams_.of(t);
@@ -354,9 +190,9 @@ class Call {
         results->push_back(args_[source]);
       } else if (source >= 0) {
         const Tensor base = args_[source].toTensor();
-        results->push_back(map_tensors(metas_[r], [&](const Tensor& t) { return view_like(base, t); }));
+        results->push_back(map_tensors(shapes_->results[r], [&](const Tensor& t) { return view_like(base, t); }));
       } else {
-        results->push_back(map_tensors(metas_[r], [&](const Tensor& t) {
+        results->push_back(map_tensors(shapes_->results[r], [&](const Tensor& t) {
           Tensor made = make(t, device);
           add_extents(made, true, extents_);
           into[r].push_back(streams_.of(made));
@@ -432,8 +268,9 @@ class Call {
   const Facts& facts_;
   std::vector<IValue> args_;
   StreamIndex stream_ = 0;
-  bool shapes_known_ = false, data_dependent_ = false;
-  Stack metas_, bound_;
+  bool data_dependent_ = false;
+  std::shared_ptr<const Shapes> shapes_;  // null: known when the kernel has run
+  Stack bound_;
   Mirror streams_{at::kCPU};
   std::vector<Extent> extents_;
 };

@@ -10,6 +10,8 @@
 #include <cstring>
 #include <mutex>
 
+#include "torch_values.hpp"
+
 namespace sim {
 namespace {
 // -- the call of backward that a thread works for: autograd carries the caller's debug information to its threads ------
@@ -79,13 +81,6 @@ void node_ends(const at::RecordFunction&, at::ObserverContext* before) {
 }
 
 // -- CPU operators on pinned and registered memory ------------------------------------------------------------------------
-template <class F>
-void each_tensor(const c10::IValue& v, F&& f) {
-  if (v.isTensor()) f(v.toTensor());
-  else if (v.isTensorList())
-    for (const at::Tensor& t : v.toTensorVector()) f(t);
-}
-
 // Operators whose name says that they look at no element.
 bool touches_nothing(const char* name, const c10::FunctionSchema& schema) {
   static const std::array names{"aten::set_", "aten::resize_", "aten::is_pinned", "aten::detach_", "aten::_version",
@@ -106,7 +101,6 @@ std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunction& c
   bool pinned = false, device = false;
   for (const auto& input : call.inputs())
     each_tensor(input, [&](const at::Tensor& t) {
-      if (!t.defined()) return;
       if (on_device(t)) device = true;
       else if (!pinned && t.device().is_cpu() && t.layout() == at::kStrided && t.has_storage() && t.numel()) {
         const auto p = uintptr_t(t.storage().data());
@@ -121,7 +115,7 @@ std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunction& c
   for (size_t i = 0; i < inputs.size() && i < schema->arguments().size(); i++) {
     const auto* alias = schema->arguments()[i].alias_info();
     each_tensor(inputs[i], [&](const at::Tensor& t) {
-      if (t.defined() && t.device().is_cpu() && t.layout() == at::kStrided)
+      if (t.device().is_cpu() && t.layout() == at::kStrided)
         add_extents(t, alias && alias->isWrite(), extents);
     });
   }
