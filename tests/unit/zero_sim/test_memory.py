@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,6 +27,19 @@ def empty():
 
 def bytes_on_device(n: int) -> torch.Tensor:
     return torch.empty(n, dtype=torch.uint8, device="sim")
+
+
+def alone(test: Callable[[], None]) -> Callable[[], None]:
+    """The test in a process of its own, for figures of all memory: earlier tests may have left some in use."""
+
+    @functools.wraps(test)
+    def run() -> None:
+        program = f"import {__name__} as tests; tests.{test.__name__}.__wrapped__()"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+
+    return run
 
 
 def test_new_memory_is_poisoned():
@@ -68,6 +86,7 @@ def test_a_recorded_block_leaves_after_the_other_streams_work():
     assert bytes_on_device(1000).data_ptr() == address
 
 
+@alone
 def test_blocks_are_split_and_merged():
     x = bytes_on_device(8 * MIB)
     assert torch.sim.memory_reserved() == 20 * MIB and torch.sim.memory_allocated() == 8 * MIB
@@ -87,6 +106,7 @@ def test_blocks_are_split_and_merged():
     assert torch.sim.memory_reserved() == 0 and torch.sim.max_memory_reserved() == 24 * MIB
 
 
+@alone
 def test_a_limit_is_kept_and_cached_memory_given_back_before_it_is_an_error():
     torch.sim.set_per_process_memory_fraction(100 * MIB / torch.sim.mem_get_info()[1])
     cached = bytes_on_device(60 * MIB)
@@ -102,6 +122,7 @@ def test_a_limit_is_kept_and_cached_memory_given_back_before_it_is_an_error():
     assert bytes_on_device(90 * MIB).numel() == 90 * MIB
 
 
+@alone
 def test_queued_work_keeps_nothing_alive():
     x = bytes_on_device(30 * MIB)
     torch.sim._sleep(2000 * 20_000)
