@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib
 import importlib.util
 import os
 import shutil
@@ -117,9 +118,7 @@ def _check_tools() -> None:
         found = importlib.util.find_spec("ninja")
         if found is None or found.origin is None:
             raise ZeroSimError("zero-sim needs ninja to compile, and it is not on PATH: pip install ninja")
-        import ninja
-
-        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", "")])
+        os.environ["PATH"] = os.pathsep.join([importlib.import_module("ninja").BIN_DIR, os.environ.get("PATH", "")])
     if importlib.util.find_spec("setuptools") is None:
         raise ZeroSimError("torch.utils.cpp_extension needs setuptools: pip install setuptools")
 
