@@ -37,7 +37,7 @@ WAITS = {"wait", "wait_for", "wait_until", "follow", "wait_stream", "wait_event"
 DROPPED = ("arrival", "uploads")  # whose drop() is a wait: the caller's stream goes on after the copy
 AFTER = 3  # the place of `after` in Streams.copy(lane, into, source, after)
 TWINS = {"testing.py", "conformance.py", "reference.py"}  # shipped for tests; no run uses them
-SECONDS = 1500
+SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def run(wait: Wait | None, tests: list[str], seed: int) -> tuple[bool, str, str,
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "ZERO_SIM_SEED": str(seed)}
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--device", "sim"]
-        command += ["--timeout", "120", "--tb", "short", *tests_for(wait, tests)]
+        command += ["--timeout", "120", "--timeout-method", "thread", "--tb", "short", *tests_for(wait, tests)]
         began = time.monotonic()
         try:
             ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)

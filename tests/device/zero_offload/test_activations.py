@@ -1,11 +1,11 @@
-"""Activations on nvme beside a device: the training thread runs ahead of the device, and what comes back is right."""
+"""Activations set aside beside a device: the training thread runs ahead of the device, and what comes back is right."""
 
 from __future__ import annotations
 
 import torch
 
 from zero_offload import MemoryByteStore, Timeline
-from zero_offload.host_spill import LEAVING
+from zero_offload.host_spill import LEAVING, HostSpill
 from zero_offload.queued_spill import QueuedSpill
 from zero_offload.streams import DeviceStreams
 from zero_offload.tier import Nvme
@@ -32,5 +32,47 @@ def test_packing_waits_for_no_kernel(device: torch.device) -> None:
         for i in reversed(range(6)):
             assert packed[i].load().eq(1 + 100 * step + i).all().item()
         del packed
+    spill.close()
+    streams.close()
+
+
+def test_a_buffer_is_free_after_the_copy_out_of_it(device: torch.device) -> None:
+    """Fails if host memory is given back, or used for another tensor, under a copy that still reads it.
+
+    The two halves of the work run on streams that nobody has ordered: they share nothing but these buffers.
+    """
+    module = torch.get_device_module(device)
+    streams = DeviceStreams(device, torch.empty(0, dtype=torch.uint8))
+    spill = HostSpill(streams)
+    first, second = module.Stream(device), module.Stream(device)
+    seen = []
+    for number, numel in enumerate([8000, 8000, 16000]):  # the same buffer, then a larger one in its place
+        with module.stream((first, second)[number % 2]):
+            packed = spill.pack(torch.full((numel,), float(number), device=device), str(number))
+            module._sleep(50_000_000)  # the copy up is still queued when the next one needs memory
+            seen.append(packed.load())
+            del packed
+    assert spill.host_bytes == 4 * 16000
+    module.synchronize(device)
+    assert [each.unique().tolist() for each in seen] == [[0.0], [1.0], [2.0]]
+    spill.close()
+    streams.close()
+
+
+def test_what_was_brought_back_and_not_wanted_is_freed_after_its_copy(device: torch.device) -> None:
+    """Fails if device memory is used again under a copy into it: of a tensor that no backward asked for."""
+    module = torch.get_device_module(device)
+    streams = DeviceStreams(device, torch.empty(0, dtype=torch.uint8))
+    spill = HostSpill(streams)
+    unwanted = spill.pack(torch.zeros(8000, device=device), "unwanted")
+    last = spill.pack(torch.ones(8000, device=device), "last")
+    module._sleep(50_000_000)
+    assert last.load().eq(1).all()  # begins to bring the other one
+    module._sleep(50_000_000)
+    del last, unwanted
+    spill.pack(torch.ones(8000, device=device), "the next forward")
+    others = [torch.full((8000,), 2.0, device=device) for _ in range(8)]
+    module.synchronize(device)
+    assert all(each.eq(2).all() for each in others)
     spill.close()
     streams.close()

@@ -27,6 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reduced in fp32": {"reduce_dtype": torch.float32},
     "activations on host": {"activations": "host"},
     "two micro-batches": {"accumulate": 2},
+    "updates in backward": {"update_in_backward": True, "max_grad_norm": None},
 }
 
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.device.zero_core.runs import differing, loss_of
+import zero_core
+from tests.device.zero_core.runs import BLOCKS, Wide, differing, loss_of
 from tests.device.zero_offload import runs
 
 GPU = (512, 8, 64)
@@ -149,3 +150,24 @@ def test_a_second_device_while_the_first_is_current(device, needs_device, expect
     found = trained(second, store, OneStream(second))
     assert module.current_device() == device.index
     assert not differing(found, expected(store))
+
+
+def test_homes_in_memory_that_queued_kernels_still_use(device, needs_device):
+    """Fails if parameters are copied to the device before what its memory was used for last has ended.
+
+    A model in host memory gives no kernel to wait for: the first copies are queued while the device is still busy.
+    """
+    needs_device("an allocator that gives memory away in stream order")
+    module = torch.get_device_module(device)
+    model = Wide(64, BLOCKS)
+    used = [torch.empty(each.numel(), device=device) for each in model.parameters()]
+    module._sleep(500_000_000)
+    for each in used:
+        each.fill_(float("nan"))
+    del used, each
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    values = [each.detach().clone() for each in model.parameters()]
+    sharded = zero_core.shard(model, optimizer, store=runs.tiered(runs.classic("host")), device=device)
+    with zero_core.gathered(model):
+        assert not differing([each.detach().cpu() for each in model.parameters()], values)
+    sharded.close()

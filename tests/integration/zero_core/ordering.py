@@ -145,6 +145,14 @@ class OrderedStore(SwappingStore):
     def release(self, i: int) -> None:
         self.memory.free(("lent", i))
 
+    def gradient_buffer(self, i: int) -> None:
+        """Nothing: gradients are reduced into memory of the pool, which is watched."""
+
+    def accept_gradient(self, i: int, gradient: Tensor) -> None:
+        if key_of(gradient) in self.memory:
+            self.memory.access(key_of(gradient), self.streams.now)
+        super().accept_gradient(i, gradient)
+
 
 class OrderedWork:
     """A collective under way on the collectives' stream, behind the current one."""
@@ -167,7 +175,8 @@ def watch(handle: Any) -> None:
     """Let ranks, pool and units of a sharded model tell its OrderedStore what they do to memory."""
     store, ranks, pool = handle.store, handle.ranks, handle.engine.pool
     ranks.side = Side(ranks.device, store.streams)
-    gather, scatter, take, give, drop = ranks.all_gather, ranks.reduce_scatter, pool.take, pool.give, pool.drop
+    gather, scatter, average = ranks.all_gather, ranks.reduce_scatter, ranks.average_replicas
+    take, give, drop = pool.take, pool.give, pool.drop
 
     def all_gather(whole: Tensor, part: Tensor, unit: str, index: int) -> Any:
         work = OrderedWork(store, key_of(whole), ("lent", index))
@@ -177,6 +186,11 @@ def watch(handle: Any) -> None:
     def reduce_scatter(part: Tensor, whole: Tensor, *rest: Any) -> Any:
         work = OrderedWork(store, key_of(whole), key_of(part))
         work.work = scatter(part, whole, *rest)
+        return work
+
+    def average_replicas(values: Tensor, *rest: Any) -> Any:
+        work = OrderedWork(store, key_of(values))
+        work.work = average(values, *rest)
         return work
 
     def taking(numel: int, dtype: torch.dtype) -> Tensor:
@@ -192,7 +206,7 @@ def watch(handle: Any) -> None:
         store.memory.free(key_of(tensor))
         drop(tensor)
 
-    ranks.all_gather, ranks.reduce_scatter = all_gather, reduce_scatter
+    ranks.all_gather, ranks.reduce_scatter, ranks.average_replicas = all_gather, reduce_scatter, average_replicas
     pool.take, pool.give, pool.drop = taking, giving, dropping
     for unit in handle.units:
         _watch_unit(unit, store, unit._own)

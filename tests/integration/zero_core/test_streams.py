@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import zero_core
 from tests.integration.zero_core import ordering, toys
@@ -24,6 +25,9 @@ def ordered_run(swaps: bool, can_swap: bool, make: Any, options: dict[str, Any])
     rank, _ = toys.world()
     before, unit_module._CAN_SWAP = unit_module._CAN_SWAP, can_swap and unit_module._CAN_SWAP
     try:
+        if "mesh" in options:
+            names = {"mesh_dim_names": ("replicate", "shard")}
+            options = {**options, "mesh": init_device_mesh("cpu", options["mesh"], **names)}
         torch.manual_seed(1)
         model, store = make(), ordering.OrderedStore(swaps)
         optimizer = zero_core.shard(model, toys.adamw(model.parameters()), store=store, max_grad_norm=1.0, **options)
@@ -61,6 +65,7 @@ def reentrant() -> toys.Stack:
         (2, False, True, toys.Stack, {}),
         (2, False, True, toys.External, {"stage": 2}),
         (2, False, False, toys.Stack, {}),
+        (4, True, True, toys.Stack, {"mesh": (2, 2)}),
     ],
 )
 def test_memory_is_used_in_the_order_of_its_streams(ranks, size, swaps, can_swap, make, options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import time
 from typing import Any
 
 import pytest
@@ -86,18 +87,22 @@ def test_a_failing_write_at_attach_is_raised_there_and_gives_everything_back() -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("after", [0, 2, 5])
+@pytest.mark.parametrize("after", [0, 2, 5, 20])
 @pytest.mark.parametrize("placement", ["nvme", {"host": 0.5, "nvme": 0.5}], ids=["nvme", "half"])
-def test_a_write_that_fails_at_attach_gives_the_masters_back(placement: Any, after: int, dtype: torch.dtype) -> None:
-    """Of every shard that was taken, exact to the bit, wherever it got to.
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_write_that_fails_at_attach_gives_the_masters_back(
+    placement: Any, after: int, dtype: torch.dtype, lazy: bool
+) -> None:
+    """Of every shard that was taken, exact to the bit, wherever it got to, and whatever else is still being written.
 
     A master in 16 + 16 bits has a part in the record whose write failed: those, no more than there are slots, are lost.
     """
-    nvme = FaultyByteStore(MemoryByteStore())
+    nvme = FaultyByteStore(MemoryByteStore(), lazy=lazy)
     nvme.fail("write", after=after)
     store = TieredStore(placement, placement, placement, nvme, tile_numel=TILE, slots=3)
     optimizer = torch.optim.AdamW([{"params": [torch.zeros(2, requires_grad=True)]} for _ in range(2)])
-    initial, given, rescued = [torch.randn(numel) for numel in NUMELS], [], {}
+    numels = NUMELS * 3  # more than there are slots
+    initial, given, rescued = [torch.randn(numel) for numel in numels], [], {}
     context = StoreContext(torch.device("cpu"), rescue=lambda i, master: rescued.update({i: master.clone()}))
 
     def hand(i: int) -> Tensor:
@@ -105,11 +110,13 @@ def test_a_write_that_fails_at_attach_gives_the_masters_back(placement: Any, aft
         return initial[i].clone()
 
     with pytest.raises(SwapError, match="writing"):
-        store.attach(make_specs(dtype), optimizer, hand, context=context)
+        store.attach(make_specs(dtype, numels), optimizer, hand, context=context)
     rounded = {2} if dtype is torch.bfloat16 else set()  # frozen: zero_core does not take it for what the user had
     assert given and all(torch.equal(rescued[i], initial[i]) for i in rescued.keys() - rounded)
     lost = set(given) - rescued.keys()
     assert not lost if dtype is torch.float32 else len(lost) <= 3
+    nvme.close()
+    assert not nvme.overtaken and not nvme.changed
 
 
 def test_an_exception_of_the_step_is_raised_in_the_training_loop() -> None:
@@ -178,6 +185,25 @@ def test_waiting_while_every_slot_is_held_is_an_error_and_not_a_hang() -> None:
     driver.update([3, 4])
     with pytest.raises(BudgetError, match="all 3 are held"):
         driver.store.wait()
+    driver.store.close()
+
+
+def test_an_update_that_finds_every_slot_held_sleeps_until_one_is_released() -> None:
+    """Fails if the update thread spins meanwhile: the processor's time is counted, not the clock's."""
+    driver = make("nvme", driver={"numels": (TILE // 2,) * 5, "frozen": ()})
+    driver.forward()
+    driver.backward()
+    driver.store.wait()
+    for i in range(3):
+        driver.store.parameters(i)
+    driver.update([3, 4])
+    time.sleep(0.05)  # until it is there
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1
+    for i in range(3):
+        driver.store.release(i)
+    driver.store.wait()
     driver.store.close()
 
 

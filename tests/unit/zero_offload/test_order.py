@@ -247,3 +247,23 @@ def test_the_update_waits_for_a_slot_s_write_without_holding_the_training_thread
     nvme.release()
     driver.everything()
     driver.store.close()
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30])
+def test_requests_that_are_served_when_they_are_waited_for(prefetch_bytes: int) -> None:
+    """Fails if a slot is written under a request, or if two requests for the same bytes are in flight together.
+
+    With all units in slots of their own nothing but the next update comes between a write and the memory it reads.
+    """
+
+    def run(nvme: Any) -> list[torch.Tensor]:
+        driver = make("nvme", nvme, driver={"prefetch_bytes": prefetch_bytes})
+        for _ in range(3):
+            driver.step(2)
+        values = driver.everything()
+        driver.store.close()
+        return values
+
+    nvme = FaultyByteStore(MemoryByteStore(), lazy=True)
+    assert same(run(nvme), run(MemoryByteStore()))
+    assert not nvme.overtaken and not nvme.changed

@@ -128,8 +128,8 @@ class HostSpill:
     def _begin(self, spilled: _OnHost) -> None:
         nbytes = spilled.nbytes
         values = self._streams.empty(nbytes, torch.uint8)
-        after = (self._streams.mark(), spilled.copied)
-        arrived = self._streams.copy("swap_in", values, spilled.buffer[:nbytes], after)
+        # The caller's stream has followed the copy into the buffer, or it could not use these values.
+        arrived = self._streams.copy("swap_in", values, spilled.buffer[:nbytes], (self._streams.mark(),))
         spilled.arriving.append((values, arrived))
         spilled.copied = arrived  # the buffer is free after this, and it is after the copy into it
 

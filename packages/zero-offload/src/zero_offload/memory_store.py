@@ -51,7 +51,7 @@ class _Queued:
             raise TimeoutError(f"the request is not done after {timeout} seconds") from None
 
 
-def _bytes_of(buffer: Any) -> Tensor:
+def bytes_of(buffer: Any) -> Tensor:
     """(nbytes,) uint8 over the memory of a contiguous CPU tensor or a writable buffer."""
     if not isinstance(buffer, Tensor):
         return torch.frombuffer(buffer, dtype=torch.uint8)
@@ -113,7 +113,7 @@ class MemoryByteStore:
 
     def _range(self, extent: MemoryExtent, buffer: Any, offset: int) -> tuple[Tensor, Tensor]:
         self._check_open()
-        data = _bytes_of(buffer)
+        data = bytes_of(buffer)
         if offset < 0 or offset + data.numel() > extent.nbytes:
             raise ValueError(f"bytes [{offset}, {offset + data.numel()}) of an extent of {extent.nbytes}")
         with self._lock:

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from .conformance import ByteStoreSuite, UpdateStepSuite
+from .memory_store import bytes_of
 from .protocols import ByteStore, Extent, Ticket
 
 __all__ = ["ByteStoreSuite", "FaultyByteStore", "HeldTicket", "UpdateStepSuite"]
@@ -59,6 +60,7 @@ class FaultyByteStore:
     somebody waits for their ticket, so that whoever relies on a transfer without waiting for it is found out.
     `log`: ("read" | "write", offset, nbytes) in order of submission.
     `overtaken`: requests submitted while a write of the same bytes was pending; stays empty for a correct user.
+    `changed`: (offset, nbytes) of writes that were held, and whose memory changed meanwhile; stays empty as well.
     """
 
     def __init__(self, inner: ByteStore, path: str = "/faulty/slab", *, lazy: bool = False) -> None:
@@ -66,6 +68,7 @@ class FaultyByteStore:
         self.alignment = inner.alignment
         self.log: list[tuple[str, int, int]] = []
         self.overtaken: list[tuple[int, int]] = []
+        self.changed: list[tuple[int, int]] = []
         self._countdown: dict[str, int] = {}
         self._gate = threading.Event()
         self._gate.set()
@@ -91,7 +94,10 @@ class FaultyByteStore:
         self.inner.free(extent)
 
     def close(self) -> None:
+        """Serves the writes that are still held."""
         self.release()
+        for _, ticket in list(self._writing.values()):
+            ticket.wait()
         self.inner.close()
 
     def read(self, extent: Any, buffer: Any, offset: int = 0) -> Ticket:
@@ -103,7 +109,8 @@ class FaultyByteStore:
     def _submit(self, kind: str, extent: Any, buffer: Any, offset: int) -> Ticket:
         at = extent.offset_bytes + offset
         with self._lock:
-            nbytes = buffer.nbytes if isinstance(buffer, Tensor) else memoryview(buffer).nbytes
+            memory = bytes_of(buffer)
+            nbytes = memory.nbytes
             self.log.append((kind, at, nbytes))
             self._writing = {a: (n, ticket) for a, (n, ticket) in self._writing.items() if not ticket.done()}
             if any(a < at + nbytes and at < a + n for a, (n, _) in self._writing.items()):
@@ -119,7 +126,14 @@ class FaultyByteStore:
         if self._gate.is_set() and not self.lazy:
             ticket = submit(extent, buffer, offset)
         else:
-            ticket = HeldTicket(lambda: submit(extent, buffer, offset), self._gate, lazy=self.lazy)
+            before = memory.clone()
+
+            def begin() -> Ticket:
+                if kind == "write" and not torch.equal(memory, before):
+                    self.changed.append((at, nbytes))
+                return submit(extent, buffer, offset)
+
+            ticket = HeldTicket(begin, self._gate, lazy=self.lazy)
         if kind == "write":
             with self._lock:
                 self._writing[at] = (nbytes, ticket)
