@@ -63,7 +63,7 @@ void apply(const Options& options, Stream& stream, size_t index) {
 Streams& streams() {
   static Streams* one = [] {
     auto* made = new Streams;  // outlives every thread
-    const auto options = options_of_environment();  // set_options comes here first
+    const auto& options = machine().options;  // set_options comes here first
     made->next_of_pool.resize(machine().devices, 0);
     for (int i = 0; i < machine().devices * (1 + POOL); i++) {
       made->all.push_back(std::make_unique<Stream>());
