@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import collectives, device_module, host_threads, recurrent  # noqa: F401 (two register themselves)
+from . import annotate, collectives, device_module, host_threads, recurrent  # noqa: F401 (two register themselves)
 from .annotate import Meeting, Task, begin, host_access
 from .build import ZeroSimError, native
 from .races import Party, Race, RaceError, detect, take_races
@@ -58,6 +58,7 @@ def _start() -> None:
     tools = [contextlib.__file__, threading.__file__, "<frozen"]
     native.skip_frames_of([str(Path(torch.__file__).parent), str(Path(__file__).parent), *tools])
     collectives.register()
+    annotate.follow_reads()
     if native.options().races:
         host_threads.install()
     atexit.register(native.stop)
