@@ -112,7 +112,8 @@ void bind_runtime(py::module_& m) {
       .def_readonly("memory", &Race::memory)
       .def_readonly("now", &Race::now)
       .def_readonly("before", &Race::before)
-      .def_readonly("missing", &Race::missing);
+      .def_readonly("missing", &Race::missing)
+      .def_readonly("others", &Race::others);
   m.def("take_races", &take_races);
   m.def("race_count", &race_count);
 
