@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import threading
 
+import numpy
 import pytest
 import torch
 
@@ -52,6 +54,30 @@ def test_a_meeting_is_an_edge():
     zero_sim.host_access("native sum", reads=[pinned])
     assert zero_sim.take_races() == []
     thread.join()
+
+
+@pytest.mark.parametrize(
+    ("what", "read"),
+    [
+        ("tolist", lambda x: x.tolist()),
+        ("numpy", lambda x: x.numpy()),
+        ("numpy", numpy.asarray),
+        ("numpy", lambda x: torch.nn.Parameter(x, requires_grad=False).numpy()),
+        ("__dlpack__", numpy.from_dlpack),
+        ("__reduce_ex__", lambda x: torch.save(x, io.BytesIO())),
+    ],
+)
+def test_values_that_reach_python_without_an_operator_are_read_by_the_host(what, read):
+    pinned, x = torch.zeros(100, pin_memory=True), torch.ones(100, device="sim")
+    pinned[:50].copy_(x[:50], non_blocking=True)
+    read(pinned[50:])
+    assert zero_sim.take_races() == []
+    read(pinned)
+    (race,) = zero_sim.take_races()
+    assert race.now.what == f"Tensor.{what}" and race.end - race.begin == 200
+    torch.sim.synchronize()
+    read(pinned)
+    assert zero_sim.take_races() == [] and pinned[:50].tolist() == [1.0] * 50
 
 
 def test_memory_that_no_copy_may_use_is_not_followed():

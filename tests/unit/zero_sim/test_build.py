@@ -102,7 +102,47 @@ def test_another_torch_is_named_with_the_compilers_first_error(
     assert "zero-sim compiles its extension for torch" in capfd.readouterr().err
 
 
-def test_the_module_prints_what_there_is():
-    done = subprocess.run([sys.executable, "-m", "zero_sim"], env=_bare(), capture_output=True, text=True, timeout=120)
+def test_the_module_prints_what_there_is_as_the_variables_say():
+    given = {"DEVICES": "3", "MEMORY_GIB": "0.5", "LATENCY": "5:7", "SEED": "11", "STRICT": "Yes", "RACES": "off"}
+    environment = _bare() | {f"ZERO_SIM_{name}": value for name, value in given.items()}
+    done = subprocess.run(
+        [sys.executable, "-m", "zero_sim"], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert f"torch {torch.__version__}, extension in " in done.stdout and "us of host time" in done.stdout
+    assert "3 devices of 0.5 GiB" in done.stdout
+    assert "latency 5 us, jitter 7 us, seed 11, strict True, races False" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("RACES", "raise", "one of 1, true, yes, on, 0, false, no, off"),
+        ("STRICT", "2", "one of 1, true, yes, on, 0, false, no, off"),
+        ("DEVICES", "two", "a whole number from 1 to 64"),
+        ("DEVICES", "0", "a whole number from 1 to 64"),
+        ("MEMORY_GIB", "nan", "a number of GiB above 0 and up to 16384"),
+        ("MEMORY_GIB", "0", "a number of GiB above 0 and up to 16384"),
+        ("LATENCY", "abc", "microseconds, FIXED or FIXED:JITTER"),
+        ("LATENCY", "1.5:2", "microseconds, FIXED or FIXED:JITTER"),
+        ("SEED", "-1", "a whole number from 0"),
+    ],
+)
+def test_an_unknown_value_of_a_variable_is_refused_before_anything_is_compiled(
+    empty: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: str, accepted: str
+):
+    monkeypatch.setenv(f"ZERO_SIM_{name}", value)
+    monkeypatch.setattr(empty, "load", lambda: pytest.fail("compiled first"))
+    with pytest.raises(zero_sim.ZeroSimError, match=f"ZERO_SIM_{name} is '{value}', and must be {accepted}"):
+        empty._start()
+
+
+def test_an_empty_variable_says_nothing(empty: Any, monkeypatch: pytest.MonkeyPatch):
+    for name in ("RACES", "STRICT", "DEVICES", "MEMORY_GIB", "LATENCY", "SEED"):
+        monkeypatch.setenv(f"ZERO_SIM_{name}", "")
+    options = {"latency_us": 0, "jitter_us": 0, "seed": 0, "races": True, "strict": False}
+    assert empty.settings() == empty.Settings(devices=2, memory=8 << 30, options=options)
+    monkeypatch.setenv("ZERO_SIM_MEMORY_GIB", "1.5")
+    monkeypatch.setenv("ZERO_SIM_LATENCY", "500")
+    found = empty.settings()
+    assert found.memory == 3 << 29 and (found.options["latency_us"], found.options["jitter_us"]) == (500, 0)

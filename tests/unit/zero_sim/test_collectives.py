@@ -259,3 +259,13 @@ def test_distributed_data_parallel_has_gloos_bits(two: TwoRanks):
 
 def test_the_backend_follows_the_device():
     assert dist.Backend.default_device_backend_map["sim"] == "simccl"
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "set_timeout"), reason="this torch sets no timeout later")
+def test_a_groups_timeout_can_be_set():
+    """Fails if the backend does not have torch's method, whose own version raises."""
+    dist.init_process_group("simccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.group.WORLD.set_timeout(timedelta(seconds=7))
+    finally:
+        dist.destroy_process_group()

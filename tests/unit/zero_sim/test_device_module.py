@@ -170,3 +170,20 @@ def test_options_are_changed_one_at_a_time():
     zero_sim.configure(strict=True)
     options = zero_sim.build.native.options()
     assert (options.latency_us, options.seed, options.strict, options.races) == (5, 3, True, True)
+
+
+def test_streams_are_numbered_from_1_on_each_device():
+    """Fails if the number in a report is not the one that the stream shows."""
+    for device in ("sim:0", "sim:1"):
+        streams = {torch.sim.Stream(device) for _ in range(32)}
+        assert {stream.stream_id for stream in streams} == set(range(1, 33))
+        stream = streams.pop()
+        assert repr(stream) == f"<torch.sim.Stream device={device} stream={stream.stream_id}>"
+        x = torch.ones(10, device=device)
+        with torch.sim.stream(stream):
+            assert torch.sim.current_stream(device) == stream
+            x.mul_(2)
+        (race,) = zero_sim.take_races()
+        assert race.now.actor == f"stream {stream.stream_id} of {device}"
+        assert race.before.actor == f"default stream of {device}"
+        torch.sim.synchronize(device)

@@ -77,7 +77,7 @@ def test_a_recorded_block_leaves_after_the_other_streams_work():
     side = torch.sim.Stream()
     x = bytes_on_device(1000)
     address = x.data_ptr()
-    zero_sim.build.native.spin(side.stream_id, 50_000)
+    zero_sim.build.native.spin(zero_sim.build.native.stream_index(side), 50_000)
     x.record_stream(side)
     del x
     held = bytes_on_device(1000)

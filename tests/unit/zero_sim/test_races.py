@@ -16,6 +16,7 @@ zero_sim = pytest.importorskip("zero_sim")
 
 N = 1000
 DEFAULT = "default stream of sim:0"
+CODE = "(now.wait_event(before.record_event()))"
 
 
 def name_of(stream: torch.Stream) -> str:
@@ -45,7 +46,7 @@ def missing_wait(ordered: bool) -> Expected:
         (name_of(side), "aten::mul"),
         (DEFAULT, "aten::fill_"),
         "device memory of sim:0",
-        (f"{name_of(side)} has", f"waited for {DEFAULT}", f"record an event on {DEFAULT} after 'aten::fill_'"),
+        (f"{name_of(side)} has", f"waited for {DEFAULT}", f"record an event on {DEFAULT} after 'aten::fill_'", CODE),
     )
 
 
@@ -99,7 +100,12 @@ def free_too_early(ordered: bool) -> Expected:
         (DEFAULT, "memory freed"),
         (name_of(side), "aten::mul"),
         "device memory of sim:0",
-        (f"{DEFAULT} has", f"waited for {name_of(side)}", f"record_stream with {name_of(side)}"),
+        (
+            f"{DEFAULT} has",
+            f"waited for {name_of(side)}",
+            f"record_stream with {name_of(side)}",
+            "(tensor.record_stream(before))",
+        ),
     )
 
 
@@ -134,7 +140,7 @@ def host_read_of_a_copy_in_flight(ordered: bool) -> Expected:
         ("host thread MainThread", "aten::sum"),
         (DEFAULT, "copy"),
         "pinned host memory",
-        ("host thread MainThread has", f"waited for {DEFAULT}", "synchronize with it before 'aten::sum'"),
+        ("host thread MainThread has", f"waited for {DEFAULT}", "(before.record_event().synchronize())"),
     )
 
 
@@ -189,7 +195,7 @@ def collective_against_compute(ordered: bool) -> Expected:
         (DEFAULT, "aten::add"),
         ("stream ", "all_reduce"),
         "device memory of sim:0",
-        (f"{DEFAULT} has", "waited for stream", "after 'all_reduce'"),
+        (f"{DEFAULT} has", "waited for stream", "after 'all_reduce'", "wait for it before 'aten::add'."),
     )
 
 
@@ -241,7 +247,9 @@ def test_a_program_with_its_edge_has_no_report(program: Callable[[bool], Expecte
 
 
 @every_kind
-def test_the_same_program_without_the_edge_is_reported_with_both_places(program: Callable[[bool], Expected]):
+def test_the_same_program_without_the_edge_is_reported_with_both_places(
+    program: Callable[[bool], Expected], request: pytest.FixtureRequest
+):
     expected = program(False)
     (race,) = zero_sim.take_races()
     assert race.kind == expected.kind
@@ -250,6 +258,7 @@ def test_the_same_program_without_the_edge_is_reported_with_both_places(program:
         assert party.actor.startswith(actor) and what in party.what
         assert f"{os.path.basename(__file__)}:" in party.site
     assert program.__name__ in race.now.site
+    assert " < " not in race.now.site.split(f" in {request.function.__name__}")[1], "frames of whoever calls the test"
     for part in expected.missing:
         assert part in race.missing
     assert race.missing.endswith(".") and str(race).count("\n") == 6
@@ -264,6 +273,54 @@ def test_a_race_is_told_once_for_each_pair_of_places():
     kinds = [race.kind for race in zero_sim.take_races()]
     assert sorted(kinds) == ["read after write", "read after write", "write after read"]  # after ones(), after fill_()
     assert zero_sim.take_races() == []
+
+
+def test_operations_of_one_line_that_lack_the_same_edge_are_one_report():
+    x, side = torch.ones(N, device="sim"), torch.sim.Stream()
+    with torch.sim.stream(side):
+        str(x)
+        x * 2
+    printed, multiplied = zero_sim.take_races()
+    assert printed.others >= 2 and f", and {printed.others} more of this line" in str(printed)
+    assert multiplied.others == 0 and "more of this line" not in str(multiplied)
+
+
+def test_a_report_has_no_more_bytes_than_the_memory_that_it_names():
+    """Fails if conflicts on neighbouring blocks, which one line allocated and another uses, are counted as one."""
+    blocks = sorted((torch.ones(128, device="sim") for _ in range(100)), key=torch.Tensor.data_ptr)
+    pair = next(
+        pair for pair in zip(blocks, blocks[1:], strict=False) if pair[1].data_ptr() - pair[0].data_ptr() == 512
+    )
+    with torch.sim.stream(torch.sim.Stream()):
+        for x in pair:
+            x.add_(1)
+    (race,) = zero_sim.take_races()
+    assert race.end - race.begin == 512 and "(512 bytes)" in race.memory
+    torch.sim.synchronize()  # before they are freed
+
+
+def test_memory_that_is_freed_has_no_former_life_yet():
+    zero_sim.configure(strict=True)
+    free_too_early(ordered=False)
+    (race,) = zero_sim.take_races()
+    allocated, _, former = race.memory.partition("; before that allocated at ")
+    assert allocated.split("allocated at ")[1] not in former
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["with an operation", "alone"])
+def test_an_order_is_told_up_to_an_operation_of_the_users(alone: bool):
+    """Fails if a report says that somebody waited up to `memory given out`, which the user never wrote."""
+    x, side, event = torch.ones(N, device="sim"), torch.sim.Stream(), torch.sim.Event()
+    if alone:
+        event.record()
+    torch.empty(N, device="sim")
+    event.record()
+    x.mul_(2)
+    side.wait_event(event)
+    with torch.sim.stream(side):
+        x * 2
+    (race,) = zero_sim.take_races()
+    assert "up to 'aten::fill_' only" in race.missing
 
 
 def test_disjoint_columns_of_a_matrix_are_disjoint():

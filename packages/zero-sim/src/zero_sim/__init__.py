@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import threading
 from pathlib import Path
 
 import torch
 
-from . import collectives, device_module, host_threads, recurrent  # noqa: F401 (two register themselves)
+from . import annotate, collectives, device_module, host_threads, recurrent  # noqa: F401 (two register themselves)
 from .annotate import Meeting, Task, begin, host_access
 from .build import ZeroSimError, native
 from .races import Party, Race, RaceError, detect, take_races
@@ -53,11 +54,20 @@ def configure(
     native.set_options(options)
 
 
+def _folders(package: str) -> list[str]:
+    found = importlib.util.find_spec(package)
+    return list(found.submodule_search_locations or []) if found else []
+
+
 def _start() -> None:
     """Names whose frames reports leave out, and joins the runtime to the interpreter's beginning and end."""
-    tools = [contextlib.__file__, threading.__file__, "<frozen"]
-    native.skip_frames_of([str(Path(torch.__file__).parent), str(Path(__file__).parent), *tools])
+    tools = [contextlib.__file__, threading.__file__, "<frozen", *_folders("_pytest")]
+    native.skip_frames_of(
+        [str(Path(torch.__file__).parent), str(Path(__file__).parent), *tools],
+        _folders("pluggy"),  # which calls pytest's hooks: above it there is nothing of the test
+    )
     collectives.register()
+    annotate.follow_reads()
     if native.options().races:
         host_threads.install()
     atexit.register(native.stop)

@@ -1,12 +1,14 @@
 """Tells the detector what it cannot see: native code that touches memory, and edges between host threads.
 
-Only pinned and registered host memory is followed, because only that can be in use by a stream's copy.
+Only pinned and registered host memory is followed, because only that can be in use by a stream's copy. Also follows the
+calls that hand a tensor's values to Python without an operator of torch.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -32,6 +34,21 @@ def extents(reads: Sequence[Memory], writes: Sequence[Memory]) -> list[Extent]:
 def host_access(what: str, reads: Sequence[Memory] = (), writes: Sequence[Memory] = ()) -> None:
     """Says that this thread's native code touches the memory now: after the call's start, and before its return."""
     native.host_access(what, extents(reads, writes))
+
+
+def follow_reads() -> None:
+    """Makes tolist, numpy (so `numpy.asarray`), DLPack and pickling (so `torch.save`) reads by the host."""
+    for name in ("tolist", "numpy", "__dlpack__", "__reduce_ex__"):
+        _follow_read(name, getattr(torch.Tensor, name))
+
+
+def _follow_read(name: str, read: Any) -> None:
+    @functools.wraps(read)
+    def followed(self: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+        native.host_reads(f"Tensor.{name}", self)
+        return read(self, *args, **keywords)
+
+    setattr(torch.Tensor, name, followed)
 
 
 class Task:

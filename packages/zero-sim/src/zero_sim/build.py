@@ -3,6 +3,8 @@
 torch's C++ interface is internal and changes with every release, so a wheel could serve one release only; and a
 requirement on torch at build time would make pip fetch another torch than the one in use. The result is kept in
 `ZERO_SIM_BUILD_DIR`, or `~/.cache/zero_sim`, under the versions of torch and Python and a hash of the sources.
+
+Also reads the other `ZERO_SIM_` variables, before it compiles anything.
 """
 
 from __future__ import annotations
@@ -15,20 +17,87 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 NAME = "zero_sim_native"
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ["-O1", "-DNDEBUG", "-g0", "-w", "-fvisibility=hidden", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
-JOBS = 2  # of g++: one needs up to 1.1 GB
+JOBS = 2  # of g++: one needs up to 1.2 GB
+# Files that are compiled as one: most of the time goes into torch's headers. The two longest take about as long.
+TOGETHER = {
+    "unit_torch": [
+        f"torch_{part}"
+        for part in "device memory generator tensors operators dispatch copies kernels autocast watch".split()
+    ],
+    "unit_python": ["torch_collectives", "bindings", "bind_runtime"],
+}
 
 
 class ZeroSimError(ImportError):
-    """The simulated accelerator cannot be built or loaded here."""
+    """The simulated accelerator cannot be built or loaded here, or one of its variables has an unknown value."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says."""
+
+    devices: int
+    memory: int  # bytes a device
+    options: dict[str, int]  # by their names in `configure`
+
+
+T = TypeVar("T")
+SEGMENT = 2 << 20  # bytes: the allocator's smallest
+BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+
+
+def _read(name: str, default: T, parse: Callable[[str], T], accepted: str) -> T:
+    text = os.environ.get(name, "").strip()
+    try:
+        return parse(text) if text else default
+    except (ValueError, KeyError):
+        raise ZeroSimError(f"{name} is {text!r}, and must be {accepted}") from None
+
+
+def _whole(text: str, least: int, most: int) -> int:
+    if not least <= int(text) <= most:
+        raise ValueError
+    return int(text)
+
+
+def _gib(text: str) -> int:
+    if not 0 < float(text) <= 2**14:
+        raise ValueError
+    return max(1, round(float(text) * 2**30 / SEGMENT)) * SEGMENT
+
+
+def _latency(text: str) -> tuple[int, int]:
+    fixed, _, jitter = text.partition(":")
+    return _whole(fixed, 0, 10**9), _whole(jitter or "0", 0, 10**9)
+
+
+def settings() -> Settings:
+    """Returns what the `ZERO_SIM_` variables say. Raises ZeroSimError for a value that none of them may have."""
+    latency, jitter = _read(
+        "ZERO_SIM_LATENCY", (0, 0), _latency, "microseconds, FIXED or FIXED:JITTER, such as 500 or 500:2000"
+    )
+    options = {"latency_us": latency, "jitter_us": jitter}
+    options["seed"] = _read("ZERO_SIM_SEED", 0, lambda text: _whole(text, 0, 2**64 - 1), "a whole number from 0")
+    for name, default in (("races", True), ("strict", False)):
+        options[name] = _read(
+            f"ZERO_SIM_{name.upper()}", default, lambda text: BOOLEANS[text.lower()], f"one of {', '.join(BOOLEANS)}"
+        )
+    return Settings(
+        devices=_read("ZERO_SIM_DEVICES", 2, lambda text: _whole(text, 1, 64), "a whole number from 1 to 64"),
+        memory=_read("ZERO_SIM_MEMORY_GIB", 8 << 30, _gib, "a number of GiB above 0 and up to 16384, such as 0.5"),
+        options=options,
+    )
 
 
 def folder() -> Path:
@@ -73,7 +142,7 @@ def _import(library: Path) -> ModuleType:
 def _compile(library: Path) -> None:
     """Compiles in a folder of its own and moves the result into place at the end."""
     _check_tools()
-    sys.stderr.write(f"zero-sim compiles its extension for torch {torch.__version__}, about a minute, once\n")
+    sys.stderr.write(f"zero-sim compiles its extension for torch {torch.__version__}, a minute or two, once\n")
     work = Path(tempfile.mkdtemp(prefix="building-", dir=library.parent.parent))
     before = os.environ.get("MAX_JOBS")
     os.environ.setdefault("MAX_JOBS", str(min(JOBS, len(os.sched_getaffinity(0)))))
@@ -83,7 +152,7 @@ def _compile(library: Path) -> None:
         # Compiles and links, and returns without importing: `load` does that, from the place where it stays.
         cpp_extension._write_ninja_file_and_build_library(
             name=NAME,
-            sources=[str(path) for path in sorted(SOURCES.glob("*.cpp"))],
+            sources=[str(path) for path in _units(work)],
             extra_cflags=FLAGS,
             extra_cuda_cflags=[],
             extra_sycl_cflags=[],
@@ -110,6 +179,18 @@ def _compile(library: Path) -> None:
             del os.environ["MAX_JOBS"]
 
 
+def _units(work: Path) -> list[Path]:
+    """Returns what is compiled: the sources, of which some are included by one file."""
+    left, made = {path.stem: path for path in sorted(SOURCES.glob("*.cpp"))}, []
+    for name, parts in TOGETHER.items():
+        included = [left.pop(part) for part in parts if part in left]
+        if included:
+            unit = work / f"{name}.cpp"
+            unit.write_text("".join(f'#include "{path}"\n' for path in included), encoding="utf-8")
+            made.append(unit)
+    return made + list(left.values())
+
+
 def _check_tools() -> None:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler.split()[0]) is None:
@@ -128,4 +209,14 @@ def _first_error(text: str) -> str:
     return next((line for line in lines if "error:" in line), lines[0] if lines else text.strip()[-300:])
 
 
-native: Any = load()
+def _start() -> Any:
+    given = settings()
+    started = load()
+    options = started.Options()
+    for name, value in given.options.items():
+        setattr(options, name, value)
+    started.begin_with(given.devices, given.memory, options)
+    return started
+
+
+native: Any = _start()

@@ -30,11 +30,14 @@ class Race:
     memory: str  # what kind of memory it is, and where it was allocated
     now: Party
     before: Party
-    missing: str  # the edge that would order them, as a sentence
+    missing: str  # the edge that would order them, as a sentence; `now` and `before` in its code are their streams
+    others: int = 0  # more operations at `now.site` that lack the same edge on the same memory
 
     def __str__(self) -> str:
+        more = f", and {self.others} more of this line" if self.others else ""
+
         def told(party: Party) -> str:
-            return f"{party.actor}: {party.what}\n             at {party.site}"
+            return f"{party.actor}: {party.what}{more if party is self.now else ''}\n             at {party.site}"
 
         return (
             f"Race: {self.kind}, {self.end - self.begin:,} bytes at 0x{self.begin:x}\n"
@@ -67,7 +70,7 @@ def take_races() -> list[Race]:
     races, _kept[:] = list(_kept), []
     for found in native.take_races():
         now, before = (Party(p.actor, p.what, p.site) for p in (found.now, found.before))
-        races.append(Race(found.kind, found.begin, found.end, found.memory, now, before, found.missing))
+        races.append(Race(found.kind, found.begin, found.end, found.memory, now, before, found.missing, found.others))
     return races
 
 

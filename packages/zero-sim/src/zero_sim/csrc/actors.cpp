@@ -8,6 +8,7 @@
 #include <array>
 #include <deque>
 #include <unordered_map>
+#include <utility>
 
 namespace sim {
 
@@ -96,9 +97,8 @@ Actor make_actor(const Locked& locked, Kind kind, std::string name, const Clock&
 }
 
 std::string name_of_stream(StreamIndex index) {
-  const int device = device_of(index);
-  const auto on = " of sim:" + std::to_string(device);
-  return index == default_stream(device) ? "default stream" + on : "stream " + std::to_string(index) + on;
+  const int number = number_on_device(index);
+  return (number ? "stream " + std::to_string(number) : "default stream") + " of sim:" + std::to_string(device_of(index));
 }
 
 std::string name_of_thread() {
@@ -178,15 +178,18 @@ uint64_t tick_of_access(const Locked& locked, Actor actor, Label label) {
   auto& a = actors(locked);
   auto& state = a.all[actor];
   uint64_t& tick = state.clock[actor];
-  if (state.released) {
-    state.released = false;
+  const bool fresh = std::exchange(state.released, false);
+  if (fresh) {
     tick++;
     if (state.kind == Kind::host) {
       if (a.known_to_hosts.size() <= actor) a.known_to_hosts.resize(actor + 1, 0);
       a.known_to_hosts[actor] = std::max(a.known_to_hosts[actor], tick);
     }
   }
-  state.last[tick % REMEMBERED] = label;
+  // An allocator's own writes are not what the user knows: what was last done before them is remembered instead.
+  Label& last = state.last[tick % REMEMBERED];
+  if (text_of(locked, label).rfind("memory ", 0) != 0) last = label;
+  else if (fresh) last = state.last[(tick - 1) % REMEMBERED];
   return tick;
 }
 

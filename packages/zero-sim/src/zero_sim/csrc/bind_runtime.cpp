@@ -112,7 +112,8 @@ void bind_runtime(py::module_& m) {
       .def_readonly("memory", &Race::memory)
       .def_readonly("now", &Race::now)
       .def_readonly("before", &Race::before)
-      .def_readonly("missing", &Race::missing);
+      .def_readonly("missing", &Race::missing)
+      .def_readonly("others", &Race::others);
   m.def("take_races", &take_races);
   m.def("race_count", &race_count);
 
@@ -122,11 +123,13 @@ void bind_runtime(py::module_& m) {
   });
 
   py::class_<Options>(m, "Options")
+      .def(py::init<>())
       .def_readwrite("races", &Options::races)
       .def_readwrite("strict", &Options::strict)
       .def_readwrite("seed", &Options::seed)
       .def_readwrite("latency_us", &Options::latency_us)
       .def_readwrite("jitter_us", &Options::jitter_us);
+  m.def("begin_with", [](int devices, size_t memory, const Options& options) { begin_with({devices, memory, options}); });
   m.def("options", &options);
   m.def("set_options", &set_options);
 

@@ -47,6 +47,7 @@ void bind_watch(py::module_& m) {
   m.def("begin_backward", [] { return BackwardCall{enter_backward()}; });
   m.def("end_backward", [](const BackwardCall& self) { leave_backward(self.call); });
   m.def("skip_frames_of", &skip_frames_of);
+  m.def("host_reads", &host_reads);
   watch_torch();
 }
 }  // namespace

@@ -334,13 +334,15 @@ void device_free(void* pointer) {
   auto& stats = m.devices[block.device].stats;
   stats.frees++;
   stats.allocated -= int64_t(block.size);
-  m.former.erase(begin, end);
-  m.former.update(begin, end, [&](Life& life, uintptr_t, uintptr_t) { life = {block.allocated, site}; });
   settle(locked, begin, end, known_to_any_host(locked));
   for (StreamIndex other : block.recorded) {
     block.last_uses.push_back(quiet_event(locked, other));
     settle(locked, begin, end, block.last_uses.back().clock);
   }
+  // Reported as what it still is: this life is a former one only from here on.
+  if (block.last_uses.empty() && options_under(locked).strict) poison(locked, begin, block, site, "memory freed");
+  m.former.erase(begin, end);
+  m.former.update(begin, end, [&](Life& life, uintptr_t, uintptr_t) { life = {block.allocated, site}; });
   if (!block.last_uses.empty()) {
     block.use = Use::leaving;
     block.allocated = site;  // from here on, where it was freed
@@ -348,7 +350,6 @@ void device_free(void* pointer) {
     return;
   }
   stats.active -= int64_t(block.size);
-  if (options_under(locked).strict) poison(locked, begin, block, site, "memory freed");
   give_back(m, it);
 }
 
@@ -398,6 +399,7 @@ MemoryNote note_of_device_memory(const Locked& locked, uintptr_t address) {
   if (it != m.blocks.end() && it->second.use == Use::live) {
     note.what += " (" + size_text(it->second.size) + ")";
     note.allocated = it->second.allocated;
+    note.begin = it->first, note.end = it->first + it->second.size;
   }
   if (const Life* life = m.former.find(address)) {
     note.allocated_before = life->allocated;

@@ -222,12 +222,13 @@ void followed_host_memory(const Locked& locked, uintptr_t begin, uintptr_t end,
 MemoryNote note_of_host_memory(const Locked& locked, uintptr_t address) {
   auto& m = memory(locked);
   if (auto it = around(m.registered, address); it != m.registered.end())
-    return {"registered host memory (" + size_text(it->second.size) + ")", it->second.site};
+    return {"registered host memory (" + size_text(it->second.size) + ")", it->second.site, 0, 0, it->first,
+            it->first + it->second.size};
   auto it = around(m.blocks, address);
   if (it == m.blocks.end()) return {"host memory"};
   auto& block = it->second;
   return {"pinned host memory (" + size_text(block.size) + ")", block.live ? block.allocated : 0,
-          block.allocated_before, block.freed_before};
+          block.allocated_before, block.freed_before, it->first, it->first + block.size};
 }
 
 }  // namespace sim

@@ -38,21 +38,30 @@ std::string since(const Locked& locked, Actor who, const Access& before, const s
   return last.empty() ? "has waited for " + of + " too early" : "has waited for " + of + " up to " + last + " only";
 }
 
+// Its stream is one that the user's program can name; a collective's is not.
+bool has_a_name(const std::string& what) { return what.find("::") != what.npos || what.rfind("copy ", 0) == 0; }
+
 std::string missing_edge(const Locked& locked, const Access& now, const Access& before, Actor by) {
   const auto then = name_of(locked, before.actor, before.tick), done = quoted(locked, before.label);
   const auto me = name_of(locked, now.actor, now.tick), does = quoted(locked, now.label);
   const auto host = name_of(locked, by, clock_of(locked, by)[by]);
   const bool device = kind_of(locked, now.actor) == Kind::stream;
+  const bool before_named = has_a_name(text_of(locked, before.label)), named = has_a_name(text_of(locked, now.label));
+  auto code = [](bool exact, const char* text) { return exact ? std::string(" (") + text + ")" : ""; };
   switch (kind_of(locked, before.actor)) {
     case Kind::stream:
       if (device) {
         const auto lacks = me + " " + since(locked, now.actor, before, then) + "; ";
         const auto event = "record an event on " + then + " after " + done + " and let " + me + " wait for it";
-        if (text_of(locked, now.label).rfind("memory ", 0) != 0) return lacks + event + " before " + does + ".";
-        return lacks + "call record_stream with " + then + " on the tensor before it is freed, or " + event + ".";
+        if (text_of(locked, now.label).rfind("memory ", 0) != 0)
+          return lacks + event + " before " + does +
+                 code(before_named && named, "now.wait_event(before.record_event())") + ".";
+        return lacks + "call record_stream with " + then + " on the tensor before it is freed" +
+               code(before_named, "tensor.record_stream(before)") + ", or " + event + ".";
       }
       return host + " " + since(locked, by, before, then) + "; record an event on " + then + " after " + done +
-             " and let " + host + " synchronize with it before " + does + ".";
+             " and let " + host + " synchronize with it before " + does +
+             code(before_named, "before.record_event().synchronize()") + ".";
     case Kind::host:
       return host + (device ? ", which queued " + does + " on " + me + "," : "") + " has not heard from " + then +
              " since " + done + "; let " + then + " hand over to " + host +
@@ -85,8 +94,8 @@ void report(const Locked& locked, const Access& now, bool now_writes, const Acce
   auto& all = reports(locked);
   const Key key{now.label, now.site, before.label, before.site, now_writes, before_writes};
   if (auto it = all.places.find(key); it != all.places.end()) {
-    auto& known = all.found[it->second].race;
-    if (known.end == begin) known.end = end;  // the next piece of the same conflict
+    auto& known = all.found[it->second];  // the next piece of the same conflict, if it is of the same block
+    if (known.race.end == begin && end <= known.memory.end) known.race.end = end;
     return;
   }
   if (all.found.size() >= KEPT) return;
@@ -119,13 +128,18 @@ std::vector<Race> take_races() {
   }
   std::vector<Race> races;
   std::set<std::tuple<std::string, std::string, std::string, std::string, std::string>> told;
+  std::map<std::vector<std::string>, size_t> alike;  // where in `races`: as `print` gives five of one line
   for (auto& one : found) {
     auto& race = one.race;
     race.now.site = described(one.now);
     race.before.site = described(one.before);
     race.memory = described(one.memory);
-    if (told.emplace(race.kind, race.now.what, race.now.site, race.before.what, race.before.site).second)
-      races.push_back(std::move(race));
+    if (!told.emplace(race.kind, race.now.what, race.now.site, race.before.what, race.before.site).second) continue;
+    const std::vector<std::string> edge{race.kind, race.now.actor, race.now.site, race.before.actor, race.before.what,
+                                        race.before.site, std::to_string(one.memory.begin)};
+    const auto [known, first] = alike.try_emplace(edge, races.size());
+    if (first || !one.now || !one.memory.begin) races.push_back(std::move(race));
+    else races[known->second].others++;
   }
   return races;
 }

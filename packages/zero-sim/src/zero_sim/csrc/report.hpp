@@ -10,6 +10,7 @@ struct MemoryNote {
   std::string what;  // "device memory of sim:0"
   Site allocated = 0;
   Site allocated_before = 0, freed_before = 0;  // its former life, if it has had one
+  uintptr_t begin = 0, end = 0;                 // 0: it belongs to nobody now
 };
 
 // Keeps a report, unless one about the same two places is kept already.

@@ -45,6 +45,7 @@ struct Race {
   std::string memory;   // "device memory of sim:0, allocated at <site>", "pinned host memory, ..." 
   Party now, before;
   std::string missing;  // the edge that would order them, as a sentence
+  int others = 0;       // more operations at `now.site` that lack the same edge on the same memory
 };
 std::vector<Race> take_races();  // those found since the last call; empties the list
 size_t race_count();             // without taking them
@@ -80,6 +81,8 @@ int devices();
 StreamIndex default_stream(int device);
 StreamIndex pool_stream(int device);  // one of 32 a device, in turn
 int device_of(StreamIndex);
+int number_on_device(StreamIndex);  // 0: the default stream; those of the pool from 1
+StreamIndex numbered_stream(int device, int number);
 
 // Queue `run` on a stream. Its extents are checked against everything not ordered before it. Returns at once.
 // Throws DeviceError first if an earlier kernel has failed (as CUDA reports sticky errors: later, elsewhere).

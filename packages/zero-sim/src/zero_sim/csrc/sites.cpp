@@ -26,21 +26,26 @@ struct Place {
 
 // All guarded by the GIL, except for `skipped`, which is written once. Code objects are kept for ever.
 std::vector<std::string>* skipped = new std::vector<std::string>;
-auto* shown = new std::unordered_map<PyCodeObject*, bool>;
+std::vector<std::string>* ends = new std::vector<std::string>;
+enum class Show { no, yes, end };  // end: nor what called it
+auto* shown = new std::unordered_map<PyCodeObject*, Show>;
 auto* places = new std::deque<Place>(1);  // by site; 0 is nowhere
 auto* numbers = new std::unordered_map<std::string, Site>;
 auto* folder = new std::string;
 
-bool is_shown(PyCodeObject* code) {
+Show is_shown(PyCodeObject* code) {
   auto it = shown->find(code);
   if (it != shown->end()) return it->second;
   Py_INCREF(code);
   const char* file = PyUnicode_AsUTF8(code->co_filename);
   bool show = file && file[0] != '<';
   if (!file) PyErr_Clear();
-  for (const std::string& prefix : *skipped) show = show && std::strncmp(file, prefix.c_str(), prefix.size()) != 0;
+  auto from = [&](const std::string& prefix) { return file && !std::strncmp(file, prefix.c_str(), prefix.size()); };
+  for (const std::string& prefix : *skipped) show = show && !from(prefix);
+  for (const std::string& prefix : *ends)
+    if (from(prefix)) return shown->emplace(code, Show::end).first->second;
   show = show || (file && (!std::strcmp(file, "<stdin>") || !std::strcmp(file, "<string>") || !std::strcmp(file, "<program>")));
-  return shown->emplace(code, show).first->second;
+  return shown->emplace(code, show ? Show::yes : Show::no).first->second;
 }
 
 bool python_runs() {
@@ -85,7 +90,9 @@ Site python_site(const char* node, Site forward) {
   Py_XINCREF(frame);
   for (int depth = 0; frame && depth < kDepth && frames.size() < kFrames; depth++) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    if (is_shown(code)) {
+    const Show show = is_shown(code);
+    if (show == Show::end) depth = kDepth;
+    if (show == Show::yes) {
 #if PY_VERSION_HEX >= 0x030b0000
       frames.push_back({code, PyFrame_GetLasti(frame)});
 #else
@@ -135,8 +142,9 @@ std::string describe_python_site(Site site) {
   return text;
 }
 
-void skip_frames_of(const std::vector<std::string>& prefixes) {
+void skip_frames_of(const std::vector<std::string>& prefixes, const std::vector<std::string>& from_here_up) {
   *skipped = prefixes;
+  *ends = from_here_up;
   shown->clear();
   char buffer[4096];
   if (getcwd(buffer, sizeof buffer)) *folder = std::string(buffer) + "/";

@@ -11,7 +11,8 @@ namespace sim {
 // `forward`: the backward node that the thread runs and where its operator was called, if it runs one.
 Site python_site(const char* node, Site forward);
 std::string describe_python_site(Site);
-void skip_frames_of(const std::vector<std::string>& prefixes);
+// Frames whose file begins so are left out; and with the second, those that called them too.
+void skip_frames_of(const std::vector<std::string>& prefixes, const std::vector<std::string>& from_here_up);
 
 class WithoutGil {  // lets other Python threads run, if this thread holds them up
  public:

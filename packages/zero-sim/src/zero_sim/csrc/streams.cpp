@@ -63,7 +63,7 @@ void apply(const Options& options, Stream& stream, size_t index) {
 Streams& streams() {
   static Streams* one = [] {
     auto* made = new Streams;  // outlives every thread
-    const auto options = options_of_environment();  // set_options comes here first
+    const auto& options = machine().options;  // set_options comes here first
     made->next_of_pool.resize(machine().devices, 0);
     for (int i = 0; i < machine().devices * (1 + POOL); i++) {
       made->all.push_back(std::make_unique<Stream>());
@@ -213,10 +213,17 @@ int device_of(StreamIndex index) {
   const int count = machine().devices;
   return index < count ? index : (index - count) / POOL;
 }
+int number_on_device(StreamIndex index) {
+  const int count = machine().devices;
+  return index < count ? 0 : (index - count) % POOL + 1;
+}
+StreamIndex numbered_stream(int device, int number) {
+  return number ? machine().devices + device * POOL + number - 1 : default_stream(device);
+}
 StreamIndex pool_stream(int device) {
   auto& all = streams();
   Locked locked;
-  return machine().devices + device * POOL + all.next_of_pool.at(device)++ % POOL;
+  return numbered_stream(device, all.next_of_pool.at(device)++ % POOL + 1);
 }
 bool in_stream_thread() { return t_stream_thread; }
 uint64_t kernels_run() { return g_run; }

@@ -117,12 +117,20 @@ Tensors bytes(const Tensors& ts) {
   return out;
 }
 
+// What some versions of torch lack: not marked `override`, and asked of gloo only where it is there.
+template <class B>
+auto options_of(B& gloo, int) -> decltype(gloo.getBackendOptions()) { return gloo.getBackendOptions(); }
+c10::intrusive_ptr<c10d::Backend::Options> options_of(c10d::Backend&, long) { return nullptr; }
+template <class B>
+auto set_timeout(B& gloo, std::chrono::milliseconds t, int) -> decltype(gloo.setTimeout(t)) { gloo.setTimeout(t); }
+void set_timeout(c10d::Backend&, std::chrono::milliseconds, long) {}
+
 struct SimCCL final : c10d::Backend {
   SimCCL(c10::intrusive_ptr<Backend> gloo, int rank, int size) : Backend(rank, size), gloo_(std::move(gloo)) {}
   const std::string getBackendName() const override { return "simccl"; }
-  c10::intrusive_ptr<Options> getBackendOptions() { return gloo_->getBackendOptions(); }
+  c10::intrusive_ptr<Backend::Options> getBackendOptions() { return options_of(*gloo_, 0); }
   bool supportsCoalescing() const override { return true; }
-  void setTimeout(std::chrono::milliseconds t) { gloo_->setTimeout(t); }
+  void setTimeout(std::chrono::milliseconds t) { set_timeout(*gloo_, t, 0); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
 
@@ -225,7 +233,7 @@ struct SimCCL final : c10d::Backend {
   }
   c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
                                                                  const c10d::ReduceScatterOptions& o) override {
-    return run({OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter", in, out, [this, y = seen(out), x = seen(in), o]() -> Finish {
+    return run({OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", in, out, [this, y = seen(out), x = seen(in), o]() -> Finish {
       for (size_t i = 0; i < y.size(); i++) reduce_and_scatter(y[i], x[i].clone(), o);
       return nullptr;
     }}, o.asyncOp);

@@ -30,11 +30,10 @@ void set_current_device(DeviceIndex device) {
 }
 StreamIndex current_stream(DeviceIndex device) { return current(device); }
 
-// torch names a device's default stream 0, like CUDA's.
-StreamIndex index_of(const Stream& s) { return s.id() == 0 ? default_stream(s.device_index()) : StreamIndex(s.id()); }
+// torch's number of a stream is the one on its device.
+StreamIndex index_of(const Stream& s) { return numbered_stream(s.device_index(), int(s.id())); }
 Stream stream_at(StreamIndex index) {
-  const int device = device_of(index);
-  return Stream(Stream::UNSAFE, Device(kSim, DeviceIndex(device)), index == default_stream(device) ? 0 : index);
+  return Stream(Stream::UNSAFE, Device(kSim, DeviceIndex(device_of(index))), number_on_device(index));
 }
 
 namespace {

@@ -3,7 +3,6 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Stream.h>
 
 #include <atomic>
@@ -26,7 +25,6 @@ StreamIndex index_of(const c10::Stream&);
 c10::Stream stream_at(StreamIndex);
 
 // -- torch_memory.cpp --
-c10::DeviceAllocator& device_allocator();
 at::Tensor empty(at::IntArrayRef size, at::ScalarType, std::optional<at::MemoryFormat>, c10::DeviceIndex);
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType, c10::DeviceIndex);
 void resize_storage(const c10::Storage&, size_t nbytes);  // keeps what fits, as torch's resize_ does

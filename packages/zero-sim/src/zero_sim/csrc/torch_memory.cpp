@@ -3,7 +3,9 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/version.h>
 
 #include <cstring>
 
@@ -22,7 +24,14 @@ void* allocate_for(DeviceIndex device, size_t nbytes) {
   }
 }
 
-struct DeviceMemory final : c10::DeviceAllocator {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
+using Base = c10::DeviceAllocator;
+#else
+using Base = c10::Allocator;
+#endif
+
+// Methods that some versions of torch lack are not marked `override`.
+struct DeviceMemory final : Base {
   c10::DataPtr allocate(size_t n) override {
     void* p = allocate_for(current_device(), n);
     return {p, p, &device_free, Device(kSim, current_device())};
@@ -33,13 +42,14 @@ struct DeviceMemory final : c10::DeviceAllocator {
     queue(current_stream(), "copy of a storage", {{b, b + n, false}, {a, a + n, true}},
           [into = seen_by_streams(into), from = seen_by_streams(from), n] { std::memcpy(into, from, n); });
   }
-  bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {
+  bool initialized() { return true; }
+  void emptyCache(std::pair<unsigned long long, unsigned long long>) { emptyCache(); }  // of a pool; there are none
+  void emptyCache() {
     WithoutGil release;
     empty_cache();
   }
-  void recordStream(const c10::DataPtr& p, c10::Stream s) override { record_stream(p.get(), index_of(s)); }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex d) override {
+  void recordStream(const c10::DataPtr& p, c10::Stream s) { record_stream(p.get(), index_of(s)); }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex d) {
     const MemoryStats s = memory_stats(d);
     c10::CachingDeviceAllocator::DeviceStats out;
     out.allocation[0].current = s.allocations - s.frees;
@@ -51,8 +61,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
     out.num_alloc_retries = s.retries, out.num_ooms = s.ooms;
     return out;
   }
-  void resetAccumulatedStats(DeviceIndex) override {}
-  void resetPeakStats(DeviceIndex d) override { reset_peak_stats(d); }
+  void resetAccumulatedStats(DeviceIndex) {}
+  void resetPeakStats(DeviceIndex d) { reset_peak_stats(d); }
   std::pair<size_t, size_t> getMemoryInfo(DeviceIndex d) {
     const size_t total = total_memory(d);
     return {total - memory_stats(d).reserved, total};
@@ -83,7 +93,6 @@ const c10::DispatchKeySet kKeys =
     c10::DispatchKeySet(c10::DispatchKey::PrivateUse1) | c10::DispatchKeySet(c10::DispatchKey::CPU);
 }  // namespace
 
-c10::DeviceAllocator& device_allocator() { return the_device_memory; }
 void register_host_allocator() { at::setHostAllocator(kSim, &the_pinned_memory); }
 
 at::Tensor empty(at::IntArrayRef size, at::ScalarType type, std::optional<at::MemoryFormat> format, DeviceIndex device) {

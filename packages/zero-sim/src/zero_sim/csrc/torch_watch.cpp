@@ -96,16 +96,19 @@ bool touches_nothing(const char* name, const c10::FunctionSchema& schema) {
   return false;
 }
 
+bool on_pinned_memory(const at::Tensor& t) {
+  if (!t.device().is_cpu() || t.layout() != at::kStrided || !t.has_storage() || !t.numel()) return false;
+  const auto p = uintptr_t(t.storage().data());
+  return p && touches_pinned(p, p + t.storage().nbytes());
+}
+
 std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunction& call) {
   if (in_stream_thread()) return nullptr;
   bool pinned = false, device = false;
   for (const auto& input : call.inputs())
     each_tensor(input, [&](const at::Tensor& t) {
       if (on_device(t)) device = true;
-      else if (!pinned && t.device().is_cpu() && t.layout() == at::kStrided && t.has_storage() && t.numel()) {
-        const auto p = uintptr_t(t.storage().data());
-        pinned = p && touches_pinned(p, p + t.storage().nbytes());
-      }
+      else pinned = pinned || on_pinned_memory(t);
     });
   if (!pinned || device) return nullptr;  // copies to and from a device say themselves what they touch
   const auto schema = call.operator_schema();
@@ -132,6 +135,13 @@ std::shared_ptr<Backward> enter_backward() {
 void leave_backward(const std::shared_ptr<Backward>& call) {
   c10::ThreadLocalDebugInfo::_pop(kBackward);
   end_backward(call);
+}
+
+void host_reads(const std::string& what, const at::Tensor& t) {
+  if (in_stream_thread() || t.key_set().has(c10::DispatchKey::Python) || !on_pinned_memory(t)) return;
+  std::vector<Extent> extents;
+  add_extents(t, false, extents);
+  host_access(what.c_str(), extents);
 }
 
 void watch_torch() {

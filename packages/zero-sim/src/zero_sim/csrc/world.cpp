@@ -1,11 +1,9 @@
-// Owns the runtime's one lock, the options and their environment variables, and the state of the process.
+// Owns the runtime's one lock, the options, and the state of the process.
 #include "world.hpp"
 
 #include <pthread.h>
 
 #include <condition_variable>
-#include <cstdio>
-#include <cstdlib>
 
 #include "detector.hpp"
 
@@ -20,19 +18,8 @@ std::atomic<bool> g_detecting{true}, g_used{false}, g_forked{false}, g_ending{fa
 std::mutex g_ending_mutex;
 std::condition_variable g_ending_told;
 
-int64_t number(const char* name, int64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text && *text ? std::atoll(text) : otherwise;
-}
-
-Options& stored() {
-  static Options one = [] {
-    auto options = options_of_environment();
-    g_detecting = options.races;
-    return options;
-  }();
-  return one;
-}
+Machine g_machine;
+Options g_options;
 
 // A fork copies one thread: the lock must be free in the child, and streams have no thread there.
 void before_fork() { Locked::mutex().lock(); }
@@ -44,20 +31,6 @@ void after_fork_in_child() {
 
 }  // namespace
 
-Options options_of_environment() {
-  Options options;
-  options.races = number("ZERO_SIM_RACES", 1);
-  options.strict = number("ZERO_SIM_STRICT", 0);
-  options.seed = uint64_t(number("ZERO_SIM_SEED", 0));
-  if (const char* text = std::getenv("ZERO_SIM_LATENCY")) {
-    long fixed = 0, jitter = 0;
-    std::sscanf(text, "%ld:%ld", &fixed, &jitter);
-    options.latency_us = fixed;
-    options.jitter_us = jitter;
-  }
-  return options;
-}
-
 std::mutex& Locked::mutex() {
   static std::mutex* one = [] {
     pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
@@ -66,22 +39,21 @@ std::mutex& Locked::mutex() {
   return *one;
 }
 
-const Machine& machine() {
-  static const Machine one{int(number("ZERO_SIM_DEVICES", 2)), size_t(number("ZERO_SIM_MEMORY_GIB", 8)) << 30};
-  return one;
+const Machine& machine() { return g_machine; }
+void begin_with(const Machine& machine) {
+  g_machine = machine;
+  g_options = machine.options;
+  g_detecting = g_options.races;
 }
 
-Options& options_under(const Locked&) { return stored(); }
+Options& options_under(const Locked&) { return g_options; }
 
 Options options() {
   Locked locked;
   return options_under(locked);
 }
 
-bool detecting() {
-  static const bool read = (stored(), true);
-  return read && g_detecting && !g_forked && !g_ending;
-}
+bool detecting() { return g_detecting && !g_forked && !g_ending; }
 
 // Accesses made while nobody looked are unknown, so that what is known of earlier ones is worth nothing.
 void set_detecting(const Locked& locked, bool on) {

@@ -19,13 +19,14 @@ class Locked {
   std::lock_guard<std::mutex> guard_;
 };
 
-struct Machine {  // from the environment, fixed for the life of the process
-  int devices;
-  size_t memory;  // bytes a device
+struct Machine {  // what the process begins with; the devices stay so
+  int devices = 2;
+  size_t memory = size_t(8) << 30;  // bytes a device
+  Options options = {};
 };
 const Machine& machine();
+void begin_with(const Machine&);  // before anything else is called
 
-Options options_of_environment();  // what the process begins with
 Options& options_under(const Locked&);
 bool detecting();  // races are looked for; asked without the lock
 void set_detecting(const Locked&, bool);
