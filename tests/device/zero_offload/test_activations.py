@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from zero_offload import MemoryByteStore, Timeline
@@ -75,4 +77,24 @@ def test_what_was_brought_back_and_not_wanted_is_freed_after_its_copy(device: to
     module.synchronize(device)
     assert all(each.eq(2).all() for each in others)
     spill.close()
+    streams.close()
+
+
+def test_closing_frees_device_memory_after_the_copies_into_it(device: torch.device) -> None:
+    """Fails if what comes back, though nobody asked for it, is freed for the next kernel while it is being written."""
+    module = torch.get_device_module(device)
+    streams = DeviceStreams(device, torch.empty(0, dtype=torch.uint8))
+    spill = QueuedSpill(Nvme(MemoryByteStore(), Timeline()), streams, slots=2, piece_bytes=1 << 14)
+    unwanted, last = (spill.pack(torch.ones(8000, device=device), name) for name in ("unwanted", "last"))
+    assert last.load().eq(1).all()  # asks for the other one
+    deadline = time.monotonic() + 30
+    while unwanted.arriving[0].copied is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    module._sleep(50_000_000)
+    del unwanted, last
+    spill.close()
+    others = [torch.full((8000,), 2.0, device=device) for _ in range(8)]
+    module.synchronize(device)
+    assert all(each.eq(2).all() for each in others)
     streams.close()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
-from zero_offload import MemoryByteStore
+from zero_offload import MemoryByteStore, TorchStep
 from zero_offload.pipeline import MOST_STARTED
 from zero_offload.testing import FaultyByteStore
 
@@ -243,6 +244,9 @@ def test_the_update_waits_for_a_slot_s_write_without_holding_the_training_thread
         for _ in range(20):
             threading.Event().wait(0.005)
             driver.store.release(i)  # a call that needs the tables, not the slot
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1  # the update thread sleeps
     assert driver.store._pipeline.behind(3)
     nvme.release()
     driver.everything()
@@ -267,3 +271,21 @@ def test_requests_that_are_served_when_they_are_waited_for(prefetch_bytes: int) 
     nvme = FaultyByteStore(MemoryByteStore(), lazy=True)
     assert same(run(nvme), run(MemoryByteStore()))
     assert not nvme.overtaken and not nvme.changed
+
+
+def test_without_overlap_an_update_has_ended_when_update_returns() -> None:
+    class Slow(TorchStep):
+        ended = 0
+
+        def update(self, tile: Any, segments: Any, scale: float) -> None:
+            time.sleep(0.02)
+            super().update(tile, segments, scale)
+            self.ended += 1
+
+    step = Slow()
+    driver = make("nvme", step=step, overlap=False)
+    driver.step()
+    ended = step.ended
+    driver.store.wait()
+    assert ended == step.ended > 1
+    driver.store.close()

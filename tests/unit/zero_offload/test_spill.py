@@ -277,3 +277,28 @@ def test_a_queued_spill_that_is_forgotten_gives_its_memory_and_extents_back(nvme
             return
         time.sleep(0.02)
     raise AssertionError("still held")
+
+
+def test_closing_waits_for_the_thread_before_memory_is_given_back(store):
+    """Fails if the thread, which still waits for a write here, goes on in memory that is not its own any more."""
+
+    def threads():
+        return {thread for thread in threading.enumerate() if thread.name == "zero-offload activations"}
+
+    others, alive = threads(), set()
+
+    class Watched(SimulatedStreams):
+        def give_back(self, memory):
+            alive.update(threads() - others)
+            super().give_back(memory)
+
+    faulty = FaultyByteStore(store)
+    faulty.hold()
+    streams = Watched(torch.empty(0, dtype=torch.uint8))
+    spill = QueuedSpill(Nvme(faulty, Timeline()), streams, slots=2, piece_bytes=PIECE)
+    packed = spill.pack(torch.ones(16 * PIECE), "unit")
+    release = threading.Timer(0.1, faulty.release)
+    release.start()
+    spill.close()
+    release.join()
+    assert packed is not None and not alive

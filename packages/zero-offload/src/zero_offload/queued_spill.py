@@ -132,12 +132,11 @@ class QueuedSpill(NvmeSpill):
             if not self._open:
                 return
             self._work.stop()
-            for job in [*self.unwanted, *(job for job, _ in self._leaving)]:
-                if job.copied is not None:
-                    self._streams.follow(job.copied)
-            self.unwanted.clear()
-            self._leaving.clear()
-            super().close()
+            try:
+                super().close()  # waits for the last copy of every slot, so for all copies
+            finally:
+                self.unwanted.clear()
+                self._leaving.clear()
 
     # -- the training thread ----------------------------------------------------------------------------------------
 
