@@ -12,7 +12,12 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 TILE = 1 << 14  # elements of a small chunk, which is the smallest tile
-KNOW_CHUNKS = ("zero_core.precision", "zero_offload.gradients", "zero_offload.tile", "zero_offload.torch_step")
+KNOW_CHUNKS = (
+    "zero_core.precision",
+    "zero_offload.tiles.gradients",
+    "zero_offload.tiles.tile",
+    "zero_offload.torch_step",
+)
 
 
 @contextmanager

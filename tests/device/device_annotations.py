@@ -175,7 +175,7 @@ def _cpu_step() -> None:
 
 def _checkpoints() -> None:
     """Files of a checkpoint are written from, and read into, the memory of tensors on the host."""
-    from zero_core import safetensors
+    from zero_core.checkpoint import safetensors
 
     def memory_of(inner: Any, tensor: Tensor) -> memoryview:
         zero_sim.host_access("a checkpoint's file", reads=[tensor])

@@ -36,7 +36,7 @@ PACKAGES = {"zero_core": "zero-core", "zero_offload": "zero-offload"}
 WAITS = {"wait", "wait_for", "wait_until", "follow", "wait_stream", "wait_event", "synchronize"}
 DROPPED = ("arrival", "uploads")  # whose drop() is a wait: the caller's stream goes on after the copy
 AFTER = 3  # the place of `after` in Streams.copy(lane, into, source, after)
-TWINS = {"testing.py", "conformance.py", "reference.py"}  # shipped for tests; no run uses them
+TWINS = {"testing", "reference.py"}  # shipped for tests; no run uses them
 SECONDS = 600
 
 
@@ -44,7 +44,7 @@ SECONDS = 600
 class Wait:
     """Characters [start, stop) of a module, which become `instead`."""
 
-    module: str  # "zero_offload/uploads.py"
+    module: str  # "zero_offload/running/uploads.py"
     line: int
     text: str
     start: int
@@ -116,9 +116,11 @@ def waits_of(path: Path, module: str) -> list[Wait]:
 def all_waits() -> list[Wait]:
     found = []
     for package, folder in PACKAGES.items():
-        for path in sorted((ROOT / "packages" / folder / "src" / package).glob("*.py")):
-            if path.name not in TWINS:
-                found += waits_of(path, f"{package}/{path.name}")
+        source = ROOT / "packages" / folder / "src"
+        for path in sorted((source / package).rglob("*.py")):
+            module = path.relative_to(source)
+            if module.parts[1] not in TWINS:
+                found += waits_of(path, module.as_posix())
     return found
 
 
@@ -184,7 +186,7 @@ def last_test(text: str) -> str:
 def table(rows: list[dict]) -> str:
     out = ["| wait | caught by | first test that fails |", "|---|---|---|"]
     for row in rows:
-        where = f"`{row['module'].split('/')[1]}:{row['line']}` `{row['text']}`"
+        where = f"`{row['module'].split('/', 1)[1]}:{row['line']}` `{row['text']}`"
         out.append(f"| {where} | {row['by'] or '**not caught**'} | {row['test']} |")
     return "\n".join(out)
 

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from tests.fuzz.program import Program
 from tests.fuzz.run import Outcome, execute
-from zero_core import elementwise, parameter, wrapping
-from zero_core.reducer import Reducer
-from zero_core.unit import Unit
+from zero_core.building import wrapping
+from zero_core.optim import elementwise
+from zero_core.runtime import parameter
+from zero_core.runtime.reducer import Reducer
+from zero_core.runtime.unit import Unit
 
 __all__ = ["MUTANTS", "runner"]
 

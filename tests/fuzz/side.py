@@ -22,7 +22,7 @@ from tests.fuzz import models
 from tests.fuzz.models import Failure, Piece, first_tensor
 from tests.fuzz.optimizers import build_optimizer
 from tests.fuzz.program import Op, Program
-from zero_core.init import materialise
+from zero_core.building.init import materialise
 
 __all__ = ["Record", "Side"]
 

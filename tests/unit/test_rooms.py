@@ -1,4 +1,8 @@
-"""docs/architecture.md draws which file of a package may import which; this holds the drawing to the files."""
+"""docs/architecture.md draws which file or folder may import which; this holds the drawing to the files.
+
+A package has a block, and so has each of its folders. What two files have in common decides which block counts: files
+of one folder are held to the folder's block, all others to the package's, where a folder is one name.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("zero_core", "zero_offload", "zero_nvme", "zero_optim_cpu", "zero_train", "zero_sim")
 
 
-def drawn(package: str) -> list[set[str]]:
-    """The lines of the package's block, top first: names of modules."""
+def blocks(package: str) -> dict[str, list[set[str]]]:
+    """The lines of each block of the package, top first: {"": names of modules and folders, "runtime": ..}."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    block = re.search(rf"^{package}\n((?:    .+\n)+)", text, re.MULTILINE)
-    assert block is not None, f"{package} has no block in docs/architecture.md"
-    return [set(line.split("·")[0].split()) for line in block.group(1).splitlines()]
+    found = re.findall(rf"^{package}(?:/(\w+))?\n((?:    .+\n)+)", text, re.MULTILINE)
+    assert found, f"{package} has no block in docs/architecture.md"
+    return {folder: [set(line.split("·")[0].split()) for line in block.splitlines()] for folder, block in found}
 
 
-def imported(path: Path, package: str) -> Iterator[str]:
-    """Modules of the same package that the file imports when it is imported itself."""
+def imported(path: Path, here: tuple[str, ...], package: str) -> Iterator[tuple[str, ...]]:
+    """Where the file imports from in its package when it is imported itself. `here`: its folder, () at the top."""
     waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
@@ -31,25 +35,46 @@ def imported(path: Path, package: str) -> Iterator[str]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             continue
         if isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            if node.level == 1:
-                yield from [module.split(".")[0]] if module else [alias.name for alias in node.names]
-            elif module.startswith(f"{package}."):
-                yield module.split(".")[1]
+            above = tuple((node.module or "").split(".")) if node.module else ()
+            if node.level:
+                above = here[: len(here) - node.level + 1] + above
+            elif above[:1] == (package,):
+                above = above[1:]
+            else:
+                continue
+            yield from ((*above, alias.name) for alias in node.names)
         waiting.extend(ast.iter_child_nodes(node))
+
+
+def module_of(names: tuple[str, ...], modules: set[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """The module that `names` lead to: a file, a folder's `__init__`, or None for the package itself."""
+    for module in (names, (*names, "__init__"), names[:-1], (*names[:-1], "__init__")):
+        if module in modules and module != ("__init__",):
+            return module
+    return None
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_file_imports_only_from_lines_below_its_own(package):
-    lines = drawn(package)
-    line_of = {name: number for number, names in enumerate(lines) for name in names}
     source = ROOT / "packages" / package.replace("_", "-") / "src" / package
-    files = {path.stem: path for path in source.glob("*.py") if path.stem != "__init__"}
-    assert set(line_of) == set(files) and sum(map(len, lines)) == len(files)
-    upwards = [
-        f"{name} imports {other}"
-        for name, path in files.items()
-        for other in imported(path, package)
-        if other in files and line_of[other] <= line_of[name]
-    ]
+    files = {path.relative_to(source).with_suffix("").parts: path for path in source.rglob("*.py")}
+    del files[("__init__",)]
+    line_of: dict[tuple[str, ...], int] = {}
+    for folder, lines in blocks(package).items():
+        names = [name for line in lines for name in line]
+        below = {parts[1] for parts in files if len(parts) == 2 and parts[0] == folder} - {"__init__"}
+        assert set(names) == (below if folder else {parts[0] for parts in files}) and len(names) == len(set(names))
+        line_of |= {((folder,) if folder else ()) + (name,): at for at, line in enumerate(lines) for name in line}
+        if folder:
+            line_of[(folder, "__init__")] = -1  # above its files
+    assert {parts for parts in files if len(parts) == 2} <= set(line_of)
+    upwards = []
+    for parts, path in files.items():
+        for names in imported(path, parts[:-1], package):
+            other = module_of(names, set(files))
+            if other is None or other == parts:
+                continue
+            depth = 2 if parts[0] == other[0] and len(parts) == len(other) == 2 else 1
+            if line_of[other[:depth]] <= line_of[parts[:depth]]:
+                upwards.append(f"{'/'.join(parts)} imports {'/'.join(other)}")
     assert not upwards

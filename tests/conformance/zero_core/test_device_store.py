@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.integration.zero_core import swapping
-from zero_core.device_store import DeviceStore
 from zero_core.errors import UnsupportedOptimizerError
+from zero_core.optim.device_store import DeviceStore
 from zero_core.store import ScalarStates, ShardStore, StoreContext
 from zero_core.testing import ShardStoreSuite
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tests.unit.zero_offload.simulated import streams
-from zero_core.conformance import ShardStoreSuite
 from zero_core.store import ShardStore
+from zero_core.testing.conformance import ShardStoreSuite
 from zero_offload import MemoryByteStore, TieredStore, TorchStep
 
 

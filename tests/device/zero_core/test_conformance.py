@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.device.zero_core import runs
-from zero_core.device_store import DeviceStore
+from zero_core.optim.device_store import DeviceStore
 from zero_core.testing import ShardStoreSuite
 
 

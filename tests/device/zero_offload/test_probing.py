@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_offload import probing_device
+from zero_offload.planning import probing_device
 
 
 @pytest.fixture

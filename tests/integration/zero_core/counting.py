@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zero_core
 from tests import models
 from zero_core import memory
-from zero_core.collectives import Ranks
-from zero_core.device_store import DeviceStore
+from zero_core.comm.collectives import Ranks
+from zero_core.optim.device_store import DeviceStore
 
 WORLD = 512
 
@@ -45,10 +45,10 @@ class MetaStore(DeviceStore):
 def prepare() -> None:
     """Let meta tensors pass where their memory or values would be asked for."""
     dist.init_process_group("fake", rank=7, world_size=WORLD, store=FakeStore())
-    sharding: Any = sys.modules["zero_core.shard"]  # zero_core.shard is the function
+    sharding: Any = sys.modules["zero_core.sharding"]
     sharding._compute_device = lambda model, device, mesh: torch.device("meta")
     sharding.Initialiser = NoValues
-    unit: Any = sys.modules["zero_core.unit"]
+    unit: Any = sys.modules["zero_core.runtime.unit"]
     unit._put_under = lambda flat, memory: None
     unit._take_away = lambda flat: None
 
@@ -143,7 +143,7 @@ def compare_held(
     }
     least, estimate = (memory.estimate(numel, WORLD, stage, **options) for numel in (exact, padded))  # type: ignore[arg-type]
     # A torch that cannot put the store's memory under the unit's storage copies it, which stage 0 keeps until the step.
-    copies = padded * dtype.itemsize if stage == 0 and not sys.modules["zero_core.unit"]._CAN_SWAP else 0
+    copies = padded * dtype.itemsize if stage == 0 and not sys.modules["zero_core.runtime.unit"]._CAN_SWAP else 0
     for kind in ("parameters", "gradients", "optimizer"):
         low, high = (getattr(e, f"{kind}_bytes") for e in (least, estimate))
         high += copies if kind == "parameters" else 0

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.device_store import DeviceStore
+from zero_core.optim.device_store import DeviceStore
 from zero_core.store import GroupStep, StoreContext
 
 

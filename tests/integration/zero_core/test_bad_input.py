@@ -17,7 +17,7 @@ from torch import nn
 
 import zero_core
 from tests.integration.zero_core import toys
-from zero_core import patience
+from zero_core.comm import patience
 from zero_core.errors import (
     AlreadyShardedError,
     ChangedParameterError,

@@ -13,10 +13,10 @@ import torch
 
 import zero_core
 from tests.integration.zero_core import toys
-from zero_core import unit
-from zero_core.device_store import DeviceStore
 from zero_core.errors import CollectiveError
-from zero_core.unit import Residency
+from zero_core.optim.device_store import DeviceStore
+from zero_core.runtime import unit
+from zero_core.runtime.unit import Residency
 
 
 class Refused(Exception):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import zero_core
 from tests.integration.zero_core import toys
-from zero_core.device_store import DeviceStore
 from zero_core.errors import StoreError, UnsupportedOptimizerError
+from zero_core.optim.device_store import DeviceStore
 
 
 class Refused(Exception):

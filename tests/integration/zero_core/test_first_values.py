@@ -12,9 +12,9 @@ from torch import nn
 import zero_core
 from tests import models
 from tests.integration.zero_core import checkpoint_runs as runs
+from zero_core.building.recording import Recording
 from zero_core.errors import DeferredInitError
 from zero_core.precision import round_to
-from zero_core.recording import Recording
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:

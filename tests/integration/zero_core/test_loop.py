@@ -10,8 +10,8 @@ import torch
 import zero_core
 from tests.integration.zero_core import toys
 from tests.integration.zero_core.toys import world
-from zero_core.device_store import DeviceStore
-from zero_core.scaling import LossScale
+from zero_core.optim.device_store import DeviceStore
+from zero_core.runtime.scaling import LossScale
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -8,7 +8,7 @@ from torch import nn
 
 import zero_core
 from tests.covers import pairwise
-from zero_core.rehearsal import UnitSize, pooled_bytes
+from zero_core.runtime.rehearsal import UnitSize, pooled_bytes
 
 
 class Uneven(nn.Module):

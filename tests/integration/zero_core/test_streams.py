@@ -20,7 +20,7 @@ from zero_core.streams import Side
 
 def ordered_run(swaps: bool, can_swap: bool, make: Any, options: dict[str, Any]) -> tuple[int, int, int]:
     """Four steps and two interruptions; (accesses checked, units begun ahead, side streams made)."""
-    from zero_core import unit as unit_module
+    from zero_core.runtime import unit as unit_module
 
     rank, _ = toys.world()
     before, unit_module._CAN_SWAP = unit_module._CAN_SWAP, can_swap and unit_module._CAN_SWAP

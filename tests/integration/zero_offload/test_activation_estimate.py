@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero_offload import ModelSizes
-from zero_offload.budgets import activation_bytes
+from zero_offload.planning.budgets import activation_bytes
 
 HIDDEN, INNER, LAYERS, TOKENS = 128, 448, 6, 1024
 

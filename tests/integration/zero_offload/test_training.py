@@ -16,7 +16,7 @@ from torch import nn
 import zero_core
 from tests.chunks import TILE
 from tests.integration.zero_offload.training import Case, Outcome, train
-from zero_core.scaling import LossScale
+from zero_core.runtime.scaling import LossScale
 from zero_offload import MemoryByteStore, TieredStore, TorchStep
 
 EVERYWHERE = ["nvme", {"host": 0.5, "nvme": 0.5}, {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}]

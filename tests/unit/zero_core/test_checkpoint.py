@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import zero_core
 from zero_core import checkpoint
-from zero_core.checkpoint_plan import tile_boxes
+from zero_core.checkpoint.plan import tile_boxes
 from zero_core.errors import CheckpointError, ZeroError
-from zero_core.scaling import LossScale
+from zero_core.runtime.scaling import LossScale
 
 
 class Small(nn.Module):
@@ -255,7 +255,7 @@ class Counting:
 
 
 def test_values_pass_in_tiles_in_both_directions(tmp_path: Path) -> None:
-    from zero_core.device_store import DeviceStore
+    from zero_core.optim.device_store import DeviceStore
 
     store = Counting(DeviceStore())
     model, optimizer = make(0, store=store)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_core.collectives import Ranks
-from zero_core.peers import Averaging, Axis, Gathering, add_up, broadcast
+from zero_core.comm.collectives import Ranks
+from zero_core.comm.peers import Averaging, Axis, Gathering, add_up, broadcast
 from zero_core.pool import Pool
 
 

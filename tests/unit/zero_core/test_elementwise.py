@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_core.elementwise import kept_states, over_segments
 from zero_core.errors import UnsupportedOptimizerError
+from zero_core.optim.elementwise import kept_states, over_segments
 
 CPU = torch.device("cpu")
 

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 import zero_core
-from zero_core.deferred import deferred_init, recording_of
+from zero_core.building.deferred import deferred_init, recording_of
+from zero_core.building.init import Initialiser, become, materialise
 from zero_core.errors import DeferredInitError
-from zero_core.init import Initialiser, become, materialise
 from zero_core.layout import UnitLayout
 
 SIZES = {

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from zero_core import safetensors
+from zero_core.checkpoint import safetensors
 from zero_core.errors import PretrainedError
 
 TENSORS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_core.schedule import Forecast, Pass, Visit
+from zero_core.runtime.schedule import Forecast, Pass, Visit
 
 
 def forward(names: str) -> tuple[Pass, dict[str, Visit]]:

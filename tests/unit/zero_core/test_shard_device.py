@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_core.shard import _compute_device, _move_buffers
+from zero_core.sharding import _compute_device, _move_buffers
 
 META = torch.device("meta")
 

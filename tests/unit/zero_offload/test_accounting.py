@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from zero_offload import MemoryByteStore, PlacementError, TieredStore, TorchStep, plan_store
-from zero_offload.accounting import STATE_KINDS, TIERS, Cut, Shape, account
-from zero_offload.footprint import gradient_itemsize
-from zero_offload.planner import plan
-from zero_offload.sizes import ModelSizes, ParameterSizes, UnitSizes
+from zero_offload.planning.accounting import STATE_KINDS, TIERS, Cut, Shape, account
+from zero_offload.planning.planner import plan
+from zero_offload.planning.sizes import ModelSizes, ParameterSizes, UnitSizes
+from zero_offload.tiles.footprint import gradient_itemsize
 
 from . import harness
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from zero_offload import Hardware, ModelSizes, plan
-from zero_offload.accounting import Shape
-from zero_offload.budgets import unsharded_bytes
-from zero_offload.sizes import ParameterSizes, UnitSizes
+from zero_offload.planning.accounting import Shape
+from zero_offload.planning.budgets import unsharded_bytes
+from zero_offload.planning.sizes import ParameterSizes, UnitSizes
 
 MI = 1 << 20
 GPU = Hardware(device="cuda", device_gib=80, host_gib=512, nvme_gib=1000)

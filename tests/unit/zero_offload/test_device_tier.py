@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_core.device_store import DeviceStore
+from zero_core.optim.device_store import DeviceStore
 from zero_offload import PlacementError, TorchStep, plan_store
 
 from .harness import NUMELS, TILE, Driver, make, make_specs, same

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from zero_offload import MemoryByteStore, OffloadError, SwapError, Timeline, TorchStep
-from zero_offload.nvme_spill import NvmeSpill
+from zero_offload.activations.nvme_spill import NvmeSpill
 from zero_offload.testing import FaultyByteStore
 from zero_offload.tier import Nvme
 

@@ -9,7 +9,7 @@ import torch
 
 from zero_core.store import Segment, ShardSpec
 from zero_offload import BudgetError, PlacementError, TorchStep, plan_store
-from zero_offload.footprint import StorePlan
+from zero_offload.tiles.footprint import StorePlan
 
 MI = 1 << 20
 

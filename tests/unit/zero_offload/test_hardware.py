@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_offload.hardware import GB, GIB, Hardware, HardwareError
+from zero_offload.planning.hardware import GB, GIB, Hardware, HardwareError
 
 
 def test_ranks_share_the_host_and_what_is_reserved_is_taken_off():

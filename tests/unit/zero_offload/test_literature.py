@@ -6,9 +6,9 @@ ZeRO-Infinity (Rajbhandari et al. 2021), for 32 T on 512 with nvme and 1 T on on
 
 import pytest
 
-from zero_offload.hardware import Hardware
-from zero_offload.planner import PlanError, fits, plan
-from zero_offload.sizes import ModelSizes
+from zero_offload.planning.hardware import Hardware
+from zero_offload.planning.planner import PlanError, fits, plan
+from zero_offload.planning.sizes import ModelSizes
 
 V100 = Hardware(name="one V100", device="cuda", device_gib=32, host_gib=1536)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zero_offload import MemoryByteStore, TorchStep
-from zero_offload.pipeline import MOST_STARTED
+from zero_offload.running.pipeline import MOST_STARTED
 from zero_offload.testing import FaultyByteStore
 
 from .harness import NUMELS, TILE, Driver, LateStep, make, same

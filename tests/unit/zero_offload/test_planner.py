@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from zero_offload.errors import PlacementError
-from zero_offload.hardware import GIB, Hardware
-from zero_offload.planner import PlanError, fits, plan
-from zero_offload.sizes import ModelSizes
+from zero_offload.planning.hardware import GIB, Hardware
+from zero_offload.planning.planner import PlanError, fits, plan
+from zero_offload.planning.sizes import ModelSizes
 
 LLAMA = ModelSizes.transformer(
     layers=8, hidden_size=1024, intermediate_size=2816, gated=True, vocab_size=8192, sequence_length=256

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from zero_offload import Hardware, MemoryByteStore, TorchStep, plan, probe, probing, probing_device
+from zero_offload import Hardware, MemoryByteStore, TorchStep, plan, probe
+from zero_offload.planning import probing, probing_device
 
 from .simulated import SimulatedStreams
 

@@ -7,8 +7,8 @@ from torch import nn
 
 import zero_core
 import zero_offload
-from zero_core.device_store import DeviceStore
-from zero_offload.sizes import ModelSizes
+from zero_core.optim.device_store import DeviceStore
+from zero_offload.planning.sizes import ModelSizes
 
 
 class Mixed(nn.Module):

@@ -10,10 +10,10 @@ import torch
 
 from tests.unit.zero_offload.simulated import SimulatedStreams
 from zero_offload import ClosedError, MemoryByteStore, SwapError, Timeline
-from zero_offload.host_spill import HostSpill
-from zero_offload.nvme_spill import NvmeSpill
-from zero_offload.queued_spill import QueuedSpill
-from zero_offload.spill import ChangedInputError, DeviceSpill
+from zero_offload.activations.host_spill import HostSpill
+from zero_offload.activations.nvme_spill import NvmeSpill
+from zero_offload.activations.queued_spill import QueuedSpill
+from zero_offload.activations.spill import ChangedInputError, DeviceSpill
 from zero_offload.testing import FaultyByteStore
 from zero_offload.tier import Nvme
 
@@ -265,7 +265,7 @@ def test_the_training_thread_waits_for_no_kernel_and_no_copy(nvme):
 
 
 def test_a_queued_spill_that_is_forgotten_gives_its_memory_and_extents_back(nvme, store, monkeypatch):
-    monkeypatch.setattr("zero_offload.queued_spill.LINGERS_SECONDS", 0.01)
+    monkeypatch.setattr("zero_offload.activations.queued_spill.LINGERS_SECONDS", 0.01)
     streams = SimulatedStreams(torch.empty(0, dtype=torch.uint8))
     spill = QueuedSpill(nvme, streams, slots=2, piece_bytes=PIECE)
     spill.pack(torch.ones(5000), "unit").load()

@@ -13,7 +13,7 @@ import torch
 import zero_core
 from zero_core.store import ShardStore, StoreContext
 from zero_offload import BudgetError, ClosedError, MemoryByteStore, OffloadError, PlacementError, TieredStore
-from zero_offload.accounting import Shape
+from zero_offload.planning.accounting import Shape
 
 from .harness import NUMELS, TILE, Driver, make, make_specs, same
 

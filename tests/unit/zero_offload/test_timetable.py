@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zero_offload.timetable import UnitWork, backward_seconds, forward_seconds
+from zero_offload.planning.timetable import UnitWork, backward_seconds, forward_seconds
 
 UNIT = UnitWork(forward=4, backward=8, update=3, upload=1, upload_again=1, download=2, add=1, nbytes=10)
 

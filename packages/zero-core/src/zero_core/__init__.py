@@ -1,15 +1,15 @@
 """ZeRO stages 0-3 for any PyTorch module."""
 
 from . import checkpoint, memory
+from .building.init import deferred_init, materialise
+from .building.tiling import TiledLinear, tile_linear
+from .checkpoint.pretrained import load_pretrained, save_pretrained
 from .errors import ZeroError
-from .gathered import gathered
+from .gathering import gathered
 from .heap import keep_freed_memory
-from .init import deferred_init, materialise
-from .pretrained import load_pretrained, save_pretrained
-from .scaling import LossScale
-from .shard import Handle, handle, no_sync, shard, units
+from .runtime.scaling import LossScale
+from .sharding import Handle, handle, no_sync, shard, units
 from .store import ShardStore
-from .tiling import TiledLinear, tile_linear
 
 __all__ = [
     "Handle",

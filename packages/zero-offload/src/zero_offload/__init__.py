@@ -2,18 +2,18 @@
 
 from .activations import ActivationError, Activations, offload_activations
 from .advice import OutOfMemoryError, explained
-from .budgets import PlanError
 from .errors import BudgetError, ClosedError, OffloadError, PlacementError, SwapError
-from .footprint import StorePlan, plan_store
-from .hardware import Hardware, HardwareError, available_host_bytes
 from .memory_store import MemoryByteStore
 from .placement import place
-from .planner import Plan, fits, plan
-from .probing import probe
+from .planning.budgets import PlanError
+from .planning.hardware import Hardware, HardwareError, available_host_bytes
+from .planning.planner import Plan, fits, plan
+from .planning.probing import probe
+from .planning.sizes import ModelSizes, ParameterSizes, UnitSizes
 from .protocols import ByteStore, Field, Ticket, UpdateStep
-from .sizes import ModelSizes, ParameterSizes, UnitSizes
 from .store import TieredStore
 from .tier import Tier
+from .tiles.footprint import StorePlan, plan_store
 from .timeline import Timeline
 from .torch_step import TorchStep
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 
 from .errors import OffloadError, gib
-from .footprint import KINDS
-from .planner import Plan
+from .planning.planner import Plan
+from .tiles.footprint import KINDS
 
 __all__ = ["OutOfMemoryError", "explained"]
 

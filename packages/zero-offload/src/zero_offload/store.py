@@ -17,25 +17,25 @@ from torch import Tensor
 from zero_core.store import GroupStep, ShardSpec, StoreContext
 
 from .arena import Arena
-from .device_tier import DeviceTier
 from .ending import Ending
 from .errors import BudgetError, ClosedError, OffloadError, PlacementError, gib
-from .footprint import StorePlan, UnitPlan, gradient_itemsize, plan_store
-from .gradients import GradientStore
-from .link import Link
 from .monitor import Monitor
-from .parameters import ParameterStore
-from .pipeline import Pipeline, TileTask, UpdateJob
 from .placement import Placement, shares
 from .protocols import ByteStore, SegmentStep, UpdateStep
-from .states import StateStore
+from .running.link import Link
+from .running.pipeline import Pipeline, TileTask, UpdateJob
+from .running.uploads import Arrival
 from .streams import Streams, arena_of, streams_of
 from .tier import Nvme, Tier
-from .tile import Tile, check_tile_numel, covers, segment_steps
+from .tiles.device_tier import DeviceTier
+from .tiles.footprint import StorePlan, UnitPlan, gradient_itemsize, plan_store
+from .tiles.gradients import GradientStore
+from .tiles.parameters import ParameterStore
+from .tiles.states import StateStore
+from .tiles.tile import Tile, check_tile_numel, covers, segment_steps
+from .tiles.values import Values
 from .timeline import Timeline
 from .torch_step import TorchStep
-from .uploads import Arrival
-from .values import Values
 
 __all__ = ["TieredStore"]
 

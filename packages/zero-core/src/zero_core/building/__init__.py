@@ -1,0 +1,1 @@
+"""From a model to units: first values, names, tiling, and which modules are wrapped."""

@@ -1,0 +1,250 @@
+"""Building a model without its memory: `deferred_init` records what construction does to parameters.
+
+Owns the contexts and the modes that notice operations; what is noted is `recording`'s. Which parameters are wanted
+when, and where their values go, is `init`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ..errors import DeferredInitError
+from .recording import Recording, on_meta
+from .replay import UNINITIALISED, Schema
+
+__all__ = ["as_made", "continue_recording", "deferred_init", "forget_recording", "recording_of"]
+
+_ATTRIBUTE = "_zero_core_recording"  # on modules that own a deferred parameter
+_FACTORIES = (
+    *UNINITIALISED,
+    *("aten::zeros", "aten::ones", "aten::full", "aten::rand", "aten::randn", "aten::zeros_like", "aten::ones_like"),
+    *("aten::full_like", "aten::rand_like", "aten::randn_like", "aten::new_zeros", "aten::new_ones", "aten::new_full"),
+)
+
+
+@contextmanager
+def deferred_init(seed: int | None = None) -> Iterator[Recording]:
+    """Build modules inside: parameters take no memory until `shard` (or `init.materialise`) makes their values.
+
+    seed: of every random value; by default torch's own, as `torch.manual_seed` left it, before or inside, and then the
+    same on every rank only if the user seeded them so (`shard` checks). The same seed and code give the same weights at
+    every world size, stage and store. Random numbers drawn inside leave torch's generator as it was.
+    """
+    recording = Recording(torch.initial_seed() if seed is None else seed, fixed=seed is not None)
+    with _recording_into(recording):
+        yield recording
+
+
+@contextmanager
+def continue_recording(module: nn.Module) -> Iterator[None]:
+    """Build more modules in the recording that made `module`'s own parameters, and from their values."""
+    recording = recording_of(module)
+    if recording is None:
+        raise DeferredInitError(f"{type(module).__name__} is on meta and was not built in deferred_init()")
+    changed = [name for name, p in module.named_parameters(recurse=False) if recording.changed_since(p)]
+    if changed:
+        raise DeferredInitError(
+            f"{', '.join(changed)} of a {type(module).__name__} were written after deferred_init() was left, which "
+            "nothing recorded: write them inside the context"
+        )
+    with _recording_into(recording):
+        yield
+
+
+@contextmanager
+def _recording_into(recording: Recording) -> Iterator[None]:
+    mode = _Recorder(recording)
+
+    def defer(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+        _refuse_meta_default(module)
+        if type(parameter) is not nn.Parameter:
+            return None  # a subclass that knows how it wants to be made
+        if not on_meta(parameter):
+            parameter = mode.puton_meta(parameter)
+        module.__dict__[_ATTRIBUTE] = recording
+        recording.own(parameter)
+        return parameter
+
+    def make_real(module: nn.Module, name: str, buffer: Tensor | None) -> Any:
+        _refuse_meta_default(module)
+        if buffer is None or not on_meta(buffer) or not recording.knows(buffer):
+            return None
+        with mode.paused():
+            return recording.replay(buffer)
+
+    hooks = [register_module_parameter_registration_hook(defer), register_module_buffer_registration_hook(make_real)]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            recording.enter()
+            with _PretendReal(recording), mode:
+                yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        recording.leave()
+
+
+def _refuse_meta_default(module: nn.Module) -> None:
+    """transformers' `from_pretrained` builds under torch.device("meta"), then reads every value into memory."""
+    if torch.get_default_device().type == "meta":
+        raise DeferredInitError(
+            f'{type(module).__name__} is built under torch.device("meta") inside deferred_init(), as from_pretrained() '
+            "does: build it from its config, `model = AutoModel.from_config(AutoConfig.from_pretrained(folder))`, and "
+            "then call zero_core.load_pretrained(model, folder), with which every rank reads its slices only"
+        )
+
+
+def recording_of(module: nn.Module) -> Recording | None:
+    """The recording that made this module's own parameters, if any."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def as_made(module: nn.Module, parameter: Tensor) -> Tensor:
+    """The module's own parameter, for operations inside the context: a deferred one as its recording knows it."""
+    recording = recording_of(module)
+    return parameter if recording is None or not on_meta(parameter) else recording.made(parameter)
+
+
+def forget_recording(module: nn.Module) -> None:
+    """The module's own parameters have their values now."""
+    module.__dict__.pop(_ATTRIBUTE, None)
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs every operation; notes those that create or write meta memory."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+        self._is_paused = False
+        # Real storages that one factory made and nothing has changed. The weak reference keeps the address from reuse.
+        self._fresh: dict[int, tuple[Any, Any, Any, StorageWeakRef]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return function(*args, **kwargs)
+        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        written = _written(function, args, kwargs)
+        if any(on_meta(t) for t in inputs) and (
+            any(not on_meta(t) for t in written) or function is torch.ops.aten._local_scalar_dense.default
+        ):  # meta values flow into real ones: they are wanted now
+            args, kwargs = tree_map_only(Tensor, self._value, (args, kwargs))
+        try:
+            results = function(*args, **kwargs)
+        except RuntimeError as error:
+            if not any(on_meta(t) for t in inputs):
+                raise
+            raise DeferredInitError(
+                f"{function} inside deferred_init(), where parameters have no memory ({error}): move, cast or run the "
+                "model after the context; zero_core.shard(device=...) chooses where it computes"
+            ) from error
+        outputs = [t for t in tree_flatten(results)[0] if isinstance(t, Tensor)]
+        if any(on_meta(t) for t in written) or any(on_meta(t) and not self.recording.knows(t) for t in outputs):
+            self.recording.add(function, args, kwargs, results, written)
+        for tensor in written:
+            self._fresh.pop(tensor.untyped_storage()._cdata, None)
+        known = {t.untyped_storage()._cdata for t in inputs if not _odd(t)}
+        for tensor in outputs:
+            if not on_meta(tensor) and not _odd(tensor) and tensor.untyped_storage()._cdata not in known:
+                self._fresh.pop(tensor.untyped_storage()._cdata, None)
+                if function._schema.name in _FACTORIES:
+                    storage = tensor.untyped_storage()
+                    self._fresh[storage._cdata] = (function, args, kwargs, StorageWeakRef(storage))
+        return results
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Our own operations in the registration hooks, which are no part of the recording."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        if not on_meta(tensor) or not self.recording.knows(tensor):
+            return tensor
+        return self.recording.replay(tensor)
+
+    def puton_meta(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A meta parameter in the place of a real one, whose value is recorded as briefly as can be."""
+        with self.paused():
+            shape, stride = parameter.shape, parameter.stride()
+            data = torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta")
+            whole = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+            maker = self._fresh.get(parameter.untyped_storage()._cdata) if whole and parameter.is_contiguous() else None
+            if maker is None:  # computed values: kept as they are, to be copied in
+                self.recording.add(_copied, (parameter.detach(),), {}, data, [])
+            elif maker[0]._schema.name in UNINITIALISED:
+                kwargs = {"dtype": parameter.dtype}
+                self.recording.add(torch.ops.aten.empty.memory_format, (list(shape),), kwargs, data, [])
+            else:
+                function, args, kwargs, _ = maker
+                self.recording.add(_reshaped(function, shape), args, kwargs, data, [])
+            meta = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        meta.__dict__.update(parameter.__dict__)
+        return meta
+
+
+class _PretendReal(TorchFunctionMode):
+    """Lets `is_meta` be false for recorded tensors: initialisers, torch's own among them, skip what is on meta."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == _IS_META and self.recording.knows(args[0]):
+            return False
+        return function(*args, **(kwargs or {}))
+
+
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+def _copied(value: Tensor) -> Tensor:
+    return value.clone()
+
+
+_copied._schema = Schema("zero::copied")  # type: ignore[attr-defined]
+
+
+def _reshaped(function: Any, shape: torch.Size) -> Callable[..., Tensor]:
+    """The factory, its result viewed as the parameter was when it was registered."""
+
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        return function(*args, **kwargs).view(shape)
+
+    make._schema = Schema(function._schema.name)  # type: ignore[attr-defined]
+    return make
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors an operation changes in place."""
+    if not function._schema.is_mutable:
+        return []
+    found: list[Tensor] = []
+    for i, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [t for t in tree_flatten(value)[0] if isinstance(t, Tensor)]
+    return found
+
+
+def _odd(tensor: Tensor) -> bool:
+    """Sparse and the like, which have no storage of their own."""
+    return tensor.layout is not torch.strided

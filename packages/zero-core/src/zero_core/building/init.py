@@ -1,0 +1,156 @@
+"""First values: of real parameters, of deferred ones, and of deferred ones with pretrained weights attached.
+
+Owns the way from a parameter to this rank's slice of its first value. What construction did is `deferred`'s; where the
+slices go is the store's. One whole parameter is alive at a time, none where the values come from a file.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import DeferredInitError
+from ..layout import UnitLayout
+from .deferred import deferred_init, forget_recording, recording_of
+from .recording import Recording
+
+__all__ = ["Initialiser", "become", "deferred_init", "materialise"]
+
+
+class Initialiser:
+    """Knows the first value of every parameter of a model. Make it before anything in the model is changed.
+
+    group: ranks that must hold the same model; their seeds are compared (a collective, where a deferred parameter is).
+    Raises DeferredInitError naming parameters that are on meta without a recording, or that nothing initialises, and
+    where ranks entered `deferred_init` with different seeds.
+    """
+
+    def __init__(self, model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+        self._recordings: dict[int, Recording] = {}
+        self._names: dict[int, str] = {}
+        self._owners: list[nn.Module] = []
+        unknown, uninitialised, changed = [], [], []
+        for prefix, module in model.named_modules():
+            if recording_of(module) is not None:
+                self._owners.append(module)
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if not parameter.is_meta or id(parameter) in self._names:
+                    continue
+                recording = recording_of(module)
+                self._names[id(parameter)] = name
+                if recording is None or not recording.knows(parameter):
+                    unknown.append(name)
+                    continue
+                self._recordings[id(parameter)] = recording
+                if recording.changed_since(parameter):
+                    changed.append(name)
+                if parameter.numel() and recording.source(parameter) is None and not recording.initialises(parameter):
+                    uninitialised.append(name)
+        if unknown:
+            raise DeferredInitError(
+                f"{_listed(unknown)} are on the meta device and were not made there by deferred_init(): "
+                "build the model inside `with zero_core.deferred_init():`"
+            )
+        if changed:
+            raise DeferredInitError(
+                f"{_listed(changed)} were written after deferred_init() was left, which nothing recorded: write them "
+                "inside the context, or after shard() inside zero_core.gathered"
+            )
+        if uninitialised:
+            raise DeferredInitError(f"nothing initialises {_listed(uninitialised)}: {_WAY_OUT}")
+        if self._recordings and dist.is_available() and dist.is_initialized():
+            self._compare_seeds(group)
+
+    def _compare_seeds(self, group: dist.ProcessGroup | None) -> None:
+        mine = sorted(set().union(*(r.seeds() for r in self._recordings.values())))
+        seeds: list[list[int]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(seeds, mine, group=group)
+        if any(other != seeds[0] for other in seeds):
+            raise DeferredInitError(
+                f"ranks built the model with different seeds, {seeds}: call torch.manual_seed with one seed on every "
+                "rank before, or deferred_init(seed=...)"
+            )
+
+    def values(self, parameter: nn.Parameter) -> Tensor:
+        """The whole first value, in the parameter's shape and dtype: its own memory if it has any, else new, CPU."""
+        if not parameter.is_meta:
+            return parameter.detach()
+        recording = self._recordings[id(parameter)]
+        source = recording.source(parameter)
+        if source is not None:
+            return source.read(0, parameter.numel()).to(parameter.dtype).view(parameter.shape)
+        value = recording.replay(parameter)
+        if value.dtype.is_floating_point and _has_nan(value):
+            raise DeferredInitError(f"{self._names[id(parameter)]} is only partly initialised: {_WAY_OUT}")
+        return value
+
+    def shard(self, layout: UnitLayout, parameters: Sequence[nn.Parameter], rank: int) -> Tensor:
+        """(layout.shard_numel,) fp32, CPU: shard `rank` of the unit's first value; padding is zero.
+
+        `parameters` are the unit's, in the order of `layout.slots`.
+        """
+        shard = torch.zeros(layout.shard_numel, dtype=torch.float32)
+        by_name = {slot.name: p for slot, p in zip(layout.slots, parameters, strict=True)}
+        for piece in layout.pieces(rank):
+            parameter = by_name[piece.slot.name]
+            target = shard[piece.shard_start : piece.shard_stop]
+            recording = self._recordings.get(id(parameter))
+            source = recording.source(parameter) if recording is not None else None
+            if source is not None:
+                target.copy_(source.read(piece.slot_start, piece.slot_stop))
+            else:
+                target.copy_(self.values(parameter).reshape(-1)[piece.slot_start : piece.slot_stop])
+        return shard
+
+    def release(self) -> None:
+        """Let go of the recordings, with whatever memory and files they keep: every value has been taken."""
+        for module in self._owners:
+            forget_recording(module)
+        self._owners.clear()
+        self._recordings.clear()
+
+
+def become(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give `parameter` the memory `data`, of its shape: identity, requires_grad and attributes stay, also from and to
+    meta.
+    """
+    if not parameter.is_meta and not data.is_meta:
+        parameter.data = data
+        return
+    real = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    if weakref.getweakrefs(parameter):
+        # nn.LSTM keeps weak references to its weights, which swap_tensors refuses. They are to the Python object, which
+        # stays; only references from C++ would be left behind, and a parameter that was never used has none.
+        torch._C._swap_tensor_impl(parameter, real)
+        return
+    real.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, real)
+
+
+def materialise(module: nn.Module) -> None:
+    """Give every deferred parameter of `module` its memory and first value, in place. The rest stays as it is."""
+    initialiser = Initialiser(module)
+    for parameter in list(module.parameters()):
+        if parameter.is_meta:
+            become(parameter, initialiser.values(parameter))
+    initialiser.release()
+
+
+_WAY_OUT = "initialise it where the module is built, or give it values with load_pretrained before shard()"
+
+
+def _has_nan(value: Tensor) -> bool:
+    if value.dtype.itemsize > 1 and bool(
+        value.sum().isfinite()
+    ):  # one pass, and nothing is written; 8 bits have no sum
+        return False
+    return bool(value.isnan().any())
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

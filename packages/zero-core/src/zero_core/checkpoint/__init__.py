@@ -1,0 +1,286 @@
+"""`save` and `load` of a sharded run, through torch.distributed.checkpoint, at any world size, stage and store.
+
+Owns what belongs to a run besides tensors: steps, groups, random state, scheduler, loss scale, the user's own. Boxes
+are `checkpoint_plan`'s, files `checkpoint_files`'s.
+
+A checkpoint is a folder that stock `torch.distributed.checkpoint` reads, laid out as
+`{"model": get_model_state_dict(m), "optim": get_optimizer_state_dict(m, o)}` is, plus objects of ours under "zero.":
+
+    model.NAME                 fp32 master of a parameter (under each of its names where it is tied), or a buffer
+    optim.state.NAME.STATE     exp_avg ..., fp32; step, and other numbers an optimizer keeps (NAdam's mu_product)
+    optim.param_groups.I.KEY   options of group I
+    zero.state, zero.rng.RANK  what `load` restores besides
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ..building.keys import Named, named_tensors
+from ..device import has_streams
+from ..errors import CheckpointError, ZeroError
+from .files import StreamingReader, StreamingWriter
+from .match import FORMAT, STATE, Finder, groups_of, options_of, steps_of, unpickle
+from .plan import TILE_NUMEL, Contents, Sliced, StreamingLoadPlanner, StreamingSavePlanner, Wanted
+from .shards import MASTER, ShardSlice, ShardView, clean_name, view_of
+
+__all__ = ["Loaded", "load", "save"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` found. `extra` is what `save` was given; None for a checkpoint that another library wrote."""
+
+    step: int  # optimizer steps taken when it was saved
+    extra: Any
+    ours: bool  # False: written by FSDP2 or from plain state dicts; then random state and scheduler were not in it
+    world_size: int | None
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    extra: Any = None,
+    tile_numel: int = TILE_NUMEL,
+) -> None:
+    """Write the sharded model, and with `optimizer` the whole run, into `folder`. Collective; all ranks see the folder.
+
+    States stream from the store one box of at most `tile_numel` elements at a time. Complete or absent: killed at any
+    moment, the folder holds what it held before, or the new checkpoint. extra: anything that pickles; rank 0's is kept.
+    Raises CheckpointError naming the path where a rank cannot write.
+    """
+    view = _view(model, optimizer)
+    view.meet("checkpoint.save")
+    names = named_tensors(model)
+    contents = _contents(view, names, with_optimizer=optimizer is not None, tile_numel=tile_numel)
+    contents.objects[STATE] = (("zero", "state"), _run_state(view, optimizer, scheduler, extra))
+    rank = view.ranks.rank
+    contents.objects[f"zero.rng.{rank}"] = (("zero", f"rng.{rank}"), _random_state(view.ranks.device))
+    aliases = {f"model.{clean_name(a)}": f"model.{clean_name(n.name)}" for n in names for a in n.aliases}
+    with _unwrapped(Path(folder)):
+        dcp.save(
+            {},
+            storage_writer=StreamingWriter(Path(folder), aliases),
+            planner=StreamingSavePlanner(contents),
+            no_dist=view.ranks.size == 1,
+        )
+
+
+def load(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    strict: bool = True,
+    random_state: bool = True,
+    model_key: str = "model",
+    optimizer_key: str = "optim",
+    tile_numel: int = TILE_NUMEL,
+    verify: bool = True,
+) -> Loaded:
+    """Read a checkpoint into the sharded model, and with `optimizer` the run. Collective.
+
+    It may have been saved at any world size, stage and store, by FSDP2, or from plain state dicts; model_key and
+    optimizer_key are the keys it was saved under ("" for none). Each rank reads the boxes that its slices touch.
+    Without `strict`, parameters the checkpoint lacks keep their values and names the model lacks are ignored. Random
+    state is restored rank by rank, where there is that rank's. Load only folders you trust: they are pickles.
+    verify: compare each tensor with the checksum that was written with it (0.7 s a GB on one core of a 2.5 GHz Xeon).
+    Raises CheckpointError, before anything is changed, for a checkpoint that is cut short or of another model; and for
+    a tensor that is damaged, when it comes to it.
+    """
+    view = _view(model, optimizer)
+    view.meet("checkpoint.load")
+    names = named_tensors(model)
+    states = tuple(s for s in view.store.state_names() if s != MASTER) if optimizer is not None else None
+    finder = Finder(Path(folder), view, names, states, strict, model_key, optimizer_key)
+    small = _read(folder, view, finder.small, tile_numel, verify)
+    run, steps = finder.decode(small)
+    options = []
+    if optimizer is not None:
+        options = options_of(view, run["groups"] if run else finder.foreign_groups(small), strict=bool(run))
+    if scheduler is not None and run and run["scheduler"] is None:
+        raise CheckpointError(f"{folder} was saved without a scheduler; load it with scheduler=None")
+    view.handle.engine.discard_gradients()
+    view.overwriting()
+    _read(folder, view, lambda metadata: Wanted(finder.slices(metadata, steps), (), ()), tile_numel, verify)
+    with torch.no_grad():
+        for named in names:
+            if named.is_whole and finder.found.get(named.name) in small.tensors:
+                named.tensor.copy_(small.tensors[finder.found[named.name]])
+    for part, name, value in finder.scalars(small, steps):
+        view.write_scalar(part, name, value)
+    step = int(run["step_count"]) if run else max(steps.values(), default=0)
+    if optimizer is not None:
+        _restore_optimizer(view, optimizer, step, steps, options)
+        scale = view.handle.engine.loss_scale
+        if scale is not None and run.get("loss_scale") is not None:
+            scale.load_state_dict(run["loss_scale"])
+    if scheduler is not None and run:
+        scheduler.load_state_dict(run["scheduler"])
+    if random_state and (own := small.objects.get(f"zero.rng.{view.ranks.rank}")) is not None:
+        _restore_random_state(unpickle(own), view.ranks.device)
+    return Loaded(step, run.get("extra") if run else None, bool(run), run.get("world_size") if run else None)
+
+
+def _view(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ShardView:
+    view = view_of(model)
+    if view is None:
+        raise ZeroError(
+            f"{type(model).__name__} is not sharded; call zero_core.shard first (any stage), or use "
+            "torch.distributed.checkpoint with its state dict, which reads the same folders"
+        )
+    if optimizer is not None and optimizer is not view.handle.optimizer:
+        raise ZeroError(f"the {type(optimizer).__name__} is not the optimizer that shard() returned for this model")
+    return view
+
+
+@contextmanager
+def _unwrapped(written: Path | None = None) -> Iterator[None]:
+    """Raise what a rank raised, instead of torch's summary of all ranks, and no warning about one process."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as summary:
+        rank, (error, _) = min(summary.failures.items())
+        if isinstance(error, ZeroError):
+            raise error from None
+        where = "" if written is None else f"writing {written}, {_room(written)}: "
+        raise CheckpointError(f"rank {rank}: {where}{type(error).__name__}: {error}") from error
+
+
+def _room(folder: Path) -> str:
+    """What is free there: torch's writer says of a full disk only that it is somewhere else than it thought."""
+    try:
+        return f"where {shutil.disk_usage(folder).free:,} bytes are free"
+    except OSError:
+        return "which cannot be opened"
+
+
+def _read(
+    folder: str | os.PathLike[str], view: ShardView, plan: Any, tile_numel: int, verify: bool
+) -> StreamingLoadPlanner:
+    reader = StreamingReader(Path(folder), verify=verify)
+
+    def checked(metadata: Metadata) -> Wanted:
+        if reader.failure is not None:
+            raise reader.failure
+        return plan(metadata)
+
+    planner = StreamingLoadPlanner(view, checked, tile_numel)
+    with _unwrapped():
+        dcp.load({}, storage_reader=reader, planner=planner, no_dist=view.ranks.size == 1)
+    return planner
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _contents(view: ShardView, names: Sequence[Named], *, with_optimizer: bool, tile_numel: int) -> Contents:
+    contents = Contents(view, [], {}, {}, tile_numel)
+    states = [s for s in view.store.state_names() if s != MASTER] if with_optimizer else []
+    for part in view.slices():
+        name = clean_name(part.name)
+        contents.sliced.append(Sliced(f"model.{name}", ("model", name), part, MASTER))
+        if view.handle.units[part.unit].groups[part.index] is not None:
+            for state in states:
+                path = ("optim", "state", name, state)
+                contents.sliced.append(Sliced(".".join(path), path, part, state))
+    for named in names:
+        if view.is_first and (named.is_whole or named.tensor.numel() == 0):  # an empty parameter is in nobody's slice
+            name = clean_name(named.name)
+            value = named.tensor if named.is_whole else torch.empty(named.tensor.shape)
+            contents.tensors[f"model.{name}"] = (("model", name), value)
+            if named.is_whole or not named.tensor.requires_grad or not with_optimizer:
+                continue
+            kept = dict.fromkeys(states, value) | dict.fromkeys(view.scalar_names, torch.zeros(()))
+            for state, empty in kept.items():
+                contents.tensors[f"optim.state.{name}.{state}"] = (("optim", "state", name, state), empty)
+    if with_optimizer:
+        for part, scalar, number in _scalars(view):
+            path = ("optim", "state", clean_name(part.name), scalar)
+            contents.tensors[".".join(path)] = (path, torch.tensor(number))
+        for name, step in steps_of(view).items():
+            path = ("optim", "state", name, "step")
+            contents.tensors[".".join(path)] = (path, torch.tensor(float(step)))
+        for i, group in enumerate(groups_of(view)):
+            for key, value in group.items():
+                entry = ("optim", "param_groups", str(i), key)
+                into: dict[str, Any] = contents.tensors if isinstance(value, Tensor) else contents.objects
+                into[".".join(entry)] = (entry, value)
+    return contents
+
+
+def _scalars(view: ShardView) -> Iterator[tuple[ShardSlice, str, float]]:
+    """The numbers besides the step count of this rank's slices, as torch has them before the first step too."""
+    for part in view.slices():
+        unit = view.handle.units[part.unit]
+        group = unit.groups[part.index]
+        if group is None:
+            continue
+        for name in view.scalar_names:
+            value = view.read_scalar(part, name) if unit.steps[part.index] else None
+            if value is None:
+                options = view.handle.optimizer.param_groups[group]
+                value = float(options["lr"]) if name == "eta" else 1.0  # ASGD; its mu and NAdam's mu_product
+            yield part, name, value
+
+
+def _run_state(view: ShardView, optimizer: Any, scheduler: Any, extra: Any) -> dict[str, Any]:
+    scale = view.handle.engine.loss_scale
+    return {
+        "format": FORMAT,
+        "world_size": view.ranks.size,
+        "step_count": view.handle.optimizer.step_count,
+        "groups": groups_of(view) if optimizer is not None else None,
+        "scheduler": scheduler.state_dict() if scheduler is not None else None,
+        "loss_scale": scale.state_dict() if scale is not None else None,
+        "extra": extra,
+    }
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if has_streams(device):
+        state["device"] = (device.type, torch.get_device_module(device).get_rng_state(device))
+    return state
+
+
+def _restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    kind, own = state.get("device") or ("cuda", state.get("cuda"))  # the key of older checkpoints
+    if own is not None and kind == device.type:  # another device's generator would not give the same numbers
+        torch.get_device_module(device).set_rng_state(own, device)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _restore_optimizer(
+    view: ShardView, optimizer: Any, step: int, steps: Mapping[str, int], options: Sequence[Mapping[str, Any]]
+) -> None:
+    optimizer.step_count = step
+    for unit in view.handle.units:
+        for k, slot in enumerate(unit.layout.slots):
+            unit.steps[k] = steps.get(slot.name, 0)
+    for live, saved in zip(optimizer.param_groups, options, strict=True):
+        live.update(saved)

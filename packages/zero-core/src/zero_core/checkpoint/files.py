@@ -1,0 +1,248 @@
+"""The files of a checkpoint: torch.distributed.checkpoint's format, one tensor alive at a time, complete or absent.
+
+Owns reading and writing; what is written and where it goes is `checkpoint_plan`'s. The stock writer keeps every tensor
+of a file until the file ends, its `finish` leaves a moment without a manifest, and the stock reader reads a stored
+chunk again for every box of it.
+
+[Note: complete or absent]
+Each save writes data files under names that no earlier save used, and only when all ranks have flushed theirs is the
+manifest (`.metadata`) renamed over the previous one. Killed at any moment, the folder holds the previous checkpoint
+whole, or the new one; stray data files are removed by the next save.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint import filesystem as _stock
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ..errors import CheckpointError
+
+__all__ = ["MANIFEST", "StreamingReader", "StreamingWriter"]
+
+MANIFEST = ".metadata"
+_SUFFIX = ".distcp"
+
+
+class StreamingWriter(FileSystemWriter):
+    """Writes one file a rank. aliases: further name -> name of a tensor that the manifest lists under both."""
+
+    def __init__(self, folder: Path, aliases: Mapping[str, str]) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        self._folder, self._aliases = folder, dict(aliases)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return plan
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Resolve, write and drop one item after another, in the plan's order."""
+        name = f"{plan.storage_data.prefix}{self.save_id}{_SUFFIX}"
+        path = self._folder / name
+        results = []
+        try:
+            with open(path, "xb") as file:
+                for item in plan.items:
+                    offset = file.tell()
+                    data = planner.resolve_data(item)
+                    if isinstance(data, io.BytesIO):
+                        file.write(data.getbuffer())
+                    else:
+                        torch.save(data, file)
+                    length = file.tell() - offset
+                    results.append(WriteResult(item.index, length, _stock._StorageInfo(name, offset, length)))
+                    del data
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise CheckpointError(f"{path} cannot be written: {error}; an earlier checkpoint there stands") from error
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Rename the manifest into place, then remove the data files that it does not list."""
+        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        for alias, name in self._aliases.items():
+            if name in metadata.state_dict_metadata and alias not in metadata.state_dict_metadata:
+                metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
+                for index in [index for index in stored if index.fqn == name]:
+                    stored[MetadataIndex(alias, index.offset, index.index)] = stored[index]
+        metadata.storage_data = stored
+        metadata.storage_meta = self.storage_meta()
+        if hasattr(metadata, "version"):
+            metadata.version = getattr(_stock, "CURRENT_DCP_VERSION", None)
+        temporary = self._folder / f"{MANIFEST}.tmp"
+        with open(temporary, "wb") as file:
+            pickle.dump(metadata, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._folder / MANIFEST)
+        directory = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+        kept = {cast(Any, info).relative_path for info in stored.values()}
+        for path in self._folder.glob(f"*{_SUFFIX}"):
+            if path.name not in kept:
+                path.unlink(missing_ok=True)
+
+
+class StreamingReader(FileSystemReader):
+    """Reads each stored tensor once, in file order, however many boxes of it are wanted.
+
+    A manifest that is absent or damaged, and files cut short, are found before anything is read; the error is kept in
+    `failure` for the planner to raise, where torch.distributed.checkpoint takes it to every rank.
+    """
+
+    def __init__(self, folder: Path, *, verify: bool) -> None:
+        super().__init__(folder)
+        self._folder, self._verify = folder, verify
+        self.failure: CheckpointError | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        try:
+            metadata = _read_manifest(self._folder)
+            _check_files(self._folder, metadata)
+        except CheckpointError as error:
+            self.failure = error
+            metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta())
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: dict[tuple[str, int], list[ReadItem]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            wanted.setdefault((info.relative_path, info.offset), []).append(item)
+        file, path = None, ""
+        try:
+            for (name, _), items in sorted(wanted.items(), key=lambda entry: entry[0]):
+                if name != path:
+                    if file is not None:
+                        file.close()
+                    file, path = open(self._folder / name, "rb"), name
+                self._read_one(file, items, planner)
+        finally:
+            if file is not None:
+                file.close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_one(self, file: Any, items: list[ReadItem], planner: LoadPlanner) -> None:
+        info = self.storage_data[items[0].storage_index]
+        stream: Any = _Slice(file, info.offset, info.length)
+        stream = self.transforms.transform_load_stream(items[0], info.transform_descriptors or (), stream)
+        if items[0].type == LoadItemType.BYTE_IO:
+            for item in items:
+                planner.load_bytes(item, io.BytesIO(stream.read(-1)))
+            return
+        if not stream.seekable():
+            stream = io.BytesIO(stream.read(-1))
+        try:
+            if self._verify:
+                _check_sums(stream)
+            stored = cast(Tensor, torch.load(stream, map_location="cpu", weights_only=True))
+        except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile) as error:
+            name = items[0].storage_index.fqn
+            raise CheckpointError(f"{self._folder / info.relative_path}: {name} is damaged: {error}") from error
+        for item in items:
+            values = stored
+            for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                values = values.narrow(dimension, start, length)
+            target = planner.resolve_tensor(item)
+            target.copy_(values)
+            planner.commit_tensor(item, target)
+
+
+class _Slice(io.RawIOBase):
+    """`length` bytes of a file from `start` on, as a file. The stock one does not find its own end."""
+
+    def __init__(self, file: Any, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._at)
+        count = int(self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)]))
+        self._at += count
+        return count
+
+
+def _check_sums(stream: Any) -> None:
+    """Raises zipfile.BadZipFile for a byte that is not as it was written. torch.save notes the sums, torch.load skips
+    them.
+    """
+    with zipfile.ZipFile(stream) as archive:
+        wrong = archive.testzip()
+    if wrong is not None:
+        raise zipfile.BadZipFile(f"the checksum of its {wrong.split('/', 1)[-1]} is not what was written")
+    stream.seek(0)
+
+
+def _read_manifest(folder: Path) -> Metadata:
+    path = folder / MANIFEST
+    try:
+        with open(path, "rb") as file:
+            metadata = pickle.load(file)
+    except FileNotFoundError as error:
+        found = sorted(p.name for p in folder.iterdir())[:4] if folder.is_dir() else "no such folder"
+        raise CheckpointError(
+            f"{folder} holds no complete checkpoint: {MANIFEST}, which is renamed into place last, is absent ({found})"
+        ) from error
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+    if not isinstance(metadata, Metadata) or metadata.storage_data is None:
+        raise CheckpointError(f"{path} is no manifest of torch.distributed.checkpoint")
+    return metadata
+
+
+def _check_files(folder: Path, metadata: Metadata) -> None:
+    """Every file is there and as long as the manifest says."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is not there; the manifest lists it: copy it anew")
+        size = path.stat().st_size
+        if size < end:
+            raise CheckpointError(f"{path} is cut short: {size} bytes, the manifest lists {end}: copy it anew")

@@ -1,0 +1,209 @@
+"""A checkpoint's names against a model's: what fits, what is missing, which of it this rank reads.
+
+Owns the comparison and its complaints. Reads no tensor and changes nothing.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ..building.keys import Named
+from ..errors import CheckpointError
+from .plan import Sliced, StreamingLoadPlanner, Wanted, shapes_of
+from .shards import MASTER, ShardSlice, ShardView, clean_name
+
+__all__ = ["FORMAT", "STATE", "Finder", "groups_of", "options_of", "steps_of", "unpickle"]
+
+STATE = "zero.state"
+FORMAT = 1
+
+
+class Finder:
+    """Finds a model's tensors among a checkpoint's. Every rank checks the whole model, so all raise or none does."""
+
+    def __init__(
+        self,
+        folder: Path,
+        view: ShardView,
+        names: Sequence[Named],
+        states: Sequence[str] | None,
+        strict: bool,
+        model_key: str,
+        optimizer_key: str,
+    ) -> None:
+        self._folder, self._view, self._names, self._states, self._strict = folder, view, names, states, strict
+        self._model = f"{model_key}." if model_key else ""
+        self._optimizer = f"{optimizer_key}." if optimizer_key else ""
+        self.found: dict[str, str] = {}  # name in the model -> name in the checkpoint
+        self._state_name: dict[str, str] = {}  # name in the model -> the prefix of its states' names
+
+    def small(self, metadata: Metadata) -> Wanted:
+        """Check the checkpoint against the model; ask for its small tensors and objects."""
+        shapes, everything = shapes_of(metadata), metadata.state_dict_metadata
+        missing, mismatched, used = self._match(shapes)
+        tensors = [self.found[n.name] for n in self._names if n.is_whole and n.name in self.found]
+        unknown: list[str] = []
+        if self._states is not None:
+            absent, unknown = self._match_states(shapes)
+            missing += absent
+            numbers = ("step", *self._view.scalar_names)
+            tensors += [f"{p}.{s}" for p in self._state_name.values() for s in numbers if f"{p}.{s}" in shapes]
+        mine = [n for n in shapes if n.startswith(self._model) and not (self._model == "" and self._foreign(n))]
+        unexpected = [n for n in mine if n not in used]
+        complaints = [f"shapes differ: {_some(mismatched)}"] if mismatched else []
+        if self._strict:
+            complaints += [f"missing from the checkpoint: {_some(missing)}"] if missing else []
+            complaints += [f"not in the model: {_some(unexpected)}"] if unexpected else []
+            complaints += [f"states that this optimizer does not keep: {_some(unknown)}"] if unknown else []
+        if complaints:
+            raise CheckpointError(
+                f"{self._folder} is of another model: {' | '.join(complaints)}{self._way_out(shapes)}"
+            )
+        rng = f"zero.rng.{self._view.ranks.rank}"
+        groups = [n for n in everything if n.startswith(f"{self._optimizer}param_groups.") and n not in shapes]
+        return Wanted((), tensors, [n for n in (STATE, rng) if n in everything] + groups)
+
+    def _foreign(self, name: str) -> bool:
+        return name.startswith((self._optimizer or "optim.", "zero."))
+
+    def _way_out(self, shapes: Mapping[str, Any]) -> str:
+        if self.found or not shapes:
+            return ""
+        keys = sorted({name.split(".")[0] for name in shapes})
+        return f"; its names begin with {', '.join(keys[:5])}: pass model_key= and optimizer_key="
+
+    def _match(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[str], list[str], set[str]]:
+        missing, mismatched, used = [], [], set()
+        for named in self._names:
+            candidates = [self._model + clean_name(n) for n in named.names]
+            present = [c for c in candidates if c in shapes]
+            used.update(present)
+            if not present:
+                missing.append(candidates[0])
+            elif shapes[present[0]] != tuple(named.tensor.shape):
+                mismatched.append(f"{present[0]}: saved {shapes[present[0]]}, model {tuple(named.tensor.shape)}")
+            else:
+                self.found[named.name] = present[0]
+        return missing, mismatched, used
+
+    def _match_states(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[str], list[str]]:
+        """Where each parameter's states are; names of states absent while others are there, and of those unknown."""
+        missing: list[str] = []
+        unknown: list[str] = []
+        assert self._states is not None
+        wanted = (*self._states, *self._view.scalar_names)
+        saved: dict[str, list[str]] = {}
+        for fqn in shapes:
+            prefix, _, state = fqn.rpartition(".")
+            saved.setdefault(prefix, []).append(state)
+        trained = set(steps_of(self._view))
+        for named in self._names:
+            if named.is_whole or clean_name(named.name) not in trained:
+                continue
+            for name in named.names:
+                prefix = f"{self._optimizer}state.{clean_name(name)}"
+                held = saved.get(prefix, [])
+                unknown += [f"{prefix}.{s}" for s in held if s not in wanted and s != "step"]
+                if "step" in held or any(s in held for s in wanted):
+                    missing += [f"{prefix}.{s}" for s in wanted if s not in held and named.tensor.numel()]
+                    self._state_name[named.name] = prefix
+                    break
+        if trained and self._states and not self._state_name:
+            missing.append(f"{self._optimizer}state.* (it was saved without its optimizer; load it without one)")
+        return missing, unknown
+
+    def decode(self, small: StreamingLoadPlanner) -> tuple[dict[str, Any], dict[str, int]]:
+        """Our own record of the run ({} if there is none), and the steps that each parameter had taken."""
+        run = unpickle(small.objects[STATE]) if STATE in small.objects else {}
+        if run and run["format"] > FORMAT:
+            raise CheckpointError(f"{self._folder} has format {run['format']}; this zero-core reads up to {FORMAT}")
+        steps = {}
+        for name, prefix in self._state_name.items():
+            step = small.tensors.get(f"{prefix}.step")
+            steps[name] = 1 if step is None else int(step)  # SGD has states and counts no steps
+        return run, steps
+
+    def scalars(self, small: StreamingLoadPlanner, steps: Mapping[str, int]) -> Iterator[tuple[ShardSlice, str, float]]:
+        """This rank's slices of parameters that have stepped, with the numbers saved of them besides the step."""
+        for part in self._view.slices():
+            if steps.get(part.name):
+                for name in self._view.scalar_names:
+                    value = small.tensors.get(f"{self._state_name[part.name]}.{name}")
+                    if value is not None:
+                        yield part, name, float(value)
+
+    def slices(self, metadata: Metadata, steps: Mapping[str, int]) -> list[Sliced]:
+        """What this rank reads. States of a parameter that never stepped are left out: its optimizer makes them."""
+        wanted = []
+        for part in self._view.slices():
+            fqn = self.found.get(part.name)
+            if fqn is not None:
+                wanted.append(Sliced(fqn, (), part, MASTER))
+            unit = self._view.handle.units[part.unit]
+            if part.name in self._state_name and (steps[part.name] or unit.steps[part.index]):
+                prefix = self._state_name[part.name]
+                fqns = {s: f"{prefix}.{s}" for s in self._states or ()}
+                wanted += [Sliced(f, (), part, s) for s, f in fqns.items() if f in metadata.state_dict_metadata]
+        return wanted
+
+    def foreign_groups(self, small: StreamingLoadPlanner) -> list[dict[str, Any]]:
+        """The groups that another library saved, "PREFIX.param_groups.I.KEY" each."""
+        groups: dict[int, dict[str, Any]] = {}
+        start = f"{self._optimizer}param_groups."
+        for fqn, data in small.objects.items():
+            index, _, key = fqn[len(start) :].partition(".")
+            if fqn.startswith(start) and index.isdigit():
+                groups.setdefault(int(index), {})[key] = unpickle(data)
+        return [groups[i] for i in sorted(groups)]
+
+
+def steps_of(view: ShardView) -> dict[str, int]:
+    """Steps that each optimized parameter has taken."""
+    return {
+        clean_name(slot.name): unit.steps[k]
+        for unit in view.handle.units
+        for k, slot in enumerate(unit.layout.slots)
+        if unit.groups[k] is not None
+    }
+
+
+def groups_of(view: ShardView) -> list[dict[str, Any]]:
+    """The optimizer's groups, parameters by name."""
+    by_id = {
+        id(p): clean_name(s.name) for u in view.handle.units for p, s in zip(u.parameters, u.layout.slots, strict=True)
+    }
+    return [
+        {k: v for k, v in group.items() if k != "params"} | {"params": [by_id[id(p)] for p in group["params"]]}
+        for group in view.handle.optimizer.param_groups
+    ]
+
+
+def options_of(view: ShardView, saved: list[dict[str, Any]] | None, *, strict: bool) -> list[dict[str, Any]]:
+    """For each live group the options that the checkpoint has for the same parameters; {} to leave it as it is."""
+    by_members = {frozenset(group.get("params", ())): group for group in saved or ()}
+    found = []
+    for group in groups_of(view):
+        options = by_members.get(frozenset(group["params"]), {})
+        if strict and saved is not None and not options:
+            raise CheckpointError(
+                f"no group of the checkpoint has the {len(group['params'])} parameters {_some(group['params'])}: build "
+                "the optimizer with the groups it was saved with"
+            )
+        found.append({k: v for k, v in options.items() if k != "params"})
+    return found
+
+
+def unpickle(stream: io.BytesIO) -> Any:
+    stream.seek(0)
+    return torch.load(stream, map_location="cpu", weights_only=False)
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

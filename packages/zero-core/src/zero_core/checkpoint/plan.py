@@ -1,0 +1,245 @@
+"""What a checkpoint holds of a sharded model, and how its pieces find their way back. Planners, no files.
+
+Owns names and boxes: parameters are "model.NAME" (the fp32 master), states "optim.state.NAME.exp_avg" and so on, as
+`torch.distributed.checkpoint.state_dict` names them, so FSDP2 and plain models load them. A rank's slice of a parameter
+is cut into n-dimensional boxes of at most a tile; one box is alive at a time, in either direction.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, LoadPlan, LoadPlanner, SavePlan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ..errors import CheckpointError
+from ..layout import Box, boxes
+from ..store import CHUNK_NUMEL
+from .shards import ShardSlice, ShardView
+
+__all__ = ["TILE_NUMEL", "Contents", "Sliced", "StreamingLoadPlanner", "StreamingSavePlanner", "tile_boxes"]
+
+TILE_NUMEL = 4 * CHUNK_NUMEL
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """This rank's slice of one parameter's master or state, under the name that the checkpoint has for it."""
+
+    fqn: str
+    path: tuple[str, ...]  # the same as nested keys
+    part: ShardSlice
+    state: str
+
+
+@dataclass
+class Contents:
+    """Everything one rank writes. Tensors and objects that several ranks list are written by one of them."""
+
+    view: ShardView
+    sliced: list[Sliced]
+    tensors: dict[str, tuple[tuple[str, ...], Tensor]]  # fqn -> path, small whole tensors: buffers, steps
+    objects: dict[str, tuple[tuple[str, ...], Any]]
+    tile_numel: int = TILE_NUMEL
+
+
+def tile_boxes(shape: Sequence[int], start: int, stop: int, tile_numel: int) -> Iterator[Box]:
+    """Cut [start, stop) of a row-major tensor into boxes of at most `tile_numel` elements, each contiguous in it."""
+    for box in boxes(shape, start, stop):
+        if box.numel <= tile_numel:
+            yield box
+            continue
+        cut = next(d for d, size in enumerate(box.sizes) if size > 1)
+        inner = box.numel // box.sizes[cut]
+        if inner > tile_numel:  # not even one row: row by row, each along its next dimension
+            for row in range(box.sizes[cut]):
+                begin = box.start + row * inner
+                yield from tile_boxes(shape, begin, begin + inner, tile_numel)
+            continue
+        step = tile_numel // inner
+        for first in range(0, box.sizes[cut], step):
+            size = min(step, box.sizes[cut] - first)
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[cut] += first
+            sizes[cut] = size
+            yield Box(tuple(offsets), tuple(sizes), box.start + first * inner)
+
+
+class StreamingSavePlanner(DefaultSavePlanner):
+    """Plans boxes; reads each from the store when the writer asks for it."""
+
+    def __init__(self, contents: Contents) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._contents = contents
+        self._boxes: dict[tuple[str, tuple[int, ...]], tuple[Sliced, Box]] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        contents = self._contents
+        items = [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO) for fqn in contents.objects]
+        for fqn, (_, tensor) in contents.tensors.items():
+            offsets = (0,) * tensor.dim()
+            items.append(_write_item(fqn, offsets, tuple(tensor.shape), tensor.shape, tensor.dtype, whole=True))
+        for sliced in contents.sliced:
+            part = sliced.part
+            for box in tile_boxes(part.shape, part.start, part.stop, contents.tile_numel):
+                self._boxes[sliced.fqn, box.offsets] = (sliced, box)
+                items.append(_write_item(sliced.fqn, box.offsets, box.sizes, part.shape, torch.float32, whole=False))
+        paths = {sliced.fqn: sliced.path for sliced in contents.sliced}
+        paths |= {fqn: path for fqn, (path, _) in (*contents.tensors.items(), *contents.objects.items())}
+        self.plan = SavePlan(items, planner_data=paths)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = {fqn: path for plan in all_plans for fqn, path in plan.planner_data.items()}
+        return plans, metadata
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        fqn, offset = write_item.index.fqn, write_item.index.offset
+        if write_item.type == WriteItemType.BYTE_IO:
+            stream = io.BytesIO()
+            torch.save(self._contents.objects[fqn][1], stream)
+            return stream
+        if write_item.type == WriteItemType.TENSOR:
+            return self._contents.tensors[fqn][1].detach().cpu().contiguous().clone()
+        assert offset is not None
+        sliced, box = self._boxes[fqn, tuple(offset)]
+        values = self._contents.view.read(sliced.part, sliced.state, box.start, box.start + box.numel)
+        return values.view(box.sizes)
+
+
+def _write_item(
+    fqn: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int], dtype: torch.dtype, *, whole: bool
+) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(shape))
+    kind = WriteItemType.TENSOR if whole else WriteItemType.SHARD
+    return WriteItem(MetadataIndex(fqn, torch.Size(offsets)), kind, tensor_data=data)
+
+
+class StreamingLoadPlanner(LoadPlanner):
+    """Plans the boxes that this rank holds; writes each into the store as soon as it is read.
+
+    plan: given the checkpoint's metadata, says what to read; raises CheckpointError where it does not fit the model, or
+    where the reader found the files damaged. `tensors` and `objects` hold what was asked for, when loading is done.
+    """
+
+    def __init__(self, view: ShardView, plan: Callable[[Metadata], Wanted], tile_numel: int = TILE_NUMEL) -> None:
+        self._view, self._plan_wanted, self._tile_numel = view, plan, tile_numel
+        self._boxes: dict[tuple[str, tuple[int, ...]], tuple[Sliced, Box]] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.objects: dict[str, Any] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        wanted = self._plan_wanted(self._metadata)
+        stored = self._metadata.state_dict_metadata
+        items: list[ReadItem] = []
+        for sliced in wanted.sliced:
+            items += self._items_of(sliced, stored[sliced.fqn])
+        for fqn in wanted.tensors:
+            entry = stored[fqn]
+            assert isinstance(entry, TensorStorageMetadata)
+            self.tensors[fqn] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            chunk = ChunkStorageMetadata(torch.Size((0,) * len(entry.size)), entry.size)
+            items += create_read_items_for_chunk_list(fqn, entry, [chunk])
+        for fqn in wanted.objects:
+            assert isinstance(stored[fqn], BytesStorageMetadata)
+            index, nothing = MetadataIndex(fqn), torch.Size((0,))
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+        return LoadPlan(items)
+
+    def _items_of(self, sliced: Sliced, entry: Any) -> list[ReadItem]:
+        part = sliced.part
+        wanted = list(tile_boxes(part.shape, part.start, part.stop, self._tile_numel))
+        for box in wanted:
+            self._boxes[sliced.fqn, box.offsets] = (sliced, box)
+        chunks = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in wanted]
+        items = create_read_items_for_chunk_list(sliced.fqn, entry, chunks)
+        found = sum(math.prod(item.lengths) for item in items)
+        if found != part.stop - part.start:
+            raise CheckpointError(
+                f"{sliced.fqn}: elements [{part.start}, {part.stop}) are wanted, the checkpoint's boxes hold {found} "
+                "of them: it was not written by all ranks"
+            )
+        return items
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.objects[read_item.dest_index.fqn] = value
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Memory for one item: a new fp32 box, or the part of a whole tensor that it fills."""
+        whole = self.tensors.get(read_item.dest_index.fqn)
+        if whole is None:
+            return torch.empty(read_item.lengths, dtype=torch.float32)
+        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            whole = whole.narrow(dimension, start, length)
+        return whole
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        index = read_item.dest_index
+        if index.fqn in self.tensors:
+            return
+        assert index.offset is not None
+        sliced, box = self._boxes[index.fqn, tuple(index.offset)]
+        start = _run_start(box, read_item.dest_offsets, read_item.lengths)
+        if start is not None:
+            self._view.write(sliced.part, sliced.state, start, tensor.reshape(-1))
+            return
+        # A box cut across its rows, as tensor parallelism does: read, patch, write back, still one box alive.
+        whole = self._view.read(sliced.part, sliced.state, box.start, box.start + box.numel).view(box.sizes)
+        target = whole
+        for dimension, (first, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dimension, first, length)
+        target.copy_(tensor)
+        self._view.write(sliced.part, sliced.state, box.start, whole.reshape(-1))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to read of a checkpoint."""
+
+    sliced: Sequence[Sliced]
+    tensors: Sequence[str]
+    objects: Sequence[str]
+
+
+def _run_start(box: Box, offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
+    """Where in the row-major parameter a part of `box` begins, if it is one contiguous run; else None."""
+    strides = [math.prod(box.sizes[d + 1 :]) for d in range(len(box.sizes))]
+    varying = [d for d, length in enumerate(lengths) if length > 1]
+    if varying and any(lengths[d] != box.sizes[d] for d in range(varying[0] + 1, len(lengths))):
+        return None
+    return box.start + sum(o * s for o, s in zip(offsets, strides, strict=True))
+
+
+def shapes_of(metadata: Metadata) -> Mapping[str, tuple[int, ...]]:
+    """The tensors of a checkpoint by name, without its objects."""
+    entries = metadata.state_dict_metadata.items()
+    return {fqn: tuple(entry.size) for fqn, entry in entries if isinstance(entry, TensorStorageMetadata)}

@@ -1,0 +1,250 @@
+"""Hugging Face weights: into a model, sharded, deferred or plain, and out of it again.
+
+Owns what is read and written by which rank; names are `keys`'s, bytes `safetensors`'s. Every rank reads only its own
+slices, one read each, and writes only them, so no rank ever holds more than a tile of a sharded parameter.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..building.deferred import recording_of
+from ..building.init import Initialiser
+from ..building.keys import Named, Part, match, named_tensors, whole_tensors
+from ..errors import PretrainedError
+from .safetensors import INDEX_NAME, SINGLE_NAME, Entry, Reader, Writer, open_index
+from .shards import ShardView, view_of
+
+__all__ = ["PretrainedReport", "load_pretrained", "save_pretrained"]
+
+_TILE_NUMEL = 1 << 22
+_Kind = tuple[torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class PretrainedReport:
+    """What load_pretrained did. `missing` keep the values they had; `unexpected` were not read."""
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()  # (other name, first name): one parameter
+    read_bytes: int = 0  # by this rank, so far: a deferred model's weights are read by shard()
+
+
+class _FileValues:
+    """A parameter laid end to end from parts of file tensors. Fills `deferred.Source`."""
+
+    def __init__(self, reader: Reader, parts: Sequence[Part], entries: Mapping[str, Entry]) -> None:
+        self._reader, self._parts, self._entries = reader, parts, entries
+        self._starts, total = [], 0
+        for part in parts:
+            self._starts.append(total)
+            total += part.numel
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the row-major parameter, in the file's dtype."""
+        pieces = []
+        at = max(bisect.bisect_right(self._starts, start) - 1, 0)
+        while at < len(self._parts) and self._starts[at] < stop:
+            part, begin = self._parts[at], self._starts[at]
+            low, high = max(start - begin, 0), min(stop - begin, part.numel)
+            if low < high:
+                pieces.append(self._reader.read(self._entries[part.name], part.start + low, part.start + high))
+            at += 1
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces) if pieces else torch.empty(0)
+
+
+def load_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    rename: Callable[[str], str] | None = None,
+) -> PretrainedReport:
+    """Load safetensors weights (a folder, sharded or not, or one file) into the model, in place.
+
+    - After `shard`: every rank reads its slices and writes them into its store, tile by tile.
+    - Built in `deferred_init`, before `shard`: nothing is read yet but buffers; `shard` reads each rank's slices.
+    - Plain: parameters are filled.
+
+    Values are converted to the parameter's dtype, into the fp32 master where there is one. rename: from a name in the
+    model to the file's, where they differ. Ties, base-model prefixes, tiled linears and fused experts need none.
+    Raises PretrainedError naming every mismatched shape and, if `strict`, every missing and unexpected name.
+    """
+    index = open_index(folder)
+    found = match(model, {name: entry.shape for name, entry in index.entries.items()}, rename)
+    complaints = [f"shapes differ: {'; '.join(found.mismatched)}"] if found.mismatched else []
+    if strict:
+        complaints += [f"missing from the files: {', '.join(found.missing)}"] if found.missing else []
+        complaints += [f"not in the model: {', '.join(found.unexpected)}"] if found.unexpected else []
+    if complaints:
+        way_out = "" if found.mismatched else "; pass rename= where names differ, or strict=False to go on without"
+        raise PretrainedError(f"{index.folder} does not fit {type(model).__name__}: {' | '.join(complaints)}{way_out}")
+    tensors = named_tensors(model)
+    reader = Reader()
+    values = {name: _FileValues(reader, parts, index.entries) for name, parts in found.parts.items()}
+    _fill(model, tensors, values)
+    ties = tuple((alias, t.name) for t in tensors if not t.is_buffer for alias in t.aliases)
+    return PretrainedReport(tuple(found.parts), found.missing, found.unexpected, ties, reader.read_bytes)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, tensors: Sequence[Named], values: Mapping[str, _FileValues]) -> None:
+    view = view_of(model)
+    owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
+    for named in tensors:
+        source, tensor = values.get(named.name), named.tensor
+        if source is None or (view is not None and not named.is_buffer):
+            continue
+        if not tensor.is_meta:
+            _copy(tensor, source)
+            continue
+        recording = recording_of(owners[id(tensor)])
+        if recording is None or not recording.knows(tensor):
+            raise PretrainedError(f"{named.name} is on the meta device; build the model in zero_core.deferred_init()")
+        recording.attach(tensor, source)
+    if view is not None:
+        view.overwriting(values)
+        for slice_ in view.slices():
+            source = values.get(slice_.name)
+            if source is not None:
+                for start, stop in _tiles(slice_.start, slice_.stop):
+                    view.write(slice_, "master", start, source.read(start, stop).float())
+
+
+def _copy(tensor: Tensor, source: _FileValues) -> None:
+    if not tensor.is_contiguous():
+        tensor.copy_(source.read(0, tensor.numel()).view(tensor.shape))
+        return
+    flat = tensor.detach().view(-1)
+    for start, stop in _tiles(0, flat.numel()):
+        flat[start:stop].copy_(source.read(start, stop))
+
+
+def _tiles(start: int, stop: int) -> list[tuple[int, int]]:
+    return [(at, min(at + _TILE_NUMEL, stop)) for at in range(start, stop, _TILE_NUMEL)]
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 << 30,
+) -> None:
+    """Write the model's weights as safetensors that `transformers` loads, with its config where it has one.
+
+    A collective where the model is sharded: the folder is one that every rank sees; each writes its own slices. Tied
+    parameters are written once, tiled linears whole. dtype: of the floating-point tensors; each parameter's own by
+    default. Files appear under their final names when they are complete, the index last.
+    """
+    folder, view = Path(folder), view_of(model)
+    files = _plan_files(model, dtype, max_file_bytes)
+    first = view is None or view.is_first
+    if first:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, tensors in files.items():
+            Writer(folder / f"{name}.partial", tensors).close()
+    if view is not None:
+        view.meet("save_pretrained")
+    writers = {name: Writer(folder / f"{name}.partial", tensors, create=False) for name, tensors in files.items()}
+    by_tensor = {tensor: writers[name] for name, tensors in files.items() for tensor in tensors}
+    try:
+        _write_values(model, view, by_tensor)
+    finally:
+        for writer in writers.values():
+            writer.close()
+    if view is not None:
+        view.meet("save_pretrained")
+    if first:
+        _publish(model, folder, files)
+    if view is not None:
+        view.meet("save_pretrained")
+
+
+def _plan_files(model: nn.Module, dtype: torch.dtype | None, max_file_bytes: int) -> dict[str, dict[str, _Kind]]:
+    """File names with their tensors, filled in the model's order up to `max_file_bytes` each."""
+    tensors: dict[str, _Kind] = {}
+    for parts, shape, own in whole_tensors(model).values():
+        tensors.setdefault(parts[0].name, (dtype if dtype is not None and own.is_floating_point else own, shape))
+    groups: list[dict[str, _Kind]] = [{}]
+    filled = 0
+    for name, (kind, shape) in tensors.items():
+        nbytes = torch.Size(shape).numel() * kind.itemsize
+        if groups[-1] and filled + nbytes > max_file_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = (kind, shape)
+        filled += nbytes
+    if len(groups) == 1:
+        return {SINGLE_NAME: groups[0]}
+    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+
+
+@torch.no_grad()
+def _write_values(model: nn.Module, view: ShardView | None, writers: Mapping[str, Writer]) -> None:
+    written = whole_tensors(model)
+    first = view is None or view.is_first
+
+    def put(name: str, start: int, values: Tensor) -> None:
+        """Elements of the parameter `name` from `start` on, to wherever they lie in the files."""
+        begin = 0
+        for part in written[name][0]:
+            low, high = max(start - begin, 0), min(start + values.numel() - begin, part.numel)
+            if low < high:
+                writers[part.name].write(
+                    part.name, part.start + low, values[begin + low - start : begin + high - start]
+                )
+            begin += part.numel
+
+    initialiser = Initialiser(model) if view is None else None
+    for named in named_tensors(model):
+        if named.is_buffer and first:
+            put(named.name, 0, named.tensor.detach().reshape(-1))
+        elif not named.is_buffer and initialiser is not None:
+            assert isinstance(named.tensor, nn.Parameter)
+            put(named.name, 0, initialiser.values(named.tensor).reshape(-1))
+    if view is not None and view.writes:
+        for slice_ in view.slices():
+            for start, stop in _tiles(slice_.start, slice_.stop):
+                put(slice_.name, start, view.parameter_values(slice_, start, stop))
+
+
+def _publish(model: nn.Module, folder: Path, files: Mapping[str, Mapping[str, _Kind]]) -> None:
+    """Give the files their names, drop those of an earlier save, write the index and the config."""
+    for stale in (*folder.glob("model-*-of-*.safetensors"), folder / INDEX_NAME, folder / SINGLE_NAME):
+        if stale.name not in files:
+            stale.unlink(missing_ok=True)
+    for name in files:
+        os.replace(folder / f"{name}.partial", folder / name)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config = copy.deepcopy(config)
+        config.architectures = [type(model).__name__]
+        kinds = {kind for tensors in files.values() for kind, _ in tensors.values() if kind.is_floating_point}
+        if len(kinds) == 1:  # what from_pretrained builds the model in
+            setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", kinds.pop())
+        config.save_pretrained(folder)
+        generation: Any = getattr(model, "generation_config", None)
+        if hasattr(generation, "save_pretrained"):
+            generation.save_pretrained(folder)
+    if len(files) > 1:
+        total = sum(torch.Size(s).numel() * d.itemsize for ts in files.values() for d, s in ts.values())
+        weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+        temporary = folder / f"{INDEX_NAME}.partial"
+        temporary.write_text(text)
+        os.replace(temporary, folder / INDEX_NAME)

@@ -1,0 +1,257 @@
+"""The safetensors format: headers, slices read straight into a buffer, files written in parts by several ranks.
+
+Owns bytes and their checks; which parameter a tensor belongs to is `pretrained`'s. Format: 8 bytes of little-endian
+header length, a JSON header {name: {dtype, shape, data_offsets}}, then the tensors, row-major, without gaps
+(https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import math
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PretrainedError
+
+__all__ = ["DTYPES", "Entry", "Index", "Reader", "Writer", "layout_entries", "memory_of", "open_index"]
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_HEADER_LIMIT_BYTES = 100 << 20  # the reference implementation's own limit
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of one file. `start_bytes` is absolute in the file."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start_bytes: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Index:
+    """Every tensor of a folder, by name."""
+
+    folder: Path
+    entries: Mapping[str, Entry]
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    nbytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B") if nbytes else memoryview(b"")
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of one file. Raises PretrainedError where the header does not fit the file."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(size - 8, _HEADER_LIMIT_BYTES):
+            raise PretrainedError(
+                f"{path} is no safetensors file, or is cut short: {size} bytes, of which the header wants {length}"
+            )
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+            entries = {n: _entry(path, n, e, 8 + length) for n, e in header.items() if n != "__metadata__"}
+        except (ValueError, KeyError, TypeError) as error:
+            raise PretrainedError(f"{path}: the header is damaged: {error}") from error
+    for name, entry in entries.items():
+        if entry.start_bytes + entry.nbytes > size:
+            wanted = entry.start_bytes + entry.nbytes
+            raise PretrainedError(
+                f"{path} is cut short: {name} ends at byte {wanted}, the file at {size}; fetch it again"
+            )
+    return entries
+
+
+def _entry(path: Path, name: str, fields: Mapping[str, Any], data_start: int) -> Entry:
+    begin, end = fields["data_offsets"]
+    if fields["dtype"] not in DTYPES:
+        raise PretrainedError(f"{path}: {name} has dtype {fields['dtype']}; readable are {', '.join(DTYPES)}")
+    entry = Entry(path, DTYPES[fields["dtype"]], tuple(fields["shape"]), data_start + begin)
+    if begin < 0 or end - begin != entry.nbytes:
+        raise ValueError(f"{name}: shape {entry.shape} is {entry.nbytes} bytes, data_offsets span {end - begin}")
+    return entry
+
+
+def open_index(folder: str | os.PathLike[str]) -> Index:
+    """All tensors of a Hugging Face folder: model.safetensors, its sharded index, or any *.safetensors; or one file.
+
+    Raises PretrainedError naming files that the index wants and the folder lacks, and tensors its files do not hold.
+    """
+    folder = Path(folder)
+    if folder.is_file():
+        return Index(folder.parent, read_header(folder))
+    index_path = folder / INDEX_NAME
+    if index_path.is_file():
+        weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
+        absent = [f for f in files if Path(f).name != f or not (folder / f).is_file()]
+        if absent:
+            raise PretrainedError(f"{index_path} names files that are not in the folder: {', '.join(absent)}")
+        headers = {f: read_header(folder / f) for f in files}
+        lost = [n for n, f in weight_map.items() if n not in headers[f]]
+        if lost:
+            raise PretrainedError(f"{index_path} promises tensors that its files lack: {', '.join(lost[:8])}")
+        return Index(folder, {n: headers[f][n] for n, f in weight_map.items()})
+    single = folder / SINGLE_NAME
+    paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not paths:
+        found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
+        raise PretrainedError(f"{folder} holds no *.safetensors ({found}); save the model with safe_serialization")
+    merged: dict[str, Entry] = {}
+    for path in paths:
+        for name, entry in read_header(path).items():
+            if name in merged:
+                raise PretrainedError(
+                    f"{name} is both in {merged[name].path.name} and in {path.name}, without an index"
+                )
+            merged[name] = entry
+    return Index(folder, merged)
+
+
+class Reader:
+    """Open files of an index; every read is one `readinto` of exactly the bytes asked for."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, io.FileIO] = {}
+        self._finalizer = weakref.finalize(self, _close_all, self._files)  # a deferred model's reader has no `with`
+        self.read_bytes = 0  # so far, headers apart
+
+    def read(self, entry: Entry, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the row-major tensor, (stop - start,) in the file's dtype, on the CPU."""
+        if not 0 <= start <= stop <= entry.numel:
+            raise ValueError(f"range [{start}, {stop}) of {entry.numel} elements")
+        values = torch.empty(stop - start, dtype=entry.dtype)
+        buffer = memory_of(values)
+        if entry.path not in self._files:
+            self._files[entry.path] = open(entry.path, "rb", buffering=0)
+        file, done = self._files[entry.path], 0
+        file.seek(entry.start_bytes + start * entry.dtype.itemsize)
+        while done < len(buffer):  # once, but for a read interrupted or above the kernel's 2 GiB
+            got = file.readinto(buffer[done:])
+            if not got:
+                raise PretrainedError(
+                    f"{entry.path} ended at byte {file.tell()} while elements [{start}, {stop}) were read: "
+                    f"wanted {len(buffer)} bytes, got {done}"
+                )
+            done += got
+        self.read_bytes += done
+        return values
+
+    def close(self) -> None:
+        _close_all(self._files)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _close_all(files: dict[Path, io.FileIO]) -> None:
+    for file in files.values():
+        file.close()
+    files.clear()
+
+
+def layout_entries(
+    path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> tuple[bytes, dict[str, Entry]]:
+    """The header of a new file, and where each tensor (dtype, shape) will lie: the first at a multiple of 64 bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, shape) in tensors.items():
+        if dtype not in _CODES:
+            raise PretrainedError(f"{name} has dtype {dtype}, which safetensors files cannot hold")
+        nbytes = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    data_start = 8 + len(text)
+    entries = {n: _entry(path, n, header[n], data_start) for n in tensors}
+    return len(text).to_bytes(8, "little") + text, entries
+
+
+class Writer:
+    """One new file, written in any order by any number of processes that share the filesystem.
+
+    create=True, on one of them: writes the header and sets the size. The others open it after that.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, create: bool = True
+    ) -> None:
+        header, self.entries = layout_entries(path, tensors)
+        flags = os.O_WRONLY | (os.O_CREAT | os.O_TRUNC if create else 0)
+        self.path = path
+        self._descriptor = os.open(path, flags, 0o644)
+        if create:
+            self._write(memoryview(header), 0)
+            end = max((e.start_bytes + e.nbytes for e in self.entries.values()), default=len(header))
+            os.ftruncate(self._descriptor, end)
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Elements [start, start + len(values)) of the tensor; converted to its dtype."""
+        entry = self.entries[name]
+        values = values.detach().reshape(-1).to(device="cpu", dtype=entry.dtype).contiguous()
+        if start + values.numel() > entry.numel:
+            raise ValueError(f"{name}: elements [{start}, {start + values.numel()}) of {entry.numel}")
+        self._write(memory_of(values), entry.start_bytes + start * entry.dtype.itemsize)
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._descriptor, data[done:], offset + done)
+
+    def close(self) -> None:
+        """Flush to the disk and close."""
+        if self._descriptor >= 0:
+            os.fsync(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,151 @@
+"""A rank that waits for others long says so: in which call, for which unit, from which line. Ranks that crossed raise.
+
+Owns the one thread that looks at the clock, and what ranks write into the process group's store for each other.
+
+[Note: crossing ranks]
+Every rank numbers its collectives. One that has waited `SECONDS` logs a warning, writes its last calls into the store,
+and from then on reads what others wrote. Where two ranks' n-th calls differ neither can go on: it makes gloo fail its
+connections, which ends this rank's wait and the others', and each raises the two calls by name. Nothing is written or
+read before that, so a collective pays for a dictionary entry and a tuple.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import count
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["SECONDS", "Patience"]
+
+SECONDS = 5.0  # until a wait is told; a rank may take longer, which is why it is only told
+_LOG = logging.getLogger("zero_core")
+_KEPT = 1024  # calls that are compared: a few steps of a large model
+_TAG = (1 << 30) + 1  # of a message that nobody sends
+_OWN = (
+    os.path.dirname(torch.__file__),
+    os.path.dirname(os.path.dirname(__file__)),
+    contextmanager.__code__.co_filename,
+)
+_numbers = count()  # meshes are made in the same order on every rank
+_waits: dict[int, tuple[float, Patience, str, str]] = {}  # thread -> since when, whose, collective, unit
+_watcher: threading.Thread | None = None
+
+
+class Patience:
+    """Of one mesh. `break_off` fails the waits of this rank, and with them the others'."""
+
+    def __init__(self, rank: int, size: int, break_off: Callable[[], None]) -> None:
+        self._rank, self._size, self._break_off = rank, size, break_off
+        self._key = f"zero_core/{next(_numbers)}" if size > 1 else ""
+        self._calls: deque[tuple[str, str]] = deque(maxlen=_KEPT)
+        self._count = 0  # collectives called so far
+        self._told: Any = None
+
+    def called(self, collective: str, unit: str) -> None:
+        """One more collective, which every rank must call as its next."""
+        self._calls.append((collective, unit))
+        self._count += 1
+
+    @contextmanager
+    def waiting(self, collective: str, unit: str) -> Iterator[None]:
+        """What is inside may wait for other ranks."""
+        _start_watching()
+        thread = threading.get_ident()
+        _waits[thread] = (time.monotonic(), self, collective, unit)
+        try:
+            yield
+        finally:
+            del _waits[thread]
+
+    def crossing(self) -> str | None:
+        """The first call in which this rank and another one differ, as far as the others have written theirs."""
+        mine = dict(enumerate(self._calls, self._count - len(self._calls)))
+        store = dist.distributed_c10d._get_default_store()
+        for rank in range(self._size):
+            key = f"{self._key}/{rank}"
+            if rank == self._rank or not store.check([key]):
+                continue
+            first, calls = json.loads(store.get(key))
+            for number, theirs in enumerate(calls, first):
+                if number in mine and mine[number] != tuple(theirs):
+                    return (
+                        f"rank {self._rank} called {_text(*mine[number])} where rank {rank} called {_text(*theirs)} "
+                        f"(collective {number + 1} of each)"
+                    )
+        return None
+
+    def tell(self, thread: int, wait: tuple[float, Patience, str, str]) -> None:
+        """On the watching thread: this wait has lasted long."""
+        if self._told is not wait:
+            self._told = wait
+            _LOG.warning(
+                "rank %d of %d has waited %.0f s for other ranks in %s, called from %s. Every rank must make this "
+                "call, in the same order (zero-core's README lists such calls). It waits on, up to the timeout of the "
+                "process group",
+                self._rank,
+                self._size,
+                time.monotonic() - wait[0],
+                _text(wait[2], wait[3]),
+                _caller(thread),
+            )
+            calls = list(self._calls)
+            written = json.dumps([self._count - len(calls), calls])
+            dist.distributed_c10d._get_default_store().set(f"{self._key}/{self._rank}", written)
+        if self.crossing() is not None and _waits.get(thread) is wait:
+            self._break_off()
+
+
+def break_off(groups: list[Any]) -> None:
+    """Let every wait in these groups of gloo's fail, here and, because connections close, on the other ranks."""
+    for group in groups:
+        peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+        with suppress(RuntimeError):
+            work: Any = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_TAG)
+            work.wait(timedelta(milliseconds=1))
+
+
+def _text(collective: str, unit: str) -> str:
+    return f"{collective} of {unit!r}"
+
+
+def _start_watching() -> None:
+    global _watcher
+    if _watcher is None or not _watcher.is_alive():  # a forked child has no threads
+        _watcher = threading.Thread(target=_watch, name="zero_core patience", daemon=True)
+        _watcher.start()
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(min(1.0, SECONDS / 4))
+        for thread, wait in list(_waits.items()):
+            if time.monotonic() - wait[0] > SECONDS:
+                with suppress(RuntimeError, OSError):  # the store is another rank's, which may have ended
+                    wait[1].tell(thread, wait)
+
+
+def _caller(thread: int) -> str:
+    """The innermost line that is neither torch's nor ours; of the main thread where autograd's own thread waits."""
+    frames = sys._current_frames()
+    for ident in (thread, threading.main_thread().ident):
+        frame: FrameType | None = frames.get(ident or 0)
+        while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+            frame = frame.f_back
+        if frame is not None:
+            place = frame.f_code.co_filename, frame.f_lineno
+            return f"{place[0]}:{place[1]}: {linecache.getline(*place).strip()}"
+    return "an unknown line"

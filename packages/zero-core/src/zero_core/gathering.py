@@ -1,0 +1,141 @@
+"""`gathered`: full, writable parameters inside a `with`, and what was written kept. Collective, and nestable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .errors import GradientError, ZeroError
+from .optim.optimizer import ShardedOptimizer
+from .runtime.hooks import Engine
+from .runtime.parameter import home_of
+from .runtime.place import Place
+from .runtime.unit import Unit
+
+__all__ = ["gathered"]
+
+
+@contextmanager
+def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
+    """Inside, the parameters of `module` are whole and writable; forwards of it call no collective.
+
+    On leaving, what rank 0 wrote becomes every rank's value; optimizer states stay; what other ranks wrote is lost.
+    master: parameters are the fp32 masters inside, whatever their dtype. An exception inside discards what was written.
+    Raises ZeroError for a module without sharded parameters.
+    """
+    units = _units_of(module)
+    if not units:
+        raise ZeroError(f"{type(module).__name__} has no sharded parameter: call zero_core.shard first")
+    engine = units[0][0]
+    if engine.busy:
+        raise ZeroError("gathered() inside forward or backward: a parameter used there gathers itself")
+    opened = [unit for _, unit in units if unit.users == 0]
+    with torch.no_grad():
+        for unit in opened:
+            unit.unshard(copy=True)
+            unit.enter()
+            if master:
+                _show_master(unit)
+    refusal = register_optimizer_step_pre_hook(_refuse_without_gradients)
+    engine.gathered += 1
+    try:
+        yield module
+    except BaseException:
+        for unit in opened:
+            _hide_master(unit) if master else None
+            _close(engine, unit)
+        raise
+    finally:
+        engine.gathered -= 1
+        refusal.remove()
+    with torch.no_grad():
+        _count_writes(engine, opened)
+        for unit in opened:
+            _keep(engine, unit, master)
+
+
+def _units_of(module: nn.Module) -> list[tuple[Engine, Unit]]:
+    found: dict[int, tuple[Engine, Unit]] = {}
+    for parameter in module.parameters():
+        if "_zero_home" in parameter.__dict__:
+            place = home_of(parameter)
+            assert isinstance(place, Place)
+            found[id(place.unit)] = (place.engine, place.unit)
+    return [found[key] for key in sorted(found, key=lambda k: found[k][1].index)]
+
+
+def _refuse_without_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """A plain optimizer would find no gradients, and change nothing silently."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            home = parameter.__dict__.get("_zero_home")
+            if parameter.grad is None and isinstance(home, Place) and home.holds_gradient(parameter):
+                raise GradientError(
+                    f"step() of a plain {type(optimizer).__name__} inside zero_core.gathered: the gradient of "
+                    f"{home.name} left for the shards during backward, so this step would not change it. Call step() "
+                    "of the optimizer that zero_core.shard returned, outside of gathered; or set p.grad yourself from "
+                    "torch.autograd.grad(loss, parameters)"
+                )
+
+
+def _count_writes(engine: Engine, units: Sequence[Unit]) -> None:
+    """What any rank wrote counts as a change on every rank, so that a backward is refused on all of them or on none."""
+    if engine.ranks.size == 1:
+        return
+    written = [flag for unit in units for flag in unit.written()]
+    anywhere = engine.ranks.sum_everywhere(engine.ranks.numbers([float(flag) for flag in written]), "gathered").tolist()
+    places = ((unit, k) for unit in units for k in range(len(unit.parameters)))
+    for (unit, k), mine, count in zip(places, written, anywhere, strict=True):
+        if count and not mine:
+            unit.overwritten(k)
+
+
+def _close(engine: Engine, unit: Unit) -> None:
+    unit.leave()
+    unit.reshard()
+
+
+def whole_master(unit: Unit) -> Tensor:
+    """(numel,) fp32: the unit's masters on every rank. Collective; the unit is not unsharded."""
+    part = unit.store.read_state(unit.index, "master", 0, unit.layout.shard_numel).to(unit.ranks.device)
+    if unit.ranks.shard.size == 1:
+        return part
+    whole = torch.empty(unit.layout.numel, dtype=torch.float32, device=unit.ranks.device)
+    unit.ranks.wait(unit.ranks.all_gather(whole, part, unit.name, unit.index), "all_gather", unit.name)
+    return whole
+
+
+def _show_master(unit: Unit) -> None:
+    whole = whole_master(unit)
+    for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+        parameter.data = whole[slot.offset : slot.stop].view(slot.shape).clone()
+
+
+def _hide_master(unit: Unit) -> None:
+    for parameter, view in zip(unit.parameters, unit.views, strict=True):
+        parameter.data = view
+
+
+def _keep(engine: Engine, unit: Unit, master: bool) -> None:
+    """Take rank 0's values; write those of this rank's slice that changed, so the other masters keep all their bits."""
+    dtype = torch.float32 if master else unit.dtype
+    whole = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.ranks.device)
+    for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+        whole[slot.offset : slot.stop].copy_(parameter.detach().reshape(-1))
+    if master:
+        _hide_master(unit)
+    else:
+        for parameter, view in zip(unit.parameters, unit.views, strict=True):
+            if parameter.dtype == view.dtype and parameter.shape == view.shape:
+                parameter.data = view  # it may have been given other memory, by p.data = tensor or model.to("cpu:0")
+    _close(engine, unit)
+    unit.ranks.broadcast(whole, unit.name)
+    start, stop = unit.layout.shard_range(unit.ranks.shard.rank)
+    unit.keep(whole[start:stop])

@@ -1,0 +1,317 @@
+"""`DeviceStore`: every shard, gradient and optimizer state stays on the compute device. The default store.
+
+The user's optimizer class runs, one instance a unit, on one parameter per segment: views of the flat fp32 master.
+Its options (fused, foreach, betas ...) are kept. Where the reduce dtype is 16-bit and nothing accumulates, fp32
+gradients exist for one unit at a time; once a unit's gradients have accumulated, they are fp32 from the first on.
+A 16-bit shard lies beside its fp32 master. Not at stages 1 and 2: there the whole unit stays until the step, so its
+shard is rounded from the master when it is asked for, once a step, and is gone when it has been gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import StoreError
+from ..precision import round_to, sum_of_squares, widen_scaled
+from ..store import GroupStep, ShardSpec, StoreContext
+from .elementwise import kept_states, over_segments
+
+__all__ = ["DeviceStore"]
+
+
+class DeviceStore:
+    """A `ShardStore` without tiers. Synchronous: `update` returns when the update is queued on the device's stream.
+
+    lends_masters: `parameters` of an fp32 shard are its masters, and what is written into them stays.
+    """
+
+    lends_masters = True
+
+    def __init__(self) -> None:
+        self._shards: list[_Shard] = []
+        self._closed = False
+        self._names: tuple[str, ...] = ()
+        self._scalars: tuple[str, ...] = ()
+
+    def attach(
+        self,
+        shards: Sequence[ShardSpec],
+        optimizer: torch.optim.Optimizer,
+        initial: Callable[[int], Tensor],
+        *,
+        context: StoreContext,
+    ) -> None:
+        if self._shards or self._closed:
+            raise StoreError("DeviceStore.attach called twice: make a new DeviceStore for each zero_core.shard")
+        kept = kept_states(optimizer, context.device)
+        self._context = context
+        self._names, self._scalars = ("master", *kept.tensors), kept.scalars
+        try:
+            for i, spec in enumerate(shards):
+                master = initial(i)
+                try:
+                    self._shards.append(_Shard(spec, master, optimizer, context, counts=kept.counts))
+                except BaseException:
+                    context.rescue(i, master)
+                    raise
+        except BaseException:
+            for i, shard in enumerate(self._shards):
+                context.rescue(i, shard.master)
+            self._shards.clear()
+            raise
+        widest = max((s.spec.numel for s in self._shards if s.needs_scratch), default=0)
+        self._scratch = torch.empty(widest, dtype=torch.float32, device=context.device)
+
+    def prefetch(self, i: int) -> None:
+        self._check()
+
+    def parameters(self, i: int) -> Tensor:
+        self._check()
+        return self._shards[i].lend_parameter()
+
+    def release(self, i: int) -> None:
+        self._check()
+        self._shards[i].take_back_parameter()
+
+    def gradient_buffer(self, i: int) -> Tensor | None:
+        self._check()
+        return self._shards[i].lend()
+
+    def accept_gradient(self, i: int, gradient: Tensor) -> None:
+        self._check()
+        self._shards[i].accept(gradient)
+
+    def discard_gradients(self) -> None:
+        self._check()
+        for shard in self._shards:
+            shard.gradient = None
+
+    def discard_gradient(self, i: int, start: int, stop: int) -> None:
+        self._check()
+        gradient = self._shards[i].gradient
+        if gradient is not None:
+            gradient[start:stop].zero_()
+
+    def gradient_norm_squared(self) -> Tensor:
+        self._check()
+        total = torch.zeros((), dtype=torch.float64, device=self._context.device)
+        for shard in self._shards:
+            if shard.gradient is not None:
+                total += sum_of_squares(shard.gradient)
+        return total
+
+    def update(
+        self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
+    ) -> None:
+        self._check()
+        for i in order:
+            if self._shards[i].gradient is None:
+                continue
+            with self._context.observer.span("update", self._shards[i].spec.name):
+                self._shards[i].update(groups, scale, steps[i], self._scratch)
+
+    def wait(self) -> None:
+        self._check()
+
+    def state_names(self) -> tuple[str, ...]:
+        return self._names
+
+    def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
+        self._check()
+        return self._shards[i].read(self._known(name), start, stop)
+
+    def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
+        self._check()
+        self._shards[i].write(self._known(name), start, values)
+
+    def scalar_names(self) -> tuple[str, ...]:
+        return self._scalars
+
+    def read_scalar(self, i: int, k: int, name: str) -> float | None:
+        self._check()
+        return self._shards[i].read_scalar(k, name)
+
+    def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
+        self._check()
+        self._shards[i].write_scalar(k, name, value)
+
+    def close(self) -> None:
+        self._shards.clear()
+        self._scratch = torch.empty(0)
+        self._closed = True
+
+    def _check(self) -> None:
+        if self._closed:
+            raise StoreError("the DeviceStore is closed: its optimizer's close() was called")
+
+    def _known(self, name: str) -> str:
+        if name not in self._names:
+            raise StoreError(f"no state {name!r}; this optimizer has {', '.join(self._names)}")
+        return name
+
+
+class _Shard:
+    """One unit's shard: master, parameter (the master itself in fp32), gradient, optimizer over its segments.
+
+    `parameter` is None where it is rounded from the master each time it is lent.
+    """
+
+    def __init__(
+        self,
+        spec: ShardSpec,
+        master: Tensor,
+        optimizer: torch.optim.Optimizer,
+        context: StoreContext,
+        *,
+        counts: bool,
+    ) -> None:
+        self.spec = spec
+        self._optimizer_counts = counts
+        self.master = master.detach().to(device=context.device, dtype=torch.float32).contiguous()
+        self.parameter: Tensor | None = self.master
+        self._passing = False  # the parameter exists only while it is lent
+        if spec.dtype != torch.float32:
+            self._passing, self.parameter = context.keeps_parameters and context.shard_count > 1, None
+            if not self._passing:
+                self.lend_parameter()
+        self.reduce_dtype = context.reduce_dtype
+        self.needs_scratch = context.reduce_dtype != torch.float32
+        self.gradient: Tensor | None = None  # (numel,) reduce dtype, or fp32 once accumulated
+        self._own = torch.empty(0, dtype=context.reduce_dtype, device=context.device)  # its memory between steps
+        self.views = [nn.Parameter(self.master[s.start : s.stop]) for s in spec.segments]
+        self.optimizer = over_segments(optimizer, self.views, [s.group for s in spec.segments])
+        self._made_at_first_step = not self.optimizer.state  # Adagrad makes its state when it is built
+        # The optimizer's own count of each segment, where known: to read its tensor would wait for the device.
+        self._counts: list[int | None] = [None] * len(self.views)
+
+    def lend_parameter(self) -> Tensor:
+        if self.parameter is None:
+            self.parameter = torch.empty(self.spec.numel, dtype=self.spec.dtype, device=self.master.device)
+            round_to(self.master, self.parameter)
+        return self.parameter
+
+    def take_back_parameter(self) -> None:
+        if self._passing:
+            self.parameter = None
+
+    def _refresh(self, start: int, stop: int) -> None:
+        """Elements [start, stop) of the master have changed."""
+        if self.parameter is not None and self.parameter is not self.master:
+            round_to(self.master[start:stop], self.parameter[start:stop])
+
+    def _memory(self) -> Tensor:
+        if self._own.numel() != self.spec.numel:
+            self._own = self._own.new_empty(self.spec.numel)
+        return self._own
+
+    def lend(self) -> Tensor | None:
+        """The gradient's own memory while it is free; nothing once a gradient is there, or is wider than reduced."""
+        return self._memory() if self.gradient is None and self._own.dtype == self.reduce_dtype else None
+
+    def accept(self, gradient: Tensor) -> None:
+        if self.gradient is None:
+            self.gradient = self._memory()
+            if gradient is not self.gradient:
+                self.gradient.copy_(gradient)
+            return
+        if self.gradient.dtype != torch.float32:
+            self._own = self.gradient = self.gradient.float()
+        self.gradient.add_(gradient)
+
+    def update(self, groups: Sequence[GroupStep], scale: float, steps: Sequence[int], scratch: Tensor) -> None:
+        assert self.gradient is not None
+        gradient = self.gradient
+        if gradient.dtype != torch.float32:
+            gradient = widen_scaled(gradient, scale, scratch[: self.spec.numel])
+        elif scale != 1.0:
+            gradient.mul_(scale)
+        for group in self.optimizer.param_groups:
+            options = groups[group["zero_group"]].options
+            group.update({k: v for k, v in options.items() if k != "params"})
+        for k, step in enumerate(steps):
+            if step:
+                self._align_step(k, step)
+        for segment, view, step in zip(self.spec.segments, self.views, steps, strict=True):
+            if step:
+                view.grad = gradient[segment.start : segment.stop]
+        self.optimizer.step()
+        for view in self.views:
+            view.grad = None
+        self.gradient = None
+        self._refresh(0, self.spec.numel)
+
+    def _align_step(self, k: int, step: int) -> None:
+        """torch counts steps in the state; after a checkpoint was loaded the caller's count is the right one."""
+        known, self._counts[k] = self._counts[k], step
+        view = self.views[k]
+        if step == 1 and self._made_at_first_step:
+            self.optimizer.state.pop(view, None)
+            return
+        if known == step - 1:
+            return
+        # Steps may have been counted without a state of the optimizer's: before shard(), or by a checkpoint.
+        state = self._made_state(k, "step") if step > 1 and self._optimizer_counts else self._state_of(view)
+        self._counts[k] = step
+        count = state.get("step")
+        if isinstance(count, Tensor):
+            count.fill_(step - 1)
+        elif count is not None:
+            state["step"] = step - 1
+
+    def _state_of(self, view: nn.Parameter) -> dict[str, Any]:
+        return self.optimizer.state[view] if view in self.optimizer.state else {}
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        if name == "master":
+            return self.master[start:stop].clone()
+        values = torch.zeros(stop - start, dtype=torch.float32, device=self.master.device)
+        for segment, view in zip(self.spec.segments, self.views, strict=True):
+            low, high = max(start, segment.start), min(stop, segment.stop)
+            state = self._state_of(view).get(name)
+            if low < high and state is not None:
+                values[low - start : high - start] = state[low - segment.start : high - segment.start]
+        return values
+
+    @torch.no_grad()
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        stop = start + values.numel()
+        if name == "master":
+            self.master[start:stop].copy_(values)
+            self._refresh(start, stop)
+            return
+        for k, segment in enumerate(self.spec.segments):
+            low, high = max(start, segment.start), min(stop, segment.stop)
+            if low < high and segment.group is not None:
+                state = self._made_state(k, name)[name]
+                state[low - segment.start : high - segment.start].copy_(values[low - start : high - start])
+
+    def read_scalar(self, k: int, name: str) -> float | None:
+        value = self._state_of(self.views[k]).get(name)
+        return None if value is None else float(value)
+
+    @torch.no_grad()
+    def write_scalar(self, k: int, name: str, value: float) -> None:
+        state = self._made_state(k, name)
+        if isinstance(state[name], Tensor):
+            state[name].fill_(value)
+        else:
+            state[name] = type(state[name])(value)
+
+    def _made_state(self, k: int, name: str) -> dict[str, Any]:
+        """Segment k's state, made by a step that changes nothing else where the optimizer has none yet."""
+        view = self.views[k]
+        if self._state_of(view).get(name) is None:
+            kept = view.detach().clone()
+            view.grad = torch.zeros_like(view)
+            self.optimizer.step()  # no other view has a gradient outside update()
+            self._counts[k] = None
+            view.grad = None
+            view.data.copy_(kept)
+            for value in self.optimizer.state[view].values():
+                if isinstance(value, Tensor) and value.shape == view.shape:
+                    value.zero_()
+        return self.optimizer.state[view]

@@ -1,0 +1,96 @@
+"""The user's parameters while `shard` hands them to the store, and back to the user where that fails.
+
+Owns what each parameter was. Which values can be had again is the store's to say: `StoreContext.rescue`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..building.init import become
+from ..errors import StoreError
+from ..runtime.unit import Unit
+from ..store import ShardStore
+
+__all__ = ["Handover"]
+
+
+@dataclass(frozen=True)
+class _Was:
+    """What a parameter was. `like`: on meta; of a deferred one itself, which its recording knows."""
+
+    parameter: nn.Parameter
+    kind: type[nn.Parameter]
+    like: Tensor
+    device: torch.device
+
+
+class Handover:
+    """Takes unit after unit from the user, and gives all of them back where `shard` fails."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._away: dict[int, list[_Was]] = {}  # by unit, those that are not back
+
+    def take(self, i: int) -> None:
+        """Unit i's parameters become views without memory: the caller has their values."""
+        self._away[i] = [
+            _Was(p, type(p), p.detach() if p.is_meta else torch.empty_like(p.data, device="meta"), p.device)
+            for p in self._units[i].parameters
+        ]
+        self._units[i].adopt_parameters(become)
+
+    def give_back(self, i: int, master: Tensor) -> None:
+        """Unit i's parameters have memory and values again, if this rank's shard of its master (numel,) is all of it.
+
+        A frozen parameter that the store keeps in fewer bits than the user did has lost them, and stays away.
+        """
+        unit, lost = self._units[i], []
+        whole = unit.ranks.shard.size == 1
+        for k, was in enumerate(self._away.pop(i, ())):
+            slot = unit.layout.slots[k]
+            kept = unit.groups[k] is not None or was.like.dtype.itemsize <= unit.dtype.itemsize
+            if was.device.type == "meta":
+                _restore(was, was.like)
+            elif whole and kept:
+                values = torch.empty_like(was.like, device=was.device)
+                _restore(was, values.copy_(master[slot.offset : slot.stop].view(slot.shape)))
+            else:
+                lost.append(was)
+        if lost:
+            self._away[i] = lost
+
+    @torch.no_grad()
+    def undo(self, error: BaseException, store: ShardStore) -> None:
+        """Put back every parameter that can be, and close the store. Raises StoreError naming those that are lost."""
+        lost = []
+        for i in list(self._away):
+            unit = self._units[i]
+            with suppress(Exception):  # a store that failed has told what it has left
+                self.give_back(i, store.read_state(i, "master", 0, unit.layout.shard_numel))
+            for was in self._away.pop(i, ()):
+                _restore(was, was.like)
+                if was.device.type != "meta":
+                    k = next(k for k, p in enumerate(unit.parameters) if p is was.parameter)
+                    lost.append(unit.layout.slots[k].name)
+        with suppress(Exception):
+            store.close()
+        if lost:
+            shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+            raise StoreError(
+                f"shard() failed after it had handed {shown} to the store, and this rank cannot have their values "
+                f"again: they are on the meta device now. Build the model again before the next shard(); one that is "
+                f"built in deferred_init() loses nothing. The failure: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _restore(was: _Was, data: Tensor) -> None:
+    was.parameter.__class__ = nn.Parameter
+    was.parameter.__dict__.pop("_zero_home", None)
+    become(was.parameter, data)
+    was.parameter.__class__ = was.kind

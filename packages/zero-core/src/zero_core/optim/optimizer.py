@@ -1,0 +1,396 @@
+"""`ShardedOptimizer`: the torch optimizer that `shard` returns. `step()` is norm, coefficient, update.
+
+Owns the parameter groups, the counting of steps and the clipping. Gradients and states are the store's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ChangedParameterError, CollectiveError, GradientError, UnsupportedOptimizerError, ZeroError
+from ..runtime.hooks import Engine, in_backward
+from ..runtime.unit import Unit
+from ..store import GroupStep, Observer, ScalarStates
+from .carried import put_states
+
+__all__ = ["ShardedOptimizer"]
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Takes the place of the user's optimizer. LR schedulers are built on this one; `param_groups` are live.
+
+    grad_norm: global L2 norm of the last step's gradients, before clipping; float, nan before the first step.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, *, max_grad_norm: float | None, observer: Observer
+    ) -> None:
+        self._sealed = False
+        super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(self, hooks, getattr(optimizer, hooks))  # those that the user registered run around this step()
+        self.param_groups = optimizer.param_groups  # the same objects: a scheduler on the old one still works
+        self._sealed = True
+        self.engine = engine
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm = math.nan
+        self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # what was carried over
+        self._updated: dict[int, list[int]] = {}  # units, and which parameters, updated in backward since the last step
+        self._squared: Tensor | None = (
+            None  # () float64, device: of what update_in_backward updated since the last step
+        )
+        self._observer = observer
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """What step() clips the global norm to; None: it does not clip. May be changed between steps."""
+        return self.engine.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, norm: float | None) -> None:
+        self.engine.max_grad_norm = norm
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the user's optimizer on every parameter that any rank used since the last step. Consumes gradients.
+
+        Raises GradientError when the norm is not finite and there is no loss scaling: nothing was updated then, and the
+        gradients are gone. Collective: every rank calls it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        engine = self.engine
+        with torch.no_grad():
+            self._refuse_while_busy()
+            self._refuse_stepped()
+            engine.settle()
+            engine.reducer.reduce_kept()
+            if engine.reducer.update is not None:
+                self._finish_updates()
+                return loss
+            self.grad_norm = self._exchange_norm(engine.store.gradient_norm_squared)
+            scale = self._coefficient(self.grad_norm)
+            if scale is not None:
+                self._update(scale)
+        return loss
+
+    def _refuse_while_busy(self) -> None:
+        if self.engine.busy:
+            raise ZeroError("step() inside forward or backward: call it after loss.backward() returned")
+
+    def _refuse_stepped(self) -> None:
+        """torch keeps a gradient after step(): adds to it, and steps it once more. Ours are consumed."""
+        for unit in self.engine.units:
+            if "stepped" in unit.leftover:
+                name = unit.layout.slots[unit.leftover.index("stepped")].name
+                raise GradientError(
+                    f"the gradients of the last step() were not zeroed (that of {name}, for one): torch would add to "
+                    "them, and a sharded optimizer has consumed them. Call optimizer.zero_grad() after each step()"
+                )
+
+    def _exchange_norm(self, squared: Callable[[], Tensor]) -> float:
+        """The global norm of gradients of which `squared` gives this rank's sum. Late ones are reduced before."""
+        with self._observer.span("norm", ""):
+            total, late = self._exchange(squared())
+        if any(late):
+            self.engine.reducer.reduce_late(late)
+            with self._observer.span("norm", ""):
+                total, _ = self._exchange(squared())
+        return math.sqrt(total)
+
+    def _exchange(self, squared: Tensor) -> tuple[float, list[bool]]:
+        """The sum of this rank's `squared` over all ranks, and for each unit whether any rank has a late gradient.
+
+        With it travel the used-parameter masks, and digests of the collectives called and of values written.
+        """
+        engine, ranks = self.engine, self.engine.ranks
+        unseen = engine.writes.unseen_count()
+        if ranks.size == 1:
+            if unseen is None:
+                return float(squared), []
+            total, count = torch.stack([squared, unseen]).tolist()
+            self._refuse_unseen(count)
+            return total, []
+        digests = [float(ranks.digest), float(engine.writes.digest)]
+        late = [float(flag) for flag in engine.reducer.late()]
+        used = [float(flag) for unit in engine.units for flag in unit.used]
+        zeros = sum(
+            left == "zeroed" and not used for u in engine.units for left, used in zip(u.leftover, u.used, strict=True)
+        )
+        mine = ranks.numbers([0.0, 0.0, float(zeros), *digests, *(digest * digest for digest in digests), *late, *used])
+        if ranks.replicate.rank == 0:  # replicas hold the same gradients
+            mine[0] = squared
+        if unseen is not None:
+            mine[1] = unseen
+        total = ranks.sum_everywhere(mine, "the gradient norm").tolist()
+        called, written, called_squares, written_squares = total[3:7]
+        if called_squares * ranks.size != called * called:
+            raise CollectiveError(
+                f"the {ranks.size} ranks did not call the same collectives in the same order since the last step "
+                f"(digest on rank {ranks.rank}: {ranks.digest}): some rank used a parameter outside its unit, or ran "
+                "another number of forwards. Nothing was updated; zero_core.gathered lets ranks differ"
+            )
+        if written_squares * ranks.size != written * written:
+            names = ", ".join(engine.writes.names) or "nothing"
+            raise ChangedParameterError(
+                f"the {ranks.size} ranks wrote different values into parameters since the last step (rank {ranks.rank} "
+                f"wrote into {names}), as random numbers of different seeds or nn.Embedding(max_norm=) do: each rank "
+                f"keeps its slice, so the result is none of them. {self._undone}Write the same on every rank, "
+                "or inside zero_core.gathered, which keeps what rank 0 wrote"
+            )
+        self._refuse_unseen(total[1])
+        self._refuse_zeros(total[2])
+        engine.writes.forget()
+        flags = iter(total[7:])
+        anywhere = [next(flags) > 0 for _ in late]
+        for unit in engine.units:
+            unit.used = [next(flags) > 0 for _ in unit.used]
+        return total[0], anywhere
+
+    def _refuse_unseen(self, count: float) -> None:
+        """Raise if a forward wrote through `p.data` on any rank. What it wrote is lost, unlike all other writes."""
+        if count:
+            names = ", ".join(self.engine.writes.unseen_names()) or "a unit of another rank"
+            raise ChangedParameterError(
+                f"the forward of {names} writes into a parameter through its .data, which nothing sees, so the value "
+                f"would be lost. {self._undone}Write into the parameter itself, in a torch.no_grad() block"
+            )
+        self.engine.writes.forget()
+
+    @property
+    def _undone(self) -> str:
+        return "" if self.engine.reducer.update is not None else "Nothing was updated. "
+
+    def _coefficient(self, norm: float) -> float | None:
+        """What gradients are multiplied by; as torch: max_norm / (norm + 1e-6), at most 1. None: skip this step."""
+        scale = self.engine.loss_scale
+        if not math.isfinite(norm):
+            self.engine.discard_gradients()
+            if scale is not None and scale.dynamic:
+                scale.overflowed()
+                return None
+            raise GradientError(
+                f"the gradient norm is {norm} at step {self.step_count + 1}; nothing was updated and the gradients are "
+                'discarded. Look for the loss that is not finite, or pass loss_scale="dynamic" with fp16'
+            )
+        inverse = 1.0
+        if scale is not None:
+            inverse = 1.0 / scale.value
+            norm *= inverse
+            self.grad_norm = norm
+            scale.succeeded()
+        if self.max_grad_norm is None:
+            return inverse
+        return inverse * min(1.0, self.max_grad_norm / (norm + 1e-6))
+
+    def _update(self, scale: float) -> None:
+        engine = self.engine
+        steps: list[Sequence[int]] = []
+        zeros = [left and not used for u in engine.units for left, used in zip(u.leftover, u.used, strict=True)]
+        self._refuse_zeros(sum(map(bool, zeros)))
+        for unit in engine.units:
+            for k in _stepped(unit):
+                unit.overwritten(k)
+            steps.append(_count_step(unit))
+        engine.store.update(self._groups(), scale, engine.next_use(), steps)
+        engine.forget_passes()
+        self.step_count += 1
+
+    def _refuse_zeros(self, count: float) -> None:
+        """What zero_grad(set_to_none=False) left, and no backward has reached since: torch would step zeros."""
+        if count:
+            raise GradientError(
+                "zero_grad(set_to_none=False) left gradients of zeros to parameters that no backward has reached since "
+                f"({int(count)}, over all ranks): torch would step them, with momentum and weight decay. Nothing was "
+                "updated. Leave set_to_none at True"
+            )
+
+    def _groups(self) -> list[GroupStep]:
+        return [GroupStep(_frozen(group)) for group in self.param_groups]
+
+    def update_one(self, unit: Unit) -> Callable[[], None]:
+        """update_in_backward: the unit's reduction has begun. Returns what updates it when its shard is the store's.
+
+        Collective on several ranks: the host has to know which parameters to skip. The exchange is begun here and read
+        there, about a unit later, so that the host waits for no kernel that was queued since.
+        """
+        flags = None
+        if self.engine.ranks.size > 1:
+            mine = self.engine.ranks.numbers([float(flag) for flag in unit.used])
+            flags = self.engine.ranks.later(self.engine.ranks.sum_everywhere(mine, unit.name))
+        return partial(self._update_one, unit, flags)
+
+    def _update_one(self, unit: Unit, flags: Callable[[], list[float]] | None) -> None:
+        engine = self.engine
+        if unit.index in self._updated:
+            raise GradientError(
+                f"a gradient reached unit {unit.name!r}, which was updated in backward since the last step() already: "
+                "there was a second backward, or a use outside of its module. Leave update_in_backward out"
+            )
+        self._updated[unit.index] = []
+        with torch.no_grad():
+            if flags is not None:
+                unit.used = [flag > 0 for flag in flags()]
+            squared = engine.store.gradient_norm_squared()
+            self._squared = squared.clone() if self._squared is None else self._squared + squared
+            self._updated[unit.index] = _stepped(unit)
+            unit.reshard()
+            unit.changed()
+            steps = [
+                _count_step(each, "updated") if each is unit else [0] * len(segment_slots(each))
+                for each in engine.units
+            ]
+            engine.store.update(self._groups(), 1.0, [unit.index], steps)
+
+    def _finish_updates(self) -> None:
+        """The step of update_in_backward: all but late gradients has been updated; the norm of it is exchanged."""
+        self.grad_norm = self._exchange_norm(self._updated_squares)
+        self._squared = None
+        for index, ks in self._updated.items():  # not before: a use outside of the module may be still to come
+            for k in ks:
+                self.engine.units[index].overwritten(k)
+        self._updated.clear()
+        for unit in self.engine.units:
+            unit.leftover = ["" if left == "updated" else left for left in unit.leftover]
+        self.engine.forget_passes()
+        self.step_count += 1
+
+    def _updated_squares(self) -> Tensor:
+        return self._squared if self._squared is not None else self.engine.ranks.numbers([0.0])[0]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients.
+
+        With set_to_none=False torch would have zeros, and step them with momentum and weight decay; step() then raises
+        GradientError where a parameter that had a gradient gets none.
+        """
+        if in_backward():
+            raise ZeroError("zero_grad() inside backward: call it between steps")
+        self.engine.discard_gradients("" if set_to_none else "zeroed")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if getattr(self, "_sealed", False):
+            raise UnsupportedOptimizerError(
+                "add_param_group after zero_core.shard: the shards are cut already. Add the group to your optimizer "
+                "before shard; to unfreeze later, put the parameters in a group now and set requires_grad then"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups and step counts, while that is all there is.
+
+        Raises UnsupportedOptimizerError once a parameter has stepped and the optimizer keeps states besides its count:
+        those lie in shards, and zero_core.checkpoint saves them.
+        """
+        if self._kept and any(any(unit.steps) for unit in self.engine.units):
+            raise UnsupportedOptimizerError(
+                f"state_dict() of a sharded optimizer would lack {', '.join(self._kept)}, which lie in shards. Save "
+                "the run with zero_core.checkpoint.save(folder, model, optimizer) on every rank, and resume with "
+                "zero_core.checkpoint.load(folder, model, optimizer)"
+            )
+        numbers = {id(p): n for n, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        state = {}
+        for unit in self.engine.units:
+            for parameter, steps in zip(unit.parameters, unit.steps, strict=True):
+                if id(parameter) in numbers:
+                    state[numbers[id(parameter)]] = {"step": steps}
+        groups, first = [], 0
+        for group in self.param_groups:
+            packed = {k: v for k, v in group.items() if k != "params"}
+            packed["params"] = list(range(first, first + len(group["params"])))
+            first += len(group["params"])
+            groups.append(packed)
+        scale = self.engine.loss_scale
+        return {
+            "state": state,
+            "param_groups": groups,
+            "step_count": self.step_count,
+            "loss_scale": scale.state_dict() if scale is not None else None,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what state_dict() gave, or a plain optimizer's with its whole tensors. Collective, rank 0's tensors.
+
+        Raises UnsupportedOptimizerError, before anything is changed, where steps were counted and states are missing.
+        """
+        groups = state_dict["param_groups"]
+        ours, theirs = ([len(g["params"]) for g in side] for side in (self.param_groups, groups))
+        if ours != theirs:
+            raise ValueError(f"groups of {theirs} parameters loaded into an optimizer with groups of {ours}")
+        bare = [n for n, entry in state_dict["state"].items() if set(entry) == {"step"} and int(entry["step"]) > 0]
+        if bare and self._kept:
+            raise UnsupportedOptimizerError(
+                f"the state dict has a step count of {len(bare)} parameters and no {', '.join(self._kept)}: training "
+                "would go on with empty moments. Load a checkpoint of zero_core.checkpoint.save with "
+                "zero_core.checkpoint.load(folder, model, optimizer), or the full state dict of a torch optimizer"
+            )
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+        numbers = {id(p): n for n, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        whole = []
+        for unit in self.engine.units:
+            for k, parameter in enumerate(unit.parameters):
+                entry = state_dict["state"].get(numbers.get(id(parameter), -1))
+                if entry is not None and any(value is not None for name, value in entry.items() if name != "step"):
+                    whole.append((unit, k, entry))
+                elif entry is not None and "step" in entry:
+                    unit.steps[k] = int(entry["step"])
+        self.engine.settle()
+        put_states(whole, self.engine.store, self.engine.ranks, "the state dict")
+        if self.engine.loss_scale is not None and state_dict.get("loss_scale") is not None:
+            self.engine.loss_scale.load_state_dict(state_dict["loss_scale"])
+        self.step_count = int(state_dict.get("step_count", max(max(u.steps, default=0) for u in self.engine.units)))
+
+    @property
+    def _kept(self) -> list[str]:
+        """Names of what the optimizer keeps of a parameter besides its step count."""
+        store = self.engine.store
+        scalars = store.scalar_names() if isinstance(store, ScalarStates) else ()
+        return [name for name in (*store.state_names(), *scalars) if name != "master"]
+
+    def close(self) -> None:
+        """Finish updates under way and give the store's memory back. The model cannot be used after."""
+        try:
+            self.engine.settle()
+        finally:
+            self.engine.detach()
+            self.engine.store.close()
+            self.engine.pool.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedOptimizerError("pickling a ShardedOptimizer: use zero_core.checkpoint.save, or state_dict()")
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer over {len(self.engine.units)} units, {super().__repr__()}"
+
+
+def segment_slots(unit: Unit) -> list[int]:
+    """For each segment of the unit's shard on this rank, the index of its parameter in the unit."""
+    places = {id(slot): k for k, slot in enumerate(unit.layout.slots)}
+    return [places[id(piece.slot)] for piece in unit.layout.pieces(unit.ranks.shard.rank)]
+
+
+def _stepped(unit: Unit) -> list[int]:
+    """Which parameters a step changes."""
+    return [k for k, group in enumerate(unit.groups) if unit.used[k] and group is not None]
+
+
+def _count_step(unit: Unit, leftover: str = "stepped") -> list[int]:
+    """Count a step of every parameter that was used; its number for each segment, 0 for those that were not."""
+    stepped = _stepped(unit)
+    for k in stepped:
+        unit.steps[k] += 1
+    numbers = [unit.steps[k] if k in stepped else 0 for k in segment_slots(unit)]
+    unit.consumed(leftover)
+    return numbers
+
+
+def _frozen(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}

@@ -1,0 +1,478 @@
+"""The run of a step: what happens before and after a unit's module, in forward and in backward.
+
+Owns the engine that the hooks call. What a unit does is `unit`'s, which comes next is `schedule`'s, where a complete
+gradient goes is `reducer`'s, when the optimizer runs `optimizer`'s; [Note: the order of collectives] is in schedule.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.collectives import Ranks
+from ..errors import ChangedParameterError, ZeroError
+from ..pool import Pool
+from ..store import ShardStore
+from .outputs import hook_outputs, not_traced, outside_transforms, unwrapped
+from .parameter import keep_state_dict, refuse_copies
+from .recompute import Recomputations
+from .reducer import Reducer
+from .residents import Residents
+from .scaling import LossScale, scale_gradients
+from .schedule import Forecast, Pass, Visit
+from .stages import StageRow
+from .unit import Residency, Unit
+from .writes import Writes
+
+__all__ = ["Engine", "Node", "in_backward"]
+
+_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # of torch.export and make_fx
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A module that opens units."""
+
+    index: int
+    name: str
+    module: nn.Module
+    units: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class _Backward:
+    """The backward under way: the pass it is in, and those it has been through."""
+
+    current: Pass | None = None
+    passes: list[Pass] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collector:
+    """Hands a parameter's gradient to its engine. Weakly: Python's collector does not see through a hook that autograd
+    holds, and a model that leads back to itself through one is never freed."""
+
+    engine: weakref.ref[Engine]
+    unit: int
+    k: int
+
+    def __call__(self, parameter: Tensor) -> None:
+        engine = self.engine()
+        if engine is not None:  # else model and optimizer are gone, and nothing can step with it
+            engine.collect(engine.units[self.unit], self.k)
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Engine:
+    """Answers the hooks of one sharded model."""
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], ranks: Ranks, store: ShardStore, pool: Pool, stage: StageRow
+    ) -> None:
+        self.model, self.units, self.ranks, self.store, self.pool, self.stage = model, units, ranks, store, pool, stage
+        self.prefetch_bytes = 0
+        self.loss_scale: LossScale | None = None
+        self.max_grad_norm: float | None = None
+        self.residents = Residents()
+        self.reducer = Reducer(units, ranks, store, keeps=stage.keeps_gradients)
+        self.nodes: list[Node] = []
+        self.forecasts: dict[tuple[int, bool], Forecast] = {}
+        self._forecast = Forecast()
+        self._stack: list[Visit] = []
+        self._pass: Pass | None = None
+        self._live: list[Pass] = []  # passes with a graph, for recomputations that no output hook announced
+        self._backward: _Backward | None = None
+        self._recomputed = Recomputations()
+        self.writes = Writes(ranks)
+        self.gathered = 0  # how many `gathered` blocks are open
+        self._handles: list[Any] = []
+        self._keeping = stage.keeps_parameters  # memory stays between uses
+        self._owners: list[tuple[str, nn.Module, str, Tensor | None]] = []
+
+    # -- attaching -------------------------------------------------------------------------------------------------
+
+    def attach(self, nodes: Sequence[Node]) -> None:
+        """Put the hooks on the modules and on the parameters."""
+        self.nodes = list(nodes)
+        for node in self.nodes:
+            before, after = partial(self._before, node), partial(self._after, node)
+            self._handles += [
+                node.module.register_forward_pre_hook(not_traced(before, node.module), prepend=True),
+                node.module.register_forward_hook(not_traced(after, node.module), always_call=True),
+            ]
+            refuse_copies(node.module)
+        mine = {id(p) for unit in self.units for p in unit.parameters}
+        for module in self.model.modules():
+            if any(id(parameter) in mine for parameter in module._parameters.values()):
+                self._handles.append(module.register_state_dict_post_hook(keep_state_dict))
+        self._owners = [
+            (f"{path}.{key}".lstrip("."), module, key, parameter)
+            for path, module in self.model.named_modules()
+            for key, parameter in module._parameters.items()
+            if id(parameter) in mine
+        ]
+        for unit in self.units:
+            for k, parameter in enumerate(unit.parameters):
+                if unit.groups[k] is None:
+                    continue
+                wanted = parameter.requires_grad
+                parameter.requires_grad_(True)  # the hook can only be put where a gradient can arrive
+                hook = _Collector(weakref.ref(self), unit.index, k)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                parameter.requires_grad_(wanted)
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    @outside_transforms
+    def _before(self, node: Node, module: nn.Module, args: Any) -> None:
+        self.ranks.side.go_on()
+        if in_backward():
+            self._begin_recomputation(node)
+            return
+        if self._stack and module is self.model:
+            self._abandon_forward()  # an earlier call was interrupted by something no hook saw
+        if not self._stack:
+            self._begin_pass(node)
+        assert self._pass is not None
+        parent = self._stack[-1] if self._stack else None
+        visit = Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr())
+        for u in node.units:
+            self.units[u].enter(audit=(node.index, self._pass.grad, module.training))
+            self._forecast.used(u)
+            self._pass.started.append(u)
+        self._stack.append(visit)
+        self._prefetch(self._forecast.upcoming())
+
+    def _after(self, node: Node, module: nn.Module, args: Any, output: Any) -> Any:
+        """Returns other outputs for the outermost module where the loss is scaled, else nothing."""
+        if in_backward():
+            self._end_recomputation(node, output)
+            return None
+        if not self._stack or self._stack[-1].node != node.index:
+            return None  # the call failed before it was on the stack
+        visit = self._stack.pop()
+        current = self._pass
+        assert current is not None
+        if current.grad:
+            hooked = hook_outputs(output, visit.sequence, partial(self._before_backward, current, visit))
+            if hooked or any(self.units[u].trainable for u in node.units) or not node.units:
+                current.complete(visit)
+        for u in node.units:
+            self._leave(self.units[u])
+            self._let_go(self.units[u])
+        if self._stack:
+            return None
+        self._end_pass()
+        return scale_gradients(output, self.loss_scale) if self.loss_scale is not None and current.grad else None
+
+    def _begin_pass(self, node: Node) -> None:
+        if self._backward is not None:
+            self.abandon_backward()
+        if node.module is self.model:
+            self._check_owners()
+        grad = torch.is_grad_enabled()
+        self._forecast = self.forecasts.setdefault((node.index, grad), Forecast())
+        self._forecast.begin()
+        self._pass = Pass(grad)
+        if grad:
+            self._live = [*self._live[-15:], self._pass]
+
+    def _check_owners(self) -> None:
+        if torch.jit.is_tracing() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS):
+            raise ZeroError(
+                "a sharded model cannot be traced, exported or run on fake tensors: its parameters have no memory "
+                "between uses. Do it before zero_core.shard, or with a plain model that loads its state_dict()"
+            )
+        for name, module, key, parameter in self._owners:
+            found = module._parameters.get(key)
+            if found is parameter or (found is not None and not isinstance(unwrapped(found), nn.Parameter)):
+                continue  # torch.func.functional_call puts plain tensors there, which need nobody's memory
+            raise ChangedParameterError(
+                f"{name} is not the parameter that was sharded: the module was moved or exported, or the parameter "
+                "replaced, after zero_core.shard; do it before, write values inside zero_core.gathered, or give "
+                "torch.func.functional_call values, {name: parameter.detach()}"
+            )
+
+    def _end_pass(self) -> None:
+        assert self._pass is not None
+        self._forecast.learn(self._pass.started)
+        self._pass = None
+        self._let_all_go()
+
+    def _abandon_forward(self) -> None:
+        self._stack.clear()
+        self._pass = None
+        for unit in self.units:
+            unit.seal()
+        self._let_all_go()
+
+    @outside_transforms
+    def _let_go(self, unit: Unit) -> None:
+        """Nothing uses the unit now: stage 3 takes its memory away."""
+        if unit.users == 0 and not self._keeping and unit.residency is not Residency.SHARDED:
+            cyclic = self._pass is not None and not self._pass.grad
+            for evicted in self.residents.admit(unit, evict=not cyclic):
+                if evicted.users == 0:
+                    evicted.reshard()
+
+    def _let_all_go(self) -> None:
+        """What was gathered ahead and not used goes; what the budget keeps stays."""
+        if self._keeping:
+            return
+        for unit in self.units:
+            if unit.residency is not Residency.SHARDED and unit.users == 0 and unit not in self.residents:
+                unit.reshard()
+
+    def _prefetch(self, upcoming: Iterable[int]) -> None:
+        """Start the units that come next, as many as the bytes allow, one at least; the store hears of one more.
+
+        To gather ahead is to wait for that unit's own update first: when it is done differs between ranks, and ranks
+        that decided by it would cross. What the store has to read for the gather after it may begin meanwhile.
+        """
+        budget = self.prefetch_bytes
+        for u in upcoming:
+            unit = self.units[u]
+            if unit.residency is Residency.UNSHARDED:
+                continue
+            if budget <= 0 or (budget < unit.nbytes and budget < self.prefetch_bytes):
+                if self.prefetch_bytes > 0:
+                    self.store.prefetch(u)
+                return
+            budget -= unit.nbytes
+            unit.prefetch()
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    @outside_transforms
+    def _before_backward(self, current: Pass, visit: Visit, gradient: Tensor) -> Tensor | None:
+        """A gradient reached an output of the visit: open it, and what was skipped on the way, in order."""
+        self.ranks.side.go_on()
+        self._open(current, visit)
+        return None
+
+    def _ensure_backward(self) -> _Backward:
+        if self._backward is None:
+            self._backward = _Backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        return self._backward
+
+    def _open(self, current: Pass, visit: Visit) -> None:
+        backward = self._ensure_backward()
+        if torch.is_grad_enabled():
+            self._keeping = True  # create_graph=True: the graph being made holds parameters; they stay until the step
+        if current is not backward.current:
+            if backward.current is not None:
+                self._drain(backward.current)
+            if current not in backward.passes:
+                current.begin_backward()
+                backward.passes.append(current)
+            backward.current = current
+        if visit.index >= current.position:
+            if visit not in current.open:  # closed already, and wanted again
+                for u in visit.units:
+                    current.remaining[u] += 1
+                self._open_one(current, visit)
+            return
+        for each in current.path_to(visit):
+            self._open_one(current, each)
+
+    def _open_one(self, current: Pass, visit: Visit) -> None:
+        for u in visit.units:
+            self.units[u].enter()
+        self._stop_lingering()
+        for earlier in current.leave_for(visit):
+            self._close(current, earlier)
+        current.open.append(visit)
+        self._prefetch(u for k in range(visit.index - 1, -1, -1) for u in current.visits[k].units)
+
+    def _close(self, current: Pass, visit: Visit) -> None:
+        for u in visit.units:
+            self._leave(self.units[u])
+        for u in current.closed(visit):
+            if u not in current.external:
+                self.reducer.retire(self.units[u])
+        for u in visit.units:
+            self._let_go(self.units[u])
+
+    def _drain(self, current: Pass) -> None:
+        for visit in current.path_to(None):
+            self._open_one(current, visit)
+        for visit in current.leave_for(None):
+            self._close(current, visit)
+
+    def collect(self, unit: Unit, k: int) -> None:
+        """A parameter's gradient is complete."""
+        self.ranks.side.go_on()
+        if in_backward():
+            self._ensure_backward()
+        unit.collect(k)
+
+    @outside_transforms
+    def _end_backward(self) -> None:
+        """Autograd is done: close what is open, visit what was skipped, reduce what came late."""
+        backward = self._backward
+        if backward is None:
+            return
+        self.ranks.side.go_on()
+        if backward.current is not None:
+            self._drain(backward.current)
+        for u in dict.fromkeys(reversed([u for each in backward.passes for u in each.external])):
+            self.reducer.retire(self.units[u])
+        for unit in reversed(self.units):
+            self.reducer.retire_late(unit)
+        self.reducer.finish()
+        self._stop_lingering(everything=True)
+        self._backward = None
+        self._let_all_go()
+
+    def abandon_backward(self) -> None:
+        """A backward raised: forget what it left half done. What it already reduced stays, as torch keeps p.grad."""
+        self._backward = None
+        self._recomputed.clear()
+        self.reducer.finish()
+        for unit in self.units:
+            unit.drop_gradient()
+            if unit.users and unit.residency is Residency.UNSHARDED:
+                unit.users = 1
+                self._leave(unit)  # torch keeps what a recomputation wrote before the error
+            unit.seal()
+        self._let_all_go()
+
+    # -- recomputation, see [Note: forward inside backward] ----------------------------------------------------------
+
+    def _begin_recomputation(self, node: Node) -> None:
+        entered = [self.units[u] for u in node.units if self.units[u].users == 0]
+        for unit in entered:
+            unit.enter()
+        self._stop_lingering()
+        self._recomputed.begin(node.index, torch._C._autograd._get_sequence_nr(), entered)
+
+    def _end_recomputation(self, node: Node, output: Any) -> None:
+        sequence = self._recomputed.end(node.index)
+        if sequence is not None and torch.is_grad_enabled():
+            hook_outputs(output, sequence, partial(self._before_recomputed, node))
+
+    def _stop_lingering(self, everything: bool = False) -> None:
+        for unit in self._recomputed.stop(everything):
+            if unit.users:
+                self._leave(unit)
+            self._let_go(unit)
+
+    def _before_recomputed(self, node: Node, gradient: Tensor) -> None:
+        """A gradient reached an output that reentrant checkpointing computed anew: find the visit it stands for."""
+        self.ranks.side.go_on()
+        current = self._backward.current if self._backward is not None else None
+        if current is not None:
+            visit = current.pending(node.index)
+            if visit is not None:
+                self._open(current, visit)
+            return
+        for candidate in reversed(self._live):
+            candidate.begin_backward()
+            visit = candidate.pending(node.index)
+            if visit is not None:
+                self._open(candidate, visit)
+                return
+
+    # -- a parameter used outside its unit: see place.py ---------------------------------------------------------------
+
+    def note_external_use(self, unit: Unit) -> Callable[[Tensor], Tensor]:
+        """Inside a forward the unit's gradient will not be complete when its module's visits are closed.
+
+        Outside of any, it may be complete or not, and is late then.
+        """
+        if self._pass is not None:
+            if unit.index not in self._pass.external and unit.trainable:
+                self._pass.external.append(unit.index)
+        elif self.loss_scale is not None:  # this gradient will not pass the root's outputs
+            scale = self.loss_scale
+            return lambda gradient: gradient * scale.value
+        return lambda gradient: gradient
+
+    @outside_transforms
+    def full_copy(self, unit: Unit, k: int) -> Tensor:
+        """Parameter k of the unit, whole. Collective. Never an inference tensor, whose writes nothing counts."""
+        with torch.no_grad():
+            unit.unshard()
+            values = unit.views[k].clone()
+        self._let_go(unit)
+        return values
+
+    @outside_transforms
+    def _leave(self, unit: Unit) -> None:
+        """One visit fewer of the unit. What was written into its parameters is kept, or refused at the step."""
+        written = unit.users == 1 and unit.was_written()
+        if unit.users == 1 and not written:
+            self.writes.unseen(unit.name, unit.unseen_write())
+        unit.leave()
+        if written:
+            with torch.no_grad():
+                self.writes.note(unit.name, unit.flat)
+                unit.keep_written()
+                if self._keeping and unit.residency is Residency.SHARDED:
+                    unit.unshard(copy=True)
+
+    def write(self, unit: Unit, k: int, values: Tensor) -> None:
+        """Keep new whole values of parameter k: this rank's part goes to the store."""
+        unit.reshard()
+        unit.epochs[k] += 1
+        flat = values.detach().reshape(-1)
+        self.writes.note(unit.layout.slots[k].name, flat)
+        for piece in unit.layout.pieces(self.ranks.shard.rank):
+            if piece.slot is unit.layout.slots[k]:
+                part = flat[piece.slot_start : piece.slot_stop].float()
+                self.store.write_state(unit.index, "master", piece.shard_start, part)
+
+    # -- around a step -----------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._stack) or (self._backward is not None and in_backward())
+
+    def settle(self) -> None:
+        """Give every lease back: the store may be read, written and updated after this."""
+        if self.gathered:
+            raise ZeroError(
+                "a step, a checkpoint or close() inside zero_core.gathered, which holds parameters outside of their "
+                "shards and writes them back at its end: leave the with block first"
+            )
+        if self._backward is not None:
+            self.abandon_backward()
+        self.residents.clear()
+        self._keeping = self.stage.keeps_parameters
+        for unit in self.units:
+            unit.seal()
+            unit.reshard()
+
+    def discard_gradients(self, leftover: str = "") -> None:
+        if self._backward is not None:
+            self.abandon_backward()  # a reduction of it may still be under way
+        self.reducer.discard(leftover)
+
+    def drop_gradient(self, unit: Unit, k: int) -> None:
+        """`p.grad = None` on one parameter: it is not updated. When that was the last one, all gradients go."""
+        if not self.reducer.drop(unit, k):
+            self.discard_gradients()
+
+    def next_use(self) -> list[int]:
+        """Every unit, in the order in which the next forward will want it."""
+        known = max((f.order for f in self.forecasts.values()), key=len, default=())
+        return [*known, *(u.index for u in self.units if u.index not in set(known))]
+
+    def forget_passes(self) -> None:
+        self._live.clear()

@@ -1,0 +1,434 @@
+"""The sharded parameter: the user's own Parameter object, whose class is flipped while it has no memory.
+
+Owns the class, the allow-list of what can be asked without memory, and the gather that answers everything else. It does
+not know units: it asks the `Home` that a parameter belongs to.
+
+[Note: the class flip]
+Between uses `p.__class__ is Sharded`; inside its unit it is `nn.Parameter` and costs nothing. Identity, ties, hooks and
+optimizers built earlier survive, because the object never changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..errors import ChangedParameterError, GradientError, ShardedParameterError
+from .outputs import outside_transforms, unwrapped
+
+__all__ = [
+    "HeldGradient",
+    "Home",
+    "Sharded",
+    "home_of",
+    "keep_state_dict",
+    "refuse_copies",
+    "settle",
+    "sharded_class",
+]
+
+_HOME = "_zero_home"
+_T: Any = Tensor  # its attributes are descriptors with __get__ and __set__, which their annotations hide
+
+
+class Home(Protocol):
+    """What a sharded parameter asks of the one who keeps it."""
+
+    def full_copy(self, parameter: Tensor) -> Tensor:
+        """A plain tensor with the parameter's full values. Collective."""
+
+    def write_back(self, parameter: Tensor, values: Tensor) -> None:
+        """Keep `values` (the parameter's shape) as the parameter's new ones."""
+
+    def epoch(self, parameter: Tensor) -> int:
+        """Another number each time the parameter's values have changed."""
+
+    def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        """The parameter takes part in a graph outside its unit; returns what its gradient goes through."""
+
+    def holds_gradient(self, parameter: Tensor) -> bool:
+        """Whether a gradient of this parameter waits for step(), as far as this rank knows."""
+
+    def drop_gradient(self, parameter: Tensor) -> None:
+        """`p.grad = None` was asked."""
+
+    def instead_of(self, operation: str) -> str:
+        """What to write in place of `operation` on a gradient, which has left."""
+
+
+def home_of(parameter: Tensor) -> Home:
+    return parameter.__dict__[_HOME]
+
+
+def settle(parameter: nn.Parameter, home: Home) -> None:
+    """Tell a parameter where it lives from now on."""
+    parameter.__dict__[_HOME] = home
+
+
+class HeldGradient(Tensor):
+    """Stands for a gradient that has left for the store. Knows its shape; any use raises."""
+
+    home: Home
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        held = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, HeldGradient))
+        raise GradientError(
+            f"{_name(func)} on the gradient of a sharded parameter, which left during backward. "
+            f"{held.home.instead_of(_name(func))}"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"HeldGradient({tuple(_T.shape.__get__(self))})"
+
+
+class _Gather(torch.autograd.Function):
+    """Full values of a sharded parameter for one call; the gradient goes back to the parameter as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, arriving: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.arriving = arriving
+        return _values_for_graphs(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.arriving(gradients[0]), None
+
+
+class Sharded(nn.Parameter):
+    """A parameter between uses: its true shape, dtype and name, no memory."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None and args and isinstance(args[0], Sharded):
+            return special(*args, **kwargs)
+        if func in _AUTOGRAD:
+            return _AUTOGRAD[func](*args, **kwargs)
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return _call_gathered(func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Sharded parameter of shape {tuple(self.shape)}, {self.dtype}, {self.device}"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ShardedParameterError(f"deepcopy of a {self!r}: copy the model before zero_core.shard, or its state_dict")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardedParameterError(f"pickling a {self!r}: use zero_core.checkpoint.save, or model.state_dict()")
+
+
+@functools.cache
+def sharded_class(kind: type[nn.Parameter]) -> type[Sharded]:
+    """The class of a parameter of class `kind` between its uses: an instance of both `Sharded` and `kind`.
+
+    Raises ShardedParameterError for a class whose tensors are more than one flat memory.
+    """
+    if issubclass(kind, Sharded) or kind is nn.Parameter:
+        return Sharded
+    torch_dispatch: Any = kind.__torch_dispatch__
+    if torch_dispatch is not nn.Parameter.__torch_dispatch__:
+        raise ShardedParameterError(
+            f"parameters of class {kind.__qualname__} define __torch_dispatch__, as quantised and distributed tensors "
+            "do, and cannot be cut into shards: convert them to plain parameters before zero_core.shard"
+        )
+    return type(f"Sharded{kind.__name__}", (Sharded, kind), {})
+
+
+def refuse_copies(module: nn.Module) -> None:
+    """Let deepcopy and pickle of a module that opens units say why not; its hooks would fail with less to say."""
+    kind = type(module).__name__
+
+    def refuse(*args: Any) -> Any:
+        raise ShardedParameterError(
+            f"copying or pickling a sharded {kind}: its values are in shards. Copy it before zero_core.shard; to keep "
+            "values, use zero_core.checkpoint.save, or torch.save(model.state_dict()) and load that into a new model"
+        )
+
+    module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = refuse
+
+
+@outside_transforms
+def _full(parameter: Sharded) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        if not torch.is_grad_enabled():
+            return home_of(parameter).full_copy(parameter)
+        if parameter.requires_grad:
+            return _Gather.apply(parameter, home_of(parameter).note_external_use(parameter))
+        return _values_for_graphs(parameter)
+
+
+def _values_for_graphs(parameter: Tensor) -> Tensor:
+    """Full values that share the parameter's version counter, so that autograd refuses what it saved of them once the
+    parameter has changed."""
+    values = parameter.detach()
+    values.data = home_of(parameter).full_copy(parameter)
+    return values
+
+
+def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `func` with the full values of every sharded argument; keep what it wrote in place."""
+    gathered: dict[int, tuple[_Taken, int]] = {}
+
+    def full(parameter: Sharded) -> Tensor:
+        if id(parameter) not in gathered:
+            values = _full(parameter)
+            gathered[id(parameter)] = _Taken(parameter, values, home_of(parameter).epoch(parameter)), values._version
+        return gathered[id(parameter)][0].values
+
+    args, kwargs = tree_map_only(Sharded, full, (args, kwargs))
+    result = func(*args, **kwargs)
+    for taken, version in gathered.values():
+        if taken.values._version != version:
+            taken.write_back()
+        if result is taken.values:
+            return taken.parameter
+    counts = func != _T.data.__get__
+    return _writing_through(func, result, [replace(taken, counts=counts) for taken, _ in gathered.values()], apart=True)
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.grad with respect to sharded parameters."""
+    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    zeros = kwargs.pop("materialize_grads", False)
+    if zeros:
+        kwargs["allow_unused"] = True
+    found = torch.autograd.grad(outputs, _places(given), *args, **kwargs)
+    if not zeros:
+        return found
+    return tuple(
+        torch.zeros(p.shape, dtype=p.dtype, device=p.device) if gradient is None else gradient
+        for p, gradient in zip(given, found, strict=True)
+    )
+
+
+def _backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+    """torch.autograd.backward into sharded parameters."""
+    given = [inputs] if isinstance(inputs, Tensor) else inputs
+    torch.autograd.backward(tensors, *args, inputs=given and _places(given), **kwargs)  # type: ignore[misc]
+
+
+def _places(inputs: Sequence[Any]) -> Any:
+    """Sharded parameters' places in the graph, which need no memory, so that torch functions stay enabled meanwhile:
+    what backward computes anew may use other sharded parameters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [torch.autograd.graph.get_gradient_edge(p) if isinstance(p, Sharded) else p for p in inputs]
+
+
+@dataclass
+class _Taken:
+    """The full values of a parameter as they were in one epoch, which the views of a `WriteThrough` share."""
+
+    parameter: Sharded
+    values: Tensor
+    epoch: int
+    kept: bool = False  # asked for to be kept, as a state dict's: it may be read when it is old, and not be written
+    counts: bool = True  # a write is one that autograd counts, as it counts all but those through `.data`
+
+    def write_back(self) -> None:
+        home = home_of(self.parameter)
+        home.write_back(self.parameter, self.values.detach())
+        if self.counts:
+            increment_version(self.parameter)
+        self.epoch = home.epoch(self.parameter)
+
+    def check(self) -> None:
+        if self.epoch != home_of(self.parameter).epoch(self.parameter):
+            raise ChangedParameterError(
+                f"a view (p.data, p.detach(), p[i] ...) of a {self.parameter!r} is used after a step() or a write has "
+                "changed the parameter: it holds the values from before. Take a new view, or clone() what is to stay"
+            )
+
+
+def _writing_through(func: Callable[..., Any], result: Any, taken: Sequence[_Taken], *, apart: bool = False) -> Any:
+    """`result`, in which every view of gathered values writes through to its parameter.
+
+    apart: the views get version counters of their own, by which a write into one is told from a write into another.
+    """
+
+    def through(tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is not None or not tensor.numel() or type(tensor) is not Tensor:
+            return tensor
+        if unwrapped(tensor) is not tensor:
+            return tensor  # torch.func's, without a storage to ask for
+        for each in taken:
+            if tensor.untyped_storage().data_ptr() == each.values.untyped_storage().data_ptr():
+                return WriteThrough.of(tensor.data if apart else tensor, each)
+        return tensor
+
+    if func in _COPYING:  # the caller means a copy, though on the CPU torch makes none: it may be kept
+        taken = [replace(each, kept=True) for each in taken]
+    if func in _ARRAYS:
+        result.flags.writeable = False  # what is written into an array reaches nobody, so numpy shall say so
+        return result
+    return tree_map_only(Tensor, through, result)
+
+
+class WriteThrough(Tensor):
+    """A view of a sharded parameter's gathered values (`p.data`, `p[1]`): what is written reaches the shards.
+
+    It raises ChangedParameterError once the parameter's values are others, where a view of torch's would show them.
+    """
+
+    taken: _Taken
+
+    @classmethod
+    def of(cls, view: Tensor, taken: _Taken) -> WriteThrough:
+        made = view.as_subclass(cls)
+        made.taken = taken
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views: list[WriteThrough] = []
+        with torch._C.DisableTorchFunctionSubclass():
+
+            def plain(view: WriteThrough) -> Tensor:
+                if func not in _METADATA and not view.taken.kept:
+                    view.taken.check()
+                views.append(view)
+                return view.as_subclass(Tensor)
+
+            args, kwargs = tree_map_only(WriteThrough, plain, (args, kwargs or {}))
+            before = [view._version for view in views]
+        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            for view, version in zip(views, before, strict=True):
+                if view._version != version:
+                    view.taken.check()
+                    view.taken.write_back()
+            return _writing_through(func, result, [view.taken for view in views])
+
+    def __iter__(self) -> Any:
+        return iter(self.unbind(0))
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.taken.kept:
+            self.taken.check()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def keep_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A state dict is asked for to be kept: a post-hook that lets its values be read when they are old."""
+    for name in module._parameters:
+        value = state.get(prefix + name)
+        if isinstance(value, WriteThrough):
+            value.taken = replace(value.taken, kept=True)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
+
+
+def _get_grad(parameter: Sharded) -> Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        if parameter.grad is not None:
+            return parameter.grad
+        if not home_of(parameter).holds_gradient(parameter):
+            return None
+        shell = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        held = shell.as_subclass(HeldGradient)
+        held.home = home_of(parameter)
+        return held
+
+
+def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
+    if value is not None:
+        raise GradientError(
+            "p.grad = tensor on a sharded parameter: gradients leave during backward. p.grad = None drops this one; "
+            "p.register_hook changes it on its way"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = None
+    home_of(parameter).drop_gradient(parameter)
+
+
+def _set_data(parameter: Sharded, value: Tensor) -> None:
+    if value is parameter:
+        return  # model.to() where it is already
+    with torch._C.DisableTorchFunctionSubclass():
+        kinds = [(tuple(t.shape), t.dtype, t.device) for t in (value, parameter)]
+    changes = ", ".join(str(new) for new, old in zip(*kinds, strict=True) if new != old)
+    if changes:
+        raise ChangedParameterError(
+            f"new data ({changes}) for a {parameter!r}: move or cast the model before zero_core.shard, whose device= "
+            "and param_dtype= say where and in what to compute"
+        )
+    raise ChangedParameterError(
+        f"other memory, of the same shape, dtype and device, for a {parameter!r}, whose values are in shards: write "
+        "them with p.data.copy_(values) or inside zero_core.gathered"
+    )
+
+
+def _to(parameter: Sharded, *args: Any, **kwargs: Any) -> Tensor:
+    """`parameter.to(...)`: nothing is gathered where nothing changes. torch itself copies from "cpu" to "cpu:0"."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        except (TypeError, RuntimeError):  # copy=True, which it does not take
+            device, dtype, layout = None, None, torch.preserve_format
+        here = parameter.device
+        moves = device is not None and device != here and not (device.type == here.type == "cpu")
+        if layout is None and not moves and dtype in (None, parameter.dtype):
+            return parameter
+    return _call_gathered(Tensor.to, (parameter, *args), kwargs)
+
+
+def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
+    raise ShardedParameterError(f"the memory of a {parameter!r} was asked for: use zero_core.gathered(module)")
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
+
+
+# By getter, never by the name `__get__`, which all of them share.
+_METADATA: set[Any] = _getters(
+    *("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "names", "is_cuda"),
+    *("is_cpu", "is_sparse", "is_meta", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "is_sparse_csr"),
+    *("_version", "output_nr", "retains_grad", "itemsize", "nbytes", "name", "_backward_hooks", "grad_dtype"),
+    *("is_xla", "is_ipu", "is_hpu", "is_mtia", "is_maia", "is_vulkan", "is_ort", "_post_accumulate_grad_hooks"),
+) | {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.ndimension),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device, Tensor.requires_grad_),
+    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, _T.requires_grad.__set__, Tensor.__len__),
+    *(Tensor.storage_offset, Tensor.is_signed, Tensor.is_inference, Tensor.type, _T._backward_hooks.__set__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, Tensor.is_same_size),
+    *(torch.is_tensor, Tensor.is_shared, Tensor._is_view),
+}
+_METADATA -= {Tensor.type}
+
+# Their results are asked for to be kept, though on the CPU torch does not copy.
+_COPYING: set[Any] = {Tensor.cpu, Tensor.to}
+_ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
+
+_AUTOGRAD: dict[Any, Callable[..., Any]] = {torch.autograd.grad: _grad, torch.autograd.backward: _backward}
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    Tensor.__iter__: lambda parameter: iter(parameter.unbind(0)),
+    _T.grad.__get__: _get_grad,
+    _T.grad.__set__: _set_grad,
+    _T.data.__set__: _set_data,
+    Tensor.to: _to,
+    Tensor.data_ptr: _refuse_address,
+    Tensor.untyped_storage: _refuse_address,
+    Tensor.share_memory_: _refuse_address,
+}

@@ -1,0 +1,40 @@
+"""The user's optimizer once `shard` has taken its place: what would step, save or extend it says so instead.
+
+Owns that refusal. `param_groups` stay live and `zero_grad` works, because both are the sharded optimizer's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+
+from ..errors import ZeroError
+
+__all__ = ["retire", "wrapped_in"]
+
+
+def retire(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer say where its parameters went, rather than step nothing or save no state."""
+    for name in ("step", "state_dict", "load_state_dict", "add_param_group"):
+        optimizer.__dict__[name] = MethodType(_refusal(name), optimizer)
+    optimizer.__dict__["_opt_called"] = True  # a scheduler built on it before would warn that nobody steps it
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        raise ZeroError(
+            f"{name}() of the {type(optimizer).__name__} that was given to zero_core.shard, which returned another in "
+            f"its place: write `optimizer = zero_core.shard(model, optimizer, ...)` and call {name}() on that one"
+        )
+
+    refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as a scheduler leaves it, and looks for
+    return refuse
+
+
+def wrapped_in(optimizer: torch.optim.Optimizer) -> tuple[str, torch.optim.Optimizer] | None:
+    """The attribute in which an optimizer holds another one, and that one. accelerate's holds one in `optimizer`."""
+    held = ((k, v) for k, v in vars(optimizer).items() if isinstance(v, torch.optim.Optimizer))
+    return next(held, None)

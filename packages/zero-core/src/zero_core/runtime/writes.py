@@ -1,0 +1,55 @@
+"""What was written into parameters outside of `step()`: whether every rank wrote the same, and what nothing kept.
+
+Owns what the next step compares. Each rank keeps its own slice of what it wrote, so ranks that write different values
+would make a parameter that no rank wrote. What a forward writes through `p.data` moves no version counter: the first
+visit of a unit compares its values, and the step refuses.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import Ranks
+
+__all__ = ["Writes"]
+
+_BITS = 20  # as in a digest of collectives
+
+
+class Writes:
+    """A digest of what this rank wrote since the last step, and the names of where."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.digest = 0
+        self.names: dict[str, None] = {}
+        self._unseen: list[tuple[str, Tensor]] = []
+
+    def note(self, name: str, values: Tensor) -> None:
+        """`values`, contiguous, are the new ones of the parameter or the unit `name`."""
+        if self._ranks.size == 1:
+            return
+        bits = values.detach().contiguous().reshape(-1).view(torch.uint8)
+        words = bits[: bits.numel() // 8 * 8].view(torch.int64)
+        total = int(words.sum()) + int(bits[words.numel() * 8 :].sum())
+        self.digest = (self.digest * 31 + total + len(name)) % (1 << _BITS)
+        self.names[name] = None
+
+    def unseen(self, name: str, written: Tensor | None) -> None:
+        """`written` () bool on the device: whether a visit of the unit `name` changed values without a trace."""
+        if written is not None:
+            self._unseen.append((name, written))
+
+    def unseen_count(self) -> Tensor | None:
+        """() float64 on the device: visits that did; None where none was compared since the last step."""
+        return torch.stack([flag for _, flag in self._unseen]).sum(dtype=torch.float64) if self._unseen else None
+
+    def unseen_names(self) -> list[str]:
+        """Units whose visits did. Waits for the device."""
+        return [name for name, flag in self._unseen if bool(flag)]
+
+    def forget(self) -> None:
+        self.digest = 0
+        self.names.clear()
+        self._unseen.clear()

@@ -1,0 +1,387 @@
+"""What a user calls: `shard`, `no_sync`, `units`; and `handle`, for siblings that read shards. Nothing runs here."""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from .building.init import Initialiser, become
+from .building.wrapping import UnitPlan, not_sharded, plan_units, unit_modules
+from .comm.collectives import Ranks
+from .device import has_streams, indexed
+from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
+from .layout import UnitLayout
+from .optim.carried import carry_over
+from .optim.device_store import DeviceStore
+from .optim.handover import Handover
+from .optim.optimizer import ShardedOptimizer
+from .pool import Pool
+from .runtime.hooks import Engine, Node
+from .runtime.parameter import settle, sharded_class
+from .runtime.place import Place
+from .runtime.retired import retire, wrapped_in
+from .runtime.scaling import LossScale
+from .runtime.stages import STAGES
+from .runtime.unit import Unit
+from .store import NullObserver, Observer, Segment, ShardSpec, ShardStore, StoreContext, lent_bytes
+
+__all__ = ["Handle", "handle", "no_sync", "shard", "units"]
+
+_HANDLE = "_zero_handle"
+_PREFETCH_BYTES = 128 << 20
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What is behind a sharded model, for checkpoints and tools.
+
+    Call `settle()` before store.read_state or write_state: it gives every lease back, so nothing stale stays resident.
+    Of each unit: `.layout` (slots named as in model.named_parameters()), `.index` (in the store), `.parameters`,
+    `.groups` (None: frozen), `.steps` (step count per parameter, writable), `.dtype`.
+    """
+
+    model: nn.Module
+    units: tuple[Unit, ...]
+    store: ShardStore
+    optimizer: ShardedOptimizer
+    ranks: Ranks  # .shard.rank/.size/.group, .replicate..., .rank, .size, .device
+    stage: int
+    engine: Engine
+
+    def settle(self) -> None:
+        self.engine.settle()
+
+
+def handle(model: nn.Module) -> Handle:
+    """The handle of a model that `shard` was called on."""
+    found = model.__dict__.get(_HANDLE)
+    if found is None:
+        raise ZeroError(f"{type(model).__name__} is not sharded: call zero_core.shard(model, optimizer) first")
+    return found
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    stage: int = 3,
+    mesh: Any = None,
+    units: Sequence[type[nn.Module]] | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    loss_scale: float | str | LossScale | None = None,
+    max_grad_norm: float | None = None,
+    resident_bytes: int = 0,
+    prefetch_bytes: int = _PREFETCH_BYTES,
+    update_in_backward: bool = False,
+    store: ShardStore | None = None,
+    observer: Observer | None = None,
+    device: torch.device | str | None = None,
+) -> ShardedOptimizer:
+    """Shard `model` in place and return the optimizer that takes the place of `optimizer`. Collective.
+
+    stage: 0 to 3, a row of stages.STAGES. mesh: a DeviceMesh (shard,) or (replicate, shard); None: all ranks, or this
+    process alone without torch.distributed. units: module classes which form units; None: the rule of wrapping.py.
+    param_dtype: parameters and compute, the fp32 masters live with the store; None: as they are. reduce_dtype: of
+    gradients between ranks and to the store; None: the parameters'. loss_scale: "dynamic", a number, or None.
+    max_grad_norm: exact global clipping. resident_bytes: stage 3 keeps that much unsharded between uses.
+    prefetch_bytes: how much is gathered ahead; 0: nothing. update_in_backward: a unit is updated when its gradient
+    arrives; not with clipping, loss scaling or stage 1. store: None is a DeviceStore. observer: told of every span.
+    device: where to compute, buffers go along; None: where the parameters are. A model that does not fit there stays in
+    host memory, or in deferred_init(), until shard takes it; then say device.
+    What `optimizer` keeps already (it has stepped, or was loaded) moves into the store, rank 0's to every rank.
+    Raises ZeroError, StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
+    """
+    _check(model, optimizer, stage, param_dtype, max_grad_norm)
+    _check_group(mesh)
+    scale = LossScale.of(loss_scale)
+    if update_in_backward:
+        _check_update_in_backward(stage, max_grad_norm, scale)
+    observer = observer or NullObserver()
+    where = _compute_device(model, device, mesh)
+    ranks = Ranks.build(mesh, sharded=STAGES[stage].sharded, device=where)
+    ranks.meet("shard")
+    initialiser = Initialiser(model)
+    plans = plan_units(model, units)
+    if device is not None:
+        _move_buffers(model, where)
+    made = _Maker(model, optimizer, ranks, plans, param_dtype, reduce_dtype, store or DeviceStore(), observer)
+    made.build_units()
+    made.compare(stage, max_grad_norm)
+    engine = Engine(model, made.units, ranks, made.store, made.pool, STAGES[stage])
+    engine.prefetch_bytes, engine.residents.budget_bytes = prefetch_bytes, resident_bytes
+    engine.loss_scale = scale
+    unit_bytes = [unit.nbytes for unit in made.units]
+    handover = Handover(made.units)
+    try:
+        lent = lent_bytes(unit_bytes, prefetch_bytes, resident_bytes, ranks.shard.size)
+        made.attach_store(initialiser, handover, stage, lent)
+        for unit in made.units:
+            for k, parameter in enumerate(unit.parameters):
+                settle(parameter, Place(engine, unit, k))
+        carry_over(optimizer, made.units, made.store, ranks)
+        engine.attach(made.nodes(unit_modules(model, units)))
+        sharded = ShardedOptimizer(optimizer, engine, max_grad_norm=max_grad_norm, observer=observer)
+    except BaseException as error:
+        engine.detach()
+        handover.undo(error, made.store)
+        raise
+    initialiser.release()
+    if update_in_backward:
+        engine.reducer.update = sharded.update_one
+    model.__dict__[_HANDLE] = Handle(model, tuple(made.units), made.store, sharded, ranks, stage, engine)
+    optimizer.__dict__["_zero_sharded"] = True
+    retire(optimizer)
+    return sharded
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside only accumulate, in fp32 on each rank; the first backward or step() outside reduces the sum."""
+    reducer = handle(model).engine.reducer
+    before, reducer.synchronising = reducer.synchronising, False
+    try:
+        yield
+    finally:
+        reducer.synchronising = before
+
+
+def units(model: nn.Module) -> tuple[Unit, ...]:
+    """The units of a sharded model, in the order of the store's shards."""
+    return handle(model).units
+
+
+class _Maker:
+    """Builds the parts of one sharded model, in the order in which memory allows it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        plans: list[UnitPlan],
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        store: ShardStore,
+        observer: Observer,
+    ) -> None:
+        self.model, self.optimizer, self.ranks, self.plans = model, optimizer, ranks, plans
+        self.store, self.observer = store, observer
+        self.pool = Pool(ranks.device)
+        self.units: list[Unit] = []
+        self._param_dtype = param_dtype
+        dtypes = {self._dtype(plan) for plan in plans}
+        self.reduce_dtype = reduce_dtype or (dtypes.pop() if len(dtypes) == 1 else torch.float32)
+
+    def _dtype(self, plan: UnitPlan) -> torch.dtype:
+        return self._param_dtype or next(iter(plan.parameters.values())).dtype
+
+    def build_units(self) -> None:
+        groups = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        for index, plan in enumerate(self.plans):
+            dtype = self._dtype(plan)
+            shapes = [(name, tuple(p.shape)) for name, p in plan.parameters.items()]
+            layout = UnitLayout.build(plan.name, shapes, itemsize=dtype.itemsize, shard_count=self.ranks.shard.size)
+            self.units.append(
+                Unit(
+                    index,
+                    layout,
+                    list(plan.parameters.values()),
+                    [groups.get(id(p)) for p in plan.parameters.values()],
+                    dtype=dtype,
+                    reduce_dtype=self.reduce_dtype,
+                    ranks=self.ranks,
+                    store=self.store,
+                    pool=self.pool,
+                    observer=self.observer,
+                )
+            )
+
+    def compare(self, stage: int, max_grad_norm: float | None) -> None:
+        """The same on every rank? Else the first collective would be of two sizes, which ends a process of gloo's."""
+        units = [(u.name, u.groups, [(s.name, s.shape) for s in u.layout.slots], u.dtype) for u in self.units]
+        kind, options = type(self.optimizer).__name__, (stage, max_grad_norm, self.reduce_dtype)
+        if not self.ranks.agree(zlib.crc32(repr((units, kind, options)).encode()), "what shard() was given"):
+            shapes = [s.shape for u in self.units for s in u.layout.slots]
+            raise ZeroError(
+                f"the ranks gave shard() different things: on rank {self.ranks.rank} a model of {len(shapes)} "
+                f"parameters, {sum(map(math.prod, shapes)):,} elements, in {len(units)} units, {kind} with groups of "
+                f"{[len(group['params']) for group in self.optimizer.param_groups]}, stage={stage}, max_grad_norm="
+                f"{max_grad_norm}, {self.reduce_dtype} gradients; it must be the same on all {self.ranks.size}"
+            )
+
+    def attach_store(self, initialiser: Initialiser, handover: Handover, stage: int, prefetch_bytes: int) -> None:
+        """Hand the shards over, unit by unit: each unit's own memory goes before the next one's is read."""
+        rank = self.ranks.shard.rank
+        for buffer in self.model.buffers():
+            if not buffer.is_meta and buffer.numel():
+                self.ranks.broadcast(buffer.data, "buffers")
+        for name, parameter in not_sharded(self.model).items():
+            values = initialiser.values(parameter)
+            here = values.to(self.ranks.device).contiguous()
+            if self.ranks.size > 1 and here.numel() and not here.is_quantized:
+                self.ranks.broadcast(here.view(-1).view(torch.uint8), name)  # as bytes: gloo lacks some dtypes
+            if parameter.is_meta or here is not values:
+                become(parameter, here)
+
+        def initial(i: int) -> torch.Tensor:
+            unit = self.units[i]
+            for parameter in unit.parameters:
+                if not parameter.is_meta and self.ranks.size > 1:
+                    values = parameter.data.contiguous().to(self.ranks.device)  # NCCL takes no host memory
+                    self.ranks.broadcast(values, unit.name)
+                    parameter.data = values.to(parameter.device)
+            values = initialiser.shard(unit.layout, unit.parameters, rank)
+            handover.take(i)
+            return values
+
+        context = StoreContext(
+            device=self.ranks.device,
+            local_rank=self.ranks.device.index or 0,
+            rank=rank,
+            shard_count=self.ranks.shard.size,
+            reduce_dtype=self.reduce_dtype,
+            prefetch_bytes=prefetch_bytes,
+            keeps_parameters=STAGES[stage].keeps_parameters,
+            observer=self.observer,
+            rescue=handover.give_back,
+            not_sharded={name: p.nbytes for name, p in not_sharded(self.model).items()},
+        )
+        self.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)
+
+    def _spec(self, unit: Unit) -> ShardSpec:
+        groups = {slot.name: group for slot, group in zip(unit.layout.slots, unit.groups, strict=True)}
+        segments = tuple(
+            Segment(piece.shard_start, piece.shard_stop, groups[piece.slot.name], piece.slot.name)
+            for piece in unit.layout.pieces(self.ranks.shard.rank)
+        )
+        return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, self.plans[unit.index].encloses)
+
+    def nodes(self, modules: dict[str, nn.Module]) -> list[Node]:
+        """The modules that get hooks: those of a unit, and the root in any case."""
+        opened: dict[str, list[int]] = {"": []}
+        for index, plan in enumerate(self.plans):
+            for path in plan.modules:
+                opened.setdefault(path, []).append(index)
+        return [Node(n, path or "root", modules[path], tuple(opened[path])) for n, path in enumerate(opened)]
+
+
+def _check(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stage: int,
+    param_dtype: torch.dtype | None,
+    max_grad_norm: float | None,
+) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        given = f"{type(model).__name__}, {type(optimizer).__name__}"
+        raise ZeroError(f"shard({given}): it takes the module first, then its torch.optim.Optimizer")
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise ZeroError(
+                f"{name or 'the model'} is a {type(module).__name__}, which copies or averages over ranks itself: give "
+                "zero_core.shard the module inside (.module), and leave the wrapper out"
+            )
+    if stage not in STAGES:
+        raise StageError(f"stage={stage!r}: the stages of ZeRO are 0, 1, 2 and 3")
+    if param_dtype is not None and param_dtype not in _DTYPES:
+        raise StageError(f"param_dtype={param_dtype}: it can be float32, bfloat16 or float16")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ZeroError(f"max_grad_norm={max_grad_norm}: it is a norm above 0; None, the default, does not clip")
+    if isinstance(optimizer, ShardedOptimizer) or "_zero_sharded" in optimizer.__dict__:
+        raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
+    wrapped = wrapped_in(optimizer)
+    if wrapped is not None:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} wraps another optimizer, {type(wrapped[1]).__name__} in .{wrapped[0]}: give "
+            f"shard() the inner one, `optimizer = zero_core.shard(model, optimizer.{wrapped[0]}, ...)`, and step what "
+            "that returns. With accelerate, prepare only the data loader"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ZeroError(f"{name} has no shape yet: run the model once on a sample before zero_core.shard")
+        sharded_class(type(parameter))
+        if "_zero_home" in parameter.__dict__:
+            raise AlreadyShardedError(f"{name} is sharded already: call zero_core.shard once, on the whole model")
+    _check_parameters(model, optimizer, param_dtype)
+
+
+def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_dtype: torch.dtype | None) -> None:
+    mine = {id(p) for p in model.parameters()}
+    pending = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    if pending:
+        raise ZeroError(
+            f"{len(pending)} parameters have gradients already ({pending[0]} ...), which shard() would lose: call "
+            "optimizer.step() or zero_grad() before"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and param_dtype is None and parameter.dtype not in _DTYPES:
+            raise StageError(
+                f"{name} is {parameter.dtype}, more than a float32 master holds: cast the model to float32, bfloat16 "
+                "or float16, or pass param_dtype="
+            )
+    odd = [p.dtype for g in optimizer.param_groups for p in g["params"] if not p.is_floating_point()]
+    if odd:
+        raise UnsupportedOptimizerError(
+            f"the optimizer has parameters of {odd[0]}, which are not sharded: leave them to an optimizer of their own"
+        )
+    strangers = [p.shape for g in optimizer.param_groups for p in g["params"] if id(p) not in mine]
+    if strangers:
+        raise ZeroError(
+            f"the optimizer has {len(strangers)} parameters which the model has not (shapes {strangers[:3]}): build it "
+            "from model.parameters() of the model given to shard"
+        )
+
+
+def _check_group(mesh: Any) -> None:
+    """torchrun's processes that never met would each train a model of its own."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if mesh is None and "RANK" in os.environ and started.isdecimal() and int(started) > 1:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ZeroError(
+                f"{started} processes were started (WORLD_SIZE={started}, RANK={os.environ['RANK']}) and there is no "
+                "process group: each would train a model of its own. Call torch.distributed.init_process_group() "
+                "before zero_core.shard. If separate models are what you want, remove WORLD_SIZE from the environment"
+            )
+
+
+def _check_update_in_backward(stage: int, max_grad_norm: float | None, scale: LossScale | None) -> None:
+    """An update inside backward comes before the norm is known, and before stage 1 has reduced anything."""
+    for refused, reason in (
+        (max_grad_norm is not None, f"max_grad_norm={max_grad_norm}: the norm is known only after backward"),
+        (scale is not None, "loss_scale: an overflow is known only after backward"),
+        (stage == 1, "stage=1, which keeps whole gradients until the step; use stage 0, 2 or 3"),
+    ):
+        if refused:
+            raise StageError(f"update_in_backward=True does not go with {reason}")
+
+
+def _compute_device(model: nn.Module, device: torch.device | str | None, mesh: Any) -> torch.device:
+    """What was asked for; else where the parameters are; deferred ones are nowhere: the mesh's device, or the CPU."""
+    devices = {p.device for p in model.parameters() if not p.is_meta}
+    if len(devices) > 1:
+        raise ZeroError(f"parameters on {sorted(map(str, devices))}: move the model to one device before shard")
+    if device is None and devices:
+        return devices.pop()
+    found = torch.device(device if device is not None else getattr(mesh, "device_type", "cpu"))
+    if has_streams(found) and not torch.get_device_module(found).is_available():
+        raise ZeroError(f"device={found}: torch sees no such device here; leave device out to compute on the CPU")
+    return indexed(found)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)

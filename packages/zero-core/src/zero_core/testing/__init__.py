@@ -1,0 +1,194 @@
+"""Tools for tests of zero-core and its siblings: ranks kept across tests, a store's conformance. Imports no pytest."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ..device import backend_of
+from .conformance import ShardStoreSuite
+
+__all__ = ["LocalRank", "RankError", "RankPool", "ShardStoreSuite"]
+
+
+class RankError(AssertionError):
+    """A rank of a pool raised, died or ran out of time."""
+
+
+class LocalRank:
+    """The pool of one rank: this process, without a process group."""
+
+    size = 1
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 0) -> list[Any]:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return [function(*args)]
+        finally:
+            torch.set_num_threads(threads)
+
+    def close(self) -> None:
+        pass
+
+
+class RankPool:
+    """`size` processes joined in a group, kept across calls; any failure ends them, the next call makes new ones.
+
+    Every rank runs one thread. Functions and arguments travel by pickle, so functions are module-level; so do results.
+    device: "cpu", or another type that torch knows: rank r computes on its device r and on no other. imports: modules
+    that each rank imports before it joins, such as one that registers the device.
+    backend: as for `torch.distributed.init_process_group`; None: gloo for the CPU and torch's default for the device.
+    start_method: "forkserver" imports what `multiprocessing.set_forkserver_preload` names once and not in every rank;
+    not for ranks that use a GPU, which a forked process cannot if anything imported has asked for it.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        collective_timeout_seconds: float = 60.0,
+        backend: str | None = None,
+        start_method: Literal["spawn", "forkserver"] = "spawn",
+        device: str = "cpu",
+        imports: Sequence[str] = (),
+    ) -> None:
+        self.size, self.device, self.backend, self.start_method = size, device, backend, start_method
+        self.imports = tuple(imports)
+        self._collective_timeout_seconds = collective_timeout_seconds
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 240.0) -> list[Any]:
+        """`function(*args)` on every rank; their results by rank. Raises RankError with rank and traceback."""
+        if not self._processes:
+            self._start()
+        message = pickle.dumps((function, args))
+        results: dict[int, Any] = {}
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(message)
+            deadline = time.monotonic() + timeout_seconds
+            while len(results) < self.size:
+                waiting = [p for r, p in enumerate(self._pipes) if r not in results]
+                ready: list[Any] = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    missing = sorted(set(range(self.size)) - set(results))
+                    raise RankError(f"ranks {missing} of {self.size} did not finish in {timeout_seconds} s")
+                for pipe in ready:
+                    self._collect(pipe, results)
+        except BaseException:
+            self._kill()
+            raise
+        return [results[r] for r in range(self.size)]
+
+    def _collect(self, pipe: Any, results: dict[int, Any]) -> None:
+        rank = self._pipes.index(pipe)
+        try:
+            succeeded, value = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionError) as error:
+            self._processes[rank].join(5)
+            raise RankError(f"rank {rank} of {self.size} died, exit code {self._processes[rank].exitcode}") from error
+        if not succeeded:
+            raise RankError(f"rank {rank} of {self.size} raised:\n{value}")
+        results[rank] = value
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="zero-ranks-")
+        rendezvous = (Path(self._folder.name) / "rendezvous").as_uri()
+        context: Any = multiprocessing.get_context(self.start_method)
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            arguments: tuple[Any, ...] = (theirs, rank, self.size, rendezvous, self._collective_timeout_seconds)
+            arguments += (self.backend, self.device, self.imports)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self._forget()
+
+    def _forget(self) -> None:
+        for process in self._processes:
+            process.join(10)
+        for pipe in self._pipes:
+            pipe.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._processes, self._pipes, self._folder = [], [], None
+
+    def close(self) -> None:
+        """End the ranks, each after leaving its process group: gloo aborts in a finalised interpreter."""
+        for pipe in self._pipes:
+            try:
+                pipe.send_bytes(pickle.dumps(None))
+            except (BrokenPipeError, OSError):
+                continue
+        for process in self._processes:
+            process.join(10)
+        self._kill()
+
+
+def _serve(
+    pipe: Connection,
+    rank: int,
+    size: int,
+    rendezvous: str,
+    timeout_seconds: float,
+    backend: str | None,
+    device: str,
+    imports: Sequence[str],
+) -> None:
+    """The life of one rank: join, answer until told to stop, leave."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    for module in imports:
+        importlib.import_module(module)
+    if device != "cpu":
+        torch.get_device_module(device).set_device(rank)
+    dist.init_process_group(
+        backend or backend_of(device),
+        init_method=rendezvous,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    while True:
+        try:
+            message = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            break
+        except Exception:
+            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+            continue
+        if message is None:
+            break
+        function, args = message
+        try:
+            answer = pickle.dumps((True, function(*args)))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        try:
+            pipe.send_bytes(answer)
+        except OSError:
+            break
+    dist.destroy_process_group()

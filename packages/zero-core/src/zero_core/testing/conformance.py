@@ -1,0 +1,367 @@
+"""`ShardStoreSuite`: what every `ShardStore` must do, as tests to subclass. Imports no pytest.
+
+Subclass it in a test module as `class TestX(ShardStoreSuite)` and define `make_store()`. Every expectation is computed
+here with the user's torch optimizer on plain fp32 tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..precision import round_to, sum_of_squares
+from ..store import Arrival, GroupStep, ScalarStates, Segment, ShardSpec, ShardStore, StoreContext, SwapsIn
+
+__all__ = ["ShardStoreSuite"]
+
+_SIZES = (320, 1000, 64)  # elements of the three shards; not multiples of each other
+
+
+class ShardStoreSuite:
+    """Three shards: one with two groups and a gap, one with a frozen segment, one of a single parameter.
+
+    Set `parameter_dtypes` and `reduce_dtypes` to what the store takes, `exact` to False where its arithmetic is not
+    torch's own (then `tolerance` is relative to the update). `device`: where store and optimizer compute. A store that
+    says `swaps_in` once it is attached is asked to copy instead of to lend.
+    """
+
+    device = torch.device("cpu")
+
+    parameter_dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16)
+    reduce_dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16)
+    exact = True
+    tolerance = 1e-4
+
+    def make_store(self) -> ShardStore:
+        """A new store, not attached."""
+        raise NotImplementedError
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The optimizer whose behaviour the store must have."""
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    # -- tests -------------------------------------------------------------------------------------------------------
+
+    def test_parameters_are_the_rounded_masters(self) -> None:
+        for dtype in self.parameter_dtypes:
+            with _Trial(self, dtype, torch.float32) as trial:
+                trial.compare_parameters(exact=True)
+
+    def test_updates_equal_the_optimizer_on_whole_tensors(self) -> None:
+        for dtype in self.parameter_dtypes:
+            for reduce_dtype in self.reduce_dtypes:
+                with _Trial(self, dtype, reduce_dtype) as trial:
+                    for step in range(4):
+                        trial.step(seed=step, scale=1.0 if step % 2 else 0.25)
+                        trial.compare_parameters()
+                    trial.compare_states()
+
+    def test_gradients_accumulate(self) -> None:
+        for reduce_dtype in self.reduce_dtypes:
+            with _Trial(self, torch.float32, reduce_dtype) as trial:
+                for seed in range(3):
+                    trial.give_gradients(seed)
+                trial.update(1.0)
+                trial.compare_parameters()
+
+    def test_the_callers_gradient_memory_is_free_afterwards(self) -> None:
+        with _Trial(self, torch.float32, torch.float32) as trial:
+            trial.give_gradients(0, overwrite=True)
+            trial.update(1.0)
+            trial.compare_parameters()
+
+    def test_lent_gradient_memory_is_taken_without_loss(self) -> None:
+        with _Trial(self, torch.float32, torch.float32) as trial:
+            trial.give_gradients(0, lent=True)
+            trial.give_gradients(1, lent=True)
+            trial.update(1.0)
+            trial.compare_parameters()
+
+    def test_norm_is_that_of_the_accumulated_gradients(self) -> None:
+        with _Trial(self, torch.float32, torch.float32) as trial:
+            trial.give_gradients(0)
+            trial.give_gradients(1)
+            expected = sum(float(sum_of_squares(g)) for g in trial.gradients if g is not None)
+            found = float(trial.store.gradient_norm_squared())
+            assert abs(found - expected) <= 1e-12 * expected, (found, expected)
+
+    def test_norm_of_a_nan_is_not_finite(self) -> None:
+        with _Trial(self, torch.float32, torch.float32) as trial:
+            trial.give_gradients(0, poison=float("nan"))
+            assert not torch.isfinite(trial.store.gradient_norm_squared())
+            trial.store.discard_gradients()
+            trial.gradients = [None] * len(_SIZES)
+            assert float(trial.store.gradient_norm_squared()) == 0.0
+            trial.compare_parameters(exact=True)
+
+    def test_discarded_gradients_leave_no_trace(self) -> None:
+        with _Trial(self, torch.float32, torch.float32) as trial:
+            trial.give_gradients(7)
+            trial.store.discard_gradients()
+            trial.gradients = [None] * len(_SIZES)
+            trial.step(seed=1)
+            trial.compare_parameters()
+
+    def test_part_of_a_gradient_can_be_discarded(self) -> None:
+        for reduce_dtype in self.reduce_dtypes:
+            for times in (1, 2):
+                with _Trial(self, torch.float32, reduce_dtype) as trial:
+                    trial.store.discard_gradient(0, 128, 320)  # none there yet
+                    for seed in range(times):
+                        trial.give_gradients(seed, poison=float("inf"))
+                    trial.discard(1, 0, 700)  # with all that is not finite
+                    trial.discard(0, 128, 320)
+                    expected = sum(float(sum_of_squares(g)) for g in trial.gradients if g is not None)
+                    found = float(trial.store.gradient_norm_squared())
+                    assert abs(found - expected) <= 1e-12 * expected, (found, expected)
+                    trial.update(1.0, skip=((0, 1), (1, 0)))
+                    trial.compare_parameters()
+
+    def test_skipped_segments_and_missing_gradients_change_nothing(self) -> None:
+        with _Trial(self, torch.float32, torch.float32) as trial:
+            trial.step(seed=0)
+            trial.step(seed=1, only=(0, 2), skip=((0, 0),))
+            trial.compare_parameters()
+            trial.step(seed=2)  # the skipped segment takes its second step, the others their third
+            trial.compare_parameters()
+            trial.compare_states()
+
+    def test_group_options_are_those_of_the_update(self) -> None:
+        with _Trial(self, torch.float32, torch.float32) as trial:
+            trial.step(seed=0)
+            trial.optimizer.param_groups[0]["lr"] = 0.5
+            trial.step(seed=1)
+            trial.compare_parameters()
+
+    def test_state_can_be_read_and_written_in_parts(self) -> None:
+        with _Trial(self, torch.bfloat16 if torch.bfloat16 in self.parameter_dtypes else torch.float32) as trial:
+            trial.step(seed=0)
+            names = trial.store.state_names()
+            assert names[0] == "master"
+            saved = {(i, n): trial.store.read_state(i, n, 0, size) for i, size in enumerate(_SIZES) for n in names}
+            numbers = trial.numbers()
+            trial.step(seed=1)
+            after = [trial.copy_of(i) for i in range(len(_SIZES))]
+            for (i, name), values in saved.items():
+                for start in range(0, _SIZES[i], 96):
+                    trial.store.write_state(i, name, start, values[start : start + 96])
+            trial.write_numbers(numbers)
+            assert trial.numbers() == numbers
+            for (i, name), values in saved.items():
+                part = trial.store.read_state(i, name, 16, _SIZES[i] - 16)
+                for segment in trial.specs[i].segments:
+                    low, high = max(16, segment.start), min(_SIZES[i] - 16, segment.stop)
+                    assert torch.equal(part[low - 16 : high - 16], values[low:high]), (i, name, segment)
+            trial.repeat(seed=1)
+            for i, expected in enumerate(after):
+                assert torch.equal(trial.copy_of(i), expected), f"shard {i}: the repeated step differs"
+
+    def test_closed_stores_say_so(self) -> None:
+        trial = _Trial(self, torch.float32, torch.float32)
+        trial.store.close()
+        trial.store.close()
+        try:
+            trial.copy_of(0)
+        except Exception as error:
+            assert "close" in str(error), error
+        else:
+            raise AssertionError("parameters of a closed store were had")
+
+    def test_copies_under_way_together_arrive_and_dropped_ones_touch_nothing(self) -> None:
+        """Of a store that swaps in: the memory of a dropped copy is the caller's again."""
+        for dtype in self.parameter_dtypes:
+            with _Trial(self, dtype) as trial:
+                if not trial.swaps_in:
+                    continue
+                for seed in range(2):
+                    expected = [trial.copy_of(i) for i in range(len(_SIZES))]
+                    memory = [trial.memory(i) for i in range(len(_SIZES))]
+                    arrivals = [trial.swap_in(i, memory[i]) for i in range(len(_SIZES))]
+                    arrivals[1].drop()
+                    memory[1].fill_(7.0)
+                    for i in (2, 0):
+                        arrivals[i].wait()
+                        assert torch.equal(memory[i], expected[i]), f"shard {i} did not arrive whole"
+                    assert bool((memory[1] == 7.0).all()), "a dropped copy was written"
+                    assert torch.equal(trial.copy_of(1), expected[1])
+                    trial.step(seed)
+                    trial.compare_parameters()
+
+
+class _Trial:
+    """A store beside plain tensors which go through the same steps."""
+
+    def __init__(self, suite: ShardStoreSuite, dtype: torch.dtype, reduce_dtype: torch.dtype = torch.float32) -> None:
+        self.suite, self.dtype, self.reduce_dtype = suite, dtype, reduce_dtype
+        generator = torch.Generator().manual_seed(0)
+        masters = [torch.randn(size, generator=generator).to(suite.device) for size in _SIZES]
+        segments = [
+            (Segment(0, 96, 0, "a"), Segment(128, 320, 1, "b")),
+            (Segment(0, 700, 1, "c"), Segment(704, 1000, None, "frozen")),
+            (Segment(0, 64, 0, "d"),),
+        ]
+        self.specs = [ShardSpec(f"unit{i}", n, dtype, s) for i, (n, s) in enumerate(zip(_SIZES, segments, strict=True))]
+        self.whole = [m.clone() for m in masters]
+        self.views = [
+            [nn.Parameter(w[s.start : s.stop]) for s in ss] for w, ss in zip(self.whole, segments, strict=True)
+        ]
+        groups: list[dict[str, Any]] = [{"params": [], "lr": 2e-2}, {"params": [], "weight_decay": 0.1}]
+        for spec, views in zip(self.specs, self.views, strict=True):
+            for segment, view in zip(spec.segments, views, strict=True):
+                if segment.group is not None:
+                    groups[segment.group]["params"].append(view)
+        self.optimizer = suite.make_optimizer(groups)
+        self.gradients: list[Tensor | None] = [None] * len(_SIZES)
+        self.counts = [[0] * len(s) for s in segments]
+        self.store = suite.make_store()
+        context = StoreContext(suite.device, reduce_dtype=reduce_dtype)
+        asked: list[int] = []
+
+        def initial(i: int) -> Tensor:
+            asked.append(i)
+            return masters[i].clone()
+
+        self.store.attach(self.specs, self.optimizer, initial, context=context)
+        assert asked == list(range(len(_SIZES))), "initial(i) is called once each, in order"
+        self.swaps_in = bool(getattr(self.store, "swaps_in", False))
+
+    def __enter__(self) -> _Trial:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.store.close()
+
+    def _values(self, i: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 + 10 * seed + i)
+        values = torch.randn(_SIZES[i], generator=generator).to(self.reduce_dtype)
+        inside = torch.zeros(_SIZES[i], dtype=torch.bool)
+        for segment in self.specs[i].segments:
+            inside[segment.start : segment.stop] = segment.group is not None
+        return (values * inside).to(self.suite.device)
+
+    def give_gradients(
+        self,
+        seed: int,
+        *,
+        only: Sequence[int] = (0, 1, 2),
+        lent: bool = False,
+        overwrite: bool = False,
+        poison: float | None = None,
+    ) -> None:
+        for i in only:
+            values = self._values(i, seed)
+            if poison is not None and i == 1:
+                values[5] = poison
+            so_far = self.gradients[i]
+            self.gradients[i] = values.float().clone() if so_far is None else so_far + values.float()
+            buffer = self.store.gradient_buffer(i) if lent else None
+            given = values if buffer is None else buffer.copy_(values)
+            self.store.accept_gradient(i, given)
+            if overwrite:
+                given.fill_(1e9)
+
+    def discard(self, i: int, start: int, stop: int) -> None:
+        self.store.discard_gradient(i, start, stop)
+        gradient = self.gradients[i]
+        assert gradient is not None
+        gradient[start:stop] = 0.0
+
+    def update(self, scale: float, skip: Sequence[tuple[int, int]] = ()) -> None:
+        steps = self._apply(scale, skip)
+        options = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        self.store.update([GroupStep(o) for o in options], scale, [2, 0, 1], steps)
+
+    def _apply(self, scale: float, skip: Sequence[tuple[int, int]]) -> list[list[int]]:
+        steps = [[0] * len(c) for c in self.counts]
+        for i, spec in enumerate(self.specs):
+            gradient = self.gradients[i]
+            for k, segment in enumerate(spec.segments):
+                if gradient is None or segment.group is None or (i, k) in skip:
+                    continue
+                self.counts[i][k] += 1
+                steps[i][k] = self.counts[i][k]
+                self.views[i][k].grad = gradient[segment.start : segment.stop] * scale
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.gradients = [None] * len(_SIZES)
+        return steps
+
+    def step(
+        self, seed: int, scale: float = 1.0, only: Sequence[int] = (0, 1, 2), skip: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self.give_gradients(seed, only=only)
+        self.update(scale, skip)
+
+    def repeat(self, seed: int) -> None:
+        """The store's last step again, after its state was written back."""
+        self.counts = [[c - 1 if c else 0 for c in counts] for counts in self.counts]
+        self.step(seed)
+
+    def numbers(self) -> dict[tuple[int, int, str], float | None]:
+        """What a store that has scalars keeps besides tensors, by shard, segment and name; of what is not frozen."""
+        if not isinstance(self.store, ScalarStates):
+            return {}
+        return {
+            (i, k, name): self.store.read_scalar(i, k, name)
+            for i, spec in enumerate(self.specs)
+            for k, segment in enumerate(spec.segments)
+            if segment.group is not None
+            for name in self.store.scalar_names()
+        }
+
+    def write_numbers(self, numbers: Mapping[tuple[int, int, str], float | None]) -> None:
+        for (i, k, name), number in numbers.items():
+            assert isinstance(self.store, ScalarStates) and number is not None, (i, k, name)
+            self.store.write_scalar(i, k, name, number)
+
+    def memory(self, i: int) -> Tensor:
+        """(numel,) for shard i, of values that no shard has."""
+        return torch.full((_SIZES[i],), float("nan"), dtype=self.dtype, device=self.suite.device)
+
+    def swap_in(self, i: int, out: Tensor) -> Arrival:
+        assert isinstance(self.store, SwapsIn)
+        return self.store.swap_in(i, out)
+
+    def copy_of(self, i: int) -> Tensor:
+        self.store.prefetch(i)
+        if self.swaps_in:
+            out = self.memory(i)
+            self.swap_in(i, out).wait()
+            return out
+        values = self.store.parameters(i).clone()
+        self.store.release(i)
+        return values
+
+    def compare_parameters(self, exact: bool | None = None) -> None:
+        exact = self.suite.exact if exact is None else exact
+        for i, spec in enumerate(self.specs):
+            found = self.copy_of(i)
+            assert found.dtype == self.dtype and found.shape == (_SIZES[i],)
+            expected = torch.empty(_SIZES[i], dtype=self.dtype, device=self.suite.device)
+            round_to(self.whole[i], expected)
+            self._compare(spec, found, expected, exact, "parameters")
+
+    def compare_states(self) -> None:
+        self.store.wait()
+        for i, spec in enumerate(self.specs):
+            self._compare(
+                spec, self.store.read_state(i, "master", 0, _SIZES[i]), self.whole[i], self.suite.exact, "master"
+            )
+            for name in self.store.state_names()[1:]:
+                expected = torch.zeros(_SIZES[i], device=self.suite.device)
+                for segment, view in zip(spec.segments, self.views[i], strict=True):
+                    if segment.group is not None and name in self.optimizer.state[view]:
+                        expected[segment.start : segment.stop] = self.optimizer.state[view][name]
+                found = self.store.read_state(i, name, 0, _SIZES[i])
+                self._compare(spec, found, expected, self.suite.exact, name)
+
+    def _compare(self, spec: ShardSpec, found: Tensor, expected: Tensor, exact: bool, what: str) -> None:
+        for segment in spec.segments:
+            a, b = (t[segment.start : segment.stop].float().cpu() for t in (found, expected))
+            if exact:
+                assert torch.equal(a, b), f"{what} of {spec.name}.{segment.name} differ by {float((a - b).abs().max())}"
+            else:
+                torch.testing.assert_close(a, b, rtol=self.suite.tolerance, atol=self.suite.tolerance)

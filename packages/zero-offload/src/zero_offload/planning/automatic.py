@@ -1,0 +1,144 @@
+"""The planner's choices: which kind goes to which tier, and what becomes of each unit's activations.
+
+Owns no arithmetic of buffers: it is told what a trial costs, and moves tiles down until every tier holds.
+
+[Note: What is worth a fast tier]
+A byte of parameters is read twice for every micro-batch, a byte of gradients written and read once, a byte of optimizer
+state read and written once a *step*. So everything starts on the fastest tier, and where that is too small the tiles of
+the optimizer go down first, then the gradients, the parameters last; of a kind, the last tiles first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ..placement import Placement, shares
+from ..tier import Tier
+from .accounting import STATE_KINDS, TIERS, Account
+from .budgets import POLICIES, Budgets, activation_bytes
+from .sizes import ModelSizes
+
+__all__ = ["choose", "choose_activations"]
+
+DEMOTED = ("optimizer", "gradients", "parameters")
+KEEP_SHARE = 0.3  # of the room that one unit's compute leaves on the device, for activations that are kept
+CHECKPOINT_SHARE = 0.2  # of a tier's room, for checkpoints
+MOST_PASSES = 64  # each moves a tile or ends; a handful is what happens
+
+Cost = Callable[[Mapping[str, Placement]], tuple[Account, Mapping[str, int]]]
+
+
+def choose(
+    given: Mapping[str, Placement], budgets: Budgets | None, tile: float, cost: Cost, *, device_whole: bool = True
+) -> dict[str, Placement]:
+    """Placements of all kinds: those `given`, the others as fast as the budgets allow.
+
+    `tile`: the share of a tile in all elements. `cost(placements)`: what is held, and bytes by tier that has a budget.
+    `device_whole`: a device apart from the host takes everything or nothing, since a TieredStore does not share one.
+    Where nothing fits, the lowest placement, for the caller to refuse.
+    """
+    if budgets is None:
+        return {kind: given.get(kind, "host") for kind in STATE_KINDS}
+    if not budgets.shared and all(given.get(kind, "device") == "device" for kind in STATE_KINDS[1:]):
+        everything = {kind: given.get(kind, "device") for kind in STATE_KINDS}
+        if all(total <= (budgets.of(tier) or 0) for tier, total in cost(everything)[1].items()):
+            return everything
+    # Tiles up to ends["device"], a fraction of all elements, lie on the device, up to ends["host"] on host.
+    on_device = 0.0 if device_whole or budgets.shared else 1.0
+    ends = {kind: {"device": on_device, "host": 1.0} for kind in DEMOTED if kind not in given}
+    tied = [kind for kind in DEMOTED[:2] if kind in ends]  # where its states are is where a tile's gradient is
+    for kind in DEMOTED[:2]:
+        if kind in given and tied and not budgets.shared:
+            ends[tied[0]]["device"] = shares(given[kind], kind)[Tier.DEVICE]
+            tied = []
+
+    def placements() -> dict[str, Placement]:
+        return {kind: given[kind] if kind in given else _fractions(**ends[kind]) for kind in STATE_KINDS}
+
+    for _ in range(MOST_PASSES):
+        moved = False
+        counted, needed = cost(placements())
+        for tier, total in needed.items():
+            over = total - (budgets.of(tier) or 0)
+            if over > 0 and (tier == "device" or (tier == "host" and budgets.nvme > 0)):
+                moved = _demote(counted, ends, tier, over, tile, tied if tier == "device" else ()) or moved
+        if not moved:
+            break
+    return placements()
+
+
+def _fractions(device: float, host: float) -> dict[str, float]:
+    found = {"device": device, "host": host - device, "nvme": 1.0 - host}
+    return {tier: fraction for tier, fraction in found.items() if fraction > 0}
+
+
+def _demote(
+    counted: Account,
+    ends: dict[str, dict[str, float]],
+    tier: str,
+    over: int,
+    tile: float,
+    tied: Sequence[str] = (),
+) -> bool:
+    """Let the last tiles that are on `tier`, worth `over` bytes, go one down. Returns whether there were any.
+
+    `tied`: kinds that leave it together.
+    """
+    moved = False
+    for kind in [kind for kind in DEMOTED if kind in ends and kind not in tied[1:]]:
+        together = tied if kind in tied else (kind,)
+        end, begin = ends[kind][tier], 0.0 if tier == "device" else ends[kind]["device"]
+        held = sum(counted.held.get((tier, each), 0) for each in together)
+        if over <= 0 or end <= begin:
+            continue
+        # A tile moves when its middle is beyond the end, so half a tile more moves no less than `over`.
+        share = (end - begin) * over / held + tile / 2 if held else 1.0
+        for each in together:
+            ends[each][tier] = end - share if share < end - begin else begin
+        over -= held
+        moved = True
+    return moved
+
+
+def choose_activations(
+    wanted: str | Sequence[str], sizes: ModelSizes, tokens: int, room: Budgets | None
+) -> tuple[str, ...]:
+    """One policy a unit. `tokens`: of one micro-batch. `room`: the budgets, less what is given a place already.
+
+    "auto" is the first that fits of: all kept; the last units kept and the rest recomputed; recomputed from checkpoints
+    on host; from checkpoints on nvme.
+    """
+    if wanted != "auto":
+        return _given_activations(wanted, sizes)
+    count = sizes.blocks
+    if room is None or not tokens or not sizes.saved_bytes_per_token:
+        return _of_blocks(sizes, ("keep",) * count)
+
+    device = room.host if room.shared else room.device
+    # Whatever the policy, one unit is computed with and the output is there.
+    free = device - activation_bytes(sizes, ("host",) * len(sizes.units), tokens)["device"]
+    saved, checkpoint = sizes.saved_bytes_per_token * tokens, sizes.checkpoint_bytes_per_token * tokens
+    if count * saved <= KEEP_SHARE * free:
+        return _of_blocks(sizes, ("keep",) * count)
+    if count * checkpoint <= CHECKPOINT_SHARE * free or (room.shared and not room.nvme):
+        kept = min(count, max(0, int((KEEP_SHARE * free - count * checkpoint) // max(1, saved - checkpoint))))
+        return _of_blocks(sizes, ("recompute",) * (count - kept) + ("keep",) * kept)
+    on_host = not room.shared and (count * checkpoint <= CHECKPOINT_SHARE * room.host or not room.nvme)
+    return _of_blocks(sizes, (TIERS[1] if on_host else TIERS[2],) * count)
+
+
+def _of_blocks(sizes: ModelSizes, policies: Sequence[str]) -> tuple[str, ...]:
+    """One policy a unit, from one a block; the other units keep."""
+    following = iter(policies)
+    return tuple(next(following) if unit.is_block else "keep" for unit in sizes.units)
+
+
+def _given_activations(wanted: str | Sequence[str], sizes: ModelSizes) -> tuple[str, ...]:
+    for policy in (wanted,) if isinstance(wanted, str) else wanted:
+        if policy not in POLICIES:
+            raise ValueError(f"activations={policy!r} is no policy; policies are auto, {', '.join(POLICIES)}")
+    if isinstance(wanted, str):
+        return _of_blocks(sizes, (wanted,) * sizes.blocks)
+    if len(wanted) != len(sizes.units):
+        raise ValueError(f"{len(wanted)} activation policies for {len(sizes.units)} units; give one, or one a unit")
+    return tuple(wanted)

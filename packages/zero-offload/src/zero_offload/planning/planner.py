@@ -1,0 +1,292 @@
+"""`plan`: from a model's sizes and a hardware description to what lies where, what moves, and how long a step takes.
+
+Owns `Plan` and what it says of itself; `trial` and `automatic` make the choices, `budgets` refuses. Pure: allocates
+nothing, touches no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import gib
+from ..placement import Placement, shares
+from ..protocols import UpdateStep
+from ..tier import Tier
+from ..tiles.footprint import MINIMUM_SLOTS, check_device_shares
+from .accounting import KINDS, TIERS, Account, AdamLayout, Placed, Shape
+from .budgets import Budgets, Buffers, PlanError, check
+from .hardware import Hardware
+from .prediction import Prediction
+from .sizes import ModelSizes
+from .trial import Trial
+
+__all__ = ["Plan", "PlanError", "fits", "plan"]
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank keeps where, and what that costs. All bytes are one rank's."""
+
+    placements: Mapping[str, Placement]  # by kind; what `TieredStore` takes
+    activations: tuple[str, ...]  # a unit: keep, recompute, host or nvme
+    shape: Shape
+    placed: Placed
+    account: Account
+    buffers: Buffers
+    budgets: Budgets | None  # None: planned without a hardware description, so nothing is refused
+    hardware: Hardware | None
+    prediction: Prediction | None
+    tokens: int  # of one rank's step
+    not_sharded: Mapping[str, int] = field(default_factory=dict)  # bytes by name, among the buffers of the device
+
+    @property
+    def tile_numel(self) -> int:
+        return self.shape.tile_numel
+
+    @property
+    def slots(self) -> int | None:
+        """Slots to give to `TieredStore`; None where nothing is swapped."""
+        slots = max(self.placed.slots.state_slots, self.placed.slots.gradient_slots)
+        return max(MINIMUM_SLOTS, slots) if slots else None
+
+    @property
+    def needs_store(self) -> bool:
+        """False where all states stay on a device apart from the host: then `zero_core.shard` is given no store."""
+        shared = self.budgets is None or self.budgets.shared
+        return shared or any(placement not in ("device", {"device": 1.0}) for placement in self.placements.values())
+
+    def bytes_of(self, tier: str, kind: str) -> int:
+        """Bytes of `kind` (parameters, gradients, optimizer, buffers, activations) on `tier` (device, host, nvme)."""
+        if tier not in TIERS or kind not in (*KINDS, "activations"):
+            raise KeyError(f"no figure for {kind!r} on {tier!r}; tiers {TIERS}, kinds {(*KINDS, 'activations')}")
+        if kind == "buffers":
+            return self.buffers.on(tier)
+        if kind == "activations":
+            return self.buffers.activations.get(tier, 0)
+        return self.account.held.get((tier, kind), 0)
+
+    def total(self, tier: str) -> int:
+        return sum(self.bytes_of(tier, kind) for kind in (*KINDS, "activations"))
+
+    @property
+    def activation_bytes_per_step(self) -> int:
+        """Bytes of checkpoints that one step writes to nvme and reads again: an estimate from the model's facts."""
+        return self.bytes_of("nvme", "activations") * self.shape.accumulate
+
+    @property
+    def read_bytes_per_step(self) -> int:
+        """Bytes this rank reads from nvme in one step, at most: what is still in a slot is not read."""
+        return self.account.read_bytes + self.activation_bytes_per_step
+
+    @property
+    def write_bytes_per_step(self) -> int:
+        """Bytes this rank writes to nvme in one step. Exact, but for activations."""
+        return self.account.write_bytes + self.activation_bytes_per_step
+
+    @property
+    def setup_write_bytes(self) -> int:
+        """Bytes this rank writes to nvme once, before the first step."""
+        return self.account.setup_write_bytes
+
+    def written_bytes(self, steps: int) -> int:
+        """Bytes this rank writes to nvme in a run of `steps`."""
+        return self.setup_write_bytes + steps * self.write_bytes_per_step
+
+    @property
+    def step_seconds(self) -> float | None:
+        return self.prediction.step_seconds if self.prediction else None
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        return self.prediction.exposed_seconds if self.prediction else None
+
+    @property
+    def hides_from_tokens(self) -> int | None:
+        """Tokens of one rank's step from which every transfer is hidden; None: not known."""
+        return self.prediction.hides_from_tokens if self.prediction else None
+
+    @property
+    def endurance_steps(self) -> int | None:
+        """Steps until an nvme path has taken what it is rated for; None: no rating, or nothing is written."""
+        if self.hardware is None or self.hardware.nvme_endurance_tb is None or not self.write_bytes_per_step:
+            return None
+        rated = self.hardware.nvme_endurance_tb * 1e12 * self.hardware.paths_per_rank
+        return int(max(0.0, rated - self.setup_write_bytes) / self.write_bytes_per_step)
+
+    @property
+    def endurance_days(self) -> float | None:
+        """`endurance_steps` at the predicted speed, in days."""
+        if self.endurance_steps is None or self.step_seconds is None:
+            return None
+        return self.endurance_steps * self.step_seconds / 86400
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Rows to print: a header, then one a tier in GiB, by kind, its total and its budget ("-": none given)."""
+        columns = (*KINDS, "activations")
+        rows: list[tuple[str, ...]] = [("GiB", *columns, "total", "budget")]
+        for tier in TIERS:
+            budget = self.budgets.of(tier) if self.budgets else None
+            cells = [f"{self.bytes_of(tier, kind) / GIB:.2f}" for kind in columns]
+            rows.append(
+                (tier, *cells, f"{self.total(tier) / GIB:.2f}", "-" if budget is None else f"{budget / GIB:.2f}")
+            )
+        return rows
+
+    @property
+    def told_of_not_sharded(self) -> str:
+        """How many integer and quantised parameters there are, their bytes and names; "" if there are none."""
+        names = list(self.not_sharded)
+        if not names:
+            return ""
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return (
+            f"{len(names)} integer or quantised parameters stay in the model's memory, whole on every rank, whatever "
+            f"the placement: {gib(sum(self.not_sharded.values()))} ({shown})"
+        )
+
+    def facts(self) -> list[tuple[str, str]]:
+        """(name, value) of the traffic, the time and the endurance; what is not known is left out."""
+        rows = [
+            ("nvme read per step", f"{self.read_bytes_per_step / GIB:.2f} GiB"),
+            ("nvme written per step", f"{self.write_bytes_per_step / GIB:.2f} GiB"),
+            ("nvme written by setup", f"{self.setup_write_bytes / GIB:.2f} GiB"),
+        ]
+        if self.not_sharded:
+            rows.append(("not sharded", self.told_of_not_sharded))
+        if self.prediction:
+            rows.append(("predicted step", f"{self.prediction.step_seconds:.3g} s"))
+            rows.append(("exposed of it", f"{self.prediction.exposed_seconds:.3g} s"))
+        if self.hides_from_tokens is not None:
+            rows.append(("transfers hide from", f"{self.hides_from_tokens} tokens a step"))
+        if self.endurance_steps is not None:
+            days = f" ({self.endurance_days:.3g} days)" if self.endurance_days is not None else ""
+            rows.append(("nvme endurance", f"{self.endurance_steps} steps{days}"))
+        return rows
+
+
+def plan(
+    model: nn.Module | ModelSizes | Sequence[int],
+    hardware: Hardware | None = None,
+    *,
+    parameters: str | Placement = "auto",
+    gradients: str | Placement = "auto",
+    optimizer: str | Placement = "auto",
+    activations: str | Sequence[str] = "auto",
+    step: UpdateStep | None = None,
+    parameter_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    shard_count: int | None = None,
+    stage: int = 3,
+    tile_numel: int = 1 << 22,
+    slots: int | None = None,
+    alignment: int = 4096,
+    prefetch_bytes: int = 128 << 20,
+    resident_bytes: int = 0,
+    units: Sequence[type[nn.Module]] | None = None,
+    tokens: int = 0,
+    accumulate: int = 1,
+    no_sync: bool = False,
+    host_bytes: int | None = None,
+    device_whole: bool = False,
+) -> Plan:
+    """Plan one rank's memory and step.
+
+    `model`: a module (on any device, meta too), `ModelSizes`, or elements per unit. Each placement is a tier,
+    fractions of the tiles, or "auto". `step` says what the optimizer states of a tile are (a bound `UpdateStep`);
+    without it Adam in fp32. `units`, `prefetch_bytes`, `resident_bytes`, `stage`, dtypes: as given to
+    `zero_core.shard`. `shard_count`: the ranks; None: those of `hardware`. At stage 0 they are replicas. `tokens`:
+    of one rank's step, over its `accumulate` micro-batches. `no_sync`: all of them but the last run inside
+    `zero_core.no_sync`, so that each rank keeps whole gradients in fp32. Where one gradient reaches the store in a
+    step, it has no room for a sum: a store of this plan refuses a second one. `host_bytes` overrides this rank's
+    share of the host's memory. `device_whole`: "auto" puts everything on a device apart from the host, or nothing.
+    Without `hardware` nothing is refused, and "auto" means host.
+
+    Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
+    placement that cannot be.
+    """
+    given = _given(parameters=parameters, gradients=gradients, optimizer=optimizer)
+    if accumulate < 1 or tokens < 0:
+        raise ValueError(
+            f"tokens={tokens}, accumulate={accumulate}: tokens of a step, and at least one micro-batch in it"
+        )
+    dtype = parameter_dtype or _dtype_of(model)
+    ranks = shard_count or (hardware.ranks if hardware else 1)
+    shape = Shape(
+        parameter_dtype=dtype,
+        reduce_dtype=reduce_dtype or dtype,
+        shard_count=ranks if stage else 1,
+        replicas=1 if stage else ranks,
+        stage=stage,
+        tile_numel=tile_numel,
+        alignment=alignment,
+        accumulate=accumulate,
+        no_sync=no_sync,
+        prefetch_bytes=prefetch_bytes,
+        resident_bytes=resident_bytes,
+        step=AdamLayout() if step is None else step,
+        apart=hardware is not None and not hardware.shares_host,
+    )
+    if shape.apart:
+        _refuse_shares(given)
+    budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
+    sizes = ModelSizes.of(model, units, dtype)
+    trial = Trial(sizes, shape, budgets, given, tokens // accumulate, activations, device_whole)
+    placed, placements = trial.best(slots)
+    counted, buffers = trial.cost(placed)
+    prediction = None
+    if budgets is not None and hardware is not None:
+        check(counted, buffers, budgets, hardware)
+        prediction = trial.predicted(placed, counted, buffers, hardware, tokens) if tokens else None
+    return Plan(
+        placements,
+        trial.policies,
+        shape,
+        placed,
+        counted,
+        buffers,
+        budgets,
+        hardware,
+        prediction,
+        tokens,
+        sizes.not_sharded,
+    )
+
+
+def fits(model: nn.Module | ModelSizes | Sequence[int], hardware: Hardware, **options: Any) -> bool:
+    """Whether `plan` with the same arguments accepts."""
+    try:
+        plan(model, hardware, **options)
+    except PlanError:
+        return False
+    return True
+
+
+def _given(**wanted: str | Placement) -> dict[str, Placement]:
+    """The placements that are not left to the planner. Raises PlacementError for one that cannot be."""
+    given = {kind: placement for kind, placement in wanted.items() if placement != "auto"}
+    for kind, placement in given.items():
+        shares(placement, kind)
+    return given
+
+
+def _refuse_shares(given: Mapping[str, Placement]) -> None:
+    """PlacementError where what is given cannot be updated on a device apart; what is left to "auto" will follow."""
+    states = given.get("optimizer", given.get("gradients"))
+    if states is not None:
+        device = shares(states, "optimizer")[Tier.DEVICE]
+        follows: Placement = {"device": device, "host": 1.0 - device}
+        check_device_shares(given.get("parameters", "device"), given.get("gradients", follows), states)
+
+
+def _dtype_of(model: nn.Module | ModelSizes | Sequence[int]) -> torch.dtype:
+    if isinstance(model, nn.Module):
+        first = next(model.parameters(), None)
+        return torch.float32 if first is None else first.dtype
+    return torch.bfloat16

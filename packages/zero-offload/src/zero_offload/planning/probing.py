@@ -1,0 +1,208 @@
+"""`probe`: measure this machine's `Hardware`. Takes a few seconds, and about 1 GiB of host memory (2 GiB beside a GPU).
+
+Owns the measurements only; those of a device apart are `probing_device`'s. Figures are what this package would reach:
+direct I/O through the caller's own `ByteStore` from huge-page memory, the caller's own `UpdateStep` on tiles out of
+cache, a transformer block's forward and backward. Each is the best of a few rounds: the machine's, not that of whatever
+else ran at the time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.device import indexed
+
+from ..protocols import ByteStore, UpdateStep
+from .accounting import Shape, update_bytes
+from .hardware import GB, GIB, Hardware
+from .probing_device import best, device_figures, least_seconds
+
+ROUNDS = 3
+BLOCK_BYTES = 8 << 20
+BLOCKS = 16  # 128 MiB a direction
+UPDATE_NUMEL = 1 << 22
+UPDATE_TILES = 4  # 28 bytes an element: 450 MB, beyond the cache of a small machine
+SERVER_TILES = 16  # 1.8 GB: beyond that of a GPU's host
+DEVICE_BLOCKS = 8  # of compute, queued before the host waits
+
+
+def probe(
+    *,
+    nvme: ByteStore | None = None,
+    step: UpdateStep | None = None,
+    device: torch.device | str = "cpu",
+    parameter_dtype: torch.dtype = torch.bfloat16,
+    hidden_size: int = 1024,
+    tokens: int = 2048,
+    ranks_per_node: int = 1,
+    name: str | None = None,
+) -> Hardware:
+    """Measure what this rank's machine does.
+
+    `nvme`: any ByteStore, whose paths (its attribute ``paths``, where it has one) also say how much room there is.
+    `step`: the update to time, bound or not; left out, the update's bandwidth stays unknown. The block that is computed
+    has `hidden_size`; a figure for another size may differ, small ones being slower.
+    """
+    where = indexed(torch.device(device))
+    apart = where.type != "cpu"
+    figures: dict[str, Any] = {
+        "name": name or platform.node() or "this machine",
+        "ranks_per_node": ranks_per_node,
+        "device": where.type,
+        "host_gib": round(host_memory_bytes() / GIB, 2),
+        "tflops": compute_tflops(where, parameter_dtype, hidden_size, tokens),
+    }
+    if apart:
+        measured = device_figures(where)
+        figures |= {k: round(v, 2) if k.endswith("_gib") else _figure(v) for k, v in measured.items()}
+    if step is not None:
+        gbps = update_gbps(step, parameter_dtype, SERVER_TILES if apart else UPDATE_TILES)
+        # Beside a GPU a rank's update has its share of the cores only: the node's figure is that of all ranks.
+        figures["update_gbps"] = _figure(gbps * (ranks_per_node if apart else 1))
+    if nvme is not None:
+        figures.update(nvme_figures(nvme))
+    return Hardware(**figures)
+
+
+def host_memory_bytes() -> int:
+    """Memory of this host, or of the control group that holds this process, if that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    try:
+        text = limit.read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(text)) if text.isdigit() else total
+
+
+def nvme_figures(nvme: ByteStore) -> dict[str, float]:
+    """GB/s of reads, of overwrites and of both at once; GiB free and the number of paths, where the store tells."""
+    pages = mmap.mmap(-1, BLOCKS * BLOCK_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    memory.random_(0, 255)  # a drive may compress zeros
+    buffers = memory.split(BLOCK_BYTES)
+    nvme.reserve(2 * BLOCKS * BLOCK_BYTES)
+    extents = [nvme.allocate(BLOCK_BYTES) for _ in range(2 * BLOCKS)]
+    first, second = extents[:BLOCKS], extents[BLOCKS:]
+    half = BLOCKS // 2
+    try:
+        _transfer(nvme.write, extents, buffers * 2)  # the first write of a file is another thing: it makes the file
+        total = BLOCKS * BLOCK_BYTES
+        write = _best(lambda: _transfer(nvme.write, first, buffers))
+        read = _best(lambda: _transfer(nvme.read, second, buffers))
+
+        def both() -> None:
+            tickets = [nvme.write(e, b) for e, b in zip(first[:half], buffers[:half], strict=True)]
+            tickets += [nvme.read(e, b) for e, b in zip(second[half:], buffers[half:], strict=True)]
+            for ticket in tickets:
+                ticket.wait()
+
+        mixed = _best(both)
+    finally:
+        for extent in extents:
+            nvme.free(extent)
+    figures: dict[str, float] = {
+        "nvme_read_gbps": _figure(total / read / GB),
+        "nvme_write_gbps": _figure(total / write / GB),
+        "nvme_mixed_gbps": _figure(total / mixed / GB),
+    }
+    paths = [Path(path) for path in getattr(nvme, "paths", ())]
+    if paths and all(path.exists() for path in paths):
+        figures["nvme_gib"] = round(min(shutil.disk_usage(path).free for path in paths) / GIB, 2)
+        figures["nvme_paths"] = len(paths)
+        for rate in ("nvme_read_gbps", "nvme_write_gbps", "nvme_mixed_gbps"):
+            figures[rate] = _figure(figures[rate] / len(paths))  # the description is of one path
+    return figures
+
+
+class _Tile:
+    """What `UpdateStep.update` wants of a tile, all in ordinary memory."""
+
+    def __init__(self, step: UpdateStep, numel: int, dtype: torch.dtype) -> None:
+        self.states: dict[str, Tensor] = {
+            f.name: torch.zeros(f.numel, dtype=f.dtype) for f in step.layout(numel, dtype)
+        }
+        self.parameter = torch.zeros(numel, dtype=dtype)
+        self.gradient = torch.full((numel,), 1e-3)
+        step.initialise(self, torch.linspace(-1, 1, numel))
+
+
+class _Segment:
+    def __init__(self, numel: int, options: dict[str, Any]) -> None:
+        self.start, self.stop, self.options, self.step = 0, numel, options, 1
+
+
+def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> float:
+    """GB/s of memory traffic (as `accounting.update_bytes` counts it) of AdamW over `count` tiles."""
+    optimizer = torch.optim.AdamW([torch.zeros(1)])
+    step.bind(optimizer)
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    tiles = [_Tile(step, UPDATE_NUMEL, parameter_dtype) for _ in range(count)]
+    segment = _Segment(UPDATE_NUMEL, options)
+
+    def update() -> None:
+        for tile in tiles:
+            step.update(tile, [segment], 1.0)
+
+    update()
+    moved = count * update_bytes(
+        Shape(parameter_dtype=parameter_dtype, reduce_dtype=torch.float32, step=step), UPDATE_NUMEL
+    )
+    return moved / _best(update) / GB
+
+
+def compute_tflops(device: torch.device, dtype: torch.dtype, hidden_size: int, tokens: int) -> float:
+    """TFLOP/s of forward and backward of a transformer block: 6 FLOP a parameter and token, attention not counted."""
+    width, heads = hidden_size, max(1, hidden_size // 64)
+    project = nn.Linear(width, 4 * width, bias=False, device=device, dtype=dtype)
+    inner, outer = (
+        nn.Linear(a, b, bias=False, device=device, dtype=dtype) for a, b in ((width, 3 * width), (3 * width, width))
+    )
+    apart = device.type != "cpu"
+    sequence = min(2048 if apart else 256, tokens)
+    x = torch.randn(max(1, tokens // sequence), sequence, width, device=device, dtype=dtype, requires_grad=True)
+    numel = sum(p.numel() for layer in (project, inner, outer) for p in layer.parameters())
+
+    def block() -> None:
+        q, k, v, gate = project(nn.functional.layer_norm(x, (width,))).chunk(4, -1)
+        q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = x + attended.transpose(1, 2).flatten(2) * gate.sigmoid()
+        (y + outer(nn.functional.silu(inner(y)))).sum().backward()
+
+    def queued() -> None:
+        for _ in range(DEVICE_BLOCKS):
+            block()
+        torch.get_device_module(device).synchronize(device)
+
+    flop = 6 * numel * x.shape[0] * sequence
+    if apart:
+        return _figure(DEVICE_BLOCKS * flop / best(queued) / 1e12)
+    block()
+    return _figure(flop / _best(block) / 1e12)
+
+
+def _transfer(request: Callable[[Any, Any], Any], extents: Sequence[Any], buffers: Sequence[Tensor]) -> None:
+    for ticket in [request(extent, buffer) for extent, buffer in zip(extents, buffers, strict=True)]:
+        ticket.wait()
+
+
+def _best(work: Callable[[], None]) -> float:
+    """Least seconds of a few rounds."""
+    return least_seconds(work, ROUNDS)
+
+
+def _figure(value: float) -> float:
+    """Three significant digits: more would claim what a probe does not know."""
+    return float(f"{value:.3g}")

@@ -1,0 +1,213 @@
+"""What the planner knows of a model: the size of each unit, and the facts that say what its activations weigh.
+
+Owns no placement and no hardware. A model that exists nowhere (a trillion parameters) is a list of
+numbers; one that does, on any device or on meta, is read by `ModelSizes.of`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from zero_core.building.wrapping import not_sharded, plan_units
+from zero_core.layout import UnitLayout
+from zero_core.store import Segment, ShardSpec
+
+__all__ = ["ModelSizes", "ParameterSizes", "UnitSizes"]
+
+LOGIT_BYTES = 12  # of a logit: the fp32 log of its probability, that one's gradient and its own
+
+
+@dataclass(frozen=True)
+class ParameterSizes:
+    """One parameter, once: a tied one belongs to the first unit that has it."""
+
+    name: str
+    numel: int
+    trained: bool = True
+
+
+@dataclass(frozen=True)
+class UnitSizes:
+    """One unit: the parameters that are unsharded, computed with and resharded together."""
+
+    name: str
+    parameters: tuple[ParameterSizes, ...]
+    matmul_numel: int | None = None  # elements every token is multiplied with; None: all. An embedding has 0.
+    is_block: bool = True  # has activations worth a policy; embeddings, heads and what is left over keep theirs
+    encloses: bool = False  # the whole model's own unit: open from the first unit to the last
+
+    @classmethod
+    def whole(
+        cls, name: str, numel: int, *, trained: bool = True, matmul_numel: int | None = None, is_block: bool = True
+    ) -> UnitSizes:
+        """A unit of which nothing but the number of elements is known."""
+        return cls(name, (ParameterSizes(name, numel, trained),), matmul_numel, is_block)
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def compute_numel(self) -> int:
+        return self.numel if self.matmul_numel is None else self.matmul_numel
+
+    def layout(self, dtype: torch.dtype, shard_count: int) -> UnitLayout:
+        """The flat storage, as zero-core lays it out."""
+        slots = [(parameter.name, (parameter.numel,)) for parameter in self.parameters]
+        return UnitLayout.build(self.name, slots, itemsize=dtype.itemsize, shard_count=shard_count)
+
+    def shard(self, dtype: torch.dtype, shard_count: int, rank: int) -> ShardSpec:
+        """What zero-core would give a store to keep of this unit on `rank`."""
+        layout = self.layout(dtype, shard_count)
+        trained = {parameter.name: parameter.trained for parameter in self.parameters}
+        segments = tuple(
+            Segment(piece.shard_start, piece.shard_stop, 0 if trained[piece.slot.name] else None, piece.slot.name)
+            for piece in layout.pieces(rank)
+        )
+        return ShardSpec(self.name, layout.shard_numel, dtype, segments, self.encloses)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Units in forward order, and bytes of activations per token of one rank's micro-batch."""
+
+    units: tuple[UnitSizes, ...]
+    checkpoint_bytes_per_token: int = 0  # a unit's input: all that recomputation keeps of it
+    saved_bytes_per_token: int = 0  # what a unit's forward saves for its backward, where it is kept
+    working_bytes_per_token: int = 0  # what recomputation rebuilds at once: a whole layer, where tiles are units
+    output_bytes_per_token: int = 0  # logits and their gradient, when there is most of them
+    not_sharded: Mapping[str, int] = field(default_factory=dict)  # bytes by name: integers, whole on every rank
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @cached_property
+    def compute_numel(self) -> int:
+        """Elements that every token is multiplied with: forward is 2 FLOP of each, backward 4."""
+        return sum(unit.compute_numel for unit in self.units)
+
+    @cached_property
+    def blocks(self) -> int:
+        """Units with activations worth a policy."""
+        return sum(unit.is_block for unit in self.units)
+
+    @cached_property
+    def largest_unit_numel(self) -> int:
+        return max((unit.numel for unit in self.units), default=0)
+
+    @classmethod
+    def transformer(
+        cls,
+        *,
+        layers: int,
+        hidden_size: int,
+        intermediate_size: int | None = None,
+        vocab_size: int = 0,
+        gated: bool = False,
+        heads: int | None = None,
+        sequence_length: int = 0,
+        tiles: int = 1,
+    ) -> ModelSizes:
+        """Sizes of a decoder: ``4 h²`` of attention and 2 (gated: 3) matrices of h × intermediate a layer.
+
+        `tiles` cuts each layer into that many units, and embedding and head into as large ones, as
+        `zero_core.TiledLinear` does. Activations per token are those of Korthikanti et al. 2022, equation 2: ``34 h``
+        bytes a layer in 16 bits, and ``5 heads × sequence`` where attention scores are kept (`heads` given).
+        """
+        inner = 4 * hidden_size if intermediate_size is None else intermediate_size
+        layer = 4 * hidden_size**2 + (3 if gated else 2) * hidden_size * inner
+        block = [
+            UnitSizes.whole(f"layers.{i}" if tiles == 1 else f"layers.{i}.{t}", math.ceil(layer / tiles))
+            for i in range(layers)
+            for t in range(tiles)
+        ]
+        vocabulary = vocab_size * hidden_size
+        pieces = 1 if tiles == 1 else math.ceil(vocabulary * tiles / layer)
+        piece = math.ceil(vocabulary / max(1, pieces))
+        embedding = [
+            UnitSizes.whole(f"embedding.{i}", piece, matmul_numel=0, is_block=False)
+            for i in range(pieces if vocab_size else 0)
+        ]
+        head = [UnitSizes.whole(f"head.{i}", piece, is_block=False) for i in range(len(embedding))]
+        scores = 5 * heads * sequence_length if heads else 0
+        return cls(
+            units=tuple(embedding + block + head),
+            checkpoint_bytes_per_token=math.ceil(2 * hidden_size / tiles),
+            saved_bytes_per_token=math.ceil((34 * hidden_size + scores) / tiles),
+            working_bytes_per_token=34 * hidden_size + scores,
+            output_bytes_per_token=6 * vocab_size,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module | ModelSizes | Sequence[int],
+        classes: Sequence[type[nn.Module]] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> ModelSizes:
+        """Read a module (on any device, meta and deferred ones too) or a sequence of elements per unit.
+
+        `classes` form units, as `zero_core.shard(units=...)` has them. A parameter that requires no gradient is frozen.
+        `dtype`: of activations, None: 16 bits. Their size is an estimate, from ``model.config`` where there is one.
+        """
+        if isinstance(model, ModelSizes):
+            return model
+        if isinstance(model, nn.Module):
+            return _of_module(model, classes, dtype)
+        units = tuple(UnitSizes.whole(f"unit.{i}", int(numel)) for i, numel in enumerate(model))
+        for unit in units:
+            if unit.numel < 0:
+                raise ValueError(f"{unit.name} has {unit.numel} elements; sizes are elements per unit, at least 0")
+        return cls(units)
+
+
+def _weights(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[nn.Parameter]:
+    """The weights of modules of these kinds, but of parametrised ones, which compute theirs."""
+    for module in model.modules():
+        weight = module._parameters.get("weight") if isinstance(module, kinds) else None
+        if weight is not None:
+            yield weight
+
+
+def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtype: torch.dtype | None) -> ModelSizes:
+    embeddings = {id(w) for w in _weights(model, nn.Embedding, nn.EmbeddingBag)}
+    heads = {id(w) for w in _weights(model, nn.Linear)}  # a tied embedding is multiplied too
+    units = []
+    for unit in plan_units(model, classes):
+        rows = tuple(ParameterSizes(name, p.numel(), p.requires_grad) for name, p in unit.parameters.items())
+        looked_up = sum(p.numel() for p in unit.parameters.values() if id(p) in embeddings and id(p) not in heads)
+        is_block = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
+        units.append(UnitSizes(unit.name, rows, sum(row.numel for row in rows) - looked_up, is_block, unit.encloses))
+    config = getattr(model, "config", None)
+    hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))
+    wider = (dtype or torch.bfloat16).itemsize / 2  # the formulas count 16-bit activations
+    saved, working = _block_bytes(units, hidden, int(getattr(config, "intermediate_size", 0) or 0))
+    return ModelSizes(
+        tuple(units),
+        int(2 * hidden * wider),
+        int(saved * wider),
+        int(working * wider),
+        LOGIT_BYTES * vocabulary,
+        {name: p.nbytes for name, p in not_sharded(model).items()},
+    )
+
+
+def _block_bytes(units: Sequence[UnitSizes], hidden: int, inner: int) -> tuple[int, int]:
+    """(saved for backward, most at once in the backward of one block that was recomputed): 16-bit bytes a token.
+
+    Of blocks with a gated feed-forward and norms in fp32, as Llama's are in transformers: counted with
+    `saved_tensors_hooks`, and as the peak of the storages alive, over widths of 128 and 256. Of others the formula of
+    Korthikanti et al. 2022 for saved activations.
+    """
+    matrix = hidden * inner
+    for unit in units:
+        if unit.is_block and matrix and sum(p.numel for p in unit.parameters if p.numel % matrix == 0) == 3 * matrix:
+            return 24 * hidden + 8 * inner, 26 * hidden + 12 * inner
+    return 34 * hidden, 34 * hidden

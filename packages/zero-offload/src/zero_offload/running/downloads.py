@@ -1,0 +1,223 @@
+"""Gradients on their way from the compute device: landed there, copied in a lane of their own, added by a thread.
+
+Owns the landing buffers on the device, the staging slots on the host and the thread. Where a gradient is kept, in which
+form and with which sums is `gradients`'.
+
+[Note: a gradient's way down]
+    compute stream   backward of i writes landing 0 | backward of i-1 writes landing 1 | of i-2: landing 0 again,
+    swap_out lane                                   | D2H of i                         | D2H of i-1   after D2H of i
+    this thread                                                  waits for D2H of i, squares, adds     ...
+The first gradient after an update goes straight to where it is kept: its copy is queued when it is accepted, and the
+training thread waits for nothing. One that is added to another, or that lives on nvme, comes in tiles through the
+staging slots, as this thread adds them; the training thread then runs ahead of the device by the two buffers. The
+model's own unit, which is open during the whole backward, and small ones have a buffer of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..arena import Block
+from ..monitor import Monitor
+from ..streams import Mark, Streams
+from ..tiles.footprint import LANDING_BUFFERS, StorePlan
+from ..tiles.gradients import GradientStore
+
+__all__ = ["Downloads"]
+
+
+@dataclass(eq=False)
+class _Download:
+    """One gradient (shard_numel,) on the device, complete after `ready`."""
+
+    unit: int
+    source: Tensor  # from the unit's `whole_numel` on
+    ready: Mark
+    buffer: Tensor | None  # the landing buffer that it lies in; None: the caller's memory
+    into: Tensor | None = None  # where it is kept, if it goes there straight
+    copied: Mark | None = None  # its last copy, once that is queued
+
+
+_Landings = deque[tuple[Tensor, Mark | None]]  # free buffers, each with the copy out of it that is still to be made
+
+
+class Downloads:
+    """Accepts gradients from the device, one after another. `nbytes`: copied so far."""
+
+    def __init__(
+        self, streams: Streams, gradients: GradientStore, plan: StorePlan, monitor: Monitor, staging: Sequence[Block]
+    ) -> None:
+        self._streams, self._gradients, self._plan, self._monitor = streams, gradients, plan, monitor
+        self._staging = tuple(staging)
+        numel, dtype = plan.landing_numel, gradients.dtype
+        shared = [streams.empty(numel, dtype) for _ in range(LANDING_BUFFERS if numel else 0)]
+        self._free = _Landings((buffer, None) for buffer in shared)
+        self._own = {i: _Landings([(streams.empty(plan.units[i].spec.numel, dtype), None)]) for i in plan.own_landings}
+        self._lent: dict[int, Tensor] = {}
+        self._queue: deque[_Download] = deque()
+        self._under_way = [0] * len(plan.units)
+        self._busy = False
+        self._thread: threading.Thread | None = None
+        self.nbytes = 0
+
+    # -- the training thread ------------------------------------------------------------------------------------
+
+    def lend(self, i: int) -> Tensor | None:
+        """(shard_numel,) on the device, to be written in stream order and accepted, or forgotten. None: none left."""
+        unit = self._plan.units[i]
+        if not unit.trainable or not unit.spec.numel:
+            return None
+        if i not in self._lent:
+            free = self._own.get(i, self._free)
+            if free is self._free and len(self._lent.keys() - self._own.keys()) == LANDING_BUFFERS:
+                return None
+            self._monitor.wait_until(lambda: bool(free), unit.spec.name)
+            with self._monitor.condition:
+                buffer, copied = free.popleft()
+            self._lent[i] = buffer
+            if copied is not None:
+                self._streams.follow(copied)
+        return self._lent[i][: unit.spec.numel]
+
+    def accept(self, i: int, gradient: Tensor) -> None:
+        """Take a gradient (shard_numel,) on the device; it may be overwritten afterwards in stream order."""
+        unit = self._plan.units[i]
+        if not unit.trainable or unit.whole_numel == unit.spec.numel:
+            return
+        lent = self.lend(i)
+        buffer = self._lent.pop(i, None)
+        if lent is not None:
+            if lent.data_ptr() != gradient.data_ptr():
+                lent.copy_(gradient)
+            gradient = lent
+        download = _Download(i, gradient[unit.whole_numel :], self._streams.mark(), buffer)
+        with self._monitor.condition:
+            if not self._under_way[i]:  # else the thread is about to change what is kept of it
+                self._begin(download)
+            self._under_way[i] += 1
+            self._queue.append(download)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name="zero-offload gradients", daemon=True)
+                self._thread.start()
+            self._monitor.condition.notify_all()
+        if buffer is None:  # both buffers are lent to units around this one: the caller's memory is not ours to keep
+            self._monitor.wait_until(lambda: download.copied is not None, unit.spec.name)
+            assert download.copied is not None
+            self._streams.follow(download.copied)
+
+    def wait(self) -> None:
+        """Return when every gradient is where it is kept."""
+        self._monitor.wait_until(lambda: not self._queue and not self._busy, "gradients")
+
+    def forget(self) -> None:
+        """Nothing that was lent will be accepted."""
+        with self._monitor.condition:
+            for i, buffer in self._lent.items():
+                self._own.get(i, self._free).append((buffer, None))
+            self._lent.clear()
+
+    def close(self) -> None:
+        """End after the gradient in hand. Idempotent."""
+        self._monitor.stop()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def drop(self) -> None:
+        """Give the device's memory back; the lanes are empty."""
+        for landings in (self._free, *self._own.values()):
+            landings.clear()
+        self._lent.clear()
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            with self._monitor.thread(), self._monitor.background(), torch.no_grad():
+                self._streams.enter_thread()
+                while True:
+                    download = self._next()
+                    self._finish(download)
+                    with self._monitor.condition:
+                        self._under_way[download.unit] -= 1
+        finally:
+            with self._monitor.condition:
+                self._busy = False
+                self._monitor.condition.notify_all()
+
+    def _next(self) -> _Download:
+        with self._monitor.condition:
+            self._busy = False
+            self._monitor.condition.notify_all()
+            while not self._queue:
+                self._monitor.check_stop()
+                self._monitor.condition.wait()
+            self._monitor.check_stop()
+            self._busy = True
+            return self._queue.popleft()
+
+    def _begin(self, download: _Download) -> None:
+        """Queue the copy, if it goes straight to where it is kept. Nothing of the unit is under way."""
+        download.into = self._gradients.lend(download.unit)
+        if download.into is not None:
+            self._copied(download, self._copy(download, download.into, download.source))
+
+    def _finish(self, download: _Download) -> None:
+        """Add it; its copies end here."""
+        if download.into is not None:
+            assert download.copied is not None
+            download.copied.wait()
+            with self._monitor.span("norm", self._plan.units[download.unit].spec.name):
+                self._gradients.accept(download.unit, download.into)
+            return
+        with self._monitor.span("norm", self._plan.units[download.unit].spec.name):
+            self._gradients.accept_pieces(download.unit, _Pieces(self, download))
+
+    def _copy(self, download: _Download, into: Tensor, source: Tensor) -> Mark:
+        self.nbytes += source.nbytes
+        return self._streams.copy("swap_out", into, source, (download.ready,))
+
+    def _copied(self, download: _Download, mark: Mark) -> None:
+        """Every copy out of its device memory is queued."""
+        with self._monitor.condition:
+            download.copied = mark
+            if download.buffer is not None:
+                self._own.get(download.unit, self._free).append((download.buffer, mark))
+            self._monitor.condition.notify_all()
+
+
+class _Pieces:
+    """A gradient tile by tile through the staging slots, as many on their way as there are slots."""
+
+    def __init__(self, downloads: Downloads, download: _Download) -> None:
+        self._downloads, self._download = downloads, download
+        self._waiting = deque((tile.start, tile.stop) for tile in downloads._gradients.kept(download.unit))
+        self._above = downloads._plan.units[download.unit].whole_numel
+        self._free = deque(downloads._staging)
+        self._ahead: deque[tuple[int, Tensor, Mark, Block]] = deque()
+        self._held: Block | None = None
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop), the next tile, on the host until the next call."""
+        if self._held is not None:
+            self._free.append(self._held)
+        while self._waiting and self._free:
+            self._issue(*self._waiting.popleft())
+        begin, values, mark, self._held = self._ahead.popleft()
+        if (begin, begin + values.numel()) != (start, stop):
+            raise AssertionError(f"tile [{start}, {stop}) asked for, [{begin}, {begin + values.numel()}) is next")
+        mark.wait()
+        return values
+
+    def _issue(self, start: int, stop: int) -> None:
+        block, source = self._free.popleft(), self._download.source
+        values = block.view(source.dtype, stop - start)
+        mark = self._downloads._copy(self._download, values, source[start - self._above : stop - self._above])
+        self._ahead.append((start, values, mark, block))
+        if not self._waiting:
+            self._downloads._copied(self._download, mark)

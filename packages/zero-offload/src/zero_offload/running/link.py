@@ -1,0 +1,98 @@
+"""A compute device apart from the host: what stays there, and the way of the rest: units up, gradients down.
+
+Owns the wiring of these and what `parameters` lends. On the CPU there is no link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..arena import Block
+from ..monitor import Monitor
+from ..streams import Streams
+from ..tiles.device_tier import DeviceTier
+from ..tiles.footprint import StorePlan
+from ..tiles.gradients import GradientStore
+from ..tiles.parameters import ParameterStore
+from .downloads import Downloads
+from .pipeline import Pipeline
+from .uploads import Arrival, Uploads
+
+__all__ = ["Link"]
+
+
+class Link:
+    """One store's copies. The update thread begins those of the units that it is done with."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        device: DeviceTier,
+        plan: StorePlan,
+        parameters: ParameterStore,
+        gradients: GradientStore,
+        pipeline: Pipeline,
+        monitor: Monitor,
+        staging: Sequence[Block],
+    ) -> None:
+        self.streams, self.device = streams, device
+        self._units = [unit.spec for unit in plan.units]
+        self.up = Uploads(streams, parameters, device, monitor, pipeline.behind, [spec.name for spec in self._units])
+        self.down = Downloads(streams, gradients, plan, monitor, staging)
+        self._copies: dict[int, Tensor] = {}
+        self._buffer_bytes = plan.bytes_of("device", "buffers")
+        pipeline.unit_done, pipeline.enter_thread = self.up.poll, streams.enter_thread
+
+    @property
+    def device_bytes(self) -> int:
+        """What passes through the device now, beside what was placed there."""
+        return self._buffer_bytes + sum(copy.nbytes for copy in self._copies.values())
+
+    @property
+    def up_bytes(self) -> int:
+        return self.up.nbytes + self.device.up_bytes
+
+    @property
+    def down_bytes(self) -> int:
+        return self.down.nbytes + self.device.down_bytes
+
+    def gradient_buffer(self, i: int) -> Tensor | None:
+        self.up.poll()
+        return self.device.lend(i) if self.device.has_all(i) else self.down.lend(i)
+
+    def accept(self, i: int, gradient: Tensor) -> None:
+        """The leading elements stay, the others go down."""
+        if self.device.has(i):
+            self.device.accept(i, gradient)
+        self.down.accept(i, gradient)
+
+    def discard(self) -> None:
+        """Forget every gradient that is on the device."""
+        self.down.forget()
+        self.device.discard()
+
+    def swap_in(self, i: int, out: Tensor) -> Arrival:
+        return self.up.begin(i, out)
+
+    def parameters(self, i: int) -> Tensor:
+        """Unit i in memory of its own until release(i)."""
+        if i not in self._copies:
+            copy = self.streams.empty(self._units[i].numel, self._units[i].dtype)
+            self.swap_in(i, copy).wait()
+            self._copies[i] = copy
+        return self._copies[i]
+
+    def release(self, i: int) -> None:
+        self._copies.pop(i, None)
+
+    def close(self) -> None:
+        """End the thread, then wait for what the lanes hold. The host memory may go after this."""
+        self.down.close()
+        try:
+            self.streams.close()
+        finally:
+            self._copies.clear()
+            self.down.drop()
+            self.device.close()

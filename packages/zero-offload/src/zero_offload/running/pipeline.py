@@ -1,0 +1,293 @@
+"""The update pipeline: one background thread that reads, updates and writes tiles in the order of their next use.
+
+Owns the thread, the queue and the account of which units are behind. The tiers own the bytes, the step the arithmetic.
+
+[Note: a step in time]
+    training   backward n ... | norm | update() returns | forward 0 | forward 1 | forward 2 | ...
+    update       reads of the first tiles  | upd 0 | upd 1 | upd 2 | ...
+    reads      [ t0 t1 t2 ............. ]    t3      t4      t5       as far ahead as there are slots
+    writes                                          t0      t1  ...    a slot is free when its write is done
+forward i waits for unit i's last tile only. The thread takes what a tile needs (state slot, gradient slot, unit slot)
+all at once or not at all while anything it has taken is unfinished; it waits only with empty hands, and what it then
+waits for (a write, a gradient being stored, a unit in use) ends without it. Hence no deadlock, with three slots or any.
+
+[Note: tiles in a row]
+A step with cores of its own is given the next tiles while it works, as far as nothing of theirs is waited for:
+    the step's threads  | t0      | t1      | t2      | t3
+    this thread         s0 s1 s2    c0 s3     c1 s4       start a tile, complete one: what follows its update
+So neither this thread's own work nor its turn at the interpreter's lock, beside a thread that launches kernels, leaves
+the step idle. A tile's record and parameter are its step's alone until it is completed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..arena import Block
+from ..monitor import Monitor
+from ..protocols import SegmentStep, Started, StartingStep, UpdateStep
+from ..tier import Nvme, Transfer
+from ..tiles.gradients import GradientStore, Taken
+from ..tiles.parameters import ParameterStore
+from ..tiles.states import StateStore
+from ..tiles.tile import Tile, View
+
+__all__ = ["Pipeline", "TileTask", "UpdateJob"]
+
+POLL_SECONDS = 0.005
+MOST_STARTED = 8
+
+
+@dataclass(frozen=True)
+class TileTask:
+    """One tile of one update. `last`: its unit is done with it. `reads`: its parameter's old values matter."""
+
+    tile: Tile
+    segments: tuple[SegmentStep, ...]
+    gradient: Taken
+    last: bool
+    reads: bool = True
+
+
+@dataclass(frozen=True)
+class UpdateJob:
+    """One call of update(): tasks in order. A unit is behind until its last task is done."""
+
+    tasks: tuple[TileTask, ...]
+    scale: float
+
+
+@dataclass
+class _Loaded:
+    """A task whose transfers are under way."""
+
+    task: TileTask
+    state: Block | None = None
+    gradient: Block | None = None
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+@dataclass
+class _Started:
+    """A task that the step works on, or soon will. `span`: from when it is the first."""
+
+    loaded: _Loaded
+    handle: Started
+    span: ExitStack = field(default_factory=ExitStack)
+
+
+class Pipeline:
+    """Runs jobs one after another. `close` ends it between two tiles; it does so too when the interpreter exits."""
+
+    def __init__(
+        self,
+        parameters: ParameterStore,
+        gradients: GradientStore,
+        states: StateStore,
+        step: UpdateStep,
+        monitor: Monitor,
+        nvme: Nvme | None,
+        unit_count: int,
+    ) -> None:
+        self.parameters, self.gradients, self.states = parameters, gradients, states
+        self._step, self._monitor, self._nvme = step, monitor, nvme
+        self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
+        self._behind = [0] * unit_count
+        self.enter_thread: Callable[[], None] = _nothing  # called on the update thread, first
+        self.unit_done: Callable[[], None] = _nothing  # after each unit
+        self._queue: deque[UpdateJob | tuple[Tile, ...]] = deque()
+        self._busy = False
+        self._thread: threading.Thread | None = None
+
+    # -- the training thread ------------------------------------------------------------------------------------
+
+    def submit(self, job: UpdateJob) -> None:
+        with self._monitor.condition:
+            for task in job.tasks:
+                self._behind[task.tile.unit] += task.last
+            self._enqueue(job)
+
+    def read_early(self, tiles: Sequence[Tile]) -> None:
+        """Use idle slots for the states of `tiles`, the first ones of the update to come."""
+        with self._monitor.condition:
+            self._enqueue(tuple(tiles))
+
+    def behind(self, i: int) -> bool:
+        return self._behind[i] > 0
+
+    def idle(self) -> bool:
+        return not self._queue and not self._busy
+
+    def wait(self) -> None:
+        """Return when every update is done and stored."""
+        self._monitor.wait_until(self.idle, "all")
+        for pool in (self.states.pool, self.gradients.pool):
+            pool.drain()
+        self.parameters.drain()
+
+    def close(self) -> None:
+        """End after the tile in hand; writes in flight are waited for, jobs not begun are dropped. Idempotent."""
+        self._monitor.stop()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self.states.drop_early()
+        for drain in (self.states.pool.drain, self.gradients.pool.drain, self.parameters.drain):
+            try:
+                drain()
+            except Exception as error:
+                self._monitor.fail(error)
+
+    def _enqueue(self, item: UpdateJob | tuple[Tile, ...]) -> None:
+        self._queue.append(item)
+        if self._thread is None:
+            # Daemon, so that a forgotten close() does not hold the interpreter; the finaliser joins it at exit, before
+            # the memory under its native code goes.
+            self._thread = threading.Thread(target=self._main, name="zero-offload update", daemon=True)
+            self._thread.start()
+        self._monitor.condition.notify_all()
+
+    # -- the update thread --------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            with self._monitor.thread(), torch.no_grad():
+                self.enter_thread()
+                while True:
+                    with self._monitor.condition:
+                        self._busy = False
+                        self._monitor.condition.notify_all()
+                        self._idle_until_asked()
+                        self._monitor.check_stop()
+                        item = self._queue.popleft()
+                        self._busy = True
+                    if isinstance(item, UpdateJob):
+                        self._run(item)
+                    else:
+                        self.states.read_early(item)
+        finally:
+            with self._monitor.condition:
+                self._busy = False
+                self._monitor.condition.notify_all()
+
+    def _idle_until_asked(self) -> None:
+        """Wait for work; while writes trail behind the last job, look when they end. The caller has the condition."""
+        while not self._queue and not self._monitor.stopping:
+            moving = self._nvme is not None and self._nvme.poll()
+            self._monitor.condition.wait(POLL_SECONDS if moving else None)
+
+    def _run(self, job: UpdateJob) -> None:
+        waiting, ahead, started = deque(job.tasks), deque[_Loaded](), deque[_Started]()
+        if len({task.tile.unit for task in job.tasks}) > 1:  # else what was read ahead is for the jobs that follow
+            soonest = [task.tile for task in job.tasks if self.states.swapped(task.tile)][: self.states.pool.count]
+            self.states.drop_early(keep=soonest)
+        most = self.states.pool.count + self.gradients.pool.count + 4  # where no slot bounds it: into the next unit
+        try:
+            while waiting or ahead or started:
+                self._monitor.check_stop()
+                while waiting and len(ahead) < most:
+                    loaded = self._begin(waiting[0], wait=not ahead and not started)
+                    if loaded is None:
+                        break
+                    ahead.append(loaded)
+                    waiting.popleft()
+                if started and not self._goes_on(ahead, started):
+                    self._complete(started)
+                else:
+                    self._start(ahead.popleft(), job.scale, started)
+        finally:
+            for each in started:  # it failed, or was stopped: the memory may go after this
+                with each.span:
+                    each.handle.wait()
+
+    def _goes_on(self, ahead: Sequence[_Loaded], started: Sequence[_Started]) -> bool:
+        """Whether one more can be started, without a wait."""
+        if not ahead or len(started) == MOST_STARTED:
+            return False
+        return all(transfer.done() for transfer in ahead[0].transfers) and self.parameters.at_hand(ahead[0].task.tile)
+
+    def _begin(self, task: TileTask, *, wait: bool) -> _Loaded | None:
+        """Take what the tile needs and start its reads; None, with nothing taken, if that would wait and must not."""
+        tile, loaded = task.tile, _Loaded(task)
+        if not self.parameters.begin_update(tile.unit, wait=wait):
+            return None
+        dtype = task.gradient.dtype
+        if self.gradients.swapped(tile):
+            loaded.gradient = self.gradients.pool.take() if wait else self.gradients.pool.try_take()
+            if loaded.gradient is None:
+                return None
+        if self.states.swapped(tile):
+            state = self.states.begin_read(tile, wait=wait)
+            if state is None:
+                if loaded.gradient is not None:
+                    self.gradients.pool.give(loaded.gradient)
+                return None
+            loaded.state = state[0]
+            loaded.transfers.append(state[1])
+        if loaded.gradient is not None:
+            loaded.transfers.append(self.gradients.begin_read(tile, dtype, loaded.gradient))
+        if task.reads:
+            self.parameters.fetch(tile)
+        return loaded
+
+    def _start(self, loaded: _Loaded, scale: float, started: deque[_Started]) -> None:
+        """Wait for the reads, and start the update, or make it."""
+        task, tile = loaded.task, loaded.task.tile
+        for transfer in loaded.transfers:
+            transfer.wait()
+        parameter = self.parameters.for_update(tile, read=task.reads)
+        view = View(self.states.views(tile, loaded.state), parameter, self._gradient(loaded))
+        if self._starting is None:
+            with self._monitor.span("update", str(tile)):
+                self._step.update(view, task.segments, scale)
+            self._updated(loaded)
+            return
+        started.append(_Started(loaded, self._starting.start(view, task.segments, scale)))
+        if len(started) == 1:
+            self._now(started[0])
+
+    def _now(self, started: _Started) -> None:
+        started.span.enter_context(self._monitor.span("update", str(started.loaded.task.tile)))
+
+    def _complete(self, started: deque[_Started]) -> None:
+        """Wait for the first that was started."""
+        with started[0].span:
+            started[0].handle.wait()
+        loaded = started.popleft().loaded
+        if started:
+            self._now(started[0])
+        self._updated(loaded)
+
+    def _updated(self, loaded: _Loaded) -> None:
+        """Start the writes, give back what is not written."""
+        task, tile = loaded.task, loaded.task.tile
+        if loaded.gradient is not None:
+            self.gradients.pool.give(loaded.gradient)
+        if loaded.state is not None:
+            self.states.swap_out(tile, loaded.state)
+        self.parameters.changed(tile)
+        if task.last:
+            self._done(tile.unit)
+
+    def _gradient(self, loaded: _Loaded) -> Tensor:
+        tile, dtype = loaded.task.tile, loaded.task.gradient.dtype
+        if loaded.gradient is not None:
+            return loaded.gradient.view(dtype, tile.numel)
+        return self.gradients.in_memory(tile, dtype)
+
+    def _done(self, unit: int) -> None:
+        self.parameters.end_update(unit)
+        with self._monitor.condition:
+            self._behind[unit] -= 1
+            self._monitor.condition.notify_all()
+        self.unit_done()
+
+
+def _nothing() -> None:
+    """Nobody waits for units."""

@@ -1,0 +1,192 @@
+"""The device tier where the compute device is apart from the host: tiles that stay there, and what updates them.
+
+Owns two sorts of leading tiles of a unit, and nothing of the others:
+
+    | whole: parameter, gradient, states | home: the parameter alone | ... on host or nvme |
+      updated there by zero-core's         its states are below: the update thread changes a mirror on the host and
+      DeviceStore, in stream order         copies it up
+
+[Note: homes and mirrors]
+A home is only read and written by copies of the swap_in lane, one after another: refreshed after an update, copied into
+a unit's memory for forward and backward. Where an update does not write a whole tile, or reads the parameter because it
+is the master or a part of it, the mirror is copied down first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zero_core.optim.device_store import DeviceStore
+from zero_core.store import GroupStep, ShardSpec, StoreContext
+
+from ..arena import Block
+from ..streams import Mark, Streams
+from .footprint import StorePlan
+from .tile import Tile
+
+__all__ = ["DeviceTier"]
+
+
+class DeviceTier:
+    """What one store keeps on a device apart. The training thread's, but for homes: the update thread changes them."""
+
+    def __init__(self, streams: Streams, plan: StorePlan, mirrors: Sequence[Block]) -> None:
+        self._streams, self._plan = streams, plan
+        self._whole = DeviceStore()
+        self._place: dict[int, int] = {}  # unit -> its number in the DeviceStore
+        self._segments: dict[int, list[int]] = {}  # unit -> which of its segments are there
+        self._left: dict[int, Mark] = {}  # unit -> the last copy out of what is whole
+        self._homes: list[Tensor] = []
+        for unit in plan.units:
+            numel = unit.device_numel(unit.parameter_tiers) - unit.whole_numel
+            self._homes.append(streams.empty(numel, unit.spec.dtype))
+        # By unit, the last copy into its home; at first what had been queued when the allocator gave it its memory.
+        allocated = streams.mark()
+        self._fresh: dict[int, Mark] = {i: allocated for i, home in enumerate(self._homes) if home.numel()}
+        self._mirrors: deque[tuple[Block, Mark | None]] = deque((block, None) for block in mirrors)
+        self._borrowed: dict[Tile, Block] = {}
+        self._arriving: dict[Tile, Mark] = {}
+        self.up_bytes = self.down_bytes = 0
+
+    # -- whole tiles --------------------------------------------------------------------------------------------
+
+    def attach(self, optimizer: torch.optim.Optimizer, master: Callable[[int], Tensor], context: StoreContext) -> None:
+        """`master(i)`: fp32 (shard_numel,) of unit i, asked for in order, for the units with whole tiles."""
+        specs: list[ShardSpec] = []
+        for i, unit in enumerate(self._plan.units):
+            if unit.whole_numel:
+                self._place[i] = len(specs)
+                specs.append(self._clipped(i, unit.spec, unit.whole_numel))
+        if specs:
+            units = list(self._place)
+            self._whole.attach(
+                specs,
+                optimizer,
+                lambda place: master(units[place])[: specs[place].numel].clone(),
+                context=replace(context, keeps_parameters=False),  # what units are copied from stays
+            )
+
+    def _clipped(self, i: int, spec: ShardSpec, numel: int) -> ShardSpec:
+        kept = [k for k, segment in enumerate(spec.segments) if segment.start < numel]
+        self._segments[i] = kept
+        segments = tuple(replace(spec.segments[k], stop=min(spec.segments[k].stop, numel)) for k in kept)
+        return replace(spec, numel=numel, segments=segments)
+
+    def has(self, i: int) -> bool:
+        """Whether unit i has whole tiles."""
+        return i in self._place
+
+    def has_all(self, i: int) -> bool:
+        """Whether all of unit i's tiles are whole."""
+        return i in self._place and self._plan.units[i].whole_numel == self._plan.units[i].spec.numel
+
+    def lend(self, i: int) -> Tensor | None:
+        """The memory of the gradient of a unit that is all here."""
+        return self._whole.gradient_buffer(self._place[i])
+
+    def accept(self, i: int, gradient: Tensor) -> None:
+        """Add the leading elements of unit i's gradient."""
+        self._whole.accept_gradient(self._place[i], gradient[: self._plan.units[i].whole_numel])
+
+    def discard(self) -> None:
+        if self._place:
+            self._whole.discard_gradients()
+
+    def zero(self, i: int, start: int, stop: int) -> None:
+        stop = min(stop, self._plan.units[i].whole_numel)
+        if start < stop:
+            self._whole.discard_gradient(self._place[i], start, stop)
+
+    def norm_squared(self) -> Tensor | None:
+        """() float64 on the device; None where nothing is whole here."""
+        return self._whole.gradient_norm_squared() if self._place else None
+
+    def update(
+        self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
+    ) -> None:
+        """Queue the updates of whole tiles on the caller's stream."""
+        here = [i for i in order if i in self._place]
+        for i in here:
+            if i in self._left:
+                self._streams.follow(self._left.pop(i))
+        mine = [[steps[i][k] for k in kept] for i, kept in self._segments.items()]
+        if here:
+            self._whole.update(groups, scale, [self._place[i] for i in here], mine)
+
+    def read(self, i: int, name: str, start: int, stop: int) -> Tensor:
+        return self._whole.read_state(self._place[i], name, start, stop).to("cpu")
+
+    def write(self, i: int, name: str, start: int, values: Tensor) -> None:
+        if i in self._left:
+            self._streams.follow(self._left.pop(i))
+        self._whole.write_state(self._place[i], name, start, values)
+
+    # -- units on their way into use ----------------------------------------------------------------------------
+
+    def copy_into(self, i: int, out: Tensor, after: Mark) -> Mark | None:
+        """Queue copies of what unit i has here to the beginning of `out`; the last one's mark."""
+        unit, mark = self._plan.units[i], None
+        start = unit.whole_numel
+        if start:
+            mark = self._streams.copy("swap_in", out[:start], self._whole.parameters(self._place[i]), (after,))
+            self._left[i] = mark
+        stop = start + self._homes[i].numel()
+        if start < stop:
+            mark = self._streams.copy("swap_in", out[start:stop], self._homes[i], (after,))
+        return mark
+
+    # -- the update thread: homes -------------------------------------------------------------------------------
+
+    def fetch(self, tile: Tile) -> None:
+        """Begin to copy the tile's values down, if a mirror can be had now, and one is left for a tile before it."""
+        used = self._mirrors[0][1] if len(self._mirrors) > 1 else None
+        if len(self._mirrors) > 1 and (used is None or used.done()):
+            self._take(tile, read=True)
+
+    def borrow(self, tile: Tile, *, read: bool) -> Tensor:
+        """(tile.numel,) on the host, for a tile that has its home here; its values, if they are `read`."""
+        if tile not in self._borrowed:
+            self._take(tile, read=read)
+        arriving = self._arriving.pop(tile, None)
+        if arriving is not None:
+            arriving.wait()
+        return self._mirror(tile)
+
+    def _take(self, tile: Tile, *, read: bool) -> None:
+        block, used = self._mirrors.popleft()
+        if used is not None:
+            used.wait()
+        self._borrowed[tile] = block
+        if read:
+            mirror, after = self._mirror(tile), (self._fresh[tile.unit],)
+            self._arriving[tile] = self._streams.copy("swap_out", mirror, self._home(tile), after)
+            self.down_bytes += mirror.nbytes
+
+    def _mirror(self, tile: Tile) -> Tensor:
+        return self._borrowed[tile].view(self._plan.units[tile.unit].spec.dtype, tile.numel)
+
+    def refresh(self, tile: Tile) -> None:
+        """The mirror's values go home."""
+        mirror, block = self._mirror(tile), self._borrowed.pop(tile)
+        mark = self._streams.copy("swap_in", self._home(tile), mirror, (self._fresh[tile.unit],))
+        self._fresh[tile.unit] = mark
+        self._mirrors.append((block, mark))
+        self.up_bytes += mirror.nbytes
+
+    def give_back(self, i: int) -> None:
+        """Mirrors of unit i's that were only read."""
+        for tile in [tile for tile in self._borrowed if tile.unit == i]:
+            self._mirrors.append((self._borrowed.pop(tile), None))
+
+    def _home(self, tile: Tile) -> Tensor:
+        start = tile.start - self._plan.units[tile.unit].whole_numel
+        return self._homes[tile.unit][start : start + tile.numel]
+
+    def close(self) -> None:
+        self._whole.close()
+        self._homes.clear()

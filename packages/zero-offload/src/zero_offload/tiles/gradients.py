@@ -1,0 +1,329 @@
+"""Gradients by tier: accumulated in fp32, their squares summed as they arrive, consumed by one update.
+
+Owns the memory, the extents and the chunk sums. The arithmetic is the UpdateStep's.
+
+[Note: two forms]
+The first gradient after an update is kept as it came, in the reduce dtype; from the second on the sum is fp32, in the
+same memory of 4 bytes an element. So without accumulation a 16-bit gradient touches (or swaps) 2 bytes an element;
+where the plan says that there will be none, no more are reserved, and a second gradient is refused:
+
+    NONE ──first──> REDUCED |g g g g|. . . .|  ──second──> FP32 |G   G   G   G   |  ──update, discard──> NONE
+
+While a gradient is being added its unit is PARTIAL; where that ends early (Ctrl-C), it stays so until it is discarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from zero_core.store import CHUNK_NUMEL
+
+from ..arena import Arena, Block
+from ..errors import OffloadError
+from ..monitor import Monitor
+from ..protocols import Extent, UpdateStep
+from ..tier import Nvme, Tier, Transfer
+from .footprint import GRADIENT_BYTES, StorePlan
+from .slots import SlotPool
+from .tile import Tile, round_up
+
+__all__ = ["GradientStore", "Held", "Taken"]
+
+
+class Held(Enum):
+    """What is kept of a unit's gradient."""
+
+    NONE = 0
+    REDUCED = 1
+    FP32 = 2
+    PARTIAL = 3
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A unit's gradient on its way into an update, and the dtype it is kept in."""
+
+    dtype: torch.dtype
+
+
+Part = Callable[[int, int], Tensor]  # (start, stop) of a shard -> its gradient there, on the CPU, until the next call
+_Hand = dict[Tile, tuple[Block, Transfer | None]]  # slots in hand, each with the read into it
+
+
+class GradientStore:
+    """One rank's gradient shards, (shard_numel,) each. One thread adds, the update thread reads what is taken.
+
+    On the CPU the training thread adds, with a device apart the thread of `downloads`, while the training thread asks
+    nothing. The update thread never works on the same unit: what is added to unit i came after unit i's update.
+    """
+
+    def __init__(
+        self,
+        plan: StorePlan,
+        arena: Arena,
+        nvme: Nvme | None,
+        step: UpdateStep,
+        monitor: Monitor,
+        dtype: torch.dtype,
+    ) -> None:
+        self._plan, self._nvme, self._step, self._monitor, self.dtype = plan, nvme, step, monitor, dtype
+        self.pool = SlotPool([arena.take(plan.gradient_slot_bytes) for _ in range(plan.gradient_slots)], monitor)
+        self._held = [Held.NONE] * len(plan.units)
+        self._expected = [False] * len(plan.units)  # a gradient was checked, and may not be added yet
+        self._above = [unit.whole_numel for unit in plan.units]  # leading elements, kept on a device apart
+        self._memory: list[Block | None] = []
+        self._memory_numel: list[int] = []
+        self._extents: dict[Tile, Extent] = {}
+        self._writes: dict[Tile, Transfer] = {}
+        self._sums: list[list[float]] = []
+        for unit in plan.units:
+            numel = unit.memory_numel(unit.gradient_tiers) if unit.trainable else 0
+            self._memory.append(arena.take(numel * plan.gradient_itemsize) if unit.trainable else None)
+            self._memory_numel.append(numel)
+            self._sums.append([0.0] * -(-unit.spec.numel // CHUNK_NUMEL))
+            for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True):
+                if tile.trainable and tier is Tier.NVME and nvme is not None:
+                    self._extents[tile] = nvme.own(round_up(tile.numel * plan.gradient_itemsize, plan.alignment))
+
+    # -- the thread that adds ------------------------------------------------------------------------------------
+
+    def lend(self, i: int) -> Tensor | None:
+        """In the reduce dtype, where unit i's first gradient will be kept; None if it cannot be in place."""
+        numel, memory = self._plan.units[i].spec.numel - self._above[i], self._memory[i]
+        if memory is None or self._held[i] is not Held.NONE or self._memory_numel[i] < numel or not numel:
+            return None
+        return memory.view(self.dtype, numel)
+
+    def check(self, i: int, gradient: Tensor) -> None:
+        """Before a gradient is accepted. Raises ValueError unless it is (shard_numel,) in the reduce dtype.
+
+        OffloadError where it would be added to another and there is no memory for a sum.
+        """
+        unit = self._plan.units[i]
+        if gradient.numel() != unit.spec.numel or gradient.dtype != self.dtype:
+            raise ValueError(
+                f"gradient of {unit.spec.name}: {gradient.numel()} elements of {gradient.dtype}, "
+                f"expected {unit.spec.numel} of {self.dtype}"
+            )
+        if self._expected[i] and self._plan.gradient_itemsize < GRADIENT_BYTES:
+            raise OffloadError(
+                f"a second gradient of {unit.spec.name} before step(): with accumulate=1 the store has "
+                f"{self._plan.gradient_itemsize} bytes an element for it, and a sum needs {GRADIENT_BYTES}; give the "
+                "number of micro-batches to zero_offload.plan(accumulate=...) or TieredStore(accumulate=...), in "
+                "zero-train run.accumulate, or, if the plan says no_sync, run all but the last inside "
+                "zero_core.no_sync(model). The first gradient is still there; zero_grad() drops it"
+            )
+        self._expected[i] = unit.trainable
+
+    def accept(self, i: int, gradient: Tensor) -> None:
+        """Add a gradient (shard_numel,) on the CPU in the reduce dtype, less what is kept on a device apart."""
+        above, numel = self._above[i], self._memory_numel[i]
+        in_memory = [(above, above + numel)] if numel else []
+        self._accept(i, lambda start, stop: gradient[start - above : stop - above], in_memory)
+
+    def accept_pieces(self, i: int, part: Part) -> None:
+        """Add a gradient of which `part` gives the tiles of kept(i), one after another."""
+        self._accept(i, part, [(tile.start, tile.stop) for tile in self.kept(i) if tile not in self._extents])
+
+    def kept(self, i: int) -> list[Tile]:
+        """The tiles whose gradient is kept, in their order: in memory first, then on nvme."""
+        unit = self._plan.units[i]
+        rows = zip(unit.tiles, unit.gradient_tiers, strict=True)
+        below = [(tile, tier) for tile, tier in rows if tile.start >= self._above[i]]
+        return [tile for tile, tier in below if tier is not Tier.NVME or tile in self._extents]
+
+    def _accept(self, i: int, part: Part, in_memory: Sequence[tuple[int, int]]) -> None:
+        if not self._plan.units[i].trainable:
+            return
+        held = self._whole(i)
+        self._held[i] = Held.PARTIAL
+        memory = self._memory[i]
+        if memory is not None and held is Held.REDUCED:
+            _widen(memory, self.dtype, self._memory_numel[i])
+        for start, stop in in_memory:
+            self._add_in_memory(i, start, part(start, stop), held)
+        self._add_on_nvme(i, part, held)
+        first = held is Held.NONE and self.dtype != torch.float32
+        self._held[i] = Held.REDUCED if first else Held.FP32
+
+    def discard(self) -> None:
+        self._held = [Held.NONE] * len(self._held)
+        self._expected = [False] * len(self._held)
+        for sums in self._sums:
+            sums[:] = [0.0] * len(sums)
+
+    def zero(self, i: int, start: int, stop: int) -> None:
+        """Elements [start, stop) of unit i's gradient become zero, on whatever tier they are."""
+        held = self._whole(i)
+        if held is Held.NONE:
+            return
+        dtype, numel = (self.dtype if held is Held.REDUCED else torch.float32), self._memory_numel[i]
+        memory, above = self._memory[i], self._above[i]
+        begin, end = max(start, above), min(stop, above + numel)
+        if memory is not None and begin < end:
+            kept = memory.view(dtype, numel)
+            kept[begin - above : end - above].zero_()
+            first, last = begin // CHUNK_NUMEL * CHUNK_NUMEL, min(round_up(end, CHUNK_NUMEL), above + numel)
+            self._sum_chunks(i, first, kept[first - above : last - above])
+        for tile in self._plan.units[i].tiles:
+            low, high = max(start, tile.start), min(stop, tile.stop)
+            if tile in self._extents and low < high:
+                with self._hand() as hand:
+                    self._take_up(hand, tile, dtype, self._slot(tile))
+                    kept = self._there(hand, tile).view(dtype, tile.numel)
+                    kept[low - tile.start : high - tile.start].zero_()
+                    self._sum_chunks(i, tile.start, kept)
+                    self._swap_out(hand, tile, kept)
+
+    def norm_squared(self) -> float:
+        """Chunk sums of all units, in order."""
+        total = 0.0
+        for i, sums in enumerate(self._sums):
+            self._whole(i)
+            for value in sums:
+                total += value
+        return total
+
+    def take(self, i: int) -> Taken | None:
+        """Hand unit i's gradient to an update; the store's account of it is empty from here on. None: there is none."""
+        held, self._held[i] = self._whole(i), Held.NONE
+        self._expected[i] = False
+        self._sums[i][:] = [0.0] * len(self._sums[i])
+        if held is Held.NONE:
+            return None
+        return Taken(self.dtype if held is Held.REDUCED else torch.float32)
+
+    def _add_in_memory(self, i: int, start: int, gradient: Tensor, held: Held) -> None:
+        """Elements from `start`, a multiple of the chunk; what was kept is fp32 by now."""
+        memory = self._memory[i]
+        assert memory is not None
+        dtype = self.dtype if held is Held.NONE else torch.float32
+        kept = memory.view(dtype, gradient.numel(), (start - self._above[i]) * dtype.itemsize)
+        if held is not Held.NONE:
+            self._step.accumulate(kept, gradient)
+        elif kept.data_ptr() != gradient.data_ptr():
+            kept.copy_(gradient)
+        self._sum_chunks(i, start, kept)
+
+    def _add_on_nvme(self, i: int, part: Part, held: Held) -> None:
+        tiles = [tile for tile in self._plan.units[i].tiles if tile in self._extents]
+        if held is Held.NONE:
+            with self._hand() as hand:
+                for tile in tiles:
+                    hand[tile] = (self._slot(tile), None)
+                    kept = hand[tile][0].view(self.dtype, tile.numel)
+                    kept.copy_(part(tile.start, tile.stop))
+                    self._sum_chunks(i, tile.start, kept)
+                    self._swap_out(hand, tile, kept)
+            return
+        dtype = self.dtype if held is Held.REDUCED else torch.float32
+        with self._hand() as hand:
+            for tile, following in zip(tiles, [*tiles[1:], None], strict=False):
+                if tile not in hand:
+                    self._take_up(hand, tile, dtype, self._slot(tile))
+                # The next tile is read while this one is added; only if a slot is there, so that nothing is waited for.
+                another = self.pool.try_take() if following is not None else None
+                if following is not None and another is not None:
+                    self._take_up(hand, following, dtype, another)
+                block = self._there(hand, tile)
+                if held is Held.REDUCED:
+                    _widen(block, dtype, tile.numel)
+                kept = block.view(torch.float32, tile.numel)
+                self._step.accumulate(kept, part(tile.start, tile.stop))
+                self._sum_chunks(i, tile.start, kept)
+                self._swap_out(hand, tile, kept)
+
+    def _whole(self, i: int) -> Held:
+        """What is kept of unit i. Raises OffloadError where only a part of a gradient was added."""
+        if self._held[i] is Held.PARTIAL:
+            raise OffloadError(
+                f"adding a gradient of {self._plan.units[i].spec.name} was interrupted, so a part of it is missing; "
+                "call optimizer.zero_grad() and repeat the step's backward passes"
+            )
+        return self._held[i]
+
+    @contextmanager
+    def _hand(self) -> Iterator[_Hand]:
+        """Slots that one call holds. Those it still holds when it ends early go back, after the read into them."""
+        hand: _Hand = {}
+        try:
+            yield hand
+        finally:
+            for block, transfer in hand.values():
+                self.pool.give(block, after=transfer)
+
+    def _take_up(self, hand: _Hand, tile: Tile, dtype: torch.dtype, block: Block) -> None:
+        hand[tile] = (block, None)
+        hand[tile] = (block, self.begin_read(tile, dtype, block))
+
+    def _there(self, hand: _Hand, tile: Tile) -> Block:
+        block, transfer = hand[tile]
+        assert transfer is not None
+        if not transfer.done():
+            with self._monitor.exposed(str(tile)):
+                transfer.wait()
+        transfer.wait()
+        return block
+
+    def _slot(self, tile: Tile) -> Block:
+        block = self.pool.try_take()
+        if block is None:
+            with self._monitor.exposed(str(tile)):
+                block = self.pool.take()
+        return block
+
+    def _sum_chunks(self, i: int, start: int, values: Tensor) -> None:
+        """Squares of `values`, which begin at shard element `start`, a multiple of the chunk."""
+        first, sums = start // CHUNK_NUMEL, self._step.chunk_norms_squared(values)
+        self._sums[i][first : first + len(sums)] = sums
+
+    # -- both threads: transfers of a tile ----------------------------------------------------------------------
+
+    def swapped(self, tile: Tile) -> bool:
+        return tile in self._extents
+
+    def in_memory(self, tile: Tile, dtype: torch.dtype) -> Tensor:
+        """(tile.numel,) of a tile that is not on nvme."""
+        memory = self._memory[tile.unit]
+        assert memory is not None
+        return memory.view(dtype, tile.numel, (tile.start - self._above[tile.unit]) * dtype.itemsize)
+
+    def begin_read(self, tile: Tile, dtype: torch.dtype, block: Block) -> Transfer:
+        """Begin to bring a taken tile of `dtype` into `block`, after the write that is still in flight."""
+        assert self._nvme is not None
+        self._written(tile)
+        source = block.raw(0, round_up(tile.numel * dtype.itemsize, self._plan.alignment))
+        return self._nvme.read(self._extents[tile], source, f"gradient of {tile}")
+
+    def _swap_out(self, hand: _Hand, tile: Tile, values: Tensor) -> None:
+        assert self._nvme is not None
+        self._written(tile)  # of a gradient that was discarded: two writes of the same bytes have no order
+        block = hand[tile][0]
+        source = block.raw(0, round_up(values.nbytes, self._plan.alignment))
+        transfer = self._nvme.write(self._extents[tile], source, f"gradient of {tile}")
+        self._writes[tile] = transfer
+        self.pool.give(block, after=transfer)
+        del hand[tile]
+
+    def _written(self, tile: Tile) -> None:
+        """Return when the tile's last write is done."""
+        if tile in self._writes:
+            self._writes[tile].wait()
+            del self._writes[tile]
+
+
+def _widen(block: Block, dtype: torch.dtype, numel: int) -> None:
+    """Turn the first `numel` elements of `dtype` in the block into fp32, in place.
+
+    Chunk by chunk from the end: chunk k of the wide form covers narrow chunks 2k and 2k + 1, which are done by then.
+    """
+    narrow, wide = block.view(dtype, numel), block.view(torch.float32, numel)
+    for start in reversed(range(0, numel, CHUNK_NUMEL)):
+        stop = min(start + CHUNK_NUMEL, numel)
+        wide[start:stop].copy_(narrow[start:stop].to(torch.float32))

@@ -1,0 +1,129 @@
+"""Tiles: how a shard is cut, and how one tile's state lies in memory. Integers and views, no transfers.
+
+[Note: a tile]
+A shard is cut into tiles of `tile_numel` elements, a multiple of the norm's chunk; the last tile of a shard is short.
+A tile is the atom of placement, transfer and update. Its optimizer state is one record, so that an update costs one
+read and one write; the fields begin at multiples of 128 bytes:
+
+    | remainder int16 | exp_avg fp32 | exp_avg_sq fp32 | ...to the alignment |
+
+The parameter itself lies with its shard, not in the record: forward and backward read it without the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zero_core.store import CHUNK_NUMEL, GroupStep, Segment, ShardSpec
+
+from ..arena import Block
+from ..errors import PlacementError
+from ..protocols import Field, SegmentStep, UpdateStep
+
+__all__ = ["Record", "Tile", "View", "check_tile_numel", "covers", "cut", "round_up", "segment_steps"]
+
+FIELD_ALIGNMENT = 128
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def check_tile_numel(tile_numel: int) -> None:
+    """Raises PlacementError unless the norm's chunks nest in tiles."""
+    if tile_numel <= 0 or tile_numel % CHUNK_NUMEL:
+        raise PlacementError(
+            f"tile_numel={tile_numel} is not a multiple of {CHUNK_NUMEL}, the gradient norm's chunk; "
+            f"use {max(1, round(tile_numel / CHUNK_NUMEL)) * CHUNK_NUMEL}"
+        )
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where each field of a tile's state lies in its record of `nbytes`."""
+
+    fields: tuple[Field, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def build(cls, fields: Sequence[Field], alignment: int) -> Record:
+        offsets, end = [], 0
+        for item in fields:
+            offsets.append(end)
+            end = round_up(end + item.nbytes, FIELD_ALIGNMENT)
+        return cls(tuple(fields), tuple(offsets), round_up(end, alignment))
+
+    def views(self, block: Block, start_bytes: int = 0) -> dict[str, Tensor]:
+        """The fields of a record that begins `start_bytes` into the block."""
+        return {
+            item.name: block.view(item.dtype, item.numel, start_bytes + offset)
+            for item, offset in zip(self.fields, self.offsets, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Elements [start, stop) of unit `unit`'s shard. `trainable`: whether any element has a state."""
+
+    unit: int
+    index: int  # within the shard
+    start: int
+    stop: int
+    trainable: bool
+    name: str = field(compare=False)
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"tile {self.index} of {self.name}"
+
+
+@dataclass(frozen=True)
+class View:
+    """What an UpdateStep works on; `gradient` is empty where there is none."""
+
+    states: Mapping[str, Tensor]
+    parameter: Tensor
+    gradient: Tensor
+
+
+def cut(unit: int, spec: ShardSpec, tile_numel: int) -> tuple[Tile, ...]:
+    """The tiles of a shard; none for an empty one."""
+    tiles = []
+    for index, start in enumerate(range(0, spec.numel, tile_numel)):
+        stop = min(start + tile_numel, spec.numel)
+        trainable = any(s.group is not None and s.start < stop and s.stop > start for s in spec.segments)
+        tiles.append(Tile(unit, index, start, stop, trainable, spec.name))
+    return tuple(tiles)
+
+
+def segment_steps(
+    tile: Tile, segments: Sequence[Segment], steps: Sequence[int], groups: Sequence[GroupStep]
+) -> tuple[SegmentStep, ...]:
+    """The parts of `segments` inside the tile that this update moves, tile-relative. Step 0 and frozen are left out."""
+    found = []
+    for segment, step in zip(segments, steps, strict=True):
+        if segment.group is None or step == 0:
+            continue
+        start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
+        if start < stop:
+            options = groups[segment.group].options
+            found.append(SegmentStep(start - tile.start, stop - tile.start, options, step))
+    return tuple(found)
+
+
+def covers(tile: Tile, moved: Sequence[SegmentStep]) -> bool:
+    """Whether `moved` is the whole tile: no frozen or skipped parameter in it, no padding."""
+    return tile.numel == sum(s.stop - s.start for s in moved)
+
+
+def record_of(step: UpdateStep, numel: int, dtype: torch.dtype, alignment: int) -> Record:
+    """The record of a tile of `numel` elements."""
+    return Record.build(step.layout(numel, dtype), alignment)

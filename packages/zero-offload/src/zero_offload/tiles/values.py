@@ -1,0 +1,137 @@
+"""A shard's values from outside: its first ones, and those that checkpoints read and write by name.
+
+Owns the way of one tile after another through memory. Runs while no update does; what waits for that is `store`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from zero_core.precision import round_to
+
+from ..errors import BudgetError
+from ..protocols import UpdateStep
+from .footprint import StorePlan
+from .parameters import ParameterStore
+from .states import StateStore
+from .tile import Record, Tile, View
+
+__all__ = ["Values"]
+
+
+class Values:
+    """Logical fp32 values of every shard: "master" and the step's states, wherever and in whatever layout they are."""
+
+    def __init__(self, plan: StorePlan, parameters: ParameterStore, states: StateStore, step: UpdateStep) -> None:
+        self._plan, self._parameters, self._states, self._step = plan, parameters, states, step
+
+    def first(self, i: int, master: Tensor) -> None:
+        """Lay out shard i from its fp32 master (shard_numel,), less what is whole on a device; nothing is read."""
+        unit = self._plan.units[i]
+        if master.numel() != unit.spec.numel:
+            raise ValueError(f"initial({i}) has {master.numel()} elements, {unit.spec.name} has {unit.spec.numel}")
+        master = master.detach().to("cpu", torch.float32)
+        self._parameters.begin_update(i, wait=True, read=False)
+        try:
+            for tile, record in zip(unit.tiles, unit.records, strict=True):
+                if tile.start >= unit.whole_numel:  # the others are the device tier's
+                    self._first(tile, record, master[tile.start : tile.stop])
+        finally:
+            self._parameters.end_update(i, wanted=False)
+
+    def _first(self, tile: Tile, record: Record | None, values: Tensor) -> None:
+        parameter = self._parameters.for_update(tile, read=False)
+        if tile.trainable:
+            block = self._states.pool.take() if self._states.swapped(tile) else None
+            try:
+                states = self._states.views(tile, block) if record is not None else {}
+                self._step.initialise(View(states, parameter, values[:0]), values)
+                if block is not None:
+                    self._states.swap_out(tile, block)
+                    block = None
+            finally:
+                if block is not None:
+                    self._states.pool.give(block)
+        else:
+            round_to(values, parameter)
+        self._parameters.changed(tile)
+
+    def at_hand(self) -> set[int]:
+        """After a transfer failed: the units whose bytes are in slots, whatever became of their writes."""
+        with suppress(Exception):
+            self._states.pool.drain()
+        return self._parameters.forget_writes()
+
+    def read(self, i: int, name: str, start: int, stop: int) -> Tensor:
+        """(stop - start,) fp32, a copy."""
+        values = torch.empty(stop - start, dtype=torch.float32)
+        for tile in self._tiles(i, start, stop):
+            low, high = max(start, tile.start), min(stop, tile.stop)
+            needs_states = tile.trainable and not (name == "master" and self._is_master(tile))
+            with self._opened(tile, change=False, states=needs_states) as view:
+                if needs_states:
+                    found = self._step.read(view, name)
+                else:
+                    found = view.parameter.float() if name == "master" else torch.zeros(tile.numel)
+                values[low - start : high - start] = found[low - tile.start : high - tile.start]
+        return values
+
+    def write(self, i: int, name: str, start: int, values: Tensor) -> None:
+        """Overwrite elements [start, start + len(values)); the parameter follows its master."""
+        stop = start + values.numel()
+        values = values.detach().to("cpu", torch.float32).reshape(-1)
+        for tile in self._tiles(i, start, stop):
+            low, high = max(start, tile.start), min(stop, tile.stop)
+            part = values[low - start : high - start]
+            with self._opened(tile, change=True) as view:
+                if tile.trainable:
+                    whole = part
+                    if part.numel() != tile.numel:
+                        whole = self._step.read(view, name)
+                        whole[low - tile.start : high - tile.start] = part
+                    self._step.write(view, name, whole)
+                elif name == "master":
+                    round_to(part, view.parameter[low - tile.start : high - tile.start])
+                if name == "master":
+                    self._parameters.changed(tile)
+
+    def _is_master(self, tile: Tile) -> bool:
+        """Whether the parameter is the master itself."""
+        unit = self._plan.units[tile.unit]
+        record = unit.records[tile.index]
+        return unit.spec.dtype is torch.float32 and all(f.name != "master" for f in (record.fields if record else ()))
+
+    def _tiles(self, i: int, start: int, stop: int) -> Iterator[Tile]:
+        tiles = self._plan.units[i].tiles if start < stop else ()
+        return (tile for tile in tiles if tile.start < stop and tile.stop > start)
+
+    @contextmanager
+    def _opened(self, tile: Tile, *, change: bool, states: bool = True) -> Iterator[View]:
+        """The tile in memory, with its `states` or without. They are written back where they `change`; else they stay
+        as if read ahead.
+        """
+        if not self._parameters.begin_update(tile.unit, wait=False, steal=True):
+            name = self._plan.units[tile.unit].spec.name
+            raise BudgetError(f"every unit slot is held; release a unit before reading {name}")
+        loaded = None
+        try:
+            if states and self._states.swapped(tile):
+                loaded = self._states.begin_read(tile, wait=True)
+                assert loaded is not None
+                loaded[1].wait()
+            views = self._states.views(tile, loaded[0] if loaded else None) if tile.trainable else {}
+            parameter = self._parameters.for_update(tile)
+            yield View(views, parameter, parameter[:0])
+            if loaded is not None and change:
+                self._states.swap_out(tile, loaded[0])
+                loaded = None
+        finally:
+            if loaded is not None and change:  # it ended early: on nvme they are what they were
+                self._states.pool.give(loaded[0], after=loaded[1])
+            elif loaded is not None:
+                self._states.keep(tile, loaded)
+            self._parameters.end_update(tile.unit, wanted=False)
