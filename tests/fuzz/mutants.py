@@ -22,9 +22,9 @@ __all__ = ["MUTANTS", "runner"]
 
 def _overwriting(reducer: Reducer, unit: Unit) -> None:
     """`Reducer._reduce` that starts the next reduction before it finishes the one of the same unit."""
-    if reducer._ranks.size == 1 and unit.gradient is None:
+    if reducer._ranks.size == 1 and unit.gradient.current is None:
         return
-    reduction = unit.start_reduce()
+    reduction = unit.gradient.reduce()
     reducer.finish()
     reducer._under_way = reduction
     if reducer._ranks.size == 1:
@@ -33,7 +33,7 @@ def _overwriting(reducer: Reducer, unit: Unit) -> None:
 
 def _at_once(reducer: Reducer, unit: Unit) -> None:
     """`Reducer.retire_late` that reduces what came late at once."""
-    if unit.gradient is not None:
+    if unit.gradient.current is not None:
         reducer.retire(unit)
 
 

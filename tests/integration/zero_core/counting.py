@@ -48,9 +48,9 @@ def prepare() -> None:
     sharding: Any = sys.modules["zero_core.sharding"]
     sharding._compute_device = lambda model, device, mesh: torch.device("meta")
     sharding.Initialiser = NoValues
-    unit: Any = sys.modules["zero_core.runtime.unit"]
-    unit._put_under = lambda flat, memory: None
-    unit._take_away = lambda flat: None
+    memory_of_units: Any = sys.modules["zero_core.runtime.residency"]
+    memory_of_units._put_under = lambda flat, memory: None
+    memory_of_units._take_away = lambda flat: None
 
     def alone(self: Ranks, values: Tensor, what: str) -> Tensor:
         return values if values.is_meta else values.mul_(self.size)  # the fake group adds nothing up
@@ -88,7 +88,7 @@ def held(handle: zero_core.Handle) -> Counter[str]:
     for unit in handle.units:
         found["parameters"] += unit._memory.nbytes if unit._pooled and unit._memory is not None else 0
         found["parameters"] += unit.nbytes if unit._owns else 0
-        found["gradients"] += unit.kept.nbytes if unit.kept is not None else 0
+        found["gradients"] += unit.gradient.kept.nbytes if unit.gradient.kept is not None else 0
     return found
 
 
@@ -143,7 +143,7 @@ def compare_held(
     }
     least, estimate = (memory.estimate(numel, WORLD, stage, **options) for numel in (exact, padded))  # type: ignore[arg-type]
     # A torch that cannot put the store's memory under the unit's storage copies it, which stage 0 keeps until the step.
-    copies = padded * dtype.itemsize if stage == 0 and not sys.modules["zero_core.runtime.unit"]._CAN_SWAP else 0
+    copies = padded * dtype.itemsize if stage == 0 and not sys.modules["zero_core.runtime.residency"]._CAN_SWAP else 0
     for kind in ("parameters", "gradients", "optimizer"):
         low, high = (getattr(e, f"{kind}_bytes") for e in (least, estimate))
         high += copies if kind == "parameters" else 0

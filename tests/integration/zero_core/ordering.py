@@ -214,7 +214,7 @@ def watch(handle: Any) -> None:
 
 def _watch_unit(unit: Any, store: OrderedStore, own: Any) -> None:
     begin, free, prefetch, enter, leave, collect = (
-        own.begin, own.free, unit.prefetch, unit.enter, unit.leave, unit.collect,
+        own.begin, own.free, unit.prefetch, unit.enter, unit.leave, unit.gradient.collect,
     )  # fmt: skip
 
     def use() -> None:
@@ -249,8 +249,9 @@ def _watch_unit(unit: Any, store: OrderedStore, own: Any) -> None:
 
     def collecting(k: int) -> None:
         collect(k)
-        if unit.gradient is not None and key_of(unit.gradient) in store.memory:
-            store.memory.access(key_of(unit.gradient), store.streams.now)
+        current = unit.gradient.current
+        if current is not None and key_of(current) in store.memory:
+            store.memory.access(key_of(current), store.streams.now)
 
     own.begin, own.free = allocating, freeing
-    unit.prefetch, unit.enter, unit.leave, unit.collect = ahead, using, used, collecting
+    unit.prefetch, unit.enter, unit.leave, unit.gradient.collect = ahead, using, used, collecting

@@ -20,10 +20,10 @@ from zero_core.streams import Side
 
 def ordered_run(swaps: bool, can_swap: bool, make: Any, options: dict[str, Any]) -> tuple[int, int, int]:
     """Four steps and two interruptions; (accesses checked, units begun ahead, side streams made)."""
-    from zero_core.runtime import unit as unit_module
+    from zero_core.runtime import residency
 
     rank, _ = toys.world()
-    before, unit_module._CAN_SWAP = unit_module._CAN_SWAP, can_swap and unit_module._CAN_SWAP
+    before, residency._CAN_SWAP = residency._CAN_SWAP, can_swap and residency._CAN_SWAP
     try:
         if "mesh" in options:
             names = {"mesh_dim_names": ("replicate", "shard")}
@@ -45,7 +45,7 @@ def ordered_run(swaps: bool, can_swap: bool, make: Any, options: dict[str, Any])
         optimizer.close()
         return store.memory.accesses, store.ahead, store.streams.made
     finally:
-        unit_module._CAN_SWAP = before
+        residency._CAN_SWAP = before
 
 
 def reentrant() -> toys.Stack:

@@ -119,9 +119,10 @@ def shard(
     made = _Maker(model, optimizer, ranks, plans, param_dtype, reduce_dtype, store or DeviceStore(), observer)
     made.build_units()
     made.compare(stage, max_grad_norm)
-    engine = Engine(model, made.units, ranks, made.store, made.pool, STAGES[stage])
-    engine.prefetch_bytes, engine.residents.budget_bytes = prefetch_bytes, resident_bytes
-    engine.loss_scale = scale
+    engine = Engine(
+        model, made.units, ranks, made.store, made.pool, STAGES[stage],
+        prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes, loss_scale=scale,
+    )  # fmt: skip
     unit_bytes = [unit.nbytes for unit in made.units]
     handover = Handover(made.units)
     try:

@@ -88,8 +88,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _refuse_stepped(self) -> None:
         """torch keeps a gradient after step(): adds to it, and steps it once more. Ours are consumed."""
         for unit in self.engine.units:
-            if "stepped" in unit.leftover:
-                name = unit.layout.slots[unit.leftover.index("stepped")].name
+            if "stepped" in unit.gradient.leftover:
+                name = unit.layout.slots[unit.gradient.leftover.index("stepped")].name
                 raise GradientError(
                     f"the gradients of the last step() were not zeroed (that of {name}, for one): torch would add to "
                     "them, and a sharded optimizer has consumed them. Call optimizer.zero_grad() after each step()"
@@ -120,9 +120,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return total, []
         digests = [float(ranks.digest), float(engine.writes.digest)]
         late = [float(flag) for flag in engine.reducer.late()]
-        used = [float(flag) for unit in engine.units for flag in unit.used]
+        used = [float(flag) for unit in engine.units for flag in unit.gradient.used]
         zeros = sum(
-            left == "zeroed" and not used for u in engine.units for left, used in zip(u.leftover, u.used, strict=True)
+            left == "zeroed" and not used
+            for u in engine.units
+            for left, used in zip(u.gradient.leftover, u.gradient.used, strict=True)
         )
         mine = ranks.numbers([0.0, 0.0, float(zeros), *digests, *(digest * digest for digest in digests), *late, *used])
         if ranks.replicate.rank == 0:  # replicas hold the same gradients
@@ -151,7 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         flags = iter(total[7:])
         anywhere = [next(flags) > 0 for _ in late]
         for unit in engine.units:
-            unit.used = [next(flags) > 0 for _ in unit.used]
+            unit.gradient.used = [next(flags) > 0 for _ in unit.gradient.used]
         return total[0], anywhere
 
     def _refuse_unseen(self, count: float) -> None:
@@ -193,7 +195,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update(self, scale: float) -> None:
         engine = self.engine
         steps: list[Sequence[int]] = []
-        zeros = [left and not used for u in engine.units for left, used in zip(u.leftover, u.used, strict=True)]
+        zeros = [
+            left and not used
+            for u in engine.units
+            for left, used in zip(u.gradient.leftover, u.gradient.used, strict=True)
+        ]
         self._refuse_zeros(sum(map(bool, zeros)))
         for unit in engine.units:
             for k in _stepped(unit):
@@ -223,7 +229,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         flags = None
         if self.engine.ranks.size > 1:
-            mine = self.engine.ranks.numbers([float(flag) for flag in unit.used])
+            mine = self.engine.ranks.numbers([float(flag) for flag in unit.gradient.used])
             flags = self.engine.ranks.later(self.engine.ranks.sum_everywhere(mine, unit.name))
         return partial(self._update_one, unit, flags)
 
@@ -237,7 +243,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._updated[unit.index] = []
         with torch.no_grad():
             if flags is not None:
-                unit.used = [flag > 0 for flag in flags()]
+                unit.gradient.used = [flag > 0 for flag in flags()]
             squared = engine.store.gradient_norm_squared()
             self._squared = squared.clone() if self._squared is None else self._squared + squared
             self._updated[unit.index] = _stepped(unit)
@@ -258,7 +264,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.engine.units[index].overwritten(k)
         self._updated.clear()
         for unit in self.engine.units:
-            unit.leftover = ["" if left == "updated" else left for left in unit.leftover]
+            unit.gradient.leftover = ["" if left == "updated" else left for left in unit.gradient.leftover]
         self.engine.forget_passes()
         self.step_count += 1
 
@@ -379,7 +385,7 @@ def segment_slots(unit: Unit) -> list[int]:
 
 def _stepped(unit: Unit) -> list[int]:
     """Which parameters a step changes."""
-    return [k for k, group in enumerate(unit.groups) if unit.used[k] and group is not None]
+    return [k for k, group in enumerate(unit.groups) if unit.gradient.used[k] and group is not None]
 
 
 def _count_step(unit: Unit, leftover: str = "stepped") -> list[int]:
@@ -388,7 +394,7 @@ def _count_step(unit: Unit, leftover: str = "stepped") -> list[int]:
     for k in stepped:
         unit.steps[k] += 1
     numbers = [unit.steps[k] if k in stepped else 0 for k in segment_slots(unit)]
-    unit.consumed(leftover)
+    unit.gradient.consumed(leftover)
     return numbers
 
 

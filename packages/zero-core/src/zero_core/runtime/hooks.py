@@ -23,11 +23,12 @@ from .outputs import hook_outputs, not_traced, outside_transforms, unwrapped
 from .parameter import keep_state_dict, refuse_copies
 from .recompute import Recomputations
 from .reducer import Reducer
+from .residency import Residency
 from .residents import Residents
 from .scaling import LossScale, scale_gradients
 from .schedule import Forecast, Pass, Visit
 from .stages import StageRow
-from .unit import Residency, Unit
+from .unit import Unit
 from .writes import Writes
 
 __all__ = ["Engine", "Node", "in_backward"]
@@ -77,13 +78,22 @@ class Engine:
     """Answers the hooks of one sharded model."""
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], ranks: Ranks, store: ShardStore, pool: Pool, stage: StageRow
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        ranks: Ranks,
+        store: ShardStore,
+        pool: Pool,
+        stage: StageRow,
+        *,
+        prefetch_bytes: int,
+        resident_bytes: int,
+        loss_scale: LossScale | None,
     ) -> None:
         self.model, self.units, self.ranks, self.store, self.pool, self.stage = model, units, ranks, store, pool, stage
-        self.prefetch_bytes = 0
-        self.loss_scale: LossScale | None = None
+        self.prefetch_bytes, self.loss_scale = prefetch_bytes, loss_scale
         self.max_grad_norm: float | None = None
-        self.residents = Residents()
+        self.residents = Residents(resident_bytes)
         self.reducer = Reducer(units, ranks, store, keeps=stage.keeps_gradients)
         self.nodes: list[Node] = []
         self.forecasts: dict[tuple[int, bool], Forecast] = {}
@@ -320,7 +330,7 @@ class Engine:
         self.ranks.side.go_on()
         if in_backward():
             self._ensure_backward()
-        unit.collect(k)
+        unit.gradient.collect(k)
 
     @outside_transforms
     def _end_backward(self) -> None:
@@ -346,7 +356,7 @@ class Engine:
         self._recomputed.clear()
         self.reducer.finish()
         for unit in self.units:
-            unit.drop_gradient()
+            unit.gradient.drop_current()
             if unit.users and unit.residency is Residency.UNSHARDED:
                 unit.users = 1
                 self._leave(unit)  # torch keeps what a recomputation wrote before the error

@@ -35,7 +35,7 @@ class Place:
         return self.engine.note_external_use(self.unit)
 
     def holds_gradient(self, parameter: Tensor) -> bool:
-        return self.unit.holds_gradient(self.index)
+        return self.unit.gradient.holds(self.index)
 
     def drop_gradient(self, parameter: Tensor) -> None:
         self.engine.drop_gradient(self.unit, self.index)

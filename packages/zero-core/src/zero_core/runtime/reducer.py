@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 from ..comm.collectives import Ranks
 from ..store import ShardStore
-from .unit import Reduction, Unit
+from .gradient import Reduction
+from .unit import Unit
 
 __all__ = ["Reducer"]
 
@@ -29,7 +30,7 @@ class Reducer:
         if not unit.trainable:
             return
         if self._ranks.size > 1 and (self._keeps or not self.synchronising):
-            unit.keep_gradient()
+            unit.gradient.keep()
         else:
             self._reduce(unit)
 
@@ -40,12 +41,12 @@ class Reducer:
         """
         if self._ranks.size == 1:
             self._reduce(unit)
-        elif unit.gradient is not None:
-            unit.keep_gradient(late=True)
+        elif unit.gradient.current is not None:
+            unit.gradient.keep(late=True)
 
     def late(self) -> list[bool]:
         """For each unit, whether this rank keeps a late gradient."""
-        return [unit.late for unit in self._units]
+        return [unit.gradient.late for unit in self._units]
 
     def reduce_late(self, wanted: Sequence[bool]) -> None:
         """Reduce the units which any rank says are late."""
@@ -55,11 +56,11 @@ class Reducer:
         self.finish()
 
     def _reduce(self, unit: Unit) -> None:
-        if self._ranks.size == 1 and unit.gradient is None:
+        if self._ranks.size == 1 and unit.gradient.current is None:
             return
-        if self._under_way is not None and self._under_way.unit is unit:
+        if self._under_way is not None and self._under_way.of is unit.gradient:
             self.finish()  # a second reduction of it would begin in the memory that the first one still uses
-        reduction = unit.start_reduce()
+        reduction = unit.gradient.reduce()
         if self.update is not None:
             reduction.update = self.update(unit)
         self._accept()
@@ -96,25 +97,26 @@ class Reducer:
     def reduce_kept(self) -> None:
         """Reduce what stage 1 and no_sync kept, in the order of backward; forget what was dropped."""
         for unit in reversed(self._units):
-            unit.forget_dropped()
-            if unit.owing:
+            unit.gradient.forget_dropped()
+            if unit.gradient.owing:
                 self._reduce(unit)
         self.finish()
 
     def discard(self, leftover: str = "") -> None:
-        """Forget every gradient. leftover: see `Unit.consumed`."""
+        """Forget every gradient. leftover: see `UnitGradient.consumed`."""
         self._updating = None
         for unit in self._units:
-            unit.drop_gradient()
-            unit.drop_kept()
-            unit.consumed(leftover)
+            unit.gradient.drop_current()
+            unit.gradient.drop_kept()
+            unit.gradient.consumed(leftover)
         self._store.discard_gradients()
 
     def drop(self, unit: Unit, k: int) -> bool:
         """Drop one parameter's gradient; whether any is left."""
-        if unit.leftover[k] and not (unit.used[k] or unit.arrived):
-            unit.leftover[k] = ""  # the step has consumed it: nothing of it is left to discard
+        gradient = unit.gradient
+        if gradient.leftover[k] and not (gradient.used[k] or gradient.arrived):
+            gradient.leftover[k] = ""  # the step has consumed it: nothing of it is left to discard
             return True
-        unit.drop(k)
+        gradient.drop(k)
         # the unit first: it answers at once while its others are held, so zero_grad() over n parameters is not n * n
-        return any(each.holds_gradient(j) for each in (unit, *self._units) for j in range(len(each.parameters)))
+        return any(each.gradient.holds(j) for each in (unit, *self._units) for j in range(len(each.parameters)))

@@ -1,10 +1,6 @@
-"""One unit's life: unshard, use, reshard, collect its gradients, reduce them. Knows neither modules nor order.
+"""One unit's life: its parameters are used by visits, which may write into them. Knows neither modules nor order.
 
-[Note: memory under existing views]
-`flat` is a storage of zero bytes between uses, and the parameters are views of it. To unshard, memory is put *under*
-the storage (`_swap_data_ptr_` with an alias of a pooled buffer, or of the very tensor that the store lent), so no view
-is re-pointed, nothing is copied and no version counter moves. Tensors that autograd saved share the storage and follow.
-Where the store copies into what it is given, and on a torch that cannot swap, the memory is the unit's own: own_memory.
+Its memory is `residency`'s, its gradient `gradient`'s.
 
 [Note: changes before a backward]
 A backward gathers the current values, even if a step or a write has changed them since the forward. Autograd raises if
@@ -18,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -26,51 +21,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..comm.collectives import Ranks
-from ..errors import ChangedParameterError, GradientError
+from ..errors import ChangedParameterError
 from ..layout import UnitLayout
 from ..pool import Pool
 from ..precision import round_to
 from ..store import Observer, ShardStore
-from .own_memory import OwnMemory
+from .gradient import UnitGradient
 from .parameter import sharded_class
+from .residency import UnitMemory
 
-__all__ = ["Reduction", "Residency", "Unit"]
-
-_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # torch >= 2.12
-
+__all__ = ["Unit"]
 
 _ROW = 1024
 
 
-class Residency(Enum):
-    """Who pays: SHARDED nobody; the others the whole unit's bytes (on one shard, what the store lent, if it did)."""
-
-    SHARDED = "sharded"
-    UNSHARDING = "unsharding"
-    UNSHARDED = "unsharded"
-
-
-def _storage(flat: Tensor) -> Any:
-    return flat.untyped_storage()  # Any: the swap is private
-
-
-def _put_under(flat: Tensor, memory: Tensor) -> None:
-    """Give `flat`, of zero bytes, the memory of a contiguous tensor of its size."""
-    with torch.inference_mode(False):
-        alias = torch._C._from_dlpack(torch._C._to_dlpack(memory.detach()))
-        _storage(flat)._swap_data_ptr_(alias.untyped_storage())
-
-
-def _take_away(flat: Tensor) -> None:
-    if _CAN_SWAP:
-        empty = torch.UntypedStorage(0, device=flat.device)
-        _storage(flat)._swap_data_ptr_(empty)
-    else:
-        flat.untyped_storage().resize_(0)
-
-
-class Unit:
-    """Parameters unsharded, used and resharded together; on flat storage of one dtype."""
+class Unit(UnitMemory):
+    """Parameters that are unsharded, used and resharded together."""
 
     def __init__(
         self,
@@ -86,48 +52,21 @@ class Unit:
         pool: Pool,
         observer: Observer,
     ) -> None:
-        self.index, self.layout, self.name = index, layout, layout.name
+        super().__init__(index, layout, dtype=dtype, ranks=ranks, store=store, pool=pool, observer=observer)
         self.parameters, self.groups = tuple(parameters), tuple(groups)
+        self.gradient = UnitGradient(
+            index, layout, self.parameters, self.groups,
+            dtype=reduce_dtype, ranks=ranks, store=store, pool=pool, observer=observer,
+        )  # fmt: skip
         self._classes = [type(parameter) for parameter in self.parameters]  # nn.Parameter, or the user's subclass
-        self.dtype, self.reduce_dtype = dtype, reduce_dtype
-        self.ranks, self.store, self.pool, self.observer = ranks, store, pool, observer
         self.trainable = any(group is not None for group in groups)
-        self.residency = Residency.SHARDED
         self.users = 0  # open visits; the class of the parameters is nn.Parameter while there is one
         self.steps = [0] * len(self.parameters)
-        self.used = [False] * len(self.parameters)  # since the last step, on this rank
-        self.arrived = False  # a gradient since the last step, on every rank
-        # What zero_grad() has not cleared: torch would add to it, and step it again. "stepped", "zeroed" or nothing;
-        # "updated" until step(), by an update in backward.
-        self.leftover: list[str] = [""] * len(self.parameters)
-        self.dropped: set[int] = set()  # parameters whose `.grad` was set to None after it arrived
-        self.gradient: Tensor | None = None  # (numel,) reduce dtype: this backward's, not reduced
-        self.filled: set[int] = set()
-        self.kept: Tensor | None = None  # (numel,) reduce dtype, fp32 once added to: earlier backwards', not reduced
-        self._accumulates = False  # a kept gradient was added to once: fp32 from the first on, and no other memory
-        self.owing = False  # a backward kept its gradient, on every rank, also where nothing arrived
         self.epochs = [0] * len(self.parameters)  # how often the values changed: by an update, a write, a checkpoint
         self.visits: Counter[Any] = Counter()  # by kind: some of them compare the values before and after
         self.copies = False  # a forward writes into the parameters: never the store's own memory, see `keep`
         self._versions: list[int] = []  # of the parameters, when the first of the open visits began
         self._checksum: Tensor | None = None
-        self._lent = False
-        self._memory: Tensor | None = None
-        self._pooled = False  # the memory is a buffer of the pool, not the store's
-        self._work: Any = None
-        self._owns = False  # the memory under `flat` is its own: neither the store's nor the pool's
-        self.flat = torch.empty(layout.numel, dtype=dtype, device=ranks.device)
-        self.views = [self.flat.data[s.offset : s.stop].view(s.shape) for s in layout.slots]
-        edges = [s.offset for s in layout.slots[1:]] + [layout.numel]
-        self._own = OwnMemory(self.flat, index, layout, ranks=ranks, store=store, observer=observer)
-        _take_away(self.flat)
-        self._pads = [(s.stop, edge) for s, edge in zip(layout.slots, edges, strict=True) if s.stop < edge]
-
-    # -- parameters ------------------------------------------------------------------------------------------------
-
-    @property
-    def nbytes(self) -> int:
-        return self.layout.numel * self.dtype.itemsize
 
     def adopt_parameters(self, become: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Make the user's parameters views of `flat` through `become`, without memory. Once, at the start."""
@@ -135,109 +74,6 @@ class Unit:
             parameter.grad = None
             become(parameter, view)
             parameter.__class__ = sharded_class(kind)
-
-    def prefetch(self) -> None:
-        """Start to unshard. On one shard whose memory the store lends there is nothing to start but the store."""
-        if self.residency is not Residency.SHARDED:
-            return
-        swaps_in = self._swaps_in
-        if self.ranks.shard.size == 1 and not swaps_in:
-            self.store.prefetch(self.index)
-            return
-        if swaps_in or not _CAN_SWAP:
-            self._begin_own(swaps_in)
-            if self.ranks.shard.size > 1:
-                self._own.proceed()
-            return
-        with self.ranks.side.after_current(), self.observer.span("wait", self.name):
-            shard = self.store.parameters(self.index)
-        try:
-            self._memory, self._pooled = self.pool.take(self.layout.numel, self.dtype), True
-            with self.ranks.side.after_current(), self.observer.span("gather", self.name):
-                self._work = self.ranks.all_gather(self._memory, shard, self.name, self.index)
-        except BaseException:
-            self._abandon_gather()
-            raise
-        self.residency = Residency.UNSHARDING
-
-    def _end_gather(self) -> None:
-        """Wait for the gather and give the shard back, also where the gather failed: then the unit is sharded."""
-        try:
-            self.ranks.wait(self._work, "all_gather", self.name)
-        except BaseException:
-            self._abandon_gather()
-            raise
-        self._work = None
-        self.store.release(self.index)
-
-    def _abandon_gather(self) -> None:
-        """Give back what a gather that failed had taken. Its memory is not used again: the gather may still write."""
-        memory, self._memory, self._work = self._memory, None, None
-        self.residency = Residency.SHARDED
-        if memory is not None:
-            self.pool.drop(memory)
-        self.store.release(self.index)
-
-    @property
-    def _swaps_in(self) -> bool:
-        return getattr(self.store, "swaps_in", False)  # a store knows when it is attached, and most have no such thing
-
-    def _begin_own(self, swaps_in: bool) -> None:
-        self._own.begin(swaps_in=swaps_in)
-        self._owns, self.residency = True, Residency.UNSHARDING
-
-    def unshard(self, *, copy: bool = False) -> None:
-        """Bring the memory in, whatever the state. The parameters' class is left as it is.
-
-        copy: never the store's own memory, also on one shard, so that writes can be taken back.
-        """
-        if self.residency is Residency.UNSHARDED:
-            if not copy or self._pooled or self._owns:
-                return
-            self.reshard()
-        if self._owns or self._swaps_in or not _CAN_SWAP:
-            if self.residency is Residency.SHARDED:
-                self._begin_own(self._swaps_in)
-            self._own.finish()
-            self.residency = Residency.UNSHARDED
-            return
-        if self.ranks.shard.size == 1:
-            with self.observer.span("wait", self.name):
-                self._memory = self.store.parameters(self.index)
-            self._pooled = copy
-            if copy:
-                try:
-                    self._memory = self.pool.take(self.layout.numel, self.dtype).copy_(self._memory)
-                finally:
-                    self.store.release(self.index)
-        else:
-            self.prefetch()
-            with self.observer.span("gather", self.name):
-                self._end_gather()
-        assert self._memory is not None
-        _put_under(self.flat, self._memory)
-        self.residency = Residency.UNSHARDED
-
-    def reshard(self) -> None:
-        """Take the memory out; ends a gather or a copy under way."""
-        if self.residency is Residency.SHARDED:
-            return
-        if self._owns:
-            self._own.abandon()
-            self._own.free()
-            self._owns, self.residency = False, Residency.SHARDED
-            return
-        assert self._memory is not None
-        if self.residency is Residency.UNSHARDING:
-            self._end_gather()
-        else:
-            _take_away(self.flat)
-        if self._pooled:
-            self.pool.give(self._memory)
-        else:
-            self.store.release(self.index)
-        self._memory = None
-        self.residency = Residency.SHARDED
 
     def keep_written(self) -> None:
         """What a visit wrote goes to the store. To be called when the visit is over, with the memory still there.
@@ -312,7 +148,7 @@ class Unit:
     def keeps_writes(self) -> bool:
         """Whether what a forward writes goes into the masters themselves, so that nothing can be lost."""
         masters = getattr(self.store, "lends_masters", False) and self.dtype == torch.float32
-        return masters and _CAN_SWAP and not self._swaps_in and self.ranks.size == 1
+        return masters and not self._brings_memory and self.ranks.size == 1
 
     def changed(self) -> None:
         """The values of every parameter are others now."""
@@ -359,176 +195,3 @@ class Unit:
         self.users = 0
         for parameter, kind in zip(self.parameters, self._classes, strict=True):
             parameter.__class__ = sharded_class(kind)
-
-    # -- gradients -------------------------------------------------------------------------------------------------
-
-    def collect(self, k: int) -> None:
-        """Move parameter k's `.grad` into the unit's flat gradient."""
-        parameter = self.parameters[k]
-        with torch._C.DisableTorchFunctionSubclass():
-            gradient = parameter.grad
-            parameter.grad = None
-        if gradient is None or self.groups[k] is None:
-            return
-        slot = self.layout.slots[k]
-        if gradient.layout is not torch.strided:
-            raise GradientError(
-                f"{slot.name} has a gradient of layout {gradient.layout}, and shards are dense: build the module with "
-                "sparse=False (nn.Embedding, nn.EmbeddingBag)"
-            )
-        if self.gradient is None:
-            self.gradient = self._gradient_memory()
-            self.filled.clear()
-        into = self.gradient[slot.offset : slot.stop].view(slot.shape)
-        with torch.no_grad():  # backward(create_graph=True) runs with gradients enabled
-            into.add_(gradient) if k in self.filled else into.copy_(gradient)
-        self.filled.add(k)
-        self.used[k] = True
-
-    def _gradient_memory(self) -> Tensor:
-        """The store's own memory where nothing happens between here and there, else a pooled buffer."""
-        self._lent = False
-        if self.ranks.size == 1:
-            lent = self.store.gradient_buffer(self.index)
-            if lent is not None:
-                self._lent = True
-                return lent
-        return self.pool.take(self.layout.numel, self.reduce_dtype)
-
-    def whole_gradient(self) -> Tensor:
-        """The flat gradient with zeros where nothing arrived: unused parameters, frozen ones, padding."""
-        if self.gradient is None:
-            self.gradient = self._gradient_memory()
-            self.filled.clear()
-        for k, slot in enumerate(self.layout.slots):
-            if k not in self.filled:
-                self.gradient[slot.offset : slot.stop].zero_()
-                self.filled.add(k)
-        for start, stop in self._pads:
-            self.gradient[start:stop].zero_()
-        return self.gradient
-
-    def holds_gradient(self, k: int) -> bool:
-        """Whether parameter k may have a gradient, which on several ranks may be another rank's."""
-        anywhere = self.used[k] or (self.arrived and self.ranks.size > 1)
-        there = anywhere and k not in self.dropped
-        return (there or bool(self.leftover[k])) and self.groups[k] is not None
-
-    def drop(self, k: int) -> None:
-        """`p.grad = None`: the parameter is not stepped, nor counted in the norm. See forget_dropped."""
-        self.leftover[k] = ""
-        self.dropped.add(k)
-        self.used[k] = False
-
-    def forget_dropped(self) -> None:
-        """Zero what was dropped. Late, because where all is dropped there is no need to."""
-        for k in sorted(self.dropped):
-            self.ranks.fold(self.index * 8191 + k)
-            slot = self.layout.slots[k]
-            if self.kept is not None:
-                self.kept[slot.offset : slot.stop].zero_()
-            for piece in self.layout.pieces(self.ranks.shard.rank):
-                if piece.slot is slot:
-                    self.store.discard_gradient(self.index, piece.shard_start, piece.shard_stop)
-        self.dropped.clear()
-
-    def consumed(self, leftover: str = "") -> None:
-        """Every gradient was stepped or discarded. leftover: what torch would still have where there was one."""
-        kept = [leftover if used or left else "" for used, left in zip(self.used, self.leftover, strict=True)]
-        self.leftover = kept
-        self.used = [False] * len(self.used)
-        self.arrived = False
-        self.dropped.clear()
-
-    @property
-    def late(self) -> bool:
-        """Whether a gradient is kept that came after its backward's reduction, on this rank at least."""
-        return self.kept is not None and not self.owing
-
-    def keep_gradient(self, *, late: bool = False) -> None:
-        """Add this backward's gradient to the local fp32 sum; nothing is reduced. late: see `Reducer.retire_late`."""
-        self.forget_dropped()
-        if not late:
-            self.owing = self.arrived = True
-        if self.gradient is None:
-            return
-        whole = self.whole_gradient()
-        if self.kept is None:
-            if self._accumulates and whole.dtype != torch.float32:
-                self.kept = self.pool.take(self.layout.numel, torch.float32).copy_(whole)
-                self.drop_gradient()
-            else:  # the first keeps its dtype: nothing has been added yet
-                self.kept, self.gradient = whole, None
-                self.filled.clear()
-            return
-        if self.kept.dtype != torch.float32:
-            wide = self.pool.take(self.layout.numel, torch.float32).copy_(self.kept)
-            self.pool.drop(self.kept)
-            self.kept, self._accumulates = wide, True
-        self.kept.add_(whole)
-        self.drop_gradient()
-
-    def drop_gradient(self) -> None:
-        """Forget this backward's gradient."""
-        if self.gradient is not None and not self._lent:
-            self.pool.give(self.gradient)
-        self.gradient = None
-        self.filled.clear()
-
-    def drop_kept(self) -> None:
-        self.owing = False
-        if self.kept is not None:
-            self.pool.give(self.kept)
-            self.kept = None
-
-    def start_reduce(self) -> Reduction:
-        """Begin the collective that turns the whole gradient into this rank's shard of the mean."""
-        self.forget_dropped()
-        self.arrived = True
-        if self.kept is not None:
-            if self.gradient is not None:
-                self.keep_gradient()
-            if self.kept.dtype != self.reduce_dtype:
-                self.gradient = self._gradient_memory().copy_(self.kept)
-                self.drop_kept()
-            else:
-                self.gradient, self.kept = self.kept, None
-            self.filled = set(range(len(self.parameters)))
-        whole = self.whole_gradient()
-        self.owing = False
-        self.gradient = None
-        self.filled.clear()
-        return Reduction(self, whole, self._lent)
-
-
-class Reduction:
-    """A unit's gradient on its way to the store."""
-
-    def __init__(self, unit: Unit, whole: Tensor, lent: bool) -> None:
-        self.unit, self.whole, self.lent = unit, whole, lent
-        self.part, self._pooled = whole, False
-        self.update: Callable[[], None] | None = None  # what to call when the shard is the store's
-        self._work: Any = None
-        ranks = unit.ranks
-        with unit.observer.span("reduce", unit.name):
-            if ranks.shard.size > 1:
-                out = unit.store.gradient_buffer(unit.index)
-                self._pooled = out is None
-                self.part = unit.pool.take(unit.layout.shard_numel, unit.reduce_dtype) if out is None else out
-                self._work = ranks.reduce_scatter(self.part, whole, unit.name, unit.index, unit.pool)
-            elif ranks.replicate.size > 1:
-                self._work = ranks.average_replicas(whole, unit.name, unit.index, unit.pool)
-
-    def finish(self) -> None:
-        """Wait, average over replicas, hand the shard to the store."""
-        unit, ranks = self.unit, self.unit.ranks
-        with unit.observer.span("reduce", unit.name):
-            ranks.wait(self._work, "reduce_scatter" if ranks.shard.size > 1 else "all_reduce", unit.name)
-            if ranks.shard.size > 1 and ranks.replicate.size > 1:
-                work = ranks.average_replicas(self.part, unit.name, unit.index, unit.pool)
-                ranks.wait(work, "all_reduce", unit.name)
-        unit.store.accept_gradient(unit.index, self.part)
-        if self._pooled:
-            unit.pool.give(self.part)
-        if not self.lent:
-            unit.pool.give(self.whole)
