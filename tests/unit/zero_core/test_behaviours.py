@@ -1,4 +1,4 @@
-"""docs/behaviours.md names tests that exist, and every table of it names one a line."""
+"""docs/behaviours.md lists behaviours, and names for each at least one test that exists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "behaviours.md").read_text()
-NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)))
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(?:`\s+`)?(\w+)`", TEXT)))
+ITEM = re.compile(r"^- (.*\n(?:  .*\n)*)", re.MULTILINE)  # a behaviour, and the indented lines below it
+TEST = re.compile(r"^  - `tests/[\w/]+\.py::(?:`\n    `)?test_\w+`$", re.MULTILINE)
 
 
 def functions(path: Path) -> set[str]:
@@ -24,8 +26,10 @@ def test_every_test_that_is_named_exists(path: str) -> None:
     assert all(name.startswith("test_") for name in wanted)
 
 
-def test_every_line_of_a_table_names_a_test() -> None:
-    rows = [line for line in TEXT.splitlines() if line.startswith("|") and not re.match(r"\|(-+\||.*\| test \|)", line)]
-    assert len(rows) > 50
-    for row in rows:
-        assert re.search(r"`tests/[\w/]+\.py::test_\w+` \|$", row), row
+def test_every_behaviour_names_a_test_on_a_line_of_its_own() -> None:
+    listed, not_supported = TEXT.split("\n## Not supported", 1)
+    items = ITEM.findall(listed)
+    assert len(items) > 50
+    for item in items:
+        assert TEST.search(item), f"no line `  - `tests/...py::test_...`` below: {item}"
+    assert not re.search(r"^\|", TEXT, re.MULTILINE), "a behaviour is a list item here, not the row of a table"

@@ -1,0 +1,65 @@
+"""The Markdown that people read: its lines are short, its links lead somewhere, and its glossary stays small."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "packages/*/README.md", "packages/*/CHANGELOG.md")
+    for path in ROOT.glob(pattern)
+)
+
+
+def anchors(text: str) -> set[str]:
+    """Returns what GitHub calls the headings of a page in links."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_have_at_most_120_characters(page):
+    # Rows of tables are exempt: Markdown cannot break them.
+    text = (ROOT / page).read_text(encoding="utf-8")
+    long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")]
+    assert not long
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings_that_exist(page):
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), f"{page} links to {target}"
+
+
+def test_the_root_readme_fits_on_a_screen_and_a_half():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 75
+
+
+def test_the_glossary_has_at_most_25_words_each_explained_once():
+    words = re.findall(r"^- \*\*(.+?)\*\*", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert 15 <= len(words) == len(set(words)) <= 25
+
+
+def test_the_program_in_the_root_readme_runs(tmp_path, monkeypatch):
+    for needed in ("transformers", "zero_nvme", "zero_optim_cpu", "zero_offload"):
+        pytest.importorskip(needed)
+    monkeypatch.chdir(tmp_path)
+    program = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+    assert len([line for line in program.splitlines() if line]) <= 11
+    names: dict[str, Any] = {}
+    exec(program, names)
+    norm = names["optimizer"].grad_norm
+    assert norm is not None and norm > 0
+    names["optimizer"].close()
+    names["tiers"]["nvme"].close()
