@@ -15,7 +15,7 @@ from zero_offload.activations.nvme_spill import NvmeSpill
 from zero_offload.activations.queued_spill import QueuedSpill
 from zero_offload.activations.spill import ChangedInputError, DeviceSpill
 from zero_offload.testing import FaultyByteStore
-from zero_offload.tier import Nvme
+from zero_offload.tier import Transfers
 
 PIECE = 4096
 
@@ -29,7 +29,7 @@ def store():
 
 @pytest.fixture
 def nvme(store):
-    return Nvme(store, Timeline())
+    return Transfers(store, Timeline())
 
 
 def on_nvme(kind, nvme, slots=3):
@@ -156,7 +156,7 @@ def test_one_slot_is_refused(nvme):
 @pytest.mark.parametrize("where", ["nvme", "queued"])
 def test_an_error_names_the_activation_and_the_file(store, where, kind):
     faulty = FaultyByteStore(store)
-    spill = on_nvme(where, Nvme(faulty, Timeline()), slots=2)
+    spill = on_nvme(where, Transfers(faulty, Timeline()), slots=2)
     faulty.fail(kind)
     with pytest.raises(SwapError, match="activation of layers.0 failed: /faulty/slab, offset 0"):
         packed = [spill.pack(torch.ones(1000), f"layers.{i}") for i in range(3)]
@@ -295,7 +295,7 @@ def test_closing_waits_for_the_thread_before_memory_is_given_back(store):
     faulty = FaultyByteStore(store)
     faulty.hold()
     streams = Watched(torch.empty(0, dtype=torch.uint8))
-    spill = QueuedSpill(Nvme(faulty, Timeline()), streams, slots=2, piece_bytes=PIECE)
+    spill = QueuedSpill(Transfers(faulty, Timeline()), streams, slots=2, piece_bytes=PIECE)
     packed = spill.pack(torch.ones(16 * PIECE), "unit")
     release = threading.Timer(0.1, faulty.release)
     release.start()

@@ -27,7 +27,7 @@ from .optim.handover import Handover
 from .optim.optimizer import ShardedOptimizer
 from .pool import Pool
 from .runtime.hooks import Engine, Node
-from .runtime.parameter import settle, sharded_class
+from .runtime.parameter import set_home, sharded_class
 from .runtime.place import Place
 from .runtime.retired import retire, wrapped_in
 from .runtime.scaling import LossScale
@@ -130,7 +130,7 @@ def shard(
         made.attach_store(initialiser, handover, stage, lent)
         for unit in made.units:
             for k, parameter in enumerate(unit.parameters):
-                settle(parameter, Place(engine, unit, k))
+                set_home(parameter, Place(engine, unit, k))
         carry_over(optimizer, made.units, made.store, ranks)
         engine.attach(made.nodes(unit_modules(model, units)))
         sharded = ShardedOptimizer(optimizer, engine, max_grad_norm=max_grad_norm, observer=observer)

@@ -26,7 +26,7 @@ from .running.link import Link
 from .running.pipeline import Pipeline, TileTask, UpdateJob
 from .running.uploads import Arrival
 from .streams import Streams, arena_of, streams_of
-from .tier import Nvme, Tier
+from .tier import Tier, Transfers
 from .tiles.device_tier import DeviceTier
 from .tiles.footprint import StorePlan, UnitPlan, gradient_itemsize, plan_store
 from .tiles.gradients import GradientStore
@@ -92,7 +92,7 @@ class TieredStore:
         self.plan: StorePlan | None = None
         self._monitor = Monitor(self.timeline)
         self._make_streams = streams
-        self._nvme = None if nvme is None else Nvme(nvme, self.timeline)
+        self._nvme = None if nvme is None else Transfers(nvme, self.timeline)
         self._taken: list[int] = []  # units whose first values attach has laid out
         self._order: list[int] = []
         self._early_asked = True  # until the first update there is nothing to expect
@@ -453,7 +453,7 @@ class _Guard:
             self._monitor.fail(error)
 
 
-def _shut_down(pipeline: Pipeline, nvme: Nvme | None, link: Link | None, arena: Arena) -> None:
+def _shut_down(pipeline: Pipeline, nvme: Transfers | None, link: Link | None, arena: Arena) -> None:
     """End the background, then give extents and memory back."""
     with ExitStack() as ending:  # from the last to the first, each whatever those before it raised
         ending.callback(arena.close)
@@ -461,7 +461,7 @@ def _shut_down(pipeline: Pipeline, nvme: Nvme | None, link: Link | None, arena: 
             ending.callback(link.close)
         if nvme is not None:
             ending.callback(nvme.free)
-            ending.callback(nvme.settle)
+            ending.callback(nvme.drain)
         ending.callback(pipeline.close)
         if link is not None:
             ending.callback(link.down.close)  # it may wait for slots that the pipeline gives back

@@ -17,7 +17,7 @@ from .errors import SwapError
 from .protocols import ByteStore, Extent, Ticket
 from .timeline import Timeline
 
-__all__ = ["Nvme", "Tier", "Transfer"]
+__all__ = ["Tier", "Transfer", "Transfers"]
 
 
 class Tier(str, Enum):
@@ -45,7 +45,9 @@ class Transfer:
         "what",
     )
 
-    def __init__(self, nvme: Nvme, kind: str, what: str, ticket: Ticket, extent: Extent, offset: int, buffer: Tensor):
+    def __init__(
+        self, nvme: Transfers, kind: str, what: str, ticket: Ticket, extent: Extent, offset: int, buffer: Tensor
+    ):
         self.kind, self.what = kind, what
         self.nbytes = buffer.nbytes
         self._nvme, self._extent, self._offset = nvme, extent, offset
@@ -81,7 +83,7 @@ class Transfer:
             raise self._error
 
 
-class Nvme:
+class Transfers:
     """A ByteStore with names for what is moved, counters of it, and errors that say both."""
 
     def __init__(self, store: ByteStore, timeline: Timeline) -> None:
@@ -148,7 +150,7 @@ class Nvme:
             outstanding = tuple(self._outstanding)
         return not all([transfer.done() for transfer in outstanding])
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return when nothing is in flight, whatever becomes of it."""
         with self._lock:
             outstanding = tuple(self._outstanding)

@@ -30,7 +30,7 @@ __all__ = [
     "home_of",
     "keep_state_dict",
     "refuse_copies",
-    "settle",
+    "set_home",
     "sharded_class",
 ]
 
@@ -67,7 +67,7 @@ def home_of(parameter: Tensor) -> Home:
     return parameter.__dict__[_HOME]
 
 
-def settle(parameter: nn.Parameter, home: Home) -> None:
+def set_home(parameter: nn.Parameter, home: Home) -> None:
     """Tell a parameter where it lives from now on."""
     parameter.__dict__[_HOME] = home
 

@@ -32,7 +32,7 @@ from ..ending import Ending
 from ..errors import BudgetError, ClosedError, gib
 from ..protocols import Extent
 from ..streams import Lane, Mark
-from ..tier import Nvme, Transfer
+from ..tier import Transfer, Transfers
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from ..tiles.tile import round_up
 from .spill import Form, Spilled
@@ -53,7 +53,7 @@ class _Slot:
     copied: Mark | None = None  # the last copy into it or out of it
     used: int = 0
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return when nothing is in flight; raises the transfer's error."""
         if self.copied is not None:
             self.copied.wait()
@@ -96,7 +96,7 @@ class NvmeSpill:
     Any thread may pack and load; one at a time does.
     """
 
-    def __init__(self, nvme: Nvme, *, slots: int = SPILL_SLOTS, piece_bytes: int = SPILL_PIECE_BYTES) -> None:
+    def __init__(self, nvme: Transfers, *, slots: int = SPILL_SLOTS, piece_bytes: int = SPILL_PIECE_BYTES) -> None:
         if slots < 2:
             raise ValueError(f"slots={slots}: at least 2, one being written or read beside the one in use")
         self._nvme = nvme
@@ -160,7 +160,7 @@ class NvmeSpill:
             behind = (slot, piece) if slot is not None and piece is not None else None
 
     def _write(self, spilled: OnNvme, slot: _Slot, piece: _Piece) -> None:
-        slot.settle()
+        slot.drain()
         what = f"activation of {spilled.what}"
         slot.transfer = self._nvme.write(spilled.extent, self._source(slot, piece), what, piece.start)
 
@@ -176,7 +176,7 @@ class NvmeSpill:
         for piece in spilled.pieces:
             slot = self._read(spilled, piece)
             if slot.transfer is not None and slot.transfer.kind == "swap_in":
-                slot.settle()
+                slot.drain()
             slot.copied = copy("swap_in", _part(values, piece), slot.memory[: piece.nbytes])
             self._touch(slot, least=True)
         self._read_ahead(spilled)
@@ -190,7 +190,7 @@ class NvmeSpill:
             failure: OSError | None = None
             for slot in self._slots:
                 try:
-                    slot.settle()
+                    slot.drain()
                 except OSError as error:
                     failure = failure or (None if self._failure else error)  # raised once already
             self._ending()
@@ -222,7 +222,7 @@ class NvmeSpill:
     def _take(self, piece: _Piece) -> _Slot:
         """The slot longest unused, its write done, now the piece's."""
         slot = min(self._slots, key=lambda s: (s.piece is not None, s.used))
-        slot.settle()
+        slot.drain()
         if slot.piece is not None:
             slot.piece.slot = None
         slot.piece, piece.slot = piece, slot
@@ -272,7 +272,7 @@ class NvmeSpill:
                 if piece.slot is not None:
                     slot, piece.slot = piece.slot, None
                     slot.piece, slot.used = None, 0
-                    slot.settle()
+                    slot.drain()
             with self._room:
                 self._extents.setdefault(extent.nbytes, []).append(extent)
 
@@ -299,7 +299,7 @@ def _copy(lane: Lane, into: Tensor, source: Tensor) -> None:
 
 
 def _give_back(
-    nvme: Nvme,
+    nvme: Transfers,
     stop: Callable[[], None],
     release: Callable[[], None],
     slots: list[_Slot],
@@ -309,7 +309,7 @@ def _give_back(
     stop()
     for slot in slots:
         with suppress(OSError):
-            slot.settle()
+            slot.drain()
     for extent in extents:
         with suppress(Exception):  # its owner may have closed it already
             nvme.store.free(extent)

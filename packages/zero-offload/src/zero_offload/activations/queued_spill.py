@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..streams import Lane, Mark, Streams
-from ..tier import Nvme
+from ..tier import Transfers
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from .host_spill import LEAVING
 from .nvme_spill import NvmeSpill, OnNvme
@@ -85,7 +85,7 @@ class QueuedSpill(NvmeSpill):
     """NvmeSpill beside a device apart. `streams`: the store's, which end after this."""
 
     def __init__(
-        self, nvme: Nvme, streams: Streams, *, slots: int = SPILL_SLOTS, piece_bytes: int = SPILL_PIECE_BYTES
+        self, nvme: Transfers, streams: Streams, *, slots: int = SPILL_SLOTS, piece_bytes: int = SPILL_PIECE_BYTES
     ) -> None:
         self._streams = streams
         self._work = _Work()
@@ -100,7 +100,7 @@ class QueuedSpill(NvmeSpill):
     def pack(self, tensor: Tensor, what: str) -> Spilled:
         """Ask for the tensor to be written; its memory may be used anew in stream order."""
         with self._lock, self._guard():
-            self._settle_unwanted()
+            self._release_unwanted()
             if self.dropped and not any(self._extents.values()):  # what died is still to be looked at
                 self._follow(self._submit(_Job("swap_in", None, tensor, self._streams.mark())))
             spilled, values = self._begin(tensor, what, _Queued)
@@ -113,7 +113,7 @@ class QueuedSpill(NvmeSpill):
         """The tensor on the device, in stream order; asks for the one that was packed before it."""
         assert isinstance(spilled, _Queued)
         with self._lock, self._guard():
-            self._settle_unwanted()
+            self._release_unwanted()
             self._let_leave()
             if spilled.changed:
                 raise ChangedInputError(spilled.what)
@@ -179,7 +179,7 @@ class QueuedSpill(NvmeSpill):
                 spilled.changed = True
             self._leaving.popleft()
 
-    def _settle_unwanted(self) -> None:
+    def _release_unwanted(self) -> None:
         """The device memory of what was asked for ahead, and died, is free in stream order after this."""
         while self.unwanted:
             self._follow(self.unwanted[0])

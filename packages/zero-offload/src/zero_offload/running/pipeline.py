@@ -33,7 +33,7 @@ from torch import Tensor
 from ..arena import Block
 from ..monitor import Monitor
 from ..protocols import SegmentStep, Started, StartingStep, UpdateStep
-from ..tier import Nvme, Transfer
+from ..tier import Transfer, Transfers
 from ..tiles.gradients import GradientStore, Taken
 from ..tiles.parameters import ParameterStore
 from ..tiles.states import StateStore
@@ -93,7 +93,7 @@ class Pipeline:
         states: StateStore,
         step: UpdateStep,
         monitor: Monitor,
-        nvme: Nvme | None,
+        nvme: Transfers | None,
         unit_count: int,
     ) -> None:
         self.parameters, self.gradients, self.states = parameters, gradients, states

@@ -28,7 +28,7 @@ from ..arena import Arena, Block
 from ..errors import OffloadError
 from ..monitor import Monitor
 from ..protocols import Extent, UpdateStep
-from ..tier import Nvme, Tier, Transfer
+from ..tier import Tier, Transfer, Transfers
 from .footprint import GRADIENT_BYTES, StorePlan
 from .slots import SlotPool
 from .tile import Tile, round_up
@@ -67,7 +67,7 @@ class GradientStore:
         self,
         plan: StorePlan,
         arena: Arena,
-        nvme: Nvme | None,
+        nvme: Transfers | None,
         step: UpdateStep,
         monitor: Monitor,
         dtype: torch.dtype,

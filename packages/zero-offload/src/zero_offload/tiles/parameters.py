@@ -23,7 +23,7 @@ from ..errors import BudgetError
 from ..monitor import Monitor
 from ..protocols import Extent
 from ..streams import Mark
-from ..tier import Nvme, Tier, Transfer
+from ..tier import Tier, Transfer, Transfers
 from .device_tier import DeviceTier
 from .footprint import StorePlan, UnitPlan
 from .tile import Tile, round_up
@@ -52,7 +52,7 @@ class _UnitSlot:
         """What is in flight into it or out of it."""
         return tuple(each for each in (*self.reads, *self.writes.values(), *self.leaving) if not each.done())
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return when nothing is in flight. Raises the first transfer's error."""
         for each in (*self.reads, *self.writes.values(), *self.leaving):
             each.wait()
@@ -65,7 +65,7 @@ class ParameterStore:
     """Unit i's parameters as host memory: (shard_numel,) parameter dtype, less what leads them on a device apart."""
 
     def __init__(
-        self, plan: StorePlan, arena: Arena, nvme: Nvme | None, monitor: Monitor, device: DeviceTier | None = None
+        self, plan: StorePlan, arena: Arena, nvme: Transfers | None, monitor: Monitor, device: DeviceTier | None = None
     ) -> None:
         self._plan, self._nvme, self._monitor, self._device = plan, nvme, monitor, device
         self._above = [unit.device_numel(unit.parameter_tiers) for unit in plan.units]  # leading elements, not here
@@ -98,7 +98,7 @@ class ParameterStore:
         with self._monitor.condition:
             if not self.streamed(i):
                 return
-            slot = self._by_unit.get(i) or self._load(i, steal=False, settle=False)
+            slot = self._by_unit.get(i) or self._load(i, steal=False, wait=False)
             if slot is not None:
                 slot.wanted = True
                 self._touch(slot)
@@ -110,7 +110,7 @@ class ParameterStore:
         if not self.streamed(i):
             return self._memory[i].view(unit.spec.dtype, numel)
         with self._monitor.condition:
-            slot = self._by_unit.get(i) or self._load(i, steal=True, settle=False)
+            slot = self._by_unit.get(i) or self._load(i, steal=True, wait=False)
             if slot is None:
                 with self._monitor.exposed(unit.spec.name):
                     slot = self._load(i, steal=True)
@@ -181,7 +181,7 @@ class ParameterStore:
         while True:
             with self._monitor.condition:
                 steal_now = steal or self._monitor.blocked
-                slot = self._by_unit.get(i) or self._load(i, steal=steal_now, read=read, settle=steal)
+                slot = self._by_unit.get(i) or self._load(i, steal=steal_now, read=read, wait=steal)
                 if slot is not None:
                     slot.updating = True
                     return True
@@ -274,7 +274,7 @@ class ParameterStore:
     def drain(self) -> None:
         """Return when nothing is in flight."""
         for slot in (*self._slots, *self._own.values()):
-            slot.settle()
+            slot.drain()
 
     def forget_writes(self) -> set[int]:
         """Every write is over, done or failed; the units that are in slots, where their bytes are in any case."""
@@ -296,17 +296,17 @@ class ParameterStore:
         slots = [self._own[i]] if i in self._own else self._slots
         return [slot for slot in slots if not slot.busy and (steal or not slot.wanted)]
 
-    def _load(self, i: int, *, steal: bool, read: bool = True, settle: bool = True) -> _UnitSlot | None:
+    def _load(self, i: int, *, steal: bool, read: bool = True, wait: bool = True) -> _UnitSlot | None:
         """A slot with unit i's read under way, or None. The caller has the condition.
 
-        `settle`: a slot may be waited for whose last bytes are still moving.
+        `wait`: a slot may be waited for whose last bytes are still moving.
         """
-        idle = [slot for slot in self._idle(i, steal=steal) if settle or not slot.moving]
+        idle = [slot for slot in self._idle(i, steal=steal) if wait or not slot.moving]
         if not idle:
             return None
         # Empty first; then what is not wanted, longest unused; then the wanted one whose use is farthest: the newest.
         slot = min(idle, key=lambda s: (s.unit is not None, s.wanted, -s.used if s.wanted else s.used))
-        slot.settle()
+        slot.drain()
         if slot.unit is not None:
             del self._by_unit[slot.unit]
         slot.unit, slot.wanted = i, False

@@ -38,7 +38,7 @@ class SlotPool:
                 return None
             self._draining.remove(done)
         block, transfer = done
-        self._settle(block, transfer)
+        self._finish(block, transfer)
         return block
 
     def take(self) -> Block:
@@ -50,10 +50,10 @@ class SlotPool:
             if self._free:
                 return self._free.pop()
             block, transfer = self._draining.popleft()
-        self._settle(block, transfer)
+        self._finish(block, transfer)
         return block
 
-    def _settle(self, block: Block, transfer: Transfer) -> None:
+    def _finish(self, block: Block, transfer: Transfer) -> None:
         try:
             transfer.wait()
         except BaseException:

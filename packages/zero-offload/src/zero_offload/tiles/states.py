@@ -12,7 +12,7 @@ from torch import Tensor
 from ..arena import Arena, Block
 from ..monitor import Monitor
 from ..protocols import Extent
-from ..tier import Nvme, Tier, Transfer
+from ..tier import Tier, Transfer, Transfers
 from .footprint import StorePlan
 from .slots import SlotPool
 from .tile import Record, Tile
@@ -23,7 +23,7 @@ __all__ = ["StateStore"]
 class StateStore:
     """The update thread's, except while it is idle."""
 
-    def __init__(self, plan: StorePlan, arena: Arena, nvme: Nvme | None, monitor: Monitor) -> None:
+    def __init__(self, plan: StorePlan, arena: Arena, nvme: Transfers | None, monitor: Monitor) -> None:
         self._nvme = nvme
         self._records: dict[Tile, Record] = {}
         self._memory: dict[Tile, Block] = {}
