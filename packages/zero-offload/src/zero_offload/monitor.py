@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,7 @@ class Monitor:
         self.timeline = timeline
         self.observer = observer or NullObserver()
         self.failure: BaseException | None = None
+        self.updates: Counter[int] = Counter()  # by unit, those that are still to change it
         self.stopping = False
         self.blocked = False  # the training thread waits for the update thread: it will release nothing
         self.exposed_ns = 0

@@ -92,7 +92,7 @@ class TieredStore:
         self.plan: StorePlan | None = None
         self._monitor = Monitor(self.timeline)
         self._make_streams = streams
-        self._nvme = None if nvme is None else Transfers(nvme, self.timeline)
+        self.transfers = None if nvme is None else Transfers(nvme, self.timeline)  # shared with activations
         self._taken: list[int] = []  # units whose first values attach has laid out
         self._order: list[int] = []
         self._early_asked = True  # until the first update there is nothing to expect
@@ -122,14 +122,14 @@ class TieredStore:
             self.step,
             prefetch_bytes=context.prefetch_bytes,
             shard_count=context.shard_count,
-            alignment=self._nvme.alignment if self._nvme is not None else 1,
+            alignment=self.transfers.alignment if self.transfers is not None else 1,
             landing_dtype=context.reduce_dtype if self._make_streams is not None else None,
             gradient_itemsize=gradient_itemsize(context.reduce_dtype, self._accumulate),
             **self._arguments,
         )
         self._check_slots(plan, context)
-        if self._nvme is not None and plan.nvme_bytes:
-            self._nvme.store.reserve(plan.nvme_bytes)
+        if self.transfers is not None and plan.nvme_bytes:
+            self.transfers.store.reserve(plan.nvme_bytes)
         self.plan, self._context = replace(plan, not_sharded=context.not_sharded), context
         self.timeline.rank, self._monitor.observer = context.rank, context.observer
         try:
@@ -143,8 +143,8 @@ class TieredStore:
             with suppress(Exception):
                 self.close()
             raise
-        if self._nvme is not None:
-            self._setup = (self._nvme.read_bytes, self._nvme.write_bytes)
+        if self.transfers is not None:
+            self._setup = (self.transfers.read_bytes, self.transfers.write_bytes)
 
     def _check_slots(self, plan: StorePlan, context: StoreContext) -> None:
         """Stages 0 to 2 on one rank keep what the store lends until the step, so every unit on nvme needs a slot."""
@@ -159,7 +159,7 @@ class TieredStore:
 
     def _build(self, plan: StorePlan, context: StoreContext) -> None:
         """Reserve every byte, on nvme and in memory."""
-        nvme, monitor = self._nvme, self._monitor
+        nvme, monitor = self.transfers, self._monitor
         self._arena = arena = arena_of(context.device, plan.arena_bytes)
         streams, device = None, None
         if self._make_streams is not None:
@@ -169,13 +169,15 @@ class TieredStore:
         self._states = StateStore(plan, arena, nvme, monitor)
         self._gradients = GradientStore(plan, arena, nvme, self.step, monitor, context.reduce_dtype)
         self._values = Values(plan, self._parameters, self._states, self.step)
-        self._pipeline = pipeline = Pipeline(
-            self._parameters, self._gradients, self._states, self.step, monitor, nvme, len(plan.units)
-        )
+        told = {}
         if streams is not None and device is not None:
             staging = [arena.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
-            self._link = Link(streams, device, plan, self._parameters, self._gradients, pipeline, monitor, staging)
+            self._link = Link(streams, device, plan, self._parameters, self._gradients, monitor, staging)
+            told = {"enter_thread": streams.enter_thread, "unit_done": self._link.up.poll}
             self.swaps_in = True
+        self._pipeline = pipeline = Pipeline(
+            self._parameters, self._gradients, self._states, self.step, monitor, nvme, **told
+        )
         # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
         self._ending = Ending(self, partial(_shut_down, pipeline, nvme, self._link, arena))
 
@@ -400,7 +402,7 @@ class TieredStore:
         to the device and from it; huge_pages: "ok", or why the kernel refused them to the arena, which costs direct I/O
         speed and no bits.
         """
-        nvme, plan = self._nvme, self._plan
+        nvme, plan = self.transfers, self._plan
         device = sum(plan.bytes_of("device", kind) for kind in ("parameters", "gradients", "optimizer"))
         return {
             "nvme_read_bytes": nvme.read_bytes - self._setup[0] if nvme else 0,
@@ -432,8 +434,8 @@ class TieredStore:
         self._monitor.stop()
         if self._ending is not None:
             self._ending()
-        elif self._nvme is not None:
-            self._nvme.free()  # attach failed before there was a background
+        elif self.transfers is not None:
+            self.transfers.free()  # attach failed before there was a background
 
     def _guard(self) -> _Guard:
         return _Guard(self._monitor)

@@ -253,13 +253,15 @@ def _spills(
         streams, owned = _streams(store, device)
         spills["host"] = _STAYS if streams is None else HostSpill(streams, owned=owned)
     if "nvme" in chosen:
-        if store is None or store._nvme is None:
+        if store is None or store.transfers is None:
             raise ActivationError(
                 'policy "nvme" needs the TieredStore that the model was sharded with, and one that has nvme='
             )
         sized = {"slots": slots, "piece_bytes": piece_bytes}
         streams = store.streams
-        nvme = NvmeSpill(store._nvme, **sized) if streams is None else QueuedSpill(store._nvme, streams, **sized)
+        nvme = (
+            NvmeSpill(store.transfers, **sized) if streams is None else QueuedSpill(store.transfers, streams, **sized)
+        )
         spills["nvme"] = nvme
     return spills, nvme
 

@@ -17,7 +17,6 @@ from ..tiles.footprint import StorePlan
 from ..tiles.gradients import GradientStore
 from ..tiles.parameters import ParameterStore
 from .downloads import Downloads
-from .pipeline import Pipeline
 from .uploads import Arrival, Uploads
 
 __all__ = ["Link"]
@@ -33,17 +32,15 @@ class Link:
         plan: StorePlan,
         parameters: ParameterStore,
         gradients: GradientStore,
-        pipeline: Pipeline,
         monitor: Monitor,
         staging: Sequence[Block],
     ) -> None:
         self.streams, self.device = streams, device
         self._units = [unit.spec for unit in plan.units]
-        self.up = Uploads(streams, parameters, device, monitor, pipeline.behind, [spec.name for spec in self._units])
+        self.up = Uploads(streams, parameters, device, monitor, [spec.name for spec in self._units])
         self.down = Downloads(streams, gradients, plan, monitor, staging)
         self._copies: dict[int, Tensor] = {}
         self._buffer_bytes = plan.bytes_of("device", "buffers")
-        pipeline.unit_done, pipeline.enter_thread = self.up.poll, streams.enter_thread
 
     @property
     def device_bytes(self) -> int:

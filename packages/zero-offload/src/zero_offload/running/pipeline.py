@@ -94,14 +94,15 @@ class Pipeline:
         step: UpdateStep,
         monitor: Monitor,
         nvme: Transfers | None,
-        unit_count: int,
+        *,
+        enter_thread: Callable[[], None] | None = None,
+        unit_done: Callable[[], None] | None = None,
     ) -> None:
+        """enter_thread: called on the update thread, first. unit_done: called there after each unit."""
         self.parameters, self.gradients, self.states = parameters, gradients, states
         self._step, self._monitor, self._nvme = step, monitor, nvme
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
-        self._behind = [0] * unit_count
-        self.enter_thread: Callable[[], None] = _nothing  # called on the update thread, first
-        self.unit_done: Callable[[], None] = _nothing  # after each unit
+        self._enter_thread, self._unit_done = enter_thread, unit_done
         self._queue: deque[UpdateJob | tuple[Tile, ...]] = deque()
         self._busy = False
         self._thread: threading.Thread | None = None
@@ -111,7 +112,7 @@ class Pipeline:
     def submit(self, job: UpdateJob) -> None:
         with self._monitor.condition:
             for task in job.tasks:
-                self._behind[task.tile.unit] += task.last
+                self._monitor.updates[task.tile.unit] += task.last
             self._enqueue(job)
 
     def read_early(self, tiles: Sequence[Tile]) -> None:
@@ -120,7 +121,7 @@ class Pipeline:
             self._enqueue(tuple(tiles))
 
     def behind(self, i: int) -> bool:
-        return self._behind[i] > 0
+        return self._monitor.updates[i] > 0
 
     def idle(self) -> bool:
         return not self._queue and not self._busy
@@ -158,7 +159,8 @@ class Pipeline:
     def _main(self) -> None:
         try:
             with self._monitor.thread(), torch.no_grad():
-                self.enter_thread()
+                if self._enter_thread is not None:
+                    self._enter_thread()
                 while True:
                     with self._monitor.condition:
                         self._busy = False
@@ -284,10 +286,7 @@ class Pipeline:
     def _done(self, unit: int) -> None:
         self.parameters.end_update(unit)
         with self._monitor.condition:
-            self._behind[unit] -= 1
+            self._monitor.updates[unit] -= 1
             self._monitor.condition.notify_all()
-        self.unit_done()
-
-
-def _nothing() -> None:
-    """Nobody waits for units."""
+        if self._unit_done is not None:
+            self._unit_done()

@@ -10,7 +10,7 @@ call, at the latest in wait(). Only there the training thread waits, and the tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -47,11 +47,10 @@ class Uploads:
         parameters: ParameterStore,
         device: DeviceTier,
         monitor: Monitor,
-        behind: Callable[[int], bool],
         names: Sequence[str],
     ) -> None:
         self._streams, self._parameters, self._monitor = streams, parameters, monitor
-        self._device, self._behind, self._names = device, behind, names
+        self._device, self._names = device, names
         self._waiting: dict[Arrival, None] = {}
         self.nbytes = 0
 
@@ -60,7 +59,7 @@ class Uploads:
         arrival = Arrival(self, i, out, self._streams.mark())
         with self._monitor.condition:
             self._waiting[arrival] = None
-            if not self._behind(i):
+            if not self._monitor.updates[i]:
                 self._parameters.prefetch(i)
             self.poll()
         return arrival
@@ -71,7 +70,7 @@ class Uploads:
             return
         with self._monitor.condition:
             for arrival in list(self._waiting):
-                if not self._behind(arrival.unit) and self._parameters.arrived(arrival.unit):
+                if not self._monitor.updates[arrival.unit] and self._parameters.arrived(arrival.unit):
                     self._copy(arrival, self._parameters.acquire(arrival.unit))
                     self._parameters.release(arrival.unit)
 
@@ -79,7 +78,7 @@ class Uploads:
         """The caller's stream goes on with the unit in its place."""
         if arrival.copied is None:
             i = arrival.unit
-            self._monitor.wait_until(lambda: not self._behind(i), self._names[i])
+            self._monitor.wait_until(lambda: not self._monitor.updates[i], self._names[i])
             source = self._parameters.acquire(i)
             try:
                 with self._monitor.condition:
