@@ -21,6 +21,8 @@ def changed(*overrides):
         (["run.dir="], ["run.dir is empty", "leave run.dir out"]),
         (["run.resume="], ["run.resume is empty"]),
         (["run.micro_batch=0"], ["run.micro_batch=0"]),
+        (["model.layers=0"], ["model.layers=0", "at least 1"]),
+        (["offload.kind=disk"], ["offload=disk", "none, placed, auto"]),
         (["optim.lr=-1"], ["optim.lr=-1"]),
         (["optim.kind=adamx"], ["optim=adamx", "adamw"]),
         (["io.backend=uring"], ["io.backend=uring", "io_uring"]),

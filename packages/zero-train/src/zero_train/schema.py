@@ -14,18 +14,37 @@ from omegaconf import MISSING
 # OmegaConf reads the annotations at run time, also on Python 3.10: Optional[X], not X | None.
 # ruff: noqa: UP045
 
+FORMATS = ("fp32", "bf16", "fp16")
+OPTIMIZERS = {  # the keys of OptimConfig that each one takes besides lr and weight_decay
+    "adamw": ("betas", "eps"),
+    "adam": ("betas", "eps"),
+    "lion": ("betas",),
+    "adagrad": ("eps",),
+    "sgd": ("momentum",),
+}
+
+
+def _at_least(smallest: float, *, default: Any) -> Any:
+    """Declares a key's default and its smallest value, which checks.py enforces."""
+    return field(default=default, metadata={"least": smallest})
+
+
+def _one_of(*allowed: object, default: Any = MISSING) -> Any:
+    """Declares a key's default and all its values, which checks.py enforces."""
+    return field(default=default, metadata={"allowed": allowed})
+
 
 @dataclass
 class RunConfig:
     """What one run does, and where it leaves its results."""
 
-    steps: int = 300
+    steps: int = _at_least(1, default=300)
     """Optimizer steps."""
-    micro_batch: int = 8
+    micro_batch: int = _at_least(1, default=8)
     """Sequences that a rank computes at once."""
-    accumulate: int = 1
+    accumulate: int = _at_least(1, default=1)
     """Micro-batches a step: their gradients are summed in fp32 before the update."""
-    seed: int = 0
+    seed: int = _at_least(0, default=0)
     """Seeds the weights, the order of the data and the sampled text. The same seed gives the same run."""
     dir: str = MISSING
     """The run folder, made and locked by the run. A folder that holds a run is refused, unless it is resumed."""
@@ -36,21 +55,21 @@ class RunConfig:
     resume: Optional[str] = None
     """Continue from a checkpoint. auto: the last one in run.dir, if any, of a run with the same model, data, seed,
     optimizer and precision. A run folder or a checkpoint folder: that one; only the model must be the same."""
-    checkpoint_every: int = 0
+    checkpoint_every: int = _at_least(0, default=0)
     """Steps between checkpoints; one more is saved at the end and at Ctrl-C. 0: none at all."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = _at_least(1, default=2)
     """Checkpoints kept in the run folder; older ones are deleted once a newer one is complete."""
     export: bool = False
     """After the run, write the model to `pretrained` in the run folder, as transformers reads it."""
-    evaluate_every: int = 50
+    evaluate_every: int = _at_least(0, default=50)
     """Steps between two validation losses; one more is taken at the start and at the end. 0: none at all."""
-    evaluate_batches: int = 8
+    evaluate_batches: int = _at_least(1, default=8)
     """Micro-batches of one validation loss, over all ranks."""
     bar: Optional[bool] = None
     """Show a progress bar rather than plain lines; null: where the output is a terminal."""
     report_every: int = 10
     """Steps between two plain progress lines."""
-    sample_bytes: int = 160
+    sample_bytes: int = _at_least(0, default=160)
     """Length of the text generated after the run. 0: none."""
     sample_prompt: str = "def "
     """What the generated text begins with."""
@@ -58,7 +77,7 @@ class RunConfig:
     """Divides the logits when the sample is drawn. 0: the likeliest byte each time."""
     plots: bool = True
     """Draw report.png and timeline.png at the end."""
-    threads: Optional[int] = None
+    threads: Optional[int] = _at_least(1, default=None)
     """Compute threads of a rank; null: torch's own choice, and beside a GPU those that do not disturb the update."""
 
 
@@ -68,17 +87,17 @@ class ModelConfig:
 
     kind: str = MISSING
     """llama, gpt2, moe or hf: the function of models.py that builds it."""
-    hidden_size: int = 768
+    hidden_size: int = _at_least(1, default=768)
     """Width of the residual stream."""
-    intermediate_size: int = 1728
+    intermediate_size: int = _at_least(1, default=1728)
     """Width of the feed-forward layer."""
-    layers: int = 4
+    layers: int = _at_least(1, default=4)
     """Transformer blocks."""
-    heads: int = 12
+    heads: int = _at_least(1, default=12)
     """Attention heads; hidden_size is a multiple of it."""
     key_value_heads: Optional[int] = None
     """Heads of keys and values (grouped-query attention); null: as many as heads. llama and moe."""
-    vocab_size: int = 256
+    vocab_size: int = _at_least(1, default=256)
     """Size of the vocabulary; the data are bytes, so at least 256."""
     tie_embeddings: bool = False
     """One matrix for embedding and head."""
@@ -98,7 +117,7 @@ class DataConfig:
 
     kind: str = MISSING
     """stdlib, text or synthetic: the function of data.py that reads it."""
-    sequence_length: int = 256
+    sequence_length: int = _at_least(2, default=256)
     """Bytes of one sequence."""
     path: Optional[str] = None
     """A text file, or a folder of them. text only."""
@@ -114,9 +133,9 @@ class DataConfig:
 class ZeroConfig:
     """What is sharded over the ranks."""
 
-    stage: int = 3
+    stage: int = _one_of(0, 1, 2, 3, default=3)
     """0: nothing. 1: optimizer states. 2: and gradients. 3: and parameters."""
-    resident_bytes: int = 0
+    resident_bytes: int = _at_least(0, default=0)
     """Stage 3: bytes of units that may stay unsharded between forward and backward."""
     prefetch_bytes: Optional[int] = 64 << 20
     """Bytes of units gathered ahead of their use, each a slot of a tiered store; null leaves zero-core's own choice."""
@@ -132,7 +151,7 @@ class ZeroConfig:
 class OffloadConfig:
     """Where parameters, gradients and optimizer states live between uses."""
 
-    kind: str = MISSING
+    kind: str = _one_of("none", "placed", "auto")
     """none: zero-core's own device store. placed: the three tiers below. auto: the planner chooses them."""
     parameters: Any = "host"
     """device, host or nvme, or fractions of the tiles: {host: 0.37, nvme: 0.63}."""
@@ -145,11 +164,11 @@ class OffloadConfig:
     activations: Any = None
     """What a block keeps for its backward: keep, recompute, host or nvme (its input, there), auto (planned), or one of
     the first four a unit, as a list. null: recompute where model.checkpointing, else keep."""
-    tile_numel: int = 1 << 22
+    tile_numel: int = _at_least(1, default=1 << 22)
     """Elements of a tile, the atom of placement, I/O and update."""
-    slots: Optional[int] = None
+    slots: Optional[int] = _at_least(1, default=None)
     """Tiles in memory at once; null leaves zero-offload's own choice."""
-    host_bytes: Optional[int] = None
+    host_bytes: Optional[int] = _at_least(0, default=None)
     """Budget of host memory for tiers and slots of one rank; null: what they need."""
     overlap: bool = True
     """Update in the background while the next forward proceeds. The numbers are the same either way."""
@@ -159,7 +178,7 @@ class OffloadConfig:
 class IoConfig:
     """How the slab is read and written."""
 
-    backend: str = "auto"
+    backend: str = _one_of("auto", "io_uring", "libaio", "threads", "aiofiles", default="auto")
     """auto, io_uring, libaio, threads or aiofiles. auto says what it chose and why."""
     allow_memory: bool = False
     """Accept a path on a filesystem that is memory (tmpfs); only good for tests."""
@@ -169,25 +188,25 @@ class IoConfig:
 class OptimConfig:
     """The optimizer, its schedule and clipping."""
 
-    kind: str = MISSING
+    kind: str = _one_of(*OPTIMIZERS)
     """adamw, adam, lion, adagrad or sgd."""
-    lr: float = 1e-3
+    lr: float = _at_least(0, default=1e-3)
     """Learning rate after warm-up."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Decay of the first and second moment. adamw, adam and lion."""
-    eps: float = 1e-8
+    eps: float = _at_least(0, default=1e-8)
     """Added to the root of the second moment. adamw, adam and adagrad."""
     momentum: float = 0.9
     """Momentum. sgd only."""
-    weight_decay: float = 0.1
+    weight_decay: float = _at_least(0, default=0.1)
     """Decay of matrices; vectors are not decayed."""
     max_grad_norm: Optional[float] = 1.0
     """Clip the global gradient norm to this; null: no clipping."""
-    warmup_steps: int = 20
+    warmup_steps: int = _at_least(0, default=20)
     """Steps of linear warm-up."""
-    final_fraction: float = 0.1
+    final_fraction: float = _at_least(0, default=0.1)
     """Learning rate at the last step over `lr`: a cosine leads there. 1: constant."""
-    threads: Optional[int] = None
+    threads: Optional[int] = _at_least(1, default=None)
     """Threads of the CPU update. null: one a core; beside a GPU they stay on the cores of its NUMA node (this rank's
     share), of which two are left to launches and I/O. A number: as many, wherever the process may run."""
 
@@ -196,11 +215,11 @@ class OptimConfig:
 class PrecisionConfig:
     """Number formats. Whatever the parameters are, the optimizer updates an fp32 master."""
 
-    parameters: str = "auto"
+    parameters: str = _one_of("auto", *FORMATS, default="auto")
     """fp32, bf16 or fp16; auto: bf16 where the device computes in it, else fp32."""
-    reduce: Optional[str] = None
+    reduce: Optional[str] = _one_of(*FORMATS, default=None)
     """Format of the gradient reduction: fp32, bf16 or fp16; null: that of the parameters."""
-    states: str = "auto"
+    states: str = _one_of("auto", "split", "fp32", "split_bf16m", "split_8bit", default="auto")
     """Layout of the optimizer states on host and nvme: split, fp32, split_bf16m or split_8bit; auto: the exact one."""
     loss_scale: Any = None
     """A number, `dynamic`, or null. fp16 wants `dynamic`."""
