@@ -214,15 +214,11 @@ def _declared(section: str, key: Field[Any], value: Any) -> None:
 
 def _device(name: str) -> None:
     """Raises ConfigError unless torch, or a package that registered a backend, has streams for this type of device."""
-    import torch  # takes seconds, which a mistyped key should not cost
+    from zero_train.ranks import module_of  # imports torch, which takes seconds that a mistyped key should not cost
 
-    try:
-        known = name == "cpu" or hasattr(torch.get_device_module(name), "Stream")
-    except RuntimeError:
-        known = False
-    if not known:
+    if not hasattr(module_of(name), "Stream"):
         raise ConfigError(
-            f"hardware.device={name} is not a type of device for which torch {torch.__version__} has streams; "
+            f"hardware.device={name} is not a type of device for which this torch has streams; "
             "choose cpu, cuda, xpu, or one that an installed package adds to torch by its entry point torch.backends"
         )
 

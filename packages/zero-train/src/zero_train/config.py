@@ -1,6 +1,6 @@
-"""From conf/ and a command line to a `Config`, and from Hydra's exceptions to one readable line.
+"""Turns conf/ and a command line into a `Config`, and Hydra's exceptions into one readable line.
 
-Owns where the tree is found and how a mistyped key is explained. What values mean is checked in checks.py.
+Owns where conf/ is found and how a mistyped key is explained. Values are checked in checks.py.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _OTHER_NAMES = {  # what other trainers call our keys
 }
 ConfigStore.instance().store(name="schema", node=Config, provider="zero_train")
 
-# The default run folder: milliseconds, as jobs of an array start in one second; once, for every job of a sweep.
+# Names the default run folder. Has milliseconds, because jobs of an array start in the same second; a sweep shares it.
 _STARTED = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() // 1_000_000 % 1000:03d}"
 OmegaConf.register_new_resolver("started", lambda: _STARTED, replace=True)
 
 
 def folder() -> Path:
-    """The Hydra tree: inside an installed wheel, else at the root of the repository that this file is in.
+    """Returns the folder conf/, which is inside an installed wheel or at the root of this repository.
 
     Raises:
-        FileNotFoundError: neither is there: a broken installation.
+        FileNotFoundError: it is in neither place, so the installation is broken.
     """
     here = Path(__file__).resolve().parent
     for candidate in (here / "conf", *(parent / "conf" for parent in here.parents[:5])):
@@ -67,10 +67,10 @@ def folder() -> Path:
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
-    """The configuration of one run. `overrides` as on the command line: `["run.steps=5", "offload=host"]`.
+    """Returns the configuration of one run, given overrides as on the command line, like `["run.steps=5"]`.
 
     Raises:
-        ConfigError: a key, an option or a type that does not exist.
+        ConfigError: a key or an option does not exist, or a value has the wrong type.
     """
     words = completed(overrides)
     GlobalHydra.instance().clear()
@@ -82,10 +82,10 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
 
 def jobs(words: Sequence[str], sweep: bool) -> list[tuple[list[str], Config]]:
-    """Every job of the command line, composed, so that a mistyped key of the last one stops the first.
+    """Composes every job of the command line before any runs, so that a mistyped key of the last one stops the first.
 
     Raises:
-        ConfigError: as in `compose`, and for a key that no job uses.
+        ConfigError: as `compose` does, and also if no job uses a key.
     """
     words = completed(words)
     lists: Sequence[Sequence[str]] = [words]
@@ -98,7 +98,7 @@ def jobs(words: Sequence[str], sweep: bool) -> list[tuple[list[str], Config]]:
 
 
 def completed(words: Sequence[str]) -> list[str]:
-    """`words`, and `model=hf` where only model.path is given, `data=text` where only data.path is."""
+    """Adds `model=hf` if only model.path is given, and `data=text` if only data.path is."""
     given = {override.key_or_group: override.value() for override in _parsed(words)}
     reads = {"model": "hf", "data": "text"}
     paths = [group for group in reads if given.get(f"{group}.path") is not None and group not in given]
@@ -106,7 +106,7 @@ def completed(words: Sequence[str]) -> list[str]:
 
 
 def keys_of(words: Sequence[str]) -> list[str]:
-    """The keys and groups that the command line gives."""
+    """Returns the keys and groups on the command line."""
     return [override.key_or_group for override in _parsed(words)]
 
 
@@ -132,7 +132,7 @@ def save(config: Config, path: Path) -> None:
 
 
 def explained(error: Exception) -> ConfigError:
-    """One readable message for what Hydra or OmegaConf raised."""
+    """Returns one readable message for an error of Hydra or OmegaConf."""
     if isinstance(error, OverrideParseException):
         return ConfigError(
             f"cannot read '{error.override}': write KEY=VALUE, with quotes around text that has spaces or commas"
@@ -156,7 +156,7 @@ def explained(error: Exception) -> ConfigError:
 
 
 def unknown_key(key: str) -> ConfigError:
-    """The error for a `key` that is in no dataclass, naming the one that is meant where that can be told."""
+    """Returns the error for a `key` that does not exist, with the most similar key if there is one."""
     known = list(keys())
     section, _, last = key.rpartition(".")
     nearer = [name for name in known if name.startswith(f"{section}.")] if section else []
@@ -170,7 +170,7 @@ def unknown_key(key: str) -> ConfigError:
 
 
 def keys() -> Iterator[str]:
-    """Every key, as it is written on the command line, and every group."""
+    """Yields every key, as it is written on the command line, and every group."""
     for section in dataclasses.fields(Config):
         if section.name != "run":
             yield section.name

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -71,20 +71,21 @@ def device_type(asked: str | None) -> str:
     Two kinds of accelerator are used only on request: those without streams (MPS), and those whose module says that
     they are simulated (`simulated`).
     """
-    if asked == "cpu" or (asked and sees(asked)):
+    module = module_of(asked) if asked else None
+    if asked and module and module.is_available():
         return asked
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    module = torch.get_device_module(found) if found else None
+    module = module_of(found.type) if found else None
     usable = hasattr(module, "Stream") and not getattr(module, "simulated", False)
     return found.type if found and usable else "cpu"
 
 
-def sees(name: str) -> bool:
-    """Returns whether torch sees a device of this type on this machine."""
+def module_of(name: str) -> Any | None:
+    """Returns torch's module of a type of device, such as torch.cuda, or None if torch does not know the type."""
     try:
-        return bool(torch.get_device_module(name).is_available())
-    except RuntimeError:  # torch does not know the type
-        return False
+        return torch.get_device_module(name)
+    except RuntimeError:
+        return None
 
 
 def joined(asked: str | None = None) -> Ranks:

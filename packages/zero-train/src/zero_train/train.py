@@ -18,23 +18,12 @@ import torch
 import zero_core
 import zero_offload
 from zero_offload.advice import is_out_of_memory
-from zero_train import (
-    checks,
-    cores,
-    data,
-    engine,
-    formats,
-    interrupt,
-    planning,
-    probing,
-    progress,
-    report,
-    resume,
-    sampling,
-)
+from zero_train import checks, cores, data, engine, formats, interrupt, planning, progress, report, resume, sampling
 from zero_train import config as configuration
+from zero_train.engine import Assembled
 from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History, Loop, Step
+from zero_train.probing import measured
 from zero_train.ranks import Ranks, joined
 from zero_train.run_folder import claimed
 from zero_train.schema import Config
@@ -52,7 +41,7 @@ class Outcome:
     sample: str = ""
 
 
-def run(config: Config, on_end: Callable[[engine.Assembled], None] | None = None) -> Outcome:
+def run(config: Config, on_end: Callable[[Assembled], None] | None = None) -> Outcome:
     """Runs `config` on this rank. `on_end` is given the engine after the last step, before it is closed.
 
     Raises:
@@ -85,7 +74,7 @@ class _Run:
     config: Config
     ranks: Ranks
     asked: interrupt.Interrupt
-    on_end: Callable[[engine.Assembled], None] | None
+    on_end: Callable[[Assembled], None] | None
     format_reason: str = ""  # why precision=auto chose its format
     cores: Any | None = None  # zero_optim_cpu.Cores, beside a GPU
 
@@ -97,7 +86,7 @@ class _Run:
                 torch.set_num_threads(config.run.threads)
             if config.run.probe:
                 pool = self.cores and self.cores.pool
-                self._say(_together(ranks, lambda: probing.measured(config, ranks, pool)))
+                self._say(_together(ranks, lambda: measured(config, ranks, pool)))
                 return Outcome()
             corpus, draft, plan = _together(ranks, self._prepared)
             self._announce(corpus, draft, plan)
@@ -171,7 +160,7 @@ class _Run:
             self._say(f"update of each rank: {self.cores}" if ranks.world_size > 1 else f"update: {self.cores}")
 
     def _train(
-        self, ready: engine.Assembled, corpus: data.Corpus, plan: zero_offload.Plan, folder: Path, first: int
+        self, ready: Assembled, corpus: data.Corpus, plan: zero_offload.Plan, folder: Path, first: int
     ) -> Outcome:
         config, ranks = self.config, self.ranks
         run, sample, metrics = config.run, "", None
@@ -213,7 +202,7 @@ class _Run:
         self._say(f"results in {folder}")
         return Outcome(128 + signal if signal else 0, folder, loop.history, sample)
 
-    def _sample(self, ready: engine.Assembled) -> str:
+    def _sample(self, ready: Assembled) -> str:
         run = self.config.run
         if not run.sample_bytes:
             return ""
@@ -224,7 +213,7 @@ class _Run:
         self._say(f"--- sample ---\n{text}\n--------------")
         return text
 
-    def _write_report(self, ready: engine.Assembled, history: History, plan: zero_offload.Plan, folder: Path) -> None:
+    def _write_report(self, ready: Assembled, history: History, plan: zero_offload.Plan, folder: Path) -> None:
         """Writes the plots and the timeline. A file that cannot be written is named, and the others still are."""
         for name, write in (
             ("report.png", lambda: report.draw(folder, history, plan.total("nvme"))),
@@ -245,7 +234,7 @@ class _Run:
             _say(text)
 
 
-def _export(ready: engine.Assembled, folder: Path, ranks: Ranks) -> None:
+def _export(ready: Assembled, folder: Path, ranks: Ranks) -> None:
     """Writes the weights as safetensors, and the architecture, which `model=hf` and transformers read back."""
     target = folder / "pretrained"
     if ranks.leader:
