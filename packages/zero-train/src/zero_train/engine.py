@@ -108,7 +108,7 @@ def make_step(config: Config, optimizer: torch.optim.Optimizer, cores: Sequence[
     zero_optim_cpu = checks.loaded("zero_optim_cpu")
     layout = config.precision.states
     if config.offload.kind == "none" and config.precision.parameters != "bf16":
-        layout = "fp32"  # there is nothing to split: checks.py refuses it where something is offloaded
+        layout = "fp32"  # there is nothing to split; checks.py refuses this when something is offloaded
     where: dict[str, Any] = {"threads": config.optim.threads} if cores is None else {"cores": cores}
     try:
         step = zero_optim_cpu.CpuStep(layout=layout, **where)
