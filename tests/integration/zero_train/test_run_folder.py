@@ -97,7 +97,7 @@ def test_an_earlier_checkpoint_is_continued_elsewhere_only(done, tmp_path):
     with pytest.raises(ConfigError, match=r"has reached step 4.*run\.dir=…"):
         found(done, earlier)
     assert found(tmp_path / "other", earlier).step == 2
-    with pytest.raises(ConfigError, match="another one or an earlier step"):
+    with pytest.raises(ConfigError, match="another run or an earlier step"):
         found(done, f"run.resume={shutil.copytree(done, tmp_path / 'twin')}")
 
 
