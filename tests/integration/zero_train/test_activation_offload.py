@@ -126,7 +126,7 @@ def test_left_to_the_planner_memory_decides(tmp_path):
 def test_a_list_of_another_length_and_a_store_that_is_missing_are_refused(tmp_path):
     for overrides, words in (
         (("offload=host", "offload.activations=[keep,recompute]"), "2 activation policies for 5 units"),
-        (("offload=none", "offload.activations=nvme"), "offload.activations=nvme needs a store"),
+        (("offload=none", "offload.activations=nvme"), "offload.activations=nvme needs nvme"),
         (("offload=host", "offload.activations=disk"), "offload.activations=disk"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -12,7 +12,7 @@ pytest.importorskip("zero_optim_cpu")
 pytest.importorskip("zero_core.checkpoint")
 
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import app, config, folder, progress, report, resume
+from zero_train import app, config, progress, report, resume, run_folder
 from zero_train.errors import ConfigError
 
 RUN = ("offload=none", "run.steps=4", "run.checkpoint_every=2")
@@ -47,7 +47,7 @@ def test_a_used_folder_is_refused_and_stands(done, capsys):
 
 
 def test_a_folder_in_use_is_refused_and_stands(copy, capsys):
-    with folder.claimed(copy):
+    with run_folder.claimed(copy):
         before = bits(copy)
         assert app.main([*COMMON, *RUN, f"run.dir={copy}", "run.resume=auto"]) == 2
     assert f"a run is using it (process {os.getpid()}" in capsys.readouterr().err
@@ -79,7 +79,7 @@ def test_on_purpose_everything_but_the_model_may_differ_and_is_said(copy, capsys
     changed = ("run.steps=5", "run.seed=3", "optim.lr=0.002")
     assert trained(copy, *RUN, f"run.resume={copy}", *changed).losses
     text = capsys.readouterr().out
-    assert "differs from the run that is continued: run.steps=5 (was 4), run.seed=3 (was 0), optim.lr=0.002" in text
+    assert "differs from the run that it continues: run.steps=5 (was 4), run.seed=3 (was 0), optim.lr=0.002" in text
     with pytest.raises(ConfigError, match=r"saved with model\.layers=2"):
         found(copy, f"run.resume={copy}", "run.steps=5", "model.layers=3")
 
@@ -94,10 +94,10 @@ def test_a_checkpoint_says_itself_what_it_was_saved_under(copy, tmp_path):
 
 def test_an_earlier_checkpoint_is_continued_elsewhere_only(done, tmp_path):
     earlier = f"run.resume={done / 'checkpoints' / 'step_0000002'}"
-    with pytest.raises(ConfigError, match=r"has come to step 4.*run\.dir=…"):
+    with pytest.raises(ConfigError, match=r"has reached step 4.*run\.dir=…"):
         found(done, earlier)
     assert found(tmp_path / "other", earlier).step == 2
-    with pytest.raises(ConfigError, match="another one or an earlier step"):
+    with pytest.raises(ConfigError, match="another run or an earlier step"):
         found(done, f"run.resume={shutil.copytree(done, tmp_path / 'twin')}")
 
 
@@ -106,10 +106,10 @@ def test_another_text_under_the_same_name_is_told(tmp_path, capsys):
     options = (*RUN, "data=text", f"data.path={tmp_path / 'text'}")
     trained(tmp_path / "run", *options)
     (tmp_path / "text").write_text("four five six " * 200)
-    with pytest.raises(ConfigError, match=r"run\.resume=auto: the text is another .*on purpose with run\.resume="):
+    with pytest.raises(ConfigError, match=r"run\.resume=auto: the text differs .*on purpose with run\.resume="):
         trained(tmp_path / "run", *options, "run.resume=auto", "run.steps=5")
     trained(tmp_path / "run", *options, f"run.resume={tmp_path / 'run'}", "run.steps=5")
-    assert "the text is another than the saved run's" in capsys.readouterr().out
+    assert "the text differs from the saved run's" in capsys.readouterr().out
 
 
 def test_a_run_killed_before_its_first_checkpoint_is_begun_anew_by_the_same_command_only(tmp_path, monkeypatch, capsys):

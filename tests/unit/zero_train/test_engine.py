@@ -1,6 +1,7 @@
 """What is assembled: a store where the plan needs one, none where everything stays on a device of its own."""
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("zero_optim_cpu")
@@ -8,6 +9,7 @@ pytest.importorskip("zero_offload")
 
 from zero_train import config, engine, planning
 from zero_train.ranks import Ranks
+from zero_train.schema import OPTIMIZERS
 
 
 @pytest.fixture
@@ -50,6 +52,20 @@ def test_what_does_not_fit_gets_one(auto):
     store = engine.make_store(composed, draft, plan, None)
     assert store.step is draft.step
     store.close()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_is_given_the_keys_that_are_declared_for_it(kind):
+    """Fails if a key is declared for an optimizer that does not take it, or is not handed on."""
+    values = {"betas": [0.8, 0.7], "eps": 1e-5, "momentum": 0.6}
+    composed = config.compose(["recipe=tiny", "run.dir=unused", f"optim={kind}"])
+    for key, value in values.items():
+        setattr(composed.optim, key, value)
+    for group in engine.make_optimizer(composed, torch.nn.Linear(2, 2)).param_groups:
+        assert group["lr"] == composed.optim.lr
+        assert {key: group[key] for key in OPTIMIZERS[kind]} == {
+            key: tuple(values[key]) if key == "betas" else values[key] for key in OPTIMIZERS[kind]
+        }
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])

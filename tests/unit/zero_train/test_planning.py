@@ -79,6 +79,16 @@ def test_the_text_says_what_will_be_written():
     assert "GB of checkpoints" in planning.described(plan, composed, Ranks())
 
 
+def test_the_table_is_aligned():
+    """Fails if a figure is printed under another column's heading."""
+    composed, plan = planned("offload=host", "hardware.host_gib=100")
+    title, heading, *rows = planning.described(plan, composed, Ranks()).splitlines()[:5]
+    assert title == "plan" and [row.split()[0] for row in rows] == ["device", "host", "nvme"]
+    assert {len(row) for row in rows} == {len(heading)}
+    end = heading.index("optimizer") + len("optimizer")
+    assert float(rows[1][:end].split()[-1]) == pytest.approx(plan.bytes_of("host", "optimizer") / 2**30, abs=1e-3)
+
+
 def test_the_text_names_parameters_that_no_tier_takes():
     composed, plan = planned("offload=nvme", "hardware.nvme_gib=100")
     assert "integer" not in planning.described(plan, composed, Ranks())

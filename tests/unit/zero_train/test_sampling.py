@@ -3,6 +3,7 @@
 import torch
 
 from zero_train import sampling
+from zero_train.schema import RunConfig
 
 
 class Successor(torch.nn.Module):
@@ -14,9 +15,9 @@ class Successor(torch.nn.Module):
         return type("Output", (), {"logits": scores})()
 
 
-def generate(length, **options):
-    values = {"temperature": 0.0, "seed": 0, "context": 4, "device": torch.device("cpu"), **options}
-    return sampling.generate(Successor(), "ab", length, **values)
+def generate(length, model=None, stop=lambda: False, **keys):
+    run = RunConfig(sample_bytes=length, **{"sample_prompt": "ab", "sample_temperature": 0.0, **keys})
+    return sampling.generate(model or Successor(), run, 4, torch.device("cpu"), stop)
 
 
 def test_the_likeliest_bytes_follow_the_prompt():
@@ -24,21 +25,15 @@ def test_the_likeliest_bytes_follow_the_prompt():
 
 
 def test_a_seed_draws_the_same_text():
-    assert generate(20, temperature=1.0) == generate(20, temperature=1.0)
-    assert generate(20, temperature=1.0) != generate(20, temperature=1.0, seed=1)
+    assert generate(20, sample_temperature=1.0) == generate(20, sample_temperature=1.0)
+    assert generate(20, sample_temperature=1.0) != generate(20, sample_temperature=1.0, seed=1)
 
 
 def test_it_stops_when_asked_and_leaves_the_mode_as_it_was():
     asked = iter([False, False, True])
     model = Successor().train()
-    text = sampling.generate(
-        model, "ab", 9, temperature=0.0, seed=0, context=4, device=torch.device("cpu"), stop=lambda: next(asked)
-    )
-    assert text == "abcd" and model.training
+    assert generate(9, model, lambda: next(asked)) == "abcd" and model.training
 
 
 def test_an_empty_prompt_still_begins():
-    assert (
-        sampling.generate(Successor(), "", 2, temperature=0.0, seed=0, context=4, device=torch.device("cpu"))
-        == "\n\x0b\x0c"
-    )
+    assert generate(2, sample_prompt="") == "\n\x0b\x0c"

@@ -1,7 +1,7 @@
-"""Trains language models that do not fit in memory, from one Hydra command.
+"""Trains language models that do not fit in memory, with one Hydra command.
 
-Owns the composition of its siblings (zero-core, zero-offload, zero-nvme, zero-optim-cpu), the data, the models, the
-progress and the report of a run. Owns no mechanism: what is sharded, placed or updated is decided there.
+Composes its siblings (zero-core, zero-offload, zero-nvme, zero-optim-cpu), and owns the configuration, data, models,
+progress and report of a run. It owns no mechanism: the siblings shard, place and update.
 """
 
 __version__ = "0.1.0"

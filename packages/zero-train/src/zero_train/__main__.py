@@ -1,4 +1,4 @@
-"""`python -m zero_train`: the same as the console script `zero-train`."""
+"""Runs `python -m zero_train`, which is the same as the console script `zero-train`."""
 
 from zero_train.app import console
 

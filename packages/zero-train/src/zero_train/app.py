@@ -1,10 +1,10 @@
-"""The program: from a command line to an exit code.
+"""Runs the program: takes a command line and returns an exit code.
 
     console / main     composes and checks every job of the command line, then runs one after the other
-    _job               one job, which train.run does: check ─> plan ─> assemble ─> loop ─> report
+    _job               runs one job with train.run: check ─> plan ─> assemble ─> loop ─> report
 
-Exit codes: 0; 2 for a configuration that cannot be run; 1 where training failed; 128 + the signal that ended it (130
-for Ctrl-C, 143 for SIGTERM). Hydra is used here and in config.py only.
+Exit codes: 0 for success, 2 for a configuration that cannot be run, 1 for failed training, and 128 + the number of the
+signal that ended the run (130 for Ctrl-C, 143 for SIGTERM). Only this module and config.py use Hydra.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from zero_train import __version__, uses
+from zero_train import __version__, unused_keys
 from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError
 from zero_train.schema import Config
@@ -31,30 +31,27 @@ _SWEEP = {"-m", "--multirun"}
 
 
 def console() -> None:
-    """The console script."""
+    """Runs the console script."""
     sys.exit(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line `arguments` (sys.argv's where None) and returns the exit code."""
+    """Runs the command line `arguments` (default: sys.argv) and returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     flags, words = {word for word in arguments if word.startswith("-")}, [w for w in arguments if w[0:1] != "-"]
+    if "--version" in flags:
+        sys.stdout.write(f"zero-train {__version__}\n")
+        return 0
     try:
-        if "--version" in flags:
-            sys.stdout.write(f"zero-train {__version__}\n")
-            return 0
         if flags <= _SWEEP and not any(word.startswith("hydra") for word in words):
-            return _all(configuration.jobs(words, bool(flags)), bool(flags))
-        return _through_hydra(arguments)
-    except ConfigError as error:
-        _complain(error)
-        return CONFIG_EXIT
+            return _guarded(lambda: _all(configuration.jobs(words, bool(flags)), bool(flags)))
+        return _guarded(lambda: _through_hydra(arguments))
     except KeyboardInterrupt:
         return 130
 
 
 def _all(jobs: Sequence[tuple[Sequence[str], Config]], sweep: bool) -> int:
-    """Runs one job after the other, those of a sweep in a folder each. Returns the worst exit code."""
+    """Runs the jobs one after the other, each job of a sweep in its own folder. Returns the highest exit code."""
     worst = 0
     for number, (words, config) in enumerate(jobs):
         if sweep:
@@ -65,12 +62,12 @@ def _all(jobs: Sequence[tuple[Sequence[str], Config]], sweep: bool) -> int:
         code = _guarded(partial(_job, config))
         worst = max(worst, code)
         if code > 128 or (code == FAILED_EXIT and os.environ.get("WORLD_SIZE", "1") != "1"):
-            break  # the user wants it to stop; or this rank failed, and the others may still be in the same job
+            break  # the user interrupted; or this rank failed while the others may still be in the job
     return worst
 
 
 def _through_hydra(arguments: Sequence[str]) -> int:
-    """What needs Hydra itself: --help and its other flags, and configuration folders of the user's own."""
+    """Hands the command line to Hydra, which --help, Hydra's other flags and configuration folders need."""
     codes: list[int] = []
 
     def job(composed: DictConfig) -> None:
@@ -91,25 +88,25 @@ def _through_hydra(arguments: Sequence[str]) -> int:
 
 
 def _of_hydra(composed: DictConfig) -> int:
-    """One job that Hydra composed."""
+    """Runs one job that Hydra composed."""
     hydra = HydraConfig.get()
     config = configuration.to_config(composed)
     if hydra.mode == RunMode.MULTIRUN:
         config.run.dir = str(Path(config.run.dir) / str(hydra.job.num))
     else:
-        uses.check(configuration.keys_of(hydra.overrides.task), [config])
+        unused_keys.check(configuration.keys_of(hydra.overrides.task), [config])
     return _job(config)
 
 
 def _job(config: Config) -> int:
-    """One job, as an exit code."""
-    from zero_train.train import run  # torch and transformers: seconds that a mistyped key need not wait for
+    """Runs one job and returns its exit code."""
+    from zero_train.train import run  # torch and transformers take seconds, which a mistyped key should not cost
 
     return run(config).exit_code
 
 
 def _guarded(job: Callable[[], int]) -> int:
-    """What `job` returns, or its refusal as an exit code: it does not keep the other jobs of a sweep from running."""
+    """Returns what `job` returns, or reports its error and returns an exit code, so that a sweep can continue."""
     try:
         return job()
     except (ConfigError, RunError) as error:
@@ -118,7 +115,7 @@ def _guarded(job: Callable[[], int]) -> int:
 
 
 def _complain(error: Exception) -> None:
-    """One line on stderr. What is wrong with a configuration is the same on every rank, so only the first says it."""
+    """Prints one line on stderr. A configuration error is the same on every rank, so only the first rank prints it."""
     rank = os.environ.get("RANK", "0")
     if isinstance(error, ConfigError) and rank != "0":
         return

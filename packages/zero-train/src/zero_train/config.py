@@ -1,6 +1,6 @@
-"""From conf/ and a command line to a `Config`, and from Hydra's exceptions to one readable line.
+"""Turns conf/ and a command line into a `Config`, and Hydra's exceptions into one readable line.
 
-Owns where the tree is found and how a mistyped key is explained. What values mean is checked in checks.py.
+Owns where conf/ is found and how a mistyped key is explained. Values are checked in checks.py.
 """
 
 from __future__ import annotations
@@ -24,44 +24,40 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from zero_train import uses
-from zero_train.errors import ConfigError, choices
+from zero_train import unused_keys
+from zero_train.errors import ConfigError, chain, choices
+from zero_train.run_folder import replace
 from zero_train.schema import Config
 
 NAME = "train"  # of the root file, conf/train.yaml
-_OTHER_NAMES = {  # what other trainers call a key
-    "learning_rate": "optim.lr",
-    "batch_size": "run.micro_batch",
-    "per_device_train_batch_size": "run.micro_batch",
-    "gradient_accumulation_steps": "run.accumulate",
-    "max_steps": "run.steps",
-    "epochs": "run.steps",
-    "num_train_epochs": "run.steps",
-    "output_dir": "run.dir",
-    "save_steps": "run.checkpoint_every",
-    "save_total_limit": "run.keep_checkpoints",
-    "eval_steps": "run.evaluate_every",
-    "logging_steps": "run.report_every",
-    "resume_from_checkpoint": "run.resume",
-    "grad_clip": "optim.max_grad_norm",
-    "max_norm": "optim.max_grad_norm",
-    "gradient_checkpointing": "model.checkpointing",
-    "seq_len": "data.sequence_length",
-    "max_length": "data.sequence_length",
-    "dtype": "precision.parameters",
+_OTHER_NAMES = {  # what other trainers call our keys
+    "optim.lr": "learning_rate",
+    "optim.max_grad_norm": "grad_clip max_norm",
+    "run.micro_batch": "batch_size per_device_train_batch_size",
+    "run.accumulate": "gradient_accumulation_steps",
+    "run.steps": "max_steps epochs num_train_epochs",
+    "run.dir": "output_dir",
+    "run.checkpoint_every": "save_steps",
+    "run.keep_checkpoints": "save_total_limit",
+    "run.evaluate_every": "eval_steps",
+    "run.report_every": "logging_steps",
+    "run.resume": "resume_from_checkpoint",
+    "model.checkpointing": "gradient_checkpointing",
+    "data.sequence_length": "seq_len max_length",
+    "precision.parameters": "dtype",
 }
 ConfigStore.instance().store(name="schema", node=Config, provider="zero_train")
 
-# The default run folder: milliseconds, as jobs of an array start in one second; once, for every job of a sweep.
+# Names the default run folder. Has milliseconds, because jobs of an array start in the same second; a sweep shares it.
 _STARTED = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() // 1_000_000 % 1000:03d}"
 OmegaConf.register_new_resolver("started", lambda: _STARTED, replace=True)
 
 
 def folder() -> Path:
-    """The Hydra tree: inside an installed wheel, else at the root of the repository that this file is in.
+    """Returns the folder conf/, which is inside an installed wheel or at the root of this repository.
 
     Raises:
-        FileNotFoundError: neither is there: a broken installation.
+        FileNotFoundError: it is in neither place, so the installation is broken.
     """
     here = Path(__file__).resolve().parent
     for candidate in (here / "conf", *(parent / "conf" for parent in here.parents[:5])):
@@ -71,19 +67,25 @@ def folder() -> Path:
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
-    """The configuration of one run. `overrides` as on the command line: `["run.steps=5", "offload=host"]`.
+    """Returns the configuration of one run, given overrides as on the command line, like `["run.steps=5"]`.
 
     Raises:
-        ConfigError: a key, an option or a type that does not exist.
+        ConfigError: a key or an option does not exist, or a value has the wrong type.
     """
-    return to_config(_composed(completed(overrides)))
+    words = completed(overrides)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(folder()), version_base="1.3"):
+            return to_config(hydra_compose(NAME, overrides=words))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explained(error) from error
 
 
 def jobs(words: Sequence[str], sweep: bool) -> list[tuple[list[str], Config]]:
-    """Every job of the command line, composed, so that a mistyped key of the last one stops the first.
+    """Composes every job of the command line before any runs, so that a mistyped key of the last one stops the first.
 
     Raises:
-        ConfigError: as in `compose`, and for a key that no job uses.
+        ConfigError: as `compose` does, and also if no job uses a key.
     """
     words = completed(words)
     lists: Sequence[Sequence[str]] = [words]
@@ -91,63 +93,51 @@ def jobs(words: Sequence[str], sweep: bool) -> list[tuple[list[str], Config]]:
         parsed = [override for override in _parsed(words) if not override.get_key_element().startswith("hydra")]
         lists = BasicSweeper.split_arguments(parsed, None)[0]
     composed = [(list(job), compose(job)) for job in lists]
-    uses.check(keys_of(words), [config for _, config in composed])
+    unused_keys.check(keys_of(words), [config for _, config in composed])
     return composed
 
 
 def completed(words: Sequence[str]) -> list[str]:
-    """`words`, and `model=hf` where only model.path is given, `data=text` where only data.path is."""
+    """Adds `model=hf` if only model.path is given, and `data=text` if only data.path is."""
     given = {override.key_or_group: override.value() for override in _parsed(words)}
-    added = [
-        f"{group}={option}"
-        for group, option in (("model", "hf"), ("data", "text"))
-        if given.get(f"{group}.path") is not None and group not in given
-    ]
-    return [*words, *added]
+    reads = {"model": "hf", "data": "text"}
+    paths = [group for group in reads if given.get(f"{group}.path") is not None and group not in given]
+    return [*words, *(f"{group}={reads[group]}" for group in paths)]
 
 
 def keys_of(words: Sequence[str]) -> list[str]:
-    """The keys and groups that the command line gives."""
+    """Returns the keys and groups on the command line."""
     return [override.key_or_group for override in _parsed(words)]
 
 
 def to_config(composed: DictConfig) -> Config:
-    """The dataclasses behind what Hydra composed. Raises ConfigError for keys left at `???` or in no schema."""
+    """Returns the dataclasses behind what Hydra composed. Raises ConfigError for keys at `???` or unknown ones."""
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise ConfigError(f"{missing[0]} has no value; give one with {missing[0]}=…")
-    known = set(keys())
-    for section in map(str, composed):
-        values = composed[section]
-        if not isinstance(values, DictConfig):
-            raise unknown_key(section)
-        for key in map(str, values):
-            if f"{section}.{key}" not in known:  # a `+` on the command line adds keys that no dataclass has
-                raise unknown_key(f"{section}.{key}")
-    written = OmegaConf.to_container(composed.run)  # before ${…} is replaced
-    if composed.run.resume == "auto" and "${started:" in str(cast(dict[str, Any], written)["dir"]):
+    values = cast(dict[str, Any], OmegaConf.to_container(composed))
+    try:  # a `+` on the command line adds keys that no dataclass has, which the merge refuses
+        config = cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values)))
+    except OmegaConfBaseException as error:
+        raise explained(error) from error
+    if config.run.resume == "auto" and _STARTED in config.run.dir:
         raise ConfigError(
             "run.resume=auto looks into run.dir, and the default run.dir is new each time; name a folder with run.dir=…"
         )
-    return cast(Config, OmegaConf.to_object(composed))
+    return config
 
 
 def save(config: Config, path: Path) -> None:
-    """Writes every key and its value as YAML: `zero-train --config-dir … --config-name …` takes it back.
-
-    Complete or not at all.
-    """
-    partial = path.with_name(path.name + ".partial")
-    OmegaConf.save(OmegaConf.structured(config), partial)
-    partial.replace(path)
+    """Writes every key and its value as YAML, all or nothing. `--config-dir` and `--config-name` read it back."""
+    replace(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def explained(error: Exception) -> ConfigError:
-    """One readable message for what Hydra or OmegaConf raised."""
+    """Returns one readable message for an error of Hydra or OmegaConf."""
     if isinstance(error, OverrideParseException):
         return ConfigError(
             f"cannot read '{error.override}': write KEY=VALUE, with quotes around text that has spaces or commas"
         )
-    text = _with_causes(error)
+    text = "\n".join(map(str, chain(error)))
     if found := re.search(r"Could not find '([\w./]+)/([^'/]+)'", text):
         group, option = found.groups()
         return choices(group, option, sorted(path.stem for path in (folder() / group).glob("*.yaml")))
@@ -156,34 +146,31 @@ def explained(error: Exception) -> ConfigError:
     named = re.search(r"full_key: (\S+)", text) or re.search(r"override '?([\w.]+)", text)
     if not named:
         return ConfigError(text.strip().splitlines()[0])
-    key = named.group(1)
-    if key in {field.name for field in dataclasses.fields(Config)} and not (folder() / key).is_dir():
+    key, sections = named.group(1), {field.name for field in dataclasses.fields(Config)}
+    if key in sections and not (folder() / key).is_dir():
         return ConfigError(f"{key} is a section; change one of its keys with {key}.KEY=VALUE")
-    if key in set(keys()) | {field.name for field in dataclasses.fields(Config)}:
-        lines = [
-            line.strip() for line in text.splitlines() if not re.match(r"\s*(full_key|object_type|Error merging)", line)
-        ]
-        return ConfigError(f"{key} cannot take that value: {lines[0].rstrip('.') if lines else text}; change {key}")
+    if key in {*keys(), *sections}:
+        lines = [line for line in text.splitlines() if not re.match(r"\s*(full_key|object_type|Error merging)", line)]
+        return ConfigError(f"{key} cannot take that value: {(lines or [text])[0].strip().rstrip('.')}; change {key}")
     return unknown_key(key)
 
 
 def unknown_key(key: str) -> ConfigError:
-    """The error for a `key` that is in no dataclass, naming the one that is meant where that can be told."""
+    """Returns the error for a `key` that does not exist, with the most similar key if there is one."""
     known = list(keys())
     section, _, last = key.rpartition(".")
     nearer = [name for name in known if name.startswith(f"{section}.")] if section else []
-    hint = ""
-    if meant := _OTHER_NAMES.get(last):
-        hint = f"did you mean '{meant}'?"
-    for candidates in (nearer, known):  # the same section first: its name alone must not make two keys alike
+    meant = next((ours for ours, theirs in _OTHER_NAMES.items() if last in theirs.split()), None)
+    for candidates in (nearer, known):  # first the same section: a name alone must not make two keys alike
         lasts = {name.rpartition(".")[2]: name for name in reversed(candidates)}
         near = get_close_matches(last, list(lasts), n=1, cutoff=0.6)
-        hint = hint or (f"did you mean '{lasts[near[0]]}'?" if near else "")
-    return ConfigError(f"the key {key} does not exist; {hint or 'zero-train --help lists all of them'}")
+        meant = meant or (lasts[near[0]] if near else None)
+    hint = f"did you mean '{meant}'?" if meant else "zero-train --help lists all of them"
+    return ConfigError(f"the key {key} does not exist; {hint}")
 
 
 def keys() -> Iterator[str]:
-    """Every key, as it is written on the command line, and every group."""
+    """Yields every key, as it is written on the command line, and every group."""
     for section in dataclasses.fields(Config):
         if section.name != "run":
             yield section.name
@@ -197,21 +184,3 @@ def _parsed(words: Sequence[str]) -> list[Override]:
         return OverridesParser.create().parse_overrides(list(words))
     except HydraException as error:
         raise explained(error) from error
-
-
-def _composed(overrides: Sequence[str]) -> DictConfig:
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(config_dir=str(folder()), version_base="1.3"):
-            return hydra_compose(NAME, overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explained(error) from error
-
-
-def _with_causes(error: BaseException) -> str:
-    texts = []
-    cause: BaseException | None = error
-    while cause is not None:
-        texts.append(str(cause))
-        cause = cause.__cause__
-    return "\n".join(texts)

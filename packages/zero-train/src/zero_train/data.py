@@ -1,7 +1,7 @@
-"""The text of a run as bytes: which files, which are held out, and which windows each rank sees.
+"""Reads the text of a run as bytes, splits it into training and validation parts, and samples windows from them.
 
-Owns the splitting and the sampling, both pure functions of names, seed and sample number: no state to checkpoint, and
-the same global batch at every world size. Owns no model and no device.
+Splitting and sampling are pure functions of file names, seed and sample number: there is no state to checkpoint, and
+the global batch is the same at every world size. Owns no model and no device.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _CONTROLS = bytes({*range(32), 127} - set(b"\a\b\t\n\v\f\r\x1b"))
 
 @dataclass(frozen=True)
 class Corpus:
-    """The bytes of a run, already split."""
+    """The bytes of a run, split into training and validation parts."""
 
     name: str  # for people: where the text came from
     training: Tensor  # (n,) uint8
     validation: Tensor  # (m,) uint8
 
     def digest(self) -> str:
-        """The same for the same bytes: about a second a GB."""
+        """Returns a text that changes if any byte does. Takes about a second a GB."""
         parts = (self.training, self.validation)
         return " and ".join(f"{part.numel()} bytes with CRC {zlib.crc32(part.numpy().data):08x}" for part in parts)
 
     def batch(self, first: int, rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, (rows, length) int64 each, of the samples numbered `first` to `first + rows`.
+        """Returns inputs and targets, (rows, length) int64 each, of `rows` samples from number `first` on.
 
-        A sample's window depends on its number and the seed alone.
+        A sample's window depends only on its number and the seed.
         """
         last = self.training.numel() - length
         starts = [random.Random(f"{seed}/{first + row}").randrange(last) for row in range(rows)]
         return _windows(self.training, starts, length)
 
     def validation_batch(self, index: int, count: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Batch `index` of `count`: windows spread evenly over the held-out bytes. Shapes as in `batch`."""
+        """Returns batch `index` of `count`, shaped as in `batch`. The windows cover the held-out bytes evenly."""
         last = self.validation.numel() - length - 1
         windows = max(count * rows - 1, 1)
         starts = [(index * rows + row) * last // windows for row in range(rows)]
@@ -60,10 +60,10 @@ def _windows(text: Tensor, starts: Sequence[int], length: int) -> tuple[Tensor, 
 
 
 def load(config: DataConfig, seed: int) -> Corpus:
-    """The corpus that `config` names.
+    """Reads the corpus that `config` names.
 
     Raises:
-        ConfigError: a kind that does not exist, a path that cannot be read, too little text for one sequence.
+        ConfigError: the kind does not exist, the path cannot be read, or there is too little text for one sequence.
     """
     if config.kind not in READERS:
         raise choices("data", config.kind, READERS)
@@ -79,28 +79,22 @@ def load(config: DataConfig, seed: int) -> Corpus:
 
 
 def _stdlib(config: DataConfig, seed: int) -> Corpus:
-    """The source files of the standard library that runs this program."""
+    """Reads the source files of the standard library that runs this program."""
     folder = Path(sysconfig.get_path("stdlib"))
-    files = sorted(
-        path for path in folder.rglob("*.py") if not _SKIPPED_FOLDERS.intersection(path.relative_to(folder).parts)
-    )
-    if not files:
-        raise ConfigError(
-            f"data=stdlib: {folder} has no source files; name text of your own with data=text data.path=…"
-        )
-    texts = {file: file.read_bytes() for file in files}
+    files = (path for path in folder.rglob("*.py") if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts))
+    texts = {file: file.read_bytes() for file in sorted(files)}
     return _from_files("the standard library's sources", folder, texts, config.validation_fraction)
 
 
 def _text(config: DataConfig, seed: int) -> Corpus:
-    """A file, or every file of a folder that is text."""
+    """Reads a text file, or every text file of a folder."""
     if not config.path:
         raise ConfigError("data=text needs data.path: a text file or a folder of them")
     path = Path(config.path)
     if path.is_file():
         if config.pattern != DataConfig.pattern:
             raise ConfigError(
-                f"data.path={path} is a file, so that data.pattern={config.pattern} chooses nothing; leave one out"
+                f"data.path={path} is a file, so data.pattern={config.pattern} chooses nothing; leave one out"
             )
         if (text := _read(path)) is None:
             raise ConfigError(
@@ -112,18 +106,13 @@ def _text(config: DataConfig, seed: int) -> Corpus:
         raise ConfigError(f"data.path={path} is neither a file nor a folder; name text that exists with data.path")
     matching = sorted(file for file in path.rglob(config.pattern) if file.is_file())
     texts = {file: text for file in matching if (text := _read(file))}
-    if not texts:
-        raise ConfigError(
-            f"data.path={path} holds no text file that matches data.pattern={config.pattern} ({len(matching)} files "
-            "match); change one of the two"
-        )
     left_out = len(matching) - len(texts)
     name = f"{path}{f' (left out, as empty or not text: {left_out})' if left_out else ''}"
     return _from_files(name, path, texts, config.validation_fraction)
 
 
 def _synthetic(config: DataConfig, seed: int) -> Corpus:
-    """Sentences of a small random vocabulary: learnable, the same everywhere, and made in no time."""
+    """Makes sentences of a small random vocabulary: learnable, the same on every machine, and quick to make."""
     dice = random.Random(f"synthetic/{seed}")
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["".join(dice.choices(letters, k=dice.randint(2, 8))) for _ in range(200)]
@@ -134,26 +123,30 @@ READERS: dict[str, Callable[[DataConfig, int], Corpus]] = {"stdlib": _stdlib, "t
 
 
 def _from_files(name: str, root: Path, texts: Mapping[Path, bytes], fraction: float) -> Corpus:
-    """Files whose name hashes below `fraction` are held out: adding a file moves no other file."""
+    """Holds out the files whose name hashes below `fraction`, so that adding a file moves no other file."""
     files = list(texts)
+    if not files:
+        raise ConfigError(
+            f"{name}: there is no text file; change data.path or data.pattern, or choose data=text with a data.path"
+        )
     held_out = [path for path in files if zlib.crc32(path.relative_to(root).as_posix().encode()) < fraction * 2**32]
     if not held_out or len(held_out) == len(files):
         held_out = [files[-1]]
     training = [path for path in files if path not in set(held_out)]
     if not training:
         return _cut(name, texts[files[0]], fraction)
-    joined = [b"\n".join(texts[path] for path in part) for part in (training, held_out)]
-    return Corpus(f"{name}, {len(files)} files", _tensor(joined[0]), _tensor(joined[1]))
+    parts = (_tensor(b"\n".join(texts[path] for path in part)) for part in (training, held_out))
+    return Corpus(f"{name}, {len(files)} files", *parts)
 
 
 def _cut(name: str, text: bytes, fraction: float) -> Corpus:
-    """A single text: its end is held out."""
+    """Holds out the end of a single text."""
     cut = int(len(text) * (1 - fraction))
     return Corpus(name, _tensor(text[:cut]), _tensor(text[cut:]))
 
 
 def _read(path: Path) -> bytes | None:
-    """The text of a file; None where it is not text. A large file that is not is told by its beginning."""
+    """Returns the bytes of a file, or None if it is not text, which the beginning of a large file usually tells."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -168,7 +161,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _is_text(head: bytes) -> bool:
-    """No zero byte, and at most one control character in fifty that text does not have."""
+    """Returns whether the bytes have no zero and at most 2 % of the control characters that text does not use."""
     return b"\0" not in head and (len(head) - len(head.translate(None, _CONTROLS))) * 50 <= len(head)
 
 

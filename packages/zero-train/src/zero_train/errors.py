@@ -1,29 +1,33 @@
-"""The two errors that the app prints without a traceback: exit code 2 for the configuration, 1 for a failed run."""
+"""Defines the two errors that zero-train prints without a traceback, and how their messages are worded.
+
+A `ConfigError` ends the program with exit code 2, a `RunError` with exit code 1.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run: the fact, the values, and the key to change."""
+    """The configuration cannot be run. The message says what is wrong, with which value, and which key to change."""
 
 
 class RunError(RuntimeError):
-    """Training that began and could not go on: what failed, where, and what is left."""
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """`did you mean 'steps'?` for the nearest of `known`, or an empty string where none is near."""
-    near = get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"did you mean '{near[0]}'?" if near else ""
+    """Training began and could not continue. The message says what failed, where, and what is left."""
 
 
 def choices(key: str, value: object, allowed: Iterable[object]) -> ConfigError:
-    """The error for a `key` whose `value` is not one of `allowed`."""
+    """Returns the error for a `key` whose `value` is not one of `allowed`."""
     names = [str(item) for item in allowed]
-    hint = suggestion(str(value), names)
-    return ConfigError(
-        f"{key}={value} does not exist; {hint + ' ' if hint else ''}choose {key} from {', '.join(names)}"
-    )
+    near = get_close_matches(str(value), names, n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    return ConfigError(f"{key}={value} does not exist; {hint}choose {key} from {', '.join(names)}")
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields `error`, then the exception that caused it or during whose handling it was raised, and so on."""
+    following: BaseException | None = error
+    while following is not None:
+        yield following
+        following = following.__cause__ or following.__context__

@@ -1,4 +1,4 @@
-"""Number formats: what `precision=auto` comes to on this machine, and why.
+"""Decides which number formats `precision=auto` means on this machine, and says why.
 
 bf16 halves the bytes of a parameter, but on a CPU without bf16 arithmetic a matrix product of bf16 takes four to five
 times as long as one of fp32 (2 threads of an AVX-512 Xeon without avx512_bf16, torch 2.13: 48 against 235 GFLOP/s).
@@ -19,22 +19,19 @@ _CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 twice, then Arm
 
 
 def resolve(config: Config, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Replaces `auto` in config.precision by a format and a layout. Returns the reason, or nothing if none was asked.
+    """Replaces `auto` in config.precision by a format and a layout. Returns the reason, or "" if nothing was auto.
 
-    The layout `split` is for bf16 parameters whose shards the CPU holds; everything else keeps fp32 states. A dry run
-    follows the hardware that is described.
+    The layout `split` is for bf16 parameters whose shards the CPU holds; all others keep fp32 states. A dry run follows
+    the described hardware.
     """
     precision, reason = config.precision, ""
     kind = (config.hardware.device if config.run.dry else None) or device.type
     if precision.parameters == AUTO:
-        if kind != "cpu" and (kind != device.type or _computes_bf16(device)):
-            precision.parameters, reason = "bf16", "bf16: a GPU"
-        elif kind != "cpu":
-            precision.parameters, reason = "fp32", f"fp32: this {kind} device has no bf16 arithmetic"
-        elif found := _flags(cpuinfo) & _CPU_FLAGS:
-            precision.parameters, reason = "bf16", f"bf16: this CPU has {sorted(found)[0]}"
-        else:
-            precision.parameters, reason = "fp32", "fp32: this CPU has no bf16 arithmetic"
+        flag = min(_flags(cpuinfo) & _CPU_FLAGS, default="")
+        computes = bool(flag) if kind == "cpu" else kind != device.type or _computes_bf16(device)
+        precision.parameters = "bf16" if computes else "fp32"
+        machine = "CPU" if kind == "cpu" else f"{kind} device"
+        reason = f"{precision.parameters}: this {machine} has {flag or 'bf16' if computes else 'no bf16 arithmetic'}"
     if precision.states == AUTO:
         held_by_cpu = kind == "cpu" or not on(config.offload.parameters, "device")
         precision.states = "split" if precision.parameters == "bf16" and held_by_cpu else "fp32"
@@ -42,12 +39,12 @@ def resolve(config: Config, device: torch.device, cpuinfo: Path = Path("/proc/cp
 
 
 def reduce_dtype(config: Config) -> torch.dtype:
-    """The format that gradients are reduced and handed over in."""
+    """Returns the format in which gradients are reduced and handed to the store."""
     return DTYPES[config.precision.reduce or config.precision.parameters]
 
 
 def _computes_bf16(device: torch.device) -> bool:
-    """What the device says of itself. One that says nothing is taken to: GPUs have had bf16 since 2020."""
+    """Asks the device whether it computes in bf16. Assumes so if it cannot say: GPUs have had bf16 since 2020."""
     module = torch.get_device_module(device)
     said = getattr(module, "is_bf16_supported", None)
     if said is None or not module.is_available():
@@ -59,7 +56,7 @@ def _computes_bf16(device: torch.device) -> bool:
 
 
 def _flags(cpuinfo: Path) -> set[str]:
-    """The feature words of the first core: `flags` on x86, `Features` on Arm."""
+    """Returns the feature words of the first core, which are called `flags` on x86 and `Features` on Arm."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""Ctrl-C and SIGTERM, made polite: the first asks the loop to stop, the second ends the process.
+"""Handles Ctrl-C and SIGTERM: the first signal asks the loop to stop, the second ends the process.
 
-    before the loop   the first signal raises KeyboardInterrupt: there is nothing to keep
-    in the loop       the first sets `signal`; the loop reads it after the step or validation batch under way
-    any time later    the second, more than REPEAT_SECONDS after the first, ends the process at once
+    before the loop   the first signal raises KeyboardInterrupt, because there is nothing to keep
+    in the loop       the first signal sets `signal`, which the loop reads after the current step or validation batch
+    any time later    a second signal, more than REPEAT_SECONDS after the first, ends the process at once
 
-torchrun passes a terminal's Ctrl-C on to ranks that the terminal has interrupted already: those two count as one.
+The terminal sends Ctrl-C to every rank, and torchrun then sends it again. These two signals count as one.
 """
 
 from __future__ import annotations
@@ -18,29 +18,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from zero_train.errors import chain
+
 REPEAT_SECONDS = 1.0  # signals nearer than this are one press
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """What has been asked so far. `signal` is 0 or the number of the signal that asked the run to stop."""
+    """Remembers the signal that asked the run to stop; `signal` is its number, or 0."""
 
     def __init__(self) -> None:
         self.signal = 0
         self._since = 0.0
         self._gentle = False
 
-    def __bool__(self) -> bool:
-        return self.signal != 0
-
     @property
     def exit_code(self) -> int:
-        """128 + signal, as a shell reports it: 130 for Ctrl-C, 143 for SIGTERM; 0 where nothing was asked."""
+        """Returns 128 + signal, as a shell does: 130 for Ctrl-C, 143 for SIGTERM. Returns 0 without a signal."""
         return 128 + self.signal if self.signal else 0
 
     @contextmanager
     def gentle(self) -> Iterator[None]:
-        """The loop: a first signal is only noted."""
+        """Inside this context, which is the training loop, a first signal is only noted."""
         self._gentle = True
         try:
             yield
@@ -62,9 +61,9 @@ class Interrupt:
 
 @contextmanager
 def handled() -> Iterator[Interrupt]:
-    """Installs the handlers, also where the parent left SIGINT ignored, and puts back what was there.
+    """Installs the handlers, even if the parent process ignores SIGINT, and restores the earlier ones at the end.
 
-    Outside the main thread, where Python allows no handlers, nothing is installed.
+    Installs nothing outside the main thread, where Python allows no handlers.
     """
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
@@ -80,13 +79,10 @@ def handled() -> Iterator[Interrupt]:
 
 @contextmanager
 def unhidden() -> Iterator[None]:
-    """An interruption stays one where a library that it met fell over it: its error becomes KeyboardInterrupt again."""
+    """Raises KeyboardInterrupt again if a library that was interrupted by it raised an error of its own instead."""
     try:
         yield
     except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, KeyboardInterrupt):
-            cause = cause.__cause__ or cause.__context__
-        if cause is not None:
+        if any(isinstance(cause, KeyboardInterrupt) for cause in chain(error)):
             raise KeyboardInterrupt from error
         raise

@@ -1,15 +1,15 @@
-"""The training loop: steps, validation losses, and what each of them cost. Owns no assembly and no files.
+"""Runs the training loop: steps, validation losses, and what each of them costs. Owns no assembly and no files.
 
 step    micro-batches: forward, backward ─> set the learning rate ─> optimizer.step ─> zero_grad
-stop    asked by a signal on any rank, agreed on by all ranks after the step or validation batch under way
+stop    a signal on any rank is agreed on by all ranks after the current step or validation batch
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 import zero_core
 from zero_train import models
 from zero_train.data import Corpus
-from zero_train.engine import Engine, Usage
+from zero_train.engine import Assembled
 from zero_train.interrupt import Interrupt
 from zero_train.planning import holds_back
 from zero_train.ranks import Ranks
@@ -28,7 +28,7 @@ from zero_train.schema import Config, OptimConfig
 
 @dataclass(frozen=True)
 class Step:
-    """A line of metrics.jsonl. The last step's counters include the update that would have run behind the next."""
+    """One line of metrics.jsonl. The counters of the last step include the update that others run in the background."""
 
     step: int  # from 1
     loss: float  # nats a byte, mean over ranks and micro-batches
@@ -36,7 +36,7 @@ class Step:
     learning_rate: float
     step_seconds: float
     tokens_per_second: float  # of all ranks
-    exposed_seconds: float  # what overlap did not hide
+    exposed_seconds: float  # time that overlap did not hide
     nvme_read_bytes: int
     nvme_write_bytes: int
     host_bytes: int
@@ -44,15 +44,15 @@ class Step:
     peak_rss_bytes: int  # VmHWM since the process began
 
 
-@dataclass(frozen=True)
+@dataclass
 class Phases:
-    """Where a step's seconds went, on the thread that trains."""
+    """Seconds that the training thread spent in each phase of a step."""
 
     step: int
-    data: float
-    forward: float
-    backward: float
-    optimizer: float
+    data: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    optimizer: float = 0.0
 
 
 @dataclass
@@ -65,12 +65,12 @@ class History:
 
 
 class Loop:
-    """Runs steps of one engine over one corpus."""
+    """Trains one engine on one corpus."""
 
-    def __init__(self, engine: Engine, corpus: Corpus, config: Config, ranks: Ranks, interrupt: Interrupt) -> None:
+    def __init__(self, engine: Assembled, corpus: Corpus, config: Config, ranks: Ranks, interrupt: Interrupt) -> None:
         self._engine, self._corpus, self._config, self._ranks = engine, corpus, config, ranks
         self._interrupt = interrupt
-        self._before = engine.usage()
+        self._before, self._phases = engine.usage(), Phases(0)
         self.history = History()
 
     def run(
@@ -80,25 +80,25 @@ class Loop:
         on_validation: Callable[[int, float], None],
         on_checkpoint: Callable[[int], None],
     ) -> int:
-        """Steps `first` to run.steps. Returns the signal that ended it early, or 0.
+        """Runs steps `first` to run.steps. Returns the signal that ended the loop early, or 0.
 
-        The callbacks are called after each step, after each validation loss, and where a checkpoint is due.
+        The callbacks are called after each step, after each validation loss, and whenever a checkpoint is due.
         """
-        run = self._config.run
+        run, timeline = self._config.run, self._engine.timeline
         signal = 0
         if run.evaluate_every and first == 1:
             signal = self._validate(0, on_validation)
         for number in range(first, run.steps + 1):
             if signal:
                 return signal
-            with self._span("step", str(number)):
+            with timeline.span("step", str(number)):
                 step = self._step(number)
             self.history.steps.append(step)
             on_step(step)
-            signal = self._signal()
+            signal = self._ranks.most(self._interrupt.signal)
             if signal or number == run.steps:
-                self._engine.settle()
-                self._engine.timeline.enabled = False  # what comes after the last step is no part of one
+                self._engine.wait()
+                timeline.enabled = False  # the timeline shows steps only, not what follows the last one
             if not signal and _due(number, run.evaluate_every, run.steps):
                 signal = self._validate(number, on_validation)
             if run.checkpoint_every and (signal or _due(number, run.checkpoint_every, run.steps)):
@@ -106,76 +106,65 @@ class Loop:
         return signal
 
     def _step(self, number: int) -> Step:
-        """One optimizer step, measured."""
-        run, engine = self._config.run, self._engine
+        """Runs one optimizer step and measures it."""
+        run, engine, ranks = self._config.run, self._engine, self._ranks
+        self._phases = Phases(number)
         begun = time.perf_counter()
-        losses, seconds = self._gradients(number)
+        losses = [self._gradient(number, micro) for micro in range(run.accumulate)]
         rate = learning_rate(self._config.optim, number, run.steps)
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
-        updating = time.perf_counter()
-        with self._span("optimizer", ""):
+        with self._phase("optimizer"):
             engine.optimizer.step()
             engine.optimizer.zero_grad()
             if number == run.steps:
-                engine.settle()
-        ended = time.perf_counter()
-        self.history.phases.append(Phases(number, *seconds, ended - updating))
-        usage = engine.usage()
-        spent = _difference(usage, self._before)
+                engine.wait()
+        seconds = time.perf_counter() - begun
+        before, usage = self._before, engine.usage()
         self._before = usage
-        rows = run.micro_batch * run.accumulate * self._ranks.world_size
+        self.history.phases.append(self._phases)
+        rows = run.micro_batch * run.accumulate * ranks.world_size
         return Step(
             step=number,
-            loss=self._ranks.mean(sum(loss.item() for loss in losses) / len(losses)),
+            loss=ranks.mean(sum(loss.item() for loss in losses) / len(losses)),
             grad_norm=float(engine.optimizer.grad_norm),
             learning_rate=rate,
-            step_seconds=ended - begun,
-            tokens_per_second=rows * self._config.data.sequence_length / (ended - begun),
-            exposed_seconds=spent.exposed_seconds,
-            nvme_read_bytes=spent.nvme_read_bytes,
-            nvme_write_bytes=spent.nvme_write_bytes,
+            step_seconds=seconds,
+            tokens_per_second=rows * self._config.data.sequence_length / seconds,
+            exposed_seconds=usage.exposed_seconds - before.exposed_seconds,
+            nvme_read_bytes=usage.nvme_read_bytes - before.nvme_read_bytes,
+            nvme_write_bytes=usage.nvme_write_bytes - before.nvme_write_bytes,
             host_bytes=usage.host_bytes,
             device_bytes=usage.device_bytes,
             peak_rss_bytes=peak_rss_bytes(),
         )
 
-    def _gradients(self, number: int) -> tuple[list[Tensor], tuple[float, float, float]]:
-        """Forward and backward of every micro-batch of a step; their losses, and the seconds of each phase."""
-        run, model = self._config.run, self._engine.model
-        losses: list[Tensor] = []
-        seconds = [0.0, 0.0, 0.0]
-        for micro in range(run.accumulate):
-            marks = [time.perf_counter()]
-            with self._span("data", ""):
-                tokens, targets = self._batch(number, micro)
-            marks.append(time.perf_counter())
-            waits = holds_back(self._config) and micro + 1 < run.accumulate
-            with zero_core.no_sync(model) if waits else nullcontext():
-                with self._span("forward", ""):
-                    loss = _loss(model, tokens, targets)
-                marks.append(time.perf_counter())
-                with self._span("backward", ""):
-                    (loss / run.accumulate).backward()
-            losses.append(loss.detach())
-            marks.append(time.perf_counter())
-            seconds = [total + end - begin for total, begin, end in zip(seconds, marks, marks[1:], strict=False)]
-        return losses, (seconds[0], seconds[1], seconds[2])
+    def _gradient(self, number: int, micro: int) -> Tensor:
+        """Runs forward and backward of one micro-batch and returns its loss.
 
-    def _batch(self, number: int, micro: int) -> tuple[Tensor, Tensor]:
-        """Samples are numbered through all steps, micro-batches and ranks: the same global batch at any world size."""
-        run, ranks = self._config.run, self._ranks
-        turn = ((number - 1) * run.accumulate + micro) * ranks.world_size + ranks.rank
-        tokens, targets = self._corpus.batch(
-            turn * run.micro_batch, run.micro_batch, self._config.data.sequence_length, run.seed
-        )
-        return tokens.to(ranks.device), targets.to(ranks.device)
+        Samples are numbered across steps, micro-batches and ranks, so that the global batch is the same at every world
+        size.
+        """
+        run, ranks, model = self._config.run, self._ranks, self._engine.model
+        with self._phase("data"):
+            turn = ((number - 1) * run.accumulate + micro) * ranks.world_size + ranks.rank
+            tokens, targets = self._corpus.batch(
+                turn * run.micro_batch, run.micro_batch, self._config.data.sequence_length, run.seed
+            )
+            tokens, targets = tokens.to(ranks.device), targets.to(ranks.device)
+        waits = holds_back(self._config) and micro + 1 < run.accumulate
+        with zero_core.no_sync(model) if waits else nullcontext():
+            with self._phase("forward"):
+                loss = _loss(model, tokens, targets)
+            with self._phase("backward"):
+                (loss / run.accumulate).backward()
+        return loss.detach()
 
     def _validate(self, number: int, on_validation: Callable[[int, float], None]) -> int:
-        """The validation loss after step `number`. Returns the signal that ended it early, or 0."""
+        """Takes the validation loss after step `number`. Returns the signal that ended it early, or 0."""
         run, ranks, model = self._config.run, self._ranks, self._engine.model
         rounds = max(1, run.evaluate_batches // ranks.world_size)
-        total = 0.0
+        total, signal = 0.0, 0
         model.eval()
         for turn in range(rounds):
             tokens, targets = self._corpus.validation_batch(
@@ -186,22 +175,22 @@ class Loop:
             )
             with torch.no_grad():
                 total += _loss(model, tokens.to(ranks.device), targets.to(ranks.device)).item()
-            if signal := self._signal():
-                model.train()
-                return signal
+            if signal := ranks.most(self._interrupt.signal):
+                break
         model.train()
-        loss = ranks.mean(total / rounds)
-        self.history.validation.append((number, loss))
-        on_validation(number, loss)
-        return 0
+        if not signal:
+            loss = ranks.mean(total / rounds)
+            self.history.validation.append((number, loss))
+            on_validation(number, loss)
+        return signal
 
-    def _span(self, kind: str, name: str) -> AbstractContextManager[None]:
-        """A part of a step in the timeline: step, data, forward, backward, optimizer."""
-        span: AbstractContextManager[None] = self._engine.timeline.span(kind, name)
-        return span
-
-    def _signal(self) -> int:
-        return self._ranks.most(self._interrupt.signal)
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Times one phase of a step, for the timeline and for the history."""
+        begun = time.perf_counter()
+        with self._engine.timeline.span(name, ""):
+            yield
+        setattr(self._phases, name, getattr(self._phases, name) + time.perf_counter() - begun)
 
 
 def _due(number: int, every: int, steps: int) -> bool:
@@ -209,7 +198,7 @@ def _due(number: int, every: int, steps: int) -> bool:
 
 
 def learning_rate(optim: OptimConfig, number: int, steps: int) -> float:
-    """Of step `number` (from 1) of `steps`: linear warm-up, then a cosine to final_fraction of optim.lr."""
+    """Returns the rate of step `number` (from 1): a linear warm-up, then a cosine to final_fraction of optim.lr."""
     if number <= optim.warmup_steps:
         return optim.lr * number / optim.warmup_steps
     done = (number - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
@@ -218,18 +207,10 @@ def learning_rate(optim: OptimConfig, number: int, steps: int) -> float:
 
 
 def peak_rss_bytes() -> int:
-    """The largest resident set of this process so far: VmHWM of /proc/self/status."""
+    """Returns the largest resident set of this process so far, VmHWM of /proc/self/status."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
 
 
 def _loss(model: torch.nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(models.logits(model, tokens).flatten(0, 1), targets.flatten())
-
-
-def _difference(now: Usage, before: Usage) -> Usage:
-    return Usage(
-        exposed_seconds=now.exposed_seconds - before.exposed_seconds,
-        nvme_read_bytes=now.nvme_read_bytes - before.nvme_read_bytes,
-        nvme_write_bytes=now.nvme_write_bytes - before.nvme_write_bytes,
-    )

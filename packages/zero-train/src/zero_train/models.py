@@ -1,6 +1,6 @@
-"""The architectures that a run can name, from `transformers`, with random weights. No sharding, no data.
+"""Builds the architectures that a run can name, from `transformers`, with random weights. No sharding, no data.
 
-Each builder is one function; adding one is a function, a row of BUILDERS and a file in conf/model.
+Adding an architecture takes a function, a row of BUILDERS and a file in conf/model.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from zero_train import checks
 from zero_train.errors import ConfigError, choices
 from zero_train.schema import ModelConfig
 
@@ -20,56 +21,38 @@ _TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "sentencep
 def build(
     config: ModelConfig, sequence_length: int, may_checkpoint: bool = True, *, as_bytes: bool = False
 ) -> nn.Module:
-    """The causal language model that `config` describes; call it under `zero_core.deferred_init`.
+    """Returns the causal language model that `config` describes. Call it under `zero_core.deferred_init`.
 
-    `may_checkpoint`: as config.checkpointing says. False: somebody else decides what is kept for backward.
-    `as_bytes`: accept a pretrained model whose token numbers are not byte values.
+    `may_checkpoint=False` ignores config.checkpointing, because offload.activations decides what backward keeps.
+    `as_bytes=True` accepts a pretrained model whose token numbers are not byte values.
 
     Raises:
-        ConfigError: sizes that do not fit together, a kind that does not exist, `transformers` missing, a pretrained
-            model with a tokenizer or a vocabulary of its own.
+        ConfigError: the sizes do not fit together, the kind does not exist, `transformers` does not load, or a
+            pretrained model has a tokenizer or a vocabulary of its own.
     """
     if config.kind not in BUILDERS:
         raise choices("model", config.kind, BUILDERS)
-    _check(config)
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"model={config.kind} needs transformers, which is not installed ({error}); pip install 'zero-train[hf]'"
-        ) from error
-    transformers.logging.set_verbosity_error()
+    if config.kind != "hf":
+        _check(config)
+    checks.loaded("transformers").logging.set_verbosity_error()
     model: Any = BUILDERS[config.kind](config, sequence_length)
     if config.kind == "hf":
         _byte_level(Path(str(config.path)), model.config.get_text_config().vocab_size, as_bytes)
     model.config.use_cache = False
     if config.checkpointing and may_checkpoint:
-        _recompute(model)
+        enable = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     return cast(nn.Module, model)
 
 
-def _recompute(model: Any) -> None:
-    options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5
-        try:
-            return model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-        except TypeError:
-            pass  # the keyword is not settled yet: the old name still does it
-    return model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-
-
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """(rows, length, vocabulary) fp32 scores of the next byte, for (rows, length) int64 tokens."""
+    """Returns the fp32 scores of the next byte, (rows, length, vocabulary), for int64 tokens (rows, length)."""
     scores: Tensor = model(input_ids=tokens, use_cache=False).logits
     return scores.float()
 
 
 def _check(config: ModelConfig) -> None:
-    for key in ("hidden_size", "intermediate_size", "layers", "heads", "vocab_size"):
-        if getattr(config, key) < 1:
-            raise ConfigError(f"model.{key}={getattr(config, key)} must be at least 1")
-    if config.kind == "hf":
-        return
+    """Raises ConfigError if the sizes of a model that is built from them do not fit together."""
     if config.vocab_size < 256:
         raise ConfigError(f"model.vocab_size={config.vocab_size} is too small for bytes; set model.vocab_size=256")
     if config.hidden_size % config.heads or config.hidden_size // config.heads % 2:
@@ -78,8 +61,29 @@ def _check(config: ModelConfig) -> None:
         )
     if config.heads % (config.key_value_heads or config.heads):
         raise ConfigError(
-            f"model.heads={config.heads} is no multiple of model.key_value_heads={config.key_value_heads}; change one"
+            f"model.heads={config.heads} is not a multiple of model.key_value_heads={config.key_value_heads}; "
+            "change one"
         )
+
+
+def _sizes(config: ModelConfig, sequence_length: int) -> dict[str, Any]:
+    """Returns the sizes that every architecture of transformers takes, by the names that they share."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "max_position_embeddings": sequence_length,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _decoder(config: ModelConfig, sequence_length: int) -> dict[str, Any]:
+    heads = config.key_value_heads or config.heads
+    grouped = {"intermediate_size": config.intermediate_size, "num_key_value_heads": heads}
+    return {**_sizes(config, sequence_length), **grouped}
 
 
 def _llama(config: ModelConfig, sequence_length: int) -> nn.Module:
@@ -102,26 +106,12 @@ def _moe(config: ModelConfig, sequence_length: int) -> nn.Module:
 def _gpt2(config: ModelConfig, sequence_length: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=config.vocab_size,
-            n_embd=config.hidden_size,
-            n_inner=config.intermediate_size,
-            n_layer=config.layers,
-            n_head=config.heads,
-            n_positions=sequence_length,
-            tie_word_embeddings=config.tie_embeddings,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
+    sizes = {**_sizes(config, sequence_length), "n_inner": config.intermediate_size}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
 def _hf(config: ModelConfig, sequence_length: int) -> nn.Module:
-    """The architecture of the folder `model.path`; its weights are streamed in after sharding."""
+    """Builds the architecture of the folder `model.path`. Its weights are read once the model is sharded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = Path(config.path or "")
@@ -134,7 +124,7 @@ def _hf(config: ModelConfig, sequence_length: int) -> nn.Module:
 
 
 def _byte_level(folder: Path, vocabulary: int, as_bytes: bool) -> None:
-    """Are the token numbers of this pretrained model byte values? Raises ConfigError where nothing says so."""
+    """Raises ConfigError if nothing says that this pretrained model's token numbers are byte values."""
     if vocabulary < 256:
         raise ConfigError(
             f"model.path={folder} has a vocabulary of {vocabulary}, too small for the 256 values of a byte; "
@@ -144,24 +134,9 @@ def _byte_level(folder: Path, vocabulary: int, as_bytes: bool) -> None:
     reason = f"has a tokenizer ({found[0]})" if found else f"has a vocabulary of {vocabulary}, not of the 256 bytes"
     if (found or vocabulary != 256) and not as_bytes:
         raise ConfigError(
-            f"model.path={folder} {reason}, but text is fed as bytes: its token numbers would mean something else than "
-            "the model was trained on; name a model that was trained on bytes, or set data.as_bytes=true to go on"
+            f"model.path={folder} {reason}, but zero-train feeds text as bytes, which this model would read as "
+            "other tokens; name a model that was trained on bytes, or set data.as_bytes=true to train it anyway"
         )
-
-
-def _decoder(config: ModelConfig, sequence_length: int) -> dict[str, Any]:
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.key_value_heads or config.heads,
-        "max_position_embeddings": max(sequence_length, 16),
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
 
 
 BUILDERS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {"llama": _llama, "gpt2": _gpt2, "moe": _moe, "hf": _hf}

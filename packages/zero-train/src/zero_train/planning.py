@@ -1,12 +1,12 @@
-"""The plan of a run: hardware as configured or as found, what zero-offload makes of it, and the text people read.
+"""Plans a run: asks the machine for what the configuration leaves open, calls zero-offload's planner, words the result.
 
-Owns the questions to the machine and the wording. The arithmetic and the refusals are zero_offload.plan's.
+The arithmetic, and the decision that a tier is too small, are zero_offload.plan's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import nn
 import zero_offload
 from zero_train import checks, formats
 from zero_train.errors import ConfigError
-from zero_train.progress import table
 from zero_train.ranks import Ranks
 from zero_train.schema import Config, OffloadConfig
 
@@ -23,10 +22,10 @@ GIB = 1 << 30
 
 
 def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
-    """The configured facts, with what was left null asked of this machine.
+    """Returns the configured facts; what was left null is asked of this machine.
 
     Raises:
-        ConfigError: a figure that cannot be.
+        ConfigError: a figure is impossible.
     """
     facts = {key: value for key, value in dataclasses.asdict(config.hardware).items() if value is not None}
     on_gpu = ranks.device.type != "cpu"
@@ -35,11 +34,11 @@ def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
     facts.setdefault("nodes", max(1, ranks.world_size // int(facts["ranks_per_node"])))
     free_bytes = torch.get_device_module(ranks.device).mem_get_info(ranks.device)[0] if on_gpu else 0
     facts.setdefault("device_gib", free_bytes / GIB)
-    if on_gpu:  # what is free counts the context already; this is for the allocator's fragments and workspaces
+    if on_gpu:  # what is free excludes the context already; this is for the allocator's fragments and workspaces
         facts.setdefault("device_reserved_gib", 2.0)
     facts.setdefault("host_gib", zero_offload.available_host_bytes() / GIB)
-    paths = checks.nvme_paths(config, ranks.local_rank)
     if checks.uses_nvme(config):
+        paths = checks.nvme_paths(config, ranks.local_rank)
         facts.setdefault("nvme_gib", min(checks.free_bytes(path) for path in paths) / GIB)
         every = {path for rank in range(int(facts["ranks_per_node"])) for path in checks.nvme_paths(config, rank)}
         facts.setdefault("nvme_paths", len(every))
@@ -50,10 +49,10 @@ def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
 
 
 def here(config: Config, ranks: Ranks) -> None:
-    """Refuses to run on another machine than the one that `hardware` describes; any may be planned for.
+    """Refuses to train if `hardware` describes another machine than this one. A dry run may plan for any machine.
 
     Raises:
-        ConfigError: hardware.device that this process does not compute on, or a number of ranks that it is not.
+        ConfigError: this process computes on another device, or the run has another number of ranks.
     """
     facts = config.hardware
     if facts.device is not None and facts.device != ranks.device.type:
@@ -61,11 +60,10 @@ def here(config: Config, ranks: Ranks) -> None:
             f"hardware.device={facts.device}, but torch sees no such device here, so this run would compute on "
             f"{ranks.device.type}; plan for that machine with run.dry=true, or run on this one with hardware=detect"
         )
-    if facts.ranks_per_node is None and facts.nodes is None:
-        return
     local = facts.ranks_per_node or ranks.local_world_size
     nodes = facts.nodes if facts.nodes is not None else max(1, ranks.world_size // local)
-    if local * nodes != ranks.world_size:
+    described = facts.ranks_per_node is not None or facts.nodes is not None
+    if described and local * nodes != ranks.world_size:
         raise ConfigError(
             f"hardware.nodes={nodes} with hardware.ranks_per_node={local} are {local * nodes} ranks, this run has "
             f"{ranks.world_size}; plan for them with run.dry=true, start as many with torchrun, or run on this machine "
@@ -74,62 +72,61 @@ def here(config: Config, ranks: Ranks) -> None:
 
 
 def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> zero_offload.Plan:
-    """The plan of this rank.
-
-    `step` is the bound UpdateStep that says what the states of a tile are; None under offload=none.
+    """Returns the plan of this rank. `step`, the bound UpdateStep, knows the optimizer states; without it Adam in fp32.
 
     Raises:
-        ConfigError: a tier that is too small, with what is missing and the key to change.
+        ConfigError: a tier is too small. The message says how much is missing and which key to change.
     """
-    options: dict[str, Any] = dict(placements(config))
-    if step is not None:
-        options["step"] = step
-    for section, key in (("offload", "host_bytes"), ("zero", "prefetch_bytes")):
-        if (value := getattr(getattr(config, section), key)) is not None:
-            options[key] = value
-    facts = hardware(config, ranks)
+    facts, offload = hardware(config, ranks), config.offload
+    everywhere = {"none": "device", "auto": "auto"}.get(offload.kind)
+    placements: dict[str, Any] = {kind: everywhere or getattr(offload, kind) for kind in checks.STATE_KINDS}
     try:
         return zero_offload.plan(
             model,
             facts,
+            **placements,
+            activations=offload.activations or checks.activations(config)[0],
+            step=step,
             parameter_dtype=formats.DTYPES[config.precision.parameters],
-            reduce_dtype=formats.reduce_dtype(config),
-            activations=config.offload.activations or checks.activations(config)[0],
             shard_count=described_ranks(facts, config, ranks),
-            stage=config.zero.stage,
-            tile_numel=config.offload.tile_numel,
-            slots=config.offload.slots,
-            resident_bytes=config.zero.resident_bytes,
-            tokens=config.run.micro_batch * config.run.accumulate * config.data.sequence_length,
+            tile_numel=offload.tile_numel,
+            slots=offload.slots,
+            tokens=_tokens(config),
             accumulate=config.run.accumulate,
             no_sync=holds_back(config),
-            **options,
+            host_bytes=offload.host_bytes,
+            **shared_options(config),
         )
     except (ValueError, MemoryError, RuntimeError) as error:
-        raise ConfigError(refusal(str(error))) from error
+        raise ConfigError(refusal(error)) from error
+
+
+def shared_options(config: Config) -> dict[str, Any]:
+    """Returns the keywords that `zero_offload.plan` and `zero_core.shard` have in common."""
+    options: dict[str, Any] = {
+        "stage": config.zero.stage,
+        "reduce_dtype": formats.reduce_dtype(config),
+        "resident_bytes": config.zero.resident_bytes,
+    }
+    prefetch = config.zero.prefetch_bytes
+    return options if prefetch is None else {**options, "prefetch_bytes": prefetch}
 
 
 def described_ranks(facts: zero_offload.Hardware | None, config: Config, ranks: Ranks) -> int:
-    """Ranks that the plan is for: those of this run; if dry, those of the hardware that is described."""
+    """Returns the number of ranks planned for: those of this run, or in a dry run those of the described hardware."""
     return facts.ranks if config.run.dry and facts is not None else ranks.world_size
 
 
 def holds_back(config: Config) -> bool:
-    """Whether the gradients of all micro-batches but the last wait on their rank until the step."""
+    """Returns whether every rank keeps the gradients of all micro-batches but the last until the step."""
     return config.zero.stage < 2 if config.zero.no_sync is None else config.zero.no_sync
 
 
-def placements(config: Config) -> Mapping[str, Any]:
-    """By kind: a tier, fractions, or `auto`, as zero_offload takes them."""
-    if config.offload.kind == "none":
-        return dict.fromkeys(checks.STATE_KINDS, "device")
-    if config.offload.kind == "auto":
-        return dict.fromkeys(checks.STATE_KINDS, "auto")
-    return {kind: getattr(config.offload, kind) for kind in checks.STATE_KINDS}
-
-
-def refusal(text: str) -> str:
-    """A sibling's refusal, with this app's keys where it names none."""
+def refusal(error: Exception) -> str:
+    """Returns a sibling's error message, with the key to change added if it names none."""
+    text = str(error)
+    if isinstance(error, zero_offload.ActivationError):
+        return f"{text}; change offload.activations"
     if any(f"{section}." in text for section in ("offload", "zero", "hardware", "io")):
         return text
     if text.split("=")[0] in OffloadConfig.__dataclass_fields__:  # names its own argument, which is our key
@@ -140,14 +137,13 @@ def refusal(text: str) -> str:
 
 
 def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
-    """The plan as people read it: GiB per tier for each kind of state, and what the run writes to disk."""
+    """Returns the plan as text: GiB in each tier for each kind of state, and what the run writes to disk."""
     count = described_ranks(plan.hardware, config, ranks)
-    lines = [f"plan of each of {count} ranks" if count > 1 else "plan", table(rows(plan))]
-    tokens = config.run.micro_batch * config.run.accumulate * config.data.sequence_length * count
+    lines = [f"plan of each of {count} ranks" if count > 1 else "plan", *_table(plan)]
     saved, written = checkpoint_bytes(plan, config, ranks), written_bytes(plan, config, ranks)
     lines.append(
-        f"{config.run.steps} steps of {tokens:,} tokens will write {written / 1e9:.1f} GB to disk in all: "
-        f"{plan.setup_write_bytes * count / 1e9:.2f} GB before the first step, "
+        f"{config.run.steps} steps of {_tokens(config) * count:,} tokens will write {written / 1e9:.1f} GB to disk in "
+        f"all: {plan.setup_write_bytes * count / 1e9:.2f} GB before the first step, "
         f"{plan.write_bytes_per_step * count / 1e9:.2f} GB a step"
         + (f", {saved / 1e9:.2f} GB of checkpoints" if saved else "")
     )
@@ -169,25 +165,31 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
     return "\n".join(lines)
 
 
-def rows(plan: zero_offload.Plan) -> list[tuple[str, ...]]:
-    """The plan's table: GiB of a rank, a row for each tier; `-` where no budget is known."""
+def _table(plan: zero_offload.Plan) -> list[str]:
+    """Returns the lines of the plan's table: the GiB of a rank, a row for each tier, `-` for a budget not known."""
     kinds = (*checks.STATE_KINDS, "buffers", "activations")
-    lines: list[tuple[str, ...]] = [("GiB", *kinds, "total", "budget")]
+    rows: list[Sequence[str]] = [("GiB", *kinds, "total", "budget")]
     for tier in checks.TIERS:
-        cells = [f"{plan.bytes_of(tier, kind) / GIB:.3f}" for kind in kinds]
+        figures = [*(plan.bytes_of(tier, kind) for kind in kinds), plan.total(tier)]
         budget = plan.budgets.of(tier) if plan.budgets else None
-        lines.append((tier, *cells, f"{plan.total(tier) / GIB:.3f}", "-" if not budget else f"{budget / GIB:.1f}"))
-    return lines
+        rows.append((tier, *(f"{n / GIB:.3f}" for n in figures), f"{budget / GIB:.1f}" if budget else "-"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
+def _tokens(config: Config) -> int:
+    """Returns the tokens of one rank's step."""
+    return config.run.micro_batch * config.run.accumulate * config.data.sequence_length
 
 
 def written_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> int:
-    """Bytes that all ranks write to disk in this run, checkpoints included."""
+    """Returns the bytes that all ranks write to disk in this run, including checkpoints."""
     count = described_ranks(plan.hardware, config, ranks)
     return plan.written_bytes(config.run.steps) * count + checkpoint_bytes(plan, config, ranks)
 
 
 def checkpoint_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> int:
-    """Bytes of all the run's checkpoints: an fp32 master and the optimizer's states, each time."""
+    """Returns the bytes of all checkpoints of the run. Each holds an fp32 master and the optimizer's states."""
     if not config.run.checkpoint_every:
         return 0
     count = -(-config.run.steps // config.run.checkpoint_every)

@@ -1,11 +1,10 @@
-"""`run.probe=true`: this machine's figures as YAML for conf/hardware. What is measured is zero_offload.probe's."""
+"""Measures this machine with zero_offload.probe and words the figures as YAML for conf/hardware (`run.probe=true`)."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -17,10 +16,10 @@ from zero_train.schema import Config
 
 
 def measured(config: Config, ranks: Ranks, cores: Sequence[int] | None = None) -> str:
-    """YAML to save as conf/hardware/NAME.yaml; takes some seconds. Only the first rank measures, its update on `cores`.
+    """Returns YAML to save as conf/hardware/NAME.yaml. Takes some seconds. Other ranks than the first return "".
 
     Raises:
-        ConfigError: a folder of offload.nvme_paths that cannot hold a slab.
+        ConfigError: a folder of offload.nvme_paths cannot hold a slab.
     """
     if not ranks.leader:
         return ""
@@ -29,26 +28,26 @@ def measured(config: Config, ranks: Ranks, cores: Sequence[int] | None = None) -
     checks.packages(config)
     checks.nvme(config, ranks.local_rank)
     with ExitStack() as stack:
-        options: dict[str, Any] = {}
+        step = nvme = None
         if config.offload.kind != "none":
             optimizer = engine.make_optimizer(config, models.build(config.model, 16))
-            options["step"] = engine.make_step(config, optimizer, cores)
-        folders = []
+            step = engine.make_step(config, optimizer, cores)
+        folders = [checks.existing(path) for path in checks.nvme_paths(config, ranks.local_rank)]
         if checks.uses_nvme(config):
-            folders = [checks.existing(path) for path in checks.nvme_paths(config, ranks.local_rank)]
-            options["nvme"] = engine.make_slab(config, folders, stack)
+            nvme = engine.make_slab(config, folders, stack)
         try:
             found = zero_offload.probe(
+                nvme=nvme,
+                step=step,
                 device=ranks.device,
                 parameter_dtype=formats.DTYPES[config.precision.parameters],
                 hidden_size=config.model.hidden_size,
                 tokens=config.run.micro_batch * config.data.sequence_length,
                 ranks_per_node=ranks.local_world_size,
-                **options,
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"run.probe: {error}; change offload.nvme_paths, or choose offload=host") from error
-    if "nvme" in options:  # what zero-nvme's slab took while it was measured is free again
+    if nvme is not None:  # the slab that was measured is closed, and its space free again
         room = min(checks.free_bytes(folder) for folder in folders)
         found = dataclasses.replace(found, nvme_gib=round(room / planning.GIB, 1), nvme_paths=len(folders))
     heading = f"# Measured by zero-train run.probe=true; save as conf/hardware/{found.name}.yaml\n"

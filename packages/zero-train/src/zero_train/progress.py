@@ -1,85 +1,52 @@
-"""What a run says while it goes: a bar on a terminal, plain lines elsewhere, nothing on ranks other than the first."""
+"""Shows how a run proceeds: a bar on a terminal, plain lines elsewhere, nothing on ranks other than the first."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-
-@dataclass(frozen=True)
-class Line:
-    """One step as people read it."""
-
-    step: int
-    loss: float
-    tokens_per_second: float
-    exposed_seconds: float  # of this step: what overlap did not hide
-
-    def __str__(self) -> str:
-        exposed = f"exposed {self.exposed_seconds * 1000:.0f} ms"
-        return f"loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s  {exposed}"
+from zero_train.loop import Step
 
 
-class Reporter(Protocol):
-    """A context manager that shows steps and sentences."""
+class Reporter:
+    """A context manager that is told of steps and sentences. This one shows nothing; the others subclass it."""
 
-    def __enter__(self) -> Reporter: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-    def step(self, line: Line) -> None: ...
-    def say(self, text: str) -> None: ...
-
-
-class Silent:
-    """For the ranks that do not print."""
-
-    def __enter__(self) -> Silent:
+    def __enter__(self) -> Reporter:
         return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
-    def step(self, line: Line) -> None:
-        """Shows nothing."""
+    def step(self, step: Step) -> None:
+        """Shows one step."""
 
     def say(self, text: str) -> None:
-        """Shows nothing."""
+        """Shows a sentence."""
 
 
-class Plain:
-    """A line every `every` steps, and at the last: for files and pipes."""
+class Plain(Reporter):
+    """Prints the first step, every `every`-th step and the last one, for files and pipes."""
 
     def __init__(self, steps: int, every: int, out: TextIO) -> None:
         self._steps, self._every, self._out = steps, max(every, 1), out
         self._begun = time.monotonic()
 
-    def __enter__(self) -> Plain:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def step(self, line: Line) -> None:
-        """Prints one line, where it is due."""
-        if line.step % self._every == 0 or line.step in (1, self._steps):
-            self.say(f"step {line.step}/{self._steps}  {line}  {time.monotonic() - self._begun:.0f} s")
+    def step(self, step: Step) -> None:
+        """Prints one line if it is due."""
+        if step.step % self._every == 0 or step.step in (1, self._steps):
+            self.say(f"step {step.step}/{self._steps}  {_figures(step)}  {time.monotonic() - self._begun:.0f} s")
 
     def say(self, text: str) -> None:
-        """Prints `text` at once, through a pipe too."""
-        self._out.write(text + "\n")
-        self._out.flush()
+        """Prints `text` and flushes, so that a pipe delivers it at once."""
+        print(text, file=self._out, flush=True)
 
 
-class Bar:
-    """rich's progress bar with the step's figures beside it."""
+class Bar(Reporter):
+    """Shows rich's progress bar with the figures of the last step beside it."""
 
     def __init__(self, steps: int, done: int, out: TextIO) -> None:
         self._progress = Progress(
@@ -93,16 +60,16 @@ class Bar:
         )
         self._task = self._progress.add_task("training", total=steps, completed=done, line="")
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> Reporter:
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def step(self, line: Line) -> None:
+    def step(self, step: Step) -> None:
         """Moves the bar."""
-        self._progress.update(self._task, completed=line.step, line=str(line))
+        self._progress.update(self._task, completed=step.step, line=_figures(step))
 
     def say(self, text: str) -> None:
         """Prints `text` above the bar."""
@@ -112,20 +79,13 @@ class Bar:
 def reporter(
     leader: bool, steps: int, done: int, every: int, bar: bool | None = None, out: TextIO | None = None
 ) -> Reporter:
-    """The one that fits where `out` (standard output) leads; `bar` says it instead where it is not None."""
+    """Returns the reporter that suits `out` (default: standard output). `bar` overrides that unless it is None."""
     out = out or sys.stdout
     if not leader:
-        return Silent()
+        return Reporter()
     return Bar(steps, done, out) if (out.isatty() if bar is None else bar) else Plain(steps, every, out)
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equal length as aligned text: the first row is the heading, the first column is left-aligned."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(widths[0]) if column == 0 else cell.rjust(widths[column]) for column, cell in enumerate(row)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+def _figures(step: Step) -> str:
+    exposed = f"exposed {step.exposed_seconds * 1000:.0f} ms"
+    return f"loss {step.loss:.4f}  {step.tokens_per_second:,.0f} tokens/s  {exposed}"

@@ -1,25 +1,26 @@
-"""This process among those of its run: who it is, and the three words that ranks exchange. No sharding.
+"""Knows which rank this process is, and exchanges small values with the others. Owns no sharding.
 
-torchrun's environment says how many ranks there are; without it there is one, and torch.distributed stays unused.
+torchrun's environment says how many ranks there are. Without it there is one, and torch.distributed is not used.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zero_core.device import backend_of
 
+Value = TypeVar("Value")
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank and world size, on this machine and in all."""
+    """The rank of this process and the number of ranks, on this machine and in total."""
 
     rank: int = 0
     world_size: int = 1
@@ -29,96 +30,81 @@ class Ranks:
 
     @property
     def leader(self) -> bool:
-        """Whether this rank prints and writes the report."""
+        """Whether this is the rank that prints and writes the report."""
         return self.rank == 0
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device that this rank computes on."""
         return torch.device("cpu") if self.device_type == "cpu" else torch.device(self.device_type, self.local_rank)
 
     def mean(self, value: float) -> float:
-        """The mean over ranks, the same on each."""
+        """Returns the mean over all ranks, the same bits on each. Collective."""
+        return self._reduced(value, "SUM") / self.world_size
+
+    def most(self, value: int) -> int:
+        """Returns the largest value over all ranks. Collective."""
+        return int(self._reduced(value, "MAX"))
+
+    def _reduced(self, value: float, operation: str) -> float:
         if self.world_size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.item() / self.world_size
-
-    def most(self, value: int) -> int:
-        """The largest over ranks, the same on each."""
-        if self.world_size == 1:
-            return value
-        largest = torch.tensor([value], dtype=torch.int64, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return int(largest.item())
+        dist.all_reduce(total, op=getattr(dist.ReduceOp, operation))
+        return total.item()
 
     def agree(self, text: str) -> str:
-        """The leader's text, on every rank: clocks differ, and with them the names of run folders."""
-        if self.world_size == 1:
-            return text
-        box = [text]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        """Returns the first rank's text on every rank: clocks, and so the names of run folders, differ. Collective."""
+        return self.gather(text)[0]
 
-    def gather(self, text: str | None) -> Sequence[str | None]:
-        """Every rank's text, in order, on every rank."""
-        if self.world_size == 1:
-            return [text]
-        box: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(box, text)
+    def gather(self, value: Value) -> list[Value]:
+        """Returns every rank's value in the order of ranks, on every rank. The values are pickled. Collective."""
+        box = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(box, value)
         return box
 
 
 def device_type(asked: str | None) -> str:
-    """The type of device that a run computes on: `asked`, where torch sees one; else torch's accelerator, or the CPU.
+    """Returns the type of device that a run computes on: `asked` if torch sees one, else torch's accelerator or cpu.
 
-    Two kinds of accelerator are used only where they are asked for: one without streams (MPS), and one that simulates,
-    as its module says (`simulated`).
+    Two kinds of accelerator are used only on request: those without streams (MPS), and those whose module says that
+    they are simulated (`simulated`).
     """
-    if asked == "cpu" or (asked and sees(asked)):
+    module = module_of(asked) if asked else None
+    if asked and module and module.is_available():
         return asked
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    module = torch.get_device_module(found) if found is not None else None
-    if found is None or not hasattr(module, "Stream") or getattr(module, "simulated", False):
-        return "cpu"
-    return found.type
+    module = module_of(found.type) if found else None
+    usable = hasattr(module, "Stream") and not getattr(module, "simulated", False)
+    return found.type if found and usable else "cpu"
 
 
-def sees(name: str) -> bool:
-    """Whether torch sees a device of this type on this machine."""
+def module_of(name: str) -> Any | None:
+    """Returns torch's module of a type of device, such as torch.cuda, or None if torch does not know the type."""
     try:
-        return bool(torch.get_device_module(name).is_available())
-    except RuntimeError:  # torch does not know the type
-        return False
+        return torch.get_device_module(name)
+    except RuntimeError:
+        return None
 
 
-@contextmanager
-def joined(asked: str | None = None) -> Iterator[Ranks]:
-    """This process as a rank. Starts the process group that torchrun announces; it lasts until the process ends.
+def joined(asked: str | None = None) -> Ranks:
+    """Joins the process group that torchrun announces, if any, and returns this process as a rank.
 
-    asked: hardware.device, see `device_type`.
-    torchrun's rendezvous is for one group: a second one, for the next job of a sweep, would meet the first one's keys.
+    `asked` is hardware.device, see `device_type`. The group lasts until the process ends: torchrun's rendezvous serves
+    one group only, so that the next job of a sweep has to use the same one.
     """
     kind = device_type(asked)
-    if dist.is_available() and dist.is_initialized():
-        local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-        world = dist.get_world_size()
-        yield Ranks(dist.get_rank(), world, local, int(os.environ.get("LOCAL_WORLD_SIZE", world)), kind)
-        return
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    running = dist.is_available() and dist.is_initialized()
+    world = dist.get_world_size() if running else int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
-        yield Ranks(device_type=kind)
-        return
-    ranks = Ranks(
-        int(os.environ["RANK"]),
-        world,
-        int(os.environ.get("LOCAL_RANK", "0")),
-        int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-        kind,
-    )
-    if kind != "cpu":
-        torch.get_device_module(kind).set_device(ranks.device)
-    dist.init_process_group(backend_of(kind))
-    atexit.register(dist.destroy_process_group)
-    yield ranks
+        return Ranks(device_type=kind)
+    rank = dist.get_rank() if running else int(os.environ["RANK"])
+    local_rank = int(os.environ.get("LOCAL_RANK", rank if running else 0))
+    ranks = Ranks(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)), kind)
+    if not running:
+        if kind != "cpu":
+            torch.get_device_module(kind).set_device(ranks.device)
+        dist.init_process_group(backend_of(kind))
+        atexit.register(dist.destroy_process_group)
+    return ranks

@@ -1,6 +1,6 @@
-"""What a run leaves in its folder: metrics.jsonl, validation.jsonl, report.png, timeline.json, timeline.png.
+"""Writes what a run leaves in its folder: metrics.jsonl, validation.jsonl, report.png, timeline.png.
 
-Owns files and drawing; measures nothing. Drawing failures are the caller's to hear of: nothing is swallowed here.
+Owns files and drawing, measures nothing. Errors while drawing are raised to the caller.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import dataclasses
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from zero_train.loop import History, Phases, Step
+from zero_train.loop import History, Step
+from zero_train.run_folder import replace
 
 GIB = 1 << 30
 _PHASES = ("data", "forward", "backward", "optimizer")  # of a step, one after the other on the training thread
@@ -35,46 +36,36 @@ _OTHER = "#d9d9d9"
 _ORDER = {kind: number for number, kind in enumerate(_COLOURS)}
 
 
-class Metrics:
-    """metrics.jsonl (one line a step) and validation.jsonl, each line on disk when its step is over.
+class Metrics(ExitStack):
+    """Writes metrics.jsonl and validation.jsonl, a line a step, and flushes each line when its step is over.
 
-    A folder that holds lines of steps before `first`, of a run that is resumed, keeps those and drops later ones.
+    If the files have lines of a run that is resumed, the lines before step `first` are kept and the others dropped.
     """
 
     def __init__(self, folder: Path, first: int) -> None:
-        self._steps = folder / "metrics.jsonl"
-        self._validation = folder / "validation.jsonl"
-        for path in (self._steps, self._validation):
+        super().__init__()
+        self._files = {}
+        for name in ("metrics", "validation"):
+            path = folder / f"{name}.jsonl"
             kept = [line for line in _lines(path) if line["step"] < first]
-            partial = path.with_name(path.name + ".partial")  # a kill in between must not take the earlier lines
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            partial.replace(path)
-        self._files = [path.open("a") for path in (self._steps, self._validation)]
-
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._files:
-            file.close()
+            replace(path, "".join(json.dumps(line) + "\n" for line in kept))
+            self._files[name] = self.enter_context(path.open("a"))
 
     def step(self, step: Step) -> None:
         """Appends one step."""
-        self._write(0, dataclasses.asdict(step))
+        self._write("metrics", dataclasses.asdict(step))
 
     def validation(self, number: int, loss: float) -> None:
-        """Appends one validation loss, taken after step `number`."""
-        self._write(1, {"step": number, "loss": loss})
+        """Appends the validation loss taken after step `number`."""
+        self._write("validation", {"step": number, "loss": loss})
 
-    def _write(self, which: int, record: dict[str, Any]) -> None:
-        self._files[which].write(json.dumps(record) + "\n")
-        self._files[which].flush()
+    def _write(self, name: str, record: dict[str, Any]) -> None:
+        self._files[name].write(json.dumps(record) + "\n")
+        self._files[name].flush()
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The complete records of a file: a killed run may have left half a line at the end."""
+    """Returns the complete records of a file. A killed run may have left half a line at the end."""
     records = []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
@@ -85,71 +76,59 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(folder: Path) -> list[Step]:
-    """The steps that metrics.jsonl of a run folder holds."""
+    """Returns the steps in a run folder's metrics.jsonl."""
     return [Step(**line) for line in _lines(folder / "metrics.jsonl")]
 
 
 def read_validation(folder: Path) -> list[tuple[int, float]]:
-    """(after step, nats a byte), from validation.jsonl of a run folder."""
+    """Returns (step, loss) of every validation in a run folder."""
     return [(line["step"], line["loss"]) for line in _lines(folder / "validation.jsonl")]
 
 
 def draw(folder: Path, history: History, nvme_bytes: int) -> None:
-    """report.png: loss, memory per tier, and where the step time went. `nvme_bytes`: what the plan puts there.
+    """Draws report.png: loss, memory in each tier, and where the step time went.
 
-    Loss and memory are of all steps in the folder, the seconds of those of this process.
+    Loss and memory cover all steps in the folder, the seconds only those of this process. `nvme_bytes` is planned.
     """
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of its font cache otherwise
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # otherwise it logs that it builds its font cache
     from matplotlib.figure import Figure
 
-    steps = read_steps(folder)
+    steps, validation = read_steps(folder), read_validation(folder)
     figure = Figure(figsize=(9, 10), layout="constrained")
-    above, middle, below = figure.subplots(3, 1)
-    _loss(above, steps, read_validation(folder))
-    _memory(middle, steps, nvme_bytes)
-    _seconds(below, steps, history.phases)
-    figure.savefig(folder / "report.png", dpi=110)
+    loss, memory, seconds = figure.subplots(3, 1)
 
-
-def _loss(axes: Any, steps: Sequence[Step], validation: Sequence[tuple[int, float]]) -> None:
-    axes.plot([s.step for s in steps], [s.loss for s in steps], color="#4c72b0", linewidth=1, label="training")
+    loss.set(title="loss", ylabel="nats per byte")
+    loss.plot([s.step for s in steps], [s.loss for s in steps], color="#4c72b0", linewidth=1, label="training")
     if validation:
-        axes.plot(*zip(*validation, strict=True), "o-", color="#c44e52", label="validation")
-    axes.set(title="loss", ylabel="nats per byte")
-    axes.grid(alpha=0.3)
-    axes.legend()
+        loss.plot(*zip(*validation, strict=True), "o-", color="#c44e52", label="validation")
 
-
-def _memory(axes: Any, steps: Sequence[Step], nvme_bytes: int) -> None:
-    numbers = [s.step for s in steps]
     for name, values in (
         ("device tier", [s.device_bytes for s in steps]),
         ("host tier", [s.host_bytes for s in steps]),
         ("nvme tier (plan)", [nvme_bytes for _ in steps]),
         ("peak RSS", [s.peak_rss_bytes for s in steps]),
     ):
-        axes.plot(numbers, [value / GIB for value in values], label=name)
-    axes.set(title="memory per tier", ylabel="GiB", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend()
+        memory.plot([s.step for s in steps], [value / GIB for value in values], label=name)
+    memory.set(title="memory per tier", ylabel="GiB", ylim=(0, None))
 
-
-def _seconds(axes: Any, steps: Sequence[Step], phases: Sequence[Phases]) -> None:
-    numbers = [p.step for p in phases]
-    parts = {name: [getattr(p, name) for p in phases] for name in ("data", "forward", "backward", "optimizer")}
-    axes.stackplot(numbers, *parts.values(), labels=list(parts), alpha=0.8)
+    numbers = [p.step for p in history.phases]
+    parts = [[getattr(p, name) for p in history.phases] for name in _PHASES]
+    seconds.stackplot(numbers, *parts, labels=_PHASES, alpha=0.8)
     exposed = {s.step: s.exposed_seconds for s in steps}
-    axes.plot(numbers, [exposed.get(n, 0.0) for n in numbers], color="black", linewidth=1, label="of it exposed")
-    axes.set(title="where the step time went", xlabel="step", ylabel="seconds")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper right")
+    seconds.plot(numbers, [exposed.get(n, 0.0) for n in numbers], color="black", linewidth=1, label="of it exposed")
+    seconds.set(title="where the step time went", xlabel="step", ylabel="seconds")
+
+    for axes in (loss, memory, seconds):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(folder / "report.png", dpi=110)
 
 
 def draw_timeline(path: Path, events: Sequence[Any], steps: int = 3) -> None:
-    """timeline.png: the last `steps` steps of a zero_offload.Timeline's events, from where they begin.
+    """Draws timeline.png: the last `steps` steps of a zero_offload.Timeline's events, or all events without a step.
 
-    What the training thread computes is one row; what it waits for, other threads and each direction of transfers are
-    a row each. Draws all events where none is a step.
+    The training thread's computation is one row. Its waits, each other thread and each direction of transfers have
+    rows of their own.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -1,14 +1,14 @@
-"""Checkpoints of a run: where they lie, which are kept, which one to continue from, and what is another run's.
+"""Saves and loads the checkpoints of a run, and decides which run may continue from which.
 
-Owns the folder's layout and the policy. What is in a checkpoint, and that it is complete or absent, is
-zero_core.checkpoint's. Sample numbers follow from the step, so there is no state of the data.
+Owns the layout of the folder and that policy. zero_core.checkpoint owns what is in a checkpoint, and that it is either
+complete or absent. Sample numbers follow from the step, so that the data have no state to save.
 
 [Note: who may continue what]
-    run.resume null     a folder without results. Nothing of another run is continued, mixed with or deleted.
-    run.resume=auto     run.dir, where it holds nothing or a run with the same values of SAME: a restarted command.
-                        A run without a checkpoint is begun anew.
-    run.resume=FOLDER   on purpose: only the model must be the same, and what differs is said.
-A command cannot continue one run in a folder that holds another.
+    run.resume null     needs a folder without results. It never continues, mixes with or deletes another run.
+    run.resume=auto     continues run.dir if it is empty or its run has the same values of SAME, as a restarted command
+                        does. A run without a checkpoint starts again.
+    run.resume=FOLDER   continues any run with the same model, and prints what else differs.
+No command continues one run in a folder that holds another.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from yaml import YAMLError
 
 from zero_core import ZeroError
 from zero_train import config as configuration
-from zero_train.engine import Engine
+from zero_train.engine import Assembled
 from zero_train.errors import ConfigError
-from zero_train.folder import results
 from zero_train.ranks import Ranks
+from zero_train.run_folder import results
 from zero_train.schema import Config
 
 CONFIG = "config.yaml"
@@ -36,7 +36,7 @@ _ABSENT = object()
 _NAME = re.compile(r"step_(\d+)")
 
 
-# What makes it the same run. Everything else changes how it computes, how long, or what it reports.
+# The keys that identify a run. All others change how it computes, how long it runs, or what it reports.
 SAME = ("model", "data", "run.seed", "optim", "precision")
 _ASIDE = ("model.checkpointing", "optim.threads")
 _OF_NO_INTEREST = ("run.dir", "run.resume", "run.dry", "run.bar", "run.plots", "run.report_every", "run.export")
@@ -44,17 +44,17 @@ _OF_NO_INTEREST = ("run.dir", "run.resume", "run.dry", "run.bar", "run.plots", "
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is complete."""
+    """A complete checkpoint."""
 
     folder: Path
     step: int  # the last that it holds
 
 
 def found(config: Config) -> Checkpoint | None:
-    """The checkpoint that run.resume names; None to begin at step 1.
+    """Returns the checkpoint that run.resume names, or None to begin at step 1.
 
     Raises:
-        ConfigError: a folder without one, one past run.steps, one of another model, a run.dir that holds another run.
+        ConfigError: the folder has none, it is past run.steps or of another model, or run.dir holds another run.
     """
     own, wanted = Path(config.run.dir), config.run.resume
     if wanted is None:
@@ -72,7 +72,7 @@ def found(config: Config) -> Checkpoint | None:
         if newest is None:
             raise ConfigError(
                 f"run.resume={wanted} holds no complete checkpoint; name a run folder whose run had "
-                "run.checkpoint_every above 0, or begin anew without run.resume"
+                "run.checkpoint_every above 0, or start again without run.resume"
             )
         if not config.run.dry:
             _continues(newest, own)
@@ -90,15 +90,15 @@ def found(config: Config) -> Checkpoint | None:
 
 
 def differing(checkpoint: Checkpoint, config: Config) -> str:
-    """A sentence on what differs between this run and the one that saved `checkpoint`; empty where nothing does."""
+    """Returns a sentence on how this run differs from the one that saved `checkpoint`, or "" if it does not."""
     if (before := _saved(checkpoint)) is None:
-        return "there is no config.yaml beside it: whether data, seed and optimizer are the same is not known"
+        return "it has no config.yaml, so whether data, seed and optimizer are the same is not known"
     listed = [f"{key}={now} (was {then})" for key, (then, now) in _differences(before, config).items()]
-    return f"differs from the run that is continued: {', '.join(listed)}" if listed else ""
+    return f"differs from the run that it continues: {', '.join(listed)}" if listed else ""
 
 
 def _free(folder: Path) -> None:
-    """Refuses to begin a run in a folder that holds one."""
+    """Raises ConfigError if the folder holds a run."""
     if there := results(folder):
         newest = _newest(folder)
         way = f", or continue it after step {newest.step} with run.resume=auto" if newest else ""
@@ -108,7 +108,7 @@ def _free(folder: Path) -> None:
 
 
 def _the_same(folder: Path, newest: Checkpoint | None, config: Config) -> None:
-    """Refuses to continue, or to begin anew, as if it were this one, a run that is another."""
+    """Raises ConfigError if the folder holds a run that is not the same as this one."""
     if not (there := results(folder)):
         return
     before = _saved(newest) if newest else _read(folder / CONFIG)
@@ -116,7 +116,9 @@ def _the_same(folder: Path, newest: Checkpoint | None, config: Config) -> None:
     if before is None:
         refused = f"a run ({', '.join(there)}) without a config.yaml that says which"
     elif differ := [
-        f"{key}={then}, now {now}" for key, (then, now) in _differences(before, config).items() if _identifies(key)
+        f"{key}={then}, now {now}"
+        for key, (then, now) in _differences(before, config).items()
+        if key not in _ASIDE and not {key, key.split(".")[0]}.isdisjoint(SAME)
     ]:
         refused = f"another run ({', '.join(differ)})"
     elif not newest and (origin := OmegaConf.select(before, "run.resume")) not in (None, "auto"):
@@ -127,30 +129,26 @@ def _the_same(folder: Path, newest: Checkpoint | None, config: Config) -> None:
         )
 
 
-def _identifies(key: str) -> bool:
-    return key not in _ASIDE and (key in SAME or key.split(".")[0] in SAME)
-
-
 def _continues(checkpoint: Checkpoint, own: Path) -> None:
-    """Refuses to continue `checkpoint` in a folder where other checkpoints or metrics would mix with what follows."""
+    """Raises ConfigError if the folder holds other checkpoints or metrics, which would mix with those of this run."""
     newest = _newest(own)
     if newest is not None and newest.folder.resolve() != checkpoint.folder.resolve():
         raise ConfigError(
-            f"run.dir={own} holds a run that has come to step {newest.step}, and run.resume={checkpoint.folder} is "
-            "another one or an earlier step; continue into a new folder with run.dir=…"
+            f"run.dir={own} holds a run that has reached step {newest.step}, but run.resume={checkpoint.folder} is "
+            "another run or an earlier step; continue into a new folder with run.dir=…"
         )
     if newest is None:
         _free(own)
 
 
 def _saved(checkpoint: Checkpoint) -> DictConfig | None:
-    """The configuration that a checkpoint was saved under; of a run folder's own where it has none in it."""
+    """Returns the configuration in the checkpoint; if it has none, the one in its run folder."""
     own = _read(checkpoint.folder / CONFIG)
     return _read(checkpoint.folder.parent.parent / CONFIG) if own is None else own
 
 
 def _read(path: Path) -> DictConfig | None:
-    """A config.yaml; None where there is none. Raises ConfigError if it cannot be read."""
+    """Returns a config.yaml, or None if there is none. Raises ConfigError if it cannot be read."""
     if not path.is_file():
         return None
     try:
@@ -161,7 +159,7 @@ def _read(path: Path) -> DictConfig | None:
 
 
 def _differences(before: DictConfig | None, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Keys whose value is another now: (before, now). A key that one of the two does not have is none."""
+    """Returns (before, now) of every key whose value changed, among the keys that both configurations have."""
     changes: dict[str, tuple[Any, Any]] = {}
     if before is None:
         return changes
@@ -174,14 +172,14 @@ def _differences(before: DictConfig | None, config: Config) -> dict[str, tuple[A
     return changes
 
 
-def save(folder: Path, step: int, engine: Engine, config: Config, ranks: Ranks, text: str) -> None:
-    """Saves the state after `step` under the run folder, then deletes what run.keep_checkpoints does not keep.
+def save(folder: Path, step: int, engine: Assembled, config: Config, ranks: Ranks, text: str) -> None:
+    """Saves the state after `step` in the run folder, then deletes the checkpoints beyond run.keep_checkpoints.
 
-    `text`: the corpus's digest, by which a run that is continued knows its text again.
+    `text` is the corpus's digest, by which a resumed run recognises its text. Collective.
     """
     from zero_core import checkpoint  # needs torch.distributed, which a run without checkpoints can do without
 
-    target, extra = _named(folder, step), {"step": step, "text": text}
+    target, extra = folder / "checkpoints" / f"step_{step:07d}", {"step": step, "text": text}
     if ranks.leader:  # before the manifest, with which the checkpoint is complete
         target.mkdir(parents=True, exist_ok=True)
         configuration.save(config, target / CONFIG)
@@ -191,11 +189,11 @@ def save(folder: Path, step: int, engine: Engine, config: Config, ranks: Ranks, 
             shutil.rmtree(old.folder, ignore_errors=True)
 
 
-def load(found: Checkpoint, engine: Engine, config: Config, ranks: Ranks, text: str) -> list[str]:
-    """Puts the engine where it was after the checkpoint's step. Returns sentences on what is not as it was.
+def load(found: Checkpoint, engine: Assembled, config: Config, ranks: Ranks, text: str) -> list[str]:
+    """Restores the state after the checkpoint's step. Returns sentences on what differs from the saved run. Collective.
 
     Raises:
-        ConfigError: a checkpoint that is damaged, of another model, or under run.resume=auto of another text.
+        ConfigError: the checkpoint is damaged or of another model, or run.resume=auto and the text is another.
     """
     from zero_core import checkpoint
 
@@ -206,7 +204,7 @@ def load(found: Checkpoint, engine: Engine, config: Config, ranks: Ranks, text: 
     said = []
     before = loaded.extra.get("text", text) if isinstance(loaded.extra, dict) else text
     if before != text:
-        said.append(f"the text is another than the saved run's: {text}, which was {before}")
+        said.append(f"the text differs from the saved run's: it is {text}, and was {before}")
         if config.run.resume == "auto":
             raise ConfigError(
                 f"run.resume=auto: {said[0]}; bring that text back, or continue with this one on purpose with "
@@ -217,24 +215,17 @@ def load(found: Checkpoint, engine: Engine, config: Config, ranks: Ranks, text: 
     return said
 
 
-def _named(folder: Path, step: int) -> Path:
-    return folder / "checkpoints" / f"step_{step:07d}"
-
-
 def _all(folder: Path) -> list[Checkpoint]:
-    """Complete checkpoints of a run folder, oldest first."""
-    inside = folder / "checkpoints"
-    candidates = sorted(inside.iterdir()) if inside.is_dir() else []
-    return [one for one in (_one(path) for path in candidates) if one is not None]
+    """Returns the complete checkpoints of a run folder, oldest first."""
+    found = [one for path in folder.glob("checkpoints/*") if (one := _one(path))]
+    return sorted(found, key=lambda one: one.step)
 
 
 def _newest(folder: Path) -> Checkpoint | None:
-    return max(_all(folder), key=lambda one: one.step, default=None)
+    return next(reversed(_all(folder)), None)
 
 
 def _one(folder: Path) -> Checkpoint | None:
-    """`folder` as a checkpoint, where it is a complete one."""
+    """Returns `folder` as a checkpoint if it is a complete one."""
     named = _NAME.fullmatch(folder.name)
-    if named is None or not (folder / MANIFEST).is_file():
-        return None
-    return Checkpoint(folder, int(named.group(1)))
+    return Checkpoint(folder, int(named[1])) if named and (folder / MANIFEST).is_file() else None

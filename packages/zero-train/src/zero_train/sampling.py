@@ -1,4 +1,4 @@
-"""Text from a model that may be larger than memory: one byte at a time, every rank in step. No cache, no training."""
+"""Generates text from a model that may be larger than memory: one byte at a time, all ranks in step. No cache."""
 
 from __future__ import annotations
 
@@ -8,37 +8,31 @@ import torch
 from torch import nn
 
 from zero_train import models
+from zero_train.schema import RunConfig
 
-CONTEXT_BYTES = 128  # what the model sees of its own text: enough to show what it learnt, cheap without a cache
+CONTEXT_BYTES = 128  # of its own text that the model sees: enough to show what it learnt, and cheap without a cache
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
-    prompt: str,
-    length: int,
-    *,
-    temperature: float,
-    seed: int,
-    context: int,
-    device: torch.device,
-    stop: Callable[[], bool] = lambda: False,
+    model: nn.Module, run: RunConfig, context: int, device: torch.device, stop: Callable[[], bool] = lambda: False
 ) -> str:
-    """`prompt` and up to `length` more bytes, as text; bytes that are no UTF-8 are shown as replacement marks.
+    """Returns run.sample_prompt followed by up to run.sample_bytes bytes, as text. `stop` ends it early. Collective.
 
-    The same on every rank: the draw has its own generator. `stop` ends it early.
+    The text is the same on every rank, because the draw has its own generator. Bytes that are not UTF-8 become
+    replacement marks. The model sees `context` bytes at most.
     """
     was_training = model.training
     model.eval()
-    dice = torch.Generator().manual_seed(seed)
-    text = list(prompt.encode() or b"\n")
-    for _ in range(length):
+    dice = torch.Generator().manual_seed(run.seed)
+    text = list(run.sample_prompt.encode() or b"\n")
+    for _ in range(run.sample_bytes):
         if stop():
             break
         tokens = torch.tensor([text[-min(context, CONTEXT_BYTES) :]], device=device)
         scores = models.logits(model, tokens)[0, -1, :256].cpu()
-        if temperature > 0:
-            text.append(int(torch.multinomial((scores / temperature).softmax(-1), 1, generator=dice)))
+        if run.sample_temperature > 0:
+            text.append(int(torch.multinomial((scores / run.sample_temperature).softmax(-1), 1, generator=dice)))
         else:
             text.append(int(scores.argmax()))
     model.train(was_training)

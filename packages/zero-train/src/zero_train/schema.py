@@ -1,7 +1,7 @@
-"""Every key of a run, with its type, its default and what it means. No behaviour.
+"""Declares every key of a run: its type, its default, the values that it accepts, and what it means. No behaviour.
 
-Hydra checks the YAML of conf/ and the command line against these dataclasses. A YAML key, a field here and, where
-the value is handed on, the keyword of a sibling's constructor are the same word.
+Hydra checks the YAML of conf/ and the command line against these dataclasses. A key has the same name in the YAML, here
+and, if its value is passed on, in a sibling's constructor.
 """
 
 from __future__ import annotations
@@ -14,193 +14,212 @@ from omegaconf import MISSING
 # OmegaConf reads the annotations at run time, also on Python 3.10: Optional[X], not X | None.
 # ruff: noqa: UP045
 
+FORMATS = ("fp32", "bf16", "fp16")
+OPTIMIZERS = {  # the keys of OptimConfig that each one takes besides lr and weight_decay
+    "adamw": ("betas", "eps"),
+    "adam": ("betas", "eps"),
+    "lion": ("betas",),
+    "adagrad": ("eps",),
+    "sgd": ("momentum",),
+}
+
+
+def _at_least(smallest: float, *, default: Any) -> Any:
+    """Declares a key's default and its smallest value, which checks.py enforces."""
+    return field(default=default, metadata={"least": smallest})
+
+
+def _one_of(*allowed: object, default: Any = MISSING) -> Any:
+    """Declares a key's default and all its values, which checks.py enforces."""
+    return field(default=default, metadata={"allowed": allowed})
+
 
 @dataclass
 class RunConfig:
-    """What one run does, and where it leaves its results."""
+    """Says what the run does and where it writes its results."""
 
-    steps: int = 300
+    steps: int = _at_least(1, default=300)
     """Optimizer steps."""
-    micro_batch: int = 8
+    micro_batch: int = _at_least(1, default=8)
     """Sequences that a rank computes at once."""
-    accumulate: int = 1
-    """Micro-batches a step: their gradients are summed in fp32 before the update."""
-    seed: int = 0
+    accumulate: int = _at_least(1, default=1)
+    """Micro-batches in a step. Their gradients are summed in fp32 before the update."""
+    seed: int = _at_least(0, default=0)
     """Seeds the weights, the order of the data and the sampled text. The same seed gives the same run."""
     dir: str = MISSING
-    """The run folder, made and locked by the run. A folder that holds a run is refused, unless it is resumed."""
+    """The run folder, which the run makes and locks. A folder with an earlier run is refused unless it is resumed."""
     dry: bool = False
     """Print the plan, then exit without training and without writing anything."""
     probe: bool = False
     """Measure the machine, print it as YAML for conf/hardware, and exit."""
     resume: Optional[str] = None
-    """Continue from a checkpoint. auto: the last one in run.dir, if any, of a run with the same model, data, seed,
-    optimizer and precision. A run folder or a checkpoint folder: that one; only the model must be the same."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; one more is saved at the end and at Ctrl-C. 0: none at all."""
-    keep_checkpoints: int = 2
-    """Checkpoints kept in the run folder; older ones are deleted once a newer one is complete."""
+    """Continue from a checkpoint. auto: from the last one in run.dir, whose model, data, seed, optimizer and precision
+    must be the same; without one the run starts. A run or checkpoint folder: from there, if the model is the same."""
+    checkpoint_every: int = _at_least(0, default=0)
+    """Steps between checkpoints. The end of the run and Ctrl-C save one more. 0: save none."""
+    keep_checkpoints: int = _at_least(1, default=2)
+    """Checkpoints to keep in the run folder. Older ones are deleted when a newer one is complete."""
     export: bool = False
-    """After the run, write the model to `pretrained` in the run folder, as transformers reads it."""
-    evaluate_every: int = 50
-    """Steps between two validation losses; one more is taken at the start and at the end. 0: none at all."""
-    evaluate_batches: int = 8
-    """Micro-batches of one validation loss, over all ranks."""
+    """After the run, write the model to `pretrained` in the run folder, in the format of transformers."""
+    evaluate_every: int = _at_least(0, default=50)
+    """Steps between validation losses. The run also takes one before the first and after the last step. 0: none."""
+    evaluate_batches: int = _at_least(1, default=8)
+    """Micro-batches that one validation loss averages, over all ranks."""
     bar: Optional[bool] = None
-    """Show a progress bar rather than plain lines; null: where the output is a terminal."""
+    """Show a progress bar rather than plain lines. null: show it if the output is a terminal."""
     report_every: int = 10
     """Steps between two plain progress lines."""
-    sample_bytes: int = 160
-    """Length of the text generated after the run. 0: none."""
+    sample_bytes: int = _at_least(0, default=160)
+    """Bytes of text to generate after the run. 0: none."""
     sample_prompt: str = "def "
-    """What the generated text begins with."""
+    """The text to continue."""
     sample_temperature: float = 0.7
-    """Divides the logits when the sample is drawn. 0: the likeliest byte each time."""
+    """Divides the logits before a byte is drawn. 0: always take the most likely byte."""
     plots: bool = True
     """Draw report.png and timeline.png at the end."""
-    threads: Optional[int] = None
-    """Compute threads of a rank; null: torch's own choice, and beside a GPU those that do not disturb the update."""
+    threads: Optional[int] = _at_least(1, default=None)
+    """Compute threads of a rank. null: torch's default, or with a GPU as many as do not disturb the update."""
 
 
 @dataclass
 class ModelConfig:
-    """The architecture; random weights, unless `path` names a folder of pretrained ones."""
+    """Describes the architecture. The weights are random unless `path` names a folder of pretrained ones."""
 
     kind: str = MISSING
     """llama, gpt2, moe or hf: the function of models.py that builds it."""
-    hidden_size: int = 768
+    hidden_size: int = _at_least(1, default=768)
     """Width of the residual stream."""
-    intermediate_size: int = 1728
+    intermediate_size: int = _at_least(1, default=1728)
     """Width of the feed-forward layer."""
-    layers: int = 4
+    layers: int = _at_least(1, default=4)
     """Transformer blocks."""
-    heads: int = 12
-    """Attention heads; hidden_size is a multiple of it."""
+    heads: int = _at_least(1, default=12)
+    """Attention heads. hidden_size must be an even multiple of this."""
     key_value_heads: Optional[int] = None
-    """Heads of keys and values (grouped-query attention); null: as many as heads. llama and moe."""
-    vocab_size: int = 256
-    """Size of the vocabulary; the data are bytes, so at least 256."""
+    """Key and value heads (grouped-query attention). null: as many as `heads`. llama and moe only."""
+    vocab_size: int = _at_least(1, default=256)
+    """Size of the vocabulary, at least 256 because the data are bytes."""
     tie_embeddings: bool = False
-    """One matrix for embedding and head."""
+    """Use one matrix for the embedding and the head."""
     experts: int = 4
-    """Experts of a block. moe only."""
+    """Experts in a block. moe only."""
     experts_per_token: int = 2
     """Experts that each token is routed to. moe only."""
     checkpointing: bool = False
-    """Recompute activations in backward, by the model's own means; offload.activations takes its place."""
+    """Recompute activations in backward with the model's own code. offload.activations overrides it."""
     path: Optional[str] = None
     """Folder of a pretrained model (config.json and safetensors). hf only."""
 
 
 @dataclass
 class DataConfig:
-    """The text. Always bytes, so that no tokenizer is needed."""
+    """Says which text to train on. Text is always read as bytes, so that no tokenizer is needed."""
 
     kind: str = MISSING
     """stdlib, text or synthetic: the function of data.py that reads it."""
-    sequence_length: int = 256
+    sequence_length: int = _at_least(2, default=256)
     """Bytes of one sequence."""
     path: Optional[str] = None
     """A text file, or a folder of them. text only."""
     pattern: str = "*"
-    """Which files of the folder. text only."""
+    """Pattern of the files to read in the folder. text only."""
     as_bytes: bool = False
-    """Feed bytes as token numbers to a model of another vocabulary, or one that has a tokenizer. model=hf only."""
+    """Feed bytes as token numbers even if the model has a tokenizer or another vocabulary. model=hf only."""
     validation_fraction: float = 0.05
-    """Share of the files held out; a single file is cut instead."""
+    """Share of the files to hold out for validation. A single file is cut instead."""
 
 
 @dataclass
 class ZeroConfig:
-    """What is sharded over the ranks."""
+    """Says what is sharded over the ranks."""
 
-    stage: int = 3
-    """0: nothing. 1: optimizer states. 2: and gradients. 3: and parameters."""
-    resident_bytes: int = 0
-    """Stage 3: bytes of units that may stay unsharded between forward and backward."""
+    stage: int = _one_of(0, 1, 2, 3, default=3)
+    """0: shard nothing. 1: optimizer states. 2: also gradients. 3: also parameters."""
+    resident_bytes: int = _at_least(0, default=0)
+    """Bytes of units that may stay unsharded between forward and backward. Stage 3 only."""
     prefetch_bytes: Optional[int] = 64 << 20
-    """Bytes of units gathered ahead of their use, each a slot of a tiered store; null leaves zero-core's own choice."""
+    """Bytes of units to gather ahead of their use. Each takes a slot of a tiered store. null: zero-core's default."""
     no_sync: Optional[bool] = None
-    """With run.accumulate on several ranks: gradients of all micro-batches but the last wait on their rank, so that one
-    reduction a step takes the place of one a micro-batch, for a whole fp32 gradient on every rank (4 bytes a parameter,
-    in the plan). null: at stages 0 and 1, of which stage 1 always does so; stages 2 and 3 reduce every micro-batch."""
+    """With run.accumulate on several ranks: reduce gradients once a step instead of once a micro-batch. Every rank then
+    keeps an unsharded fp32 gradient (4 bytes a parameter, which the plan includes). null: true at stages 0 and 1, false
+    at stages 2 and 3. Stage 1 accepts only true."""
     update_in_backward: bool = False
-    """Start a unit's update when its gradient arrives; excludes optim.max_grad_norm."""
+    """Update a unit as soon as its gradient arrives. Excludes optim.max_grad_norm and run.accumulate above 1."""
 
 
 @dataclass
 class OffloadConfig:
-    """Where parameters, gradients and optimizer states live between uses."""
+    """Says where parameters, gradients and optimizer states are kept between uses."""
 
-    kind: str = MISSING
-    """none: zero-core's own device store. placed: the three tiers below. auto: the planner chooses them."""
+    kind: str = _one_of("none", "placed", "auto")
+    """none: keep all on the device. placed: use the next three keys. auto: let the planner choose the tiers."""
     parameters: Any = "host"
     """device, host or nvme, or fractions of the tiles: {host: 0.37, nvme: 0.63}."""
     gradients: Any = "host"
     """device, host or nvme, or fractions."""
     optimizer: Any = "host"
-    """device, host or nvme, or fractions. Master weights count as optimizer states."""
+    """device, host or nvme, or fractions. Master weights are optimizer states."""
     nvme_paths: Any = field(default_factory=list)
-    """Folders that hold the slab, one file each; `{local_rank}` is filled in. Empty: the run folder."""
+    """Folders that hold the slab, one file in each. `{local_rank}` is filled in. Empty: the run folder."""
     activations: Any = None
-    """What a block keeps for its backward: keep, recompute, host or nvme (its input, there), auto (planned), or one of
-    the first four a unit, as a list. null: recompute where model.checkpointing, else keep."""
-    tile_numel: int = 1 << 22
-    """Elements of a tile, the atom of placement, I/O and update."""
-    slots: Optional[int] = None
-    """Tiles in memory at once; null leaves zero-offload's own choice."""
-    host_bytes: Optional[int] = None
-    """Budget of host memory for tiers and slots of one rank; null: what they need."""
+    """What a block keeps for its backward. keep: everything. recompute: its input, on the device. host, nvme: its input
+    there. auto: planned. A list: one policy for each unit. null: recompute if model.checkpointing, else keep."""
+    tile_numel: int = _at_least(1, default=1 << 22)
+    """Elements of a tile, the smallest piece that is placed, read, written and updated."""
+    slots: Optional[int] = _at_least(1, default=None)
+    """Tiles in memory at the same time. null: zero-offload's default."""
+    host_bytes: Optional[int] = _at_least(0, default=None)
+    """Host memory that one rank's tiers and slots may use. null: what they need."""
     overlap: bool = True
-    """Update in the background while the next forward proceeds. The numbers are the same either way."""
+    """Update in the background during the next forward. The results are the same either way."""
 
 
 @dataclass
 class IoConfig:
-    """How the slab is read and written."""
+    """Says how the slab is read and written."""
 
-    backend: str = "auto"
-    """auto, io_uring, libaio, threads or aiofiles. auto says what it chose and why."""
+    backend: str = _one_of("auto", "io_uring", "libaio", "threads", "aiofiles", default="auto")
+    """auto, io_uring, libaio, threads or aiofiles. auto prints which one it chose and why."""
     allow_memory: bool = False
-    """Accept a path on a filesystem that is memory (tmpfs); only good for tests."""
+    """Accept a path on a filesystem in memory (tmpfs), which is useful for tests only."""
 
 
 @dataclass
 class OptimConfig:
-    """The optimizer, its schedule and clipping."""
+    """Describes the optimizer, its learning rate schedule and gradient clipping."""
 
-    kind: str = MISSING
+    kind: str = _one_of(*OPTIMIZERS)
     """adamw, adam, lion, adagrad or sgd."""
-    lr: float = 1e-3
+    lr: float = _at_least(0, default=1e-3)
     """Learning rate after warm-up."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Decay of the first and second moment. adamw, adam and lion."""
-    eps: float = 1e-8
+    eps: float = _at_least(0, default=1e-8)
     """Added to the root of the second moment. adamw, adam and adagrad."""
     momentum: float = 0.9
     """Momentum. sgd only."""
-    weight_decay: float = 0.1
-    """Decay of matrices; vectors are not decayed."""
+    weight_decay: float = _at_least(0, default=0.1)
+    """Weight decay of matrices. Vectors are not decayed."""
     max_grad_norm: Optional[float] = 1.0
-    """Clip the global gradient norm to this; null: no clipping."""
-    warmup_steps: int = 20
+    """Clip the global gradient norm to this. null: do not clip."""
+    warmup_steps: int = _at_least(0, default=20)
     """Steps of linear warm-up."""
-    final_fraction: float = 0.1
-    """Learning rate at the last step over `lr`: a cosine leads there. 1: constant."""
-    threads: Optional[int] = None
-    """Threads of the CPU update. null: one a core; beside a GPU they stay on the cores of its NUMA node (this rank's
-    share), of which two are left to launches and I/O. A number: as many, wherever the process may run."""
+    final_fraction: float = _at_least(0, default=0.1)
+    """Learning rate at the last step as a fraction of `lr`. A cosine leads there. 1: keep it constant."""
+    threads: Optional[int] = _at_least(1, default=None)
+    """Threads of the CPU update. null: one for each core; with a GPU, for each core of this rank's share of its NUMA
+    node, except two for launches and I/O. A number: that many, on any core that the process may use."""
 
 
 @dataclass
 class PrecisionConfig:
-    """Number formats. Whatever the parameters are, the optimizer updates an fp32 master."""
+    """Chooses number formats. The optimizer updates an fp32 master in every case."""
 
-    parameters: str = "auto"
-    """fp32, bf16 or fp16; auto: bf16 where the device computes in it, else fp32."""
-    reduce: Optional[str] = None
-    """Format of the gradient reduction: fp32, bf16 or fp16; null: that of the parameters."""
-    states: str = "auto"
+    parameters: str = _one_of("auto", *FORMATS, default="auto")
+    """fp32, bf16 or fp16. auto: bf16 if the device has bf16 arithmetic, else fp32."""
+    reduce: Optional[str] = _one_of(*FORMATS, default=None)
+    """Format in which gradients are reduced: fp32, bf16 or fp16. null: the format of the parameters."""
+    states: str = _one_of("auto", "split", "fp32", "split_bf16m", "split_8bit", default="auto")
     """Layout of the optimizer states on host and nvme: split, fp32, split_bf16m or split_8bit; auto: the exact one."""
     loss_scale: Any = None
     """A number, `dynamic`, or null. fp16 wants `dynamic`."""
@@ -208,40 +227,40 @@ class PrecisionConfig:
 
 @dataclass
 class HardwareConfig:
-    """What the machine has: the fields of `zero_offload.Hardware`. null: ask the machine, or unknown."""
+    """Describes the machine with the fields of `zero_offload.Hardware`. null: ask the machine, or leave it unknown."""
 
     name: str = "this machine"
-    """What reports call it."""
+    """The name of the machine in reports."""
     nodes: Optional[int] = None
-    """Hosts; null: the world size of this run over its ranks_per_node."""
+    """Number of hosts. null: the number of ranks divided by ranks_per_node."""
     ranks_per_node: Optional[int] = None
-    """Ranks (one a device) that share one host's memory and NVMe; null: the local world size of this run."""
+    """Ranks, one for each device, that share a host's memory and NVMe. null: as many as run on this host."""
     device: Optional[str] = None
-    """torch device type that the ranks compute on; null: torch's accelerator where there is one, else cpu."""
+    """Type of torch device that the ranks compute on. null: torch's accelerator if there is one, else cpu."""
     device_gib: Optional[float] = None
-    """Memory of one device; 0: the device tier is host memory; null: ask."""
+    """Memory of one device. 0: the device tier is host memory. null: ask the device."""
     device_reserved_gib: Optional[float] = None
-    """Memory of one device that is not for tiers: context, libraries, fragments."""
+    """Memory of one device that tiers cannot use: context, libraries, fragments."""
     host_gib: Optional[float] = None
-    """Memory of one host that runs may use; null: what is available now."""
+    """Memory of one host that runs may use. null: what is available now."""
     host_reserved_gib: Optional[float] = None
-    """Host memory of one rank that is not for tiers: interpreter, libraries."""
+    """Host memory of one rank that tiers cannot use: interpreter, libraries."""
     nvme_gib: Optional[float] = None
-    """Room on one NVMe path; null: the free space of the path that has least."""
+    """Free space on one NVMe path. null: that of the path with the least."""
     nvme_paths: Optional[int] = None
-    """NVMe paths of one host; null: as many as offload.nvme_paths."""
+    """NVMe paths of one host. null: as many as in offload.nvme_paths."""
     tflops: Optional[float] = None
-    """TFLOP/s that a model's forward and backward reach on one device; null: the step time is not predicted."""
+    """TFLOP/s that a model's forward and backward reach on one device. null: do not predict the step time."""
     device_gbps: Optional[float] = None
     """GB/s of device memory."""
     link_gbps: Optional[float] = None
     """GB/s from the host to a device."""
     link_out_gbps: Optional[float] = None
-    """GB/s from a device to its host; null: as the other way."""
+    """GB/s from a device to its host. null: the same as link_gbps."""
     link_mixed_gbps: Optional[float] = None
-    """GB/s of both directions together when both are in use; null: neither slows the other."""
+    """GB/s of both directions together when both are in use. null: they do not slow each other."""
     update_gbps: Optional[float] = None
-    """GB/s that a host's optimizer step moves."""
+    """GB/s of memory traffic of a host's optimizer step."""
     nvme_read_gbps: Optional[float] = None
     """GB/s read from one path."""
     nvme_write_gbps: Optional[float] = None
@@ -251,7 +270,7 @@ class HardwareConfig:
     network_gbps: Optional[float] = None
     """GB/s that a collective moves for one rank."""
     nvme_endurance_tb: Optional[float] = None
-    """Terabytes that one path is rated to take in its life."""
+    """Terabytes that may be written to one path in its lifetime, as rated by its maker."""
 
 
 @dataclass

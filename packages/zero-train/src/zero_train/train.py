@@ -1,7 +1,7 @@
-"""One run: check ─> plan ─> assemble ─> loop ─> report. Knows the siblings through engine.py and planning.py only.
+"""Trains one run: check ─> plan ─> assemble ─> loop ─> report. Reaches the siblings through engine.py and planning.py.
 
-Nothing is written before every rank has passed its checks and the first one has locked the run folder; what a refused
-run made by then is taken away again.
+Nothing is written before every rank has passed its checks and the first rank has locked the run folder. If a run is
+refused later, the files that it made so far are removed.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 import zero_core
 import zero_offload
 from zero_offload.advice import is_out_of_memory
-from zero_train import checks, data, engine, formats, interrupt, planning, probing, progress, report, resume, sampling
+from zero_train import checks, cores, data, engine, formats, interrupt, planning, progress, report, resume, sampling
 from zero_train import config as configuration
-from zero_train import threads as cores
+from zero_train.engine import Assembled
 from zero_train.errors import ConfigError, RunError
-from zero_train.folder import claimed
 from zero_train.loop import History, Loop, Step
+from zero_train.probing import measured
 from zero_train.ranks import Ranks, joined
+from zero_train.run_folder import claimed
 from zero_train.schema import Config
 
 Result = TypeVar("Result")
@@ -32,7 +33,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     exit_code: int = 0
     folder: Path | None = None  # None: a dry run
@@ -40,17 +41,17 @@ class Outcome:
     sample: str = ""
 
 
-def run(config: Config, on_end: Callable[[engine.Engine], None] | None = None) -> Outcome:
-    """Does what `config` says on this rank. `on_end` sees the engine after the last step, before it is taken apart.
+def run(config: Config, on_end: Callable[[Assembled], None] | None = None) -> Outcome:
+    """Runs `config` on this rank. `on_end` is given the engine after the last step, before it is closed.
 
     Raises:
-        ConfigError: on every rank, where any rank cannot run it. Nothing is left behind then.
-        RunError: training failed: a disk that filled up, an I/O error, a device without room, a rank that is gone. The
-            plots are written.
+        ConfigError: raised on every rank if any rank cannot run it. Nothing is left behind.
+        RunError: training failed: the disk is full, an I/O error, no memory, a lost rank. The plots are written.
     """
     with interrupt.handled() as asked:
         try:
-            with joined(config.hardware.device) as ranks, interrupt.unhidden():
+            ranks = joined(config.hardware.device)
+            with interrupt.unhidden():
                 return _Run(config, ranks, asked, on_end).go()
         except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
             raise RunError(f"the run stopped: {error}") from error
@@ -66,79 +67,69 @@ def run(config: Config, on_end: Callable[[engine.Engine], None] | None = None) -
             return Outcome(asked.exit_code or 130)
 
 
+@dataclass
 class _Run:
-    """One run's parts; each method is a part of `go`."""
+    """A run on one rank. `go` runs it, the other methods are its parts."""
 
-    def __init__(
-        self,
-        config: Config,
-        ranks: Ranks,
-        asked: interrupt.Interrupt,
-        on_end: Callable[[engine.Engine], None] | None,
-    ) -> None:
-        self._config, self._ranks, self._asked, self._on_end = config, ranks, asked, on_end
-        self._config.run.dir = ranks.agree(config.run.dir)
-        self._format = ""
-        self._cores: Any | None = None  # zero_optim_cpu.Cores: beside a GPU
+    config: Config
+    ranks: Ranks
+    asked: interrupt.Interrupt
+    on_end: Callable[[Assembled], None] | None
+    format_reason: str = ""  # why precision=auto chose its format
+    cores: Any | None = None  # zero_optim_cpu.Cores, beside a GPU
 
     def go(self) -> Outcome:
-        config, ranks = self._config, self._ranks
-        with cores.claimed(config, ranks) as self._cores:
+        config, ranks = self.config, self.ranks
+        config.run.dir = ranks.agree(config.run.dir)
+        with cores.claimed(config, ranks) as self.cores:
             if config.run.threads:
                 torch.set_num_threads(config.run.threads)
             if config.run.probe:
-                pool = self._cores and self._cores.pool
-                self._say(_together(ranks, lambda: probing.measured(config, ranks, pool)))
+                pool = self.cores and self.cores.pool
+                self._say(_together(ranks, lambda: measured(config, ranks, pool)))
                 return Outcome()
-            return self._run()
+            corpus, draft, plan = _together(ranks, self._prepared)
+            self._announce(corpus, draft, plan)
+            return Outcome() if config.run.dry else self._run(corpus, draft, plan)
 
-    def _run(self) -> Outcome:
-        config, ranks = self._config, self._ranks
-        corpus, draft, plan = _together(ranks, self._prepared)
-        self._announce(corpus, draft, plan)
-        if config.run.dry:
-            return Outcome()
+    def _run(self, corpus: data.Corpus, draft: engine.Draft, plan: zero_offload.Plan) -> Outcome:
+        config, ranks = self.config, self.ranks
         folder = Path(config.run.dir)
         with ExitStack() as stack:
             unlocked = _together(ranks, lambda: stack.enter_context(claimed(folder)) if ranks.leader else "")
             if unlocked:
-                self._say(f"run.dir={folder} cannot be locked ({unlocked}): nothing keeps a second run out of it")
-            checkpoint = self._checkpoint()  # once more: nobody else changes the folder from here on
+                self._say(f"run.dir={folder} cannot be locked ({unlocked}), so a second run can write into it as well")
+            checkpoint = self._checkpoint()  # once more: the folder is ours from here on
             ready = stack.enter_context(engine.assembled(draft, plan, config, ranks))
-            if ready.backend:
-                self._say(
-                    f"nvme: {ready.backend}, in {', '.join(map(str, checks.nvme_paths(config, ranks.local_rank)))}"
-                )
-            if ready.huge_pages != "ok":
-                self._say(f"no huge pages for the arena ({ready.huge_pages}): direct I/O is slower")
+            remarks = list(ready.remarks)
             if checkpoint:
                 said = _together(ranks, lambda: resume.load(checkpoint, ready, config, ranks, corpus.digest()))
                 rest = "" if checkpoint.step < config.run.steps else ", the last: nothing is left to train"
-                self._say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}{rest}")
-                for sentence in filter(None, [resume.differing(checkpoint, config), *said]):
-                    self._say(sentence)
+                remarks.append(f"continuing after step {checkpoint.step}, from {checkpoint.folder}{rest}")
+                remarks += filter(None, [resume.differing(checkpoint, config), *said])
             elif config.run.resume:
-                self._say(f"run.resume=auto: no checkpoint in {folder}, beginning at step 1")
+                remarks.append(f"run.resume=auto: no checkpoint in {folder}, beginning at step 1")
+            for remark in remarks:
+                self._say(remark)
             return self._train(ready, corpus, plan, folder, checkpoint.step + 1 if checkpoint else 1)
 
     def _checkpoint(self) -> resume.Checkpoint | None:
-        """The checkpoint to continue from, the same on every rank."""
-        config, ranks = self._config, self._ranks
-        found = _together(ranks, lambda: resume.found(config))
-        seen = ranks.gather(str(found.step) if found else "none")
+        """Returns the checkpoint to continue from, the same on every rank."""
+        found = _together(self.ranks, lambda: resume.found(self.config))
+        seen = self.ranks.gather(str(found.step) if found else "none")
         if len(set(seen)) > 1:
             raise ConfigError(
-                f"run.resume={config.run.resume}: ranks see different last checkpoints, after steps "
+                f"run.resume={self.config.run.resume}: ranks see different last checkpoints, after steps "
                 f"{', '.join(map(str, seen))}; name a folder that is the same on every machine with run.dir=…"
             )
         return found
 
     def _prepared(self) -> tuple[data.Corpus, engine.Draft, zero_offload.Plan]:
-        """Everything that can be refused, and nothing that is written or takes long."""
-        config, ranks = self._config, self._ranks
+        """Does everything that can lead to a refusal. It is quick and writes nothing."""
+        config, ranks = self.config, self.ranks
         checks.values(config)
-        self._format = formats.resolve(config, ranks.device)
-        checks.values(config)  # once more: auto may have met a layout that it cannot go with
+        self.format_reason = formats.resolve(config, ranks.device)
+        checks.values(config)  # again, because auto may have chosen a format that excludes another choice
         checks.packages(config)
         if not config.run.dry:
             planning.here(config, ranks)
@@ -147,89 +138,89 @@ class _Run:
         corpus = data.load(config.data, config.run.seed)
         resume.found(config)
         on_gpu = (config.hardware.device or ranks.device.type) != "cpu"  # of the machine that is planned for
-        draft = engine.draft(config, self._cores and self._cores.pool, on_gpu=on_gpu)
+        draft = engine.draft(config, self.cores and self.cores.pool, on_gpu=on_gpu)
         return corpus, draft, planning.make(config, draft.model, ranks, draft.step)
 
     def _announce(self, corpus: data.Corpus, draft: engine.Draft, plan: zero_offload.Plan) -> None:
-        config, ranks = self._config, self._ranks
+        config, ranks = self.config, self.ranks
         numel = sum(p.numel() for p in draft.model.parameters())
         planned = planning.described_ranks(plan.hardware, config, ranks)
         machine = plan.hardware.name if plan.hardware else ranks.device.type
-        words = self._format or config.precision.parameters
         self._say(
-            f"{config.model.kind}: {numel / 1e6:.1f} M parameters in {words}; stage "
-            f"{config.zero.stage} on {planned} rank{'s' if planned > 1 else ''}, {machine}"
+            f"{config.model.kind}: {numel / 1e6:.1f} M parameters in "
+            f"{self.format_reason or config.precision.parameters}; stage {config.zero.stage} on {planned} "
+            f"rank{'s' if planned > 1 else ''}, {machine}"
         )
         self._say(
             f"data: {corpus.name}; {corpus.training.numel() / 1e6:.1f} MB to train on, "
             f"{corpus.validation.numel() / 1e6:.1f} MB held out"
         )
         self._say(planning.described(plan, config, ranks))
-        if self._cores:
-            self._say(f"update of each rank: {self._cores}" if ranks.world_size > 1 else f"update: {self._cores}")
+        if self.cores:
+            self._say(f"update of each rank: {self.cores}" if ranks.world_size > 1 else f"update: {self.cores}")
 
     def _train(
-        self, ready: engine.Engine, corpus: data.Corpus, plan: zero_offload.Plan, folder: Path, first: int
+        self, ready: Assembled, corpus: data.Corpus, plan: zero_offload.Plan, folder: Path, first: int
     ) -> Outcome:
-        config, ranks = self._config, self._ranks
-        loop = Loop(ready, corpus, config, ranks, self._asked)
-        sample = ""
-        shown = progress.reporter(ranks.leader, config.run.steps, first - 1, config.run.report_every, config.run.bar)
+        config, ranks = self.config, self.ranks
+        run, sample, metrics = config.run, "", None
+        loop = Loop(ready, corpus, config, ranks, self.asked)
+        shown = progress.reporter(ranks.leader, run.steps, first - 1, run.report_every, run.bar)
+
+        def on_step(step: Step) -> None:
+            if metrics:
+                metrics.step(step)
+            shown.step(step)
+
+        def on_validation(number: int, loss: float) -> None:
+            if metrics:
+                metrics.validation(number, loss)
+            shown.say(f"validation after step {number}: {loss:.4f} nats/byte")
+
         with ExitStack() as stack:
-            stack.enter_context(self._asked.gentle())
-            metrics = None
+            stack.enter_context(self.asked.gentle())
             if ranks.leader:
                 configuration.save(config, folder / resume.CONFIG)
                 metrics = stack.enter_context(report.Metrics(folder, first))
-            text = corpus.digest() if config.run.checkpoint_every else ""
-            try:
-                with shown, zero_offload.explained(plan):
-                    signal = loop.run(
-                        first,
-                        lambda step: _show(step, shown, metrics),
-                        lambda number, loss: _show_validation(number, loss, shown, metrics),
-                        lambda number: resume.save(folder, number, ready, config, ranks, text),
-                    )
-                if signal:
-                    steps = len(loop.history.steps) + first - 1
-                    self._say(f"stopped after step {steps} of {config.run.steps}")
-                else:
-                    sample = self._sample(ready)
-                    if config.run.export:
-                        _export(ready, folder, ranks)
-                if self._on_end is not None:
-                    self._on_end(ready)
-            finally:
-                if ranks.leader:
-                    self._write_report(ready, loop.history, plan, folder)
+                stack.callback(self._write_report, ready, loop.history, plan, folder)
+            text = corpus.digest() if run.checkpoint_every else ""
+            with shown, zero_offload.explained(plan):
+                signal = loop.run(
+                    first,
+                    on_step,
+                    on_validation,
+                    lambda number: resume.save(folder, number, ready, config, ranks, text),
+                )
+            if signal:
+                self._say(f"stopped after step {len(loop.history.steps) + first - 1} of {run.steps}")
+            else:
+                sample = self._sample(ready)
+                if run.export:
+                    _export(ready, folder, ranks)
+            if self.on_end is not None:
+                self.on_end(ready)
         self._say(f"results in {folder}")
         return Outcome(128 + signal if signal else 0, folder, loop.history, sample)
 
-    def _sample(self, ready: engine.Engine) -> str:
-        run = self._config.run
+    def _sample(self, ready: Assembled) -> str:
+        run = self.config.run
         if not run.sample_bytes:
             return ""
+        context, device = self.config.data.sequence_length, self.ranks.device
         text = sampling.generate(
-            ready.model,
-            run.sample_prompt,
-            run.sample_bytes,
-            temperature=run.sample_temperature,
-            seed=run.seed,
-            context=self._config.data.sequence_length,
-            device=self._ranks.device,
-            stop=lambda: bool(self._ranks.most(self._asked.signal)),
+            ready.model, run, context, device, stop=lambda: bool(self.ranks.most(self.asked.signal))
         )
         self._say(f"--- sample ---\n{text}\n--------------")
         return text
 
-    def _write_report(self, ready: engine.Engine, history: History, plan: zero_offload.Plan, folder: Path) -> None:
-        """Plots and timeline of what was trained; a plot that fails is named and takes nothing else with it."""
+    def _write_report(self, ready: Assembled, history: History, plan: zero_offload.Plan, folder: Path) -> None:
+        """Writes the plots and the timeline. A file that cannot be written is named, and the others still are."""
         for name, write in (
             ("report.png", lambda: report.draw(folder, history, plan.total("nvme"))),
             ("timeline.json", lambda: ready.timeline.save(folder / "timeline.json")),
             ("timeline.png", lambda: report.draw_timeline(folder / "timeline.png", ready.timeline.events())),
         ):
-            if name.endswith(".png") and not self._config.run.plots:
+            if name.endswith(".png") and not self.config.run.plots:
                 continue
             if not history.steps and (name != "report.png" or (folder / name).exists()):
                 continue  # a finished run that is exported keeps the timeline of its last steps
@@ -239,12 +230,12 @@ class _Run:
                 self._say(f"could not write {name}: {error}")
 
     def _say(self, text: str) -> None:
-        if self._ranks.leader:
+        if self.ranks.leader:
             _say(text)
 
 
-def _export(ready: engine.Engine, folder: Path, ranks: Ranks) -> None:
-    """Weights as safetensors, and the architecture: what `model=hf model.path=…` and transformers read."""
+def _export(ready: Assembled, folder: Path, ranks: Ranks) -> None:
+    """Writes the weights as safetensors, and the architecture, which `model=hf` and transformers read back."""
     target = folder / "pretrained"
     if ranks.leader:
         target.mkdir(exist_ok=True)
@@ -254,29 +245,15 @@ def _export(ready: engine.Engine, folder: Path, ranks: Ranks) -> None:
 
 
 def _together(ranks: Ranks, function: Callable[[], Result]) -> Result:
-    """`function()` on every rank; where any of them refuses, all of them do, with the first one's reason."""
+    """Calls `function` on every rank. If any rank raises ConfigError, all raise the first one's. Collective."""
     result, reason = None, None
     try:
         result = function()
     except ConfigError as error:
         reason = str(error)
-    reasons = [text for text in ranks.gather(reason) if text]
-    if reasons:
+    if reasons := list(filter(None, ranks.gather(reason))):
         raise ConfigError(reasons[0])
-    assert result is not None or reason is None
-    return result  # type: ignore[return-value]
-
-
-def _show(step: Step, shown: progress.Reporter, metrics: report.Metrics | None) -> None:
-    if metrics:
-        metrics.step(step)
-    shown.step(progress.Line(step.step, step.loss, step.tokens_per_second, step.exposed_seconds))
-
-
-def _show_validation(number: int, loss: float, shown: progress.Reporter, metrics: report.Metrics | None) -> None:
-    if metrics:
-        metrics.validation(number, loss)
-    shown.say(f"validation after step {number}: {loss:.4f} nats/byte")
+    return cast(Result, result)
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,7 @@
-"""The run folder: one run's at a time, and refused where another run has left its results. Owns the lock.
+"""Locks the run folder, so that one run at a time uses it, and says what earlier runs have left there.
 
-The lock is the kernel's, on an open file: it goes with the process however that ends. Only the first rank holds it.
-What may be continued, and what differs then, is resume.py's.
+The kernel holds the lock on an open file and drops it when the process ends, however it ends. Only the first rank takes
+it. Which runs may be continued is decided in resume.py.
 """
 
 from __future__ import annotations
@@ -16,23 +16,30 @@ from typing import TextIO
 
 from zero_train.errors import ConfigError
 
-LOCK = ".lock"  # says who holds it, and stays: a file that is removed while it is held locks nothing
+LOCK = ".lock"  # names its holder, and is never deleted after a run: a deleted file locks nothing
 RESULTS = ("config.yaml", "metrics.jsonl", "validation.jsonl", "checkpoints", "pretrained")
 
 
 def results(folder: Path) -> list[str]:
-    """Names of what a run has left in `folder`; empty where it is free for a new one."""
+    """Returns the names of what a run has left in `folder`. A folder without any is free for a new run."""
     return [name for name in RESULTS if (folder / name).exists()]
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes a file so that after a kill it holds either all of `text` or what it held before."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[str]:
-    """Makes `folder` and locks it. What was made is taken away again where a refusal ends the run before its results.
+    """Makes `folder` and locks it. Removes what it made if the run is refused before it leaves results.
 
-    Yields why it could not be locked, on a filesystem that has no locks; otherwise an empty text.
+    Yields an empty string, or the reason why the filesystem could not lock it.
 
     Raises:
-        ConfigError: another process has it, or it cannot be made.
+        ConfigError: another process uses the folder, or it cannot be made.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     new = not (folder / LOCK).exists()
@@ -54,7 +61,7 @@ def claimed(folder: Path) -> Iterator[str]:
 
 
 def _locked(folder: Path) -> tuple[TextIO, str]:
-    """The lock file, held until it is closed, and why it is not locked."""
+    """Returns the lock file, which is locked until it is closed, and the reason if it could not be locked."""
     path = folder / LOCK
     while True:
         file, reason = path.open("a+"), ""
@@ -65,14 +72,14 @@ def _locked(folder: Path) -> tuple[TextIO, str]:
             holder = file.read().strip() or "another process"
             file.close()
             raise ConfigError(
-                f"run.dir={folder}: a run is using it ({holder}); wait until it has ended, or name another folder "
+                f"run.dir={folder}: a run is using it ({holder}); wait until that run ends, or name another folder "
                 "with run.dir=…"
             ) from None
         except OSError as error:
             reason = error.strerror or str(error)
         if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
             break
-        file.close()  # of a run that was refused, and has just removed it
+        file.close()  # a refused run has deleted this file since it was opened: try again
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

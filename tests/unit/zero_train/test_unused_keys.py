@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from zero_train import config, uses
+from zero_train import config, unused_keys
 from zero_train.errors import ConfigError
 from zero_train.schema import Config
 
@@ -66,5 +66,5 @@ def test_a_sweep_may_carry_keys_for_one_of_its_jobs():
 
 def test_the_table_names_keys_that_exist():
     known = set(config.keys()) | {field.name for field in dataclasses.fields(Config)}
-    named = {key for row in uses.TABLE for key in [*row.keys.split(), row.chosen]}
+    named = {key for row in unused_keys.TABLE for key in [*row.keys.split(), row.chosen]}
     assert named <= known

@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("zero_optim_cpu")
 
+import zero_train.cores
 from zero_optim_cpu import cores
-from zero_train import config, threads, train
+from zero_train import config, train
 from zero_train.ranks import Ranks
 
 
@@ -44,7 +45,7 @@ def composed(*overrides):
 
 def test_the_launching_thread_is_kept_off_the_updates_cores_and_freed_again(gpu):
     before, count = os.sched_getaffinity(0), torch.get_num_threads()
-    with threads.claimed(composed(), OnGpu()) as found:
+    with zero_train.cores.claimed(composed(), OnGpu()) as found:
         assert os.sched_getaffinity(0) == set(found.rest)
         assert torch.get_num_threads() == found.rest_cores
         assert len(before) == 1 or not set(found.pool) & set(found.rest)
@@ -53,13 +54,13 @@ def test_the_launching_thread_is_kept_off_the_updates_cores_and_freed_again(gpu)
 
 def test_it_is_freed_where_the_run_fails(gpu):
     before = os.sched_getaffinity(0)
-    with pytest.raises(OSError), threads.claimed(composed(), OnGpu()):
+    with pytest.raises(OSError), zero_train.cores.claimed(composed(), OnGpu()):
         raise OSError("disk")
     assert os.sched_getaffinity(0) == before
 
 
 def test_the_ranks_of_this_host_are_those_that_divide(gpu):
-    with threads.claimed(composed(), OnGpu(rank=5, world_size=8, local_rank=1, local_world_size=4)):
+    with zero_train.cores.claimed(composed(), OnGpu(rank=5, world_size=8, local_rank=1, local_world_size=4)):
         pass
     seats, local_rank = gpu[0]
     assert (len(seats), local_rank) == (4, 1)
@@ -68,7 +69,7 @@ def test_the_ranks_of_this_host_are_those_that_divide(gpu):
 
 def test_compute_threads_that_are_asked_for_stay(gpu):
     count = torch.get_num_threads()
-    with threads.claimed(composed("run.threads=7"), OnGpu()):
+    with zero_train.cores.claimed(composed("run.threads=7"), OnGpu()):
         assert torch.get_num_threads() == count  # the run sets its own
 
 
@@ -77,7 +78,7 @@ def test_compute_threads_that_are_asked_for_stay(gpu):
 )
 def test_otherwise_nothing_is_bound(gpu, monkeypatch, ranks, override):
     before = os.sched_getaffinity(0)
-    with threads.claimed(composed(override), ranks) as found:
+    with zero_train.cores.claimed(composed(override), ranks) as found:
         assert found is None
         assert os.sched_getaffinity(0) == before
     assert not gpu
@@ -85,8 +86,8 @@ def test_otherwise_nothing_is_bound(gpu, monkeypatch, ranks, override):
 
 def test_a_dry_run_says_which_cores(gpu, monkeypatch, capsys):
     """The run is one on the CPU; only the cores are claimed as beside a GPU."""
-    real = threads.claimed
-    monkeypatch.setattr(threads, "claimed", lambda config, _: real(config, OnGpu()))
+    real = zero_train.cores.claimed
+    monkeypatch.setattr(zero_train.cores, "claimed", lambda config, _: real(config, OnGpu()))
     before = os.sched_getaffinity(0)
     assert train.run(composed("data=synthetic", "run.dry=true")).exit_code == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("update: ")]

@@ -1,0 +1,97 @@
+"""Refuses keys on the command line that the chosen options do not use, so that no key is ignored silently.
+
+Owns the table of those keys. Every run uses the keys that are not in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from zero_train import checks
+from zero_train.errors import ConfigError
+from zero_train.schema import OPTIMIZERS, Config
+
+ABOVE_ZERO = "above 0"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Keys that only some runs use."""
+
+    keys: str  # separated by spaces
+    chosen: str  # the key or group that decides
+    used: str | Callable[[Config], bool]  # its values that use the keys, separated by spaces; or a test of the whole
+    way_out: str = ""  # if not to choose one of those values
+
+    def is_used(self, config: Config) -> bool:
+        """Returns whether a run with this configuration uses the keys."""
+        value = _value(config, self.chosen)
+        if callable(self.used):
+            return self.used(config)
+        return int(value) > 0 if self.used == ABOVE_ZERO else value in self.used.split()
+
+
+TABLE = (
+    Row(
+        "model.hidden_size model.intermediate_size model.layers model.heads model.vocab_size model.tie_embeddings",
+        "model",
+        "llama gpt2 moe",
+        "choose model=llama, gpt2 or moe (model=hf takes its sizes from its folder)",
+    ),
+    Row("model.key_value_heads", "model", "llama moe"),
+    Row("model.experts model.experts_per_token", "model", "moe"),
+    Row("model.path data.as_bytes", "model", "hf"),
+    Row("model.checkpointing", "offload.activations", "null"),
+    Row("data.path data.pattern", "data", "text"),
+    Row("zero.resident_bytes", "zero.stage", "3"),
+    Row(
+        "offload.parameters offload.gradients offload.optimizer",
+        "offload",
+        "host",
+        "choose offload=host or nvme, whose placements these keys change",
+    ),
+    Row(
+        "offload.tile_numel offload.slots offload.overlap optim.threads precision.states",
+        "offload",
+        "host auto",
+        "choose offload=host, nvme or auto",
+    ),
+    Row(
+        "offload.nvme_paths io io.backend",
+        "offload",
+        lambda config: config.offload.kind == "auto" or checks.uses_nvme(config),
+        "choose offload=nvme or auto",
+    ),
+    *(
+        Row(f"optim.{key}", "optim", " ".join(kind for kind, keys in OPTIMIZERS.items() if key in keys))
+        for key in ("betas", "eps", "momentum")
+    ),
+    Row("run.keep_checkpoints", "run.checkpoint_every", ABOVE_ZERO, "set run.checkpoint_every to a number of steps"),
+    Row("run.evaluate_batches", "run.evaluate_every", ABOVE_ZERO, "set run.evaluate_every to a number of steps"),
+    Row("run.sample_prompt run.sample_temperature", "run.sample_bytes", ABOVE_ZERO, "set run.sample_bytes to a length"),
+)
+
+
+def check(given: Iterable[str], jobs: Sequence[Config]) -> None:
+    """Refuses a key of the command line that none of its jobs uses. Recipes may hold keys that are not used.
+
+    Raises:
+        ConfigError: names the key, the choice that leaves it unused, and a choice that would use it.
+    """
+    rows = {key: row for row in TABLE for key in row.keys.split()}
+    for key in given:
+        row = rows.get(key)
+        if row is not None and not any(config.run.probe or row.is_used(config) for config in jobs):
+            values = sorted({f"{row.chosen}={_value(config, row.chosen)}" for config in jobs})
+            way_out = row.way_out or f"choose {row.chosen}={str(row.used).replace(' ', ' or ')}"
+            raise ConfigError(
+                f"{key} is given, but nothing uses it with {' or '.join(values)}; leave {key} out, or {way_out}"
+            )
+
+
+def _value(config: Config, key: str) -> str:
+    """Returns the value of a key, or the option of a group as far as its kind tells it."""
+    section, _, name = key.partition(".")
+    value = getattr(getattr(config, section), name or "kind")
+    return {"placed": "host", "None": "null"}.get(str(value), str(value))  # nvme uses the same keys as host
