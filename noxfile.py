@@ -179,6 +179,7 @@ def build(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """pytest-benchmark over the tiers, JSON saved; or one: `-- core|nvme|optim|ranks|rss|step|tiled [arguments]`."""
+    session.env["ZERO_OPTIM_ROOFLINE"] = "ON"  # kernels that `optim` compares with, and that no wheel has
     everything(session)
     (ROOT / "runs").mkdir(exist_ok=True)
     if session.posargs and session.posargs[0] in ("core", "nvme", "optim", "ranks", "rss", "step", "tiled"):

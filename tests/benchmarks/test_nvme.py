@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -215,7 +216,7 @@ def run(
         "machine": platform.platform(),
         "date": time.strftime("%Y-%m-%d"),
         "bytes": nbytes,
-        "fio": fio.version(),
+        "fio": subprocess.check_output(["fio", "--version"], text=True).strip(),
     }
     try:
         prepare(name, nbytes)

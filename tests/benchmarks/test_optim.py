@@ -3,7 +3,7 @@
 Paired rounds in one process: every round runs each contestant once, in an order that alternates, over the same buffers,
 which were written before. Reported are medians of the ratios within a round, with a 95 % interval of the median (order
 statistics). The roofline moves the same streams through the same threads, with the same cuts and prefetches, and does
-no arithmetic.
+no arithmetic. The wheel does not have its kernels: install with ``ZERO_OPTIM_ROOFLINE=ON`` in the environment.
 
 DeepSpeed is wanted and not required; the program prints what was missing. To have it:
 ``pip install --no-deps --target FOLDER deepspeed==0.19.8 py-cpuinfo hjson einops msgpack ninja psutil pydantic
@@ -31,9 +31,10 @@ from torch import Tensor
 
 import zero_optim_cpu
 from tests.benchmarks.intervals import interval_of_median
-from zero_optim_cpu import CpuStep, available_isas
-from zero_optim_cpu.engine import Engine
+from zero_optim_cpu import CpuStep, _native, available_isas
+from zero_optim_cpu.kernels import Kernels
 
+HAS_ROOFLINE = hasattr(_native.Batch, "run_roofline")
 HUGE = 2 << 20  # bytes of a huge page
 SETTLE_SECONDS = 0.02  # OpenMP's threads spin this long after their work, on the core that the next contestant wants
 Run = Callable[[], Any]
@@ -159,10 +160,10 @@ def kernel(memory: Memory, layout: str, threads: int, isa: str | None = None) ->
     for f in step.layout(numel, dtype):
         tile.states[f.name] = memory.get(f.name, f.dtype, f.numel)
     segments = [Segment(0, numel, dict(optimizer.param_groups[0]), 7)]
-    batch, engine = step._batch(tile, segments), step._engine
+    batch, pool = step._batch(tile, segments), step._kernels.pool
 
     def roofline(buffers: Tile = tile) -> None:  # the batch holds addresses only
-        batch.run(engine.pool, 1.0, True)
+        batch.run_roofline(pool)
 
     return lambda: step.update(tile, segments, 0.9), roofline
 
@@ -201,7 +202,7 @@ def large(memory: Memory, threads: int, rounds: int, deepspeed: Any) -> list[Row
     rows = []
     for layout, aim in AIMS.items():
         ours, roofline = kernel(memory, layout, threads)
-        contestants: dict[str, Run] = {"ours": ours, "roofline": roofline}
+        contestants: dict[str, Run] = {"ours": ours} | ({"roofline": roofline} if HAS_ROOFLINE else {})
         aims = {"roofline": aim.of_roofline, "avx2": OF_AVX512, "torch fused": OVER_FUSED}
         aims |= {"deepspeed": aim.over_deepspeed, "deepspeed flow": OVER_FLOW}
         if "avx512" in available_isas():
@@ -223,9 +224,10 @@ def small(threads: int, rounds: int, deepspeed: Any) -> Row:
     states = [(torch.zeros(10_000), torch.zeros(10_000)) for _ in params]
     ours = over(zero_optim_cpu.AdamW(params, lr=1e-5, threads=threads), states, lambda: 0)
     fused = over(torch.optim.AdamW(params, lr=1e-5, fused=True), states, lambda: torch.tensor(0.0))
-    batch, engine = ours._prepare()[0].batch, ours._engine
+    batch, pool = ours._prepare()[0].batch, ours._kernels.pool
     contestants: dict[str, Run] = {"ours": ours.step, "torch fused": fused.step}
-    contestants["roofline"] = lambda: batch.run(engine.pool, 1.0, True)  # of the same tensors, and without Python
+    if HAS_ROOFLINE:
+        contestants["roofline"] = lambda: batch.run_roofline(pool)  # of the same tensors, and without Python
     if deepspeed is not None:
         contestants["deepspeed"] = over(deepspeed(params, lr=1e-5, adamw_mode=True), states, lambda: 0).step
     return row_of(SMALL, contestants, rounds, {"deepspeed": OVER_DEEPSPEED_SMALL, "torch fused": OVER_FUSED})
@@ -266,7 +268,7 @@ def report(rows: list[Row], header: str, numel: int) -> str:
     columns = {"roofline": "of its roofline", "deepspeed": "x DeepSpeed fp32", "deepspeed flow": "x DeepSpeed flow"}
     columns |= {"torch fused": "x torch fused fp32", "avx2": "AVX2 of AVX-512"}
     for row in rows:
-        if row.name == SMALL and "deepspeed" in row.ratios:
+        if row.name == SMALL and {"deepspeed", "roofline"} <= row.ratios.keys():
             pairs = zip(row.ratios["deepspeed"], row.ratios["roofline"], strict=True)
             header += f"; memory allows {statistics.median(a / b for a, b in pairs):.2f} x DeepSpeed over {SMALL}"
     lines = [header, "", f"| AdamW | ms | GB/s | {' | '.join(columns.values())} |", "|---" * (3 + len(columns)) + "|"]
@@ -284,7 +286,7 @@ def machine() -> str:
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break
-    return f"{model}, {Engine().threads} cores, torch {torch.__version__}, {datetime.date.today().isoformat()}"
+    return f"{model}, {Kernels().threads} cores, torch {torch.__version__}, {datetime.date.today().isoformat()}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -302,11 +304,14 @@ def main(arguments: list[str] | None = None) -> None:
     deepspeed, peer = deepspeed_adam()
     memory = Memory(chosen.numel, chosen.pages == "huge")
     memory.fill()
-    rate, probe = memory_probe(memory)
+    moved = "no roofline: built without ZERO_OPTIM_ROOFLINE=ON"
+    rate, probe = memory_probe(memory) if HAS_ROOFLINE else (None, None)
+    if HAS_ROOFLINE:
+        moved = f"two threads move {rate:.1f} GB/s, {probe:.2f} x what one does"
     rows = [*large(memory, chosen.threads, chosen.rounds, deepspeed), small(chosen.threads, chosen.rounds, deepspeed)]
     header = f"{machine()}, {peer if deepspeed else 'peers missing: ' + peer}; {chosen.numel:,} parameters, "
     header += f"{chosen.pages} pages, {chosen.threads} threads, {chosen.rounds} rounds; "
-    header += f"two threads move {rate:.1f} GB/s, {probe:.2f} x what one does"
+    header += moved
     print(report(rows, header, chosen.numel))
     if chosen.json is not None:
         results = {row.name: {"seconds": row.seconds, "ratios": row.ratios, "aims": row.aims} for row in rows}

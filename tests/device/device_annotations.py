@@ -84,16 +84,16 @@ def _transfers() -> None:
 
 def _nvme() -> None:
     """A request touches its memory from its submission until somebody learns that it is done."""
-    from zero_nvme.engine import Engine
+    from zero_nvme.io_queue import IOQueue
     from zero_nvme.ticket import Ticket
 
     tasks = _Tasks()
 
-    def submit(inner: Any, engine: Any, write: bool, offset: int, memory: Any, *rest: Any, **options: Any) -> Any:
+    def start(inner: Any, queue: Any, write: bool, offset: int, memory: Any, *rest: Any, **options: Any) -> Any:
         at = [(memory.address, memory.nbytes)]
         touched = {"reads": at} if write else {"writes": at}
         task = zero_sim.begin("zero_nvme writes a file" if write else "zero_nvme reads a file", **touched)
-        ticket = inner(engine, write, offset, memory, *rest, **options)
+        ticket = inner(queue, write, offset, memory, *rest, **options)
         tasks.add(ticket, task)
         return ticket
 
@@ -106,16 +106,16 @@ def _nvme() -> None:
         tasks.finish(ticket)  # called by whoever has waited
         inner(ticket)
 
-    def settled(inner: Any, engine: Any, *args: Any, **options: Any) -> Any:
-        found = inner(engine, *args, **options)
-        tasks.finish_all(lambda ticket: ticket._engine is engine)
+    def settled(inner: Any, queue: Any, *args: Any, **options: Any) -> Any:
+        found = inner(queue, *args, **options)
+        tasks.finish_all(lambda ticket: ticket._queue is queue)
         return found
 
-    _wrap(Engine, "submit", submit)
+    _wrap(IOQueue, "_start", start)
     _wrap(Ticket, "done", done)
     _wrap(Ticket, "_raise_error", raise_error)
     for name in ("drain", "cancel", "close"):
-        _wrap(Engine, name, settled)
+        _wrap(IOQueue, name, settled)
 
 
 def _cpu_step() -> None:

@@ -76,15 +76,15 @@ using RequestHandle = std::shared_ptr<PyRequest>;
 class PyStore {
  public:
   PyStore(const std::vector<std::tuple<int, bool, std::size_t, std::size_t>>& files, std::vector<std::uint32_t> pattern,
-          std::uint64_t unit_bytes, const std::string& backend, std::size_t block_bytes, std::size_t inflight_bytes,
-          unsigned depth, unsigned threads, std::size_t max_requests)
+          const std::string& backend, std::size_t block_bytes, std::size_t inflight_bytes, unsigned depth,
+          unsigned threads, std::size_t max_requests)
       : process_(::getpid()) {
     std::vector<PathFile> paths;
     for (const auto& [fd, direct, alignment, memory_alignment] : files) {
       paths.push_back({fd, direct, alignment, memory_alignment});
     }
     py::gil_scoped_release released;
-    store_ = std::make_shared<Store>(paths, StripeMap(std::move(pattern), unit_bytes),
+    store_ = std::make_shared<Store>(paths, StripeMap(std::move(pattern), block_bytes),
                                      Options{backend, {block_bytes, inflight_bytes, depth}, threads, max_requests});
   }
 
@@ -127,17 +127,6 @@ class PyStore {
 
   std::size_t pending() { return open()->gate().inside(); }
 
-  int register_buffer(std::uintptr_t address, std::size_t nbytes, py::object keep) {
-    const auto store = open();
-    int result;
-    {
-      py::gil_scoped_release released;
-      result = store->register_buffer(reinterpret_cast<char*>(address), nbytes);
-    }
-    registered_.push_back(std::move(keep));  // also after a failure: a part of it may be registered
-    return result;
-  }
-
   py::list statistics();
 
   void close() {
@@ -150,7 +139,6 @@ class PyStore {
       last.reset();                                                               // settles what is in flight
     }
     std::deque<RequestHandle>().swap(kept_);
-    std::vector<py::object>().swap(registered_);
   }
 
   // In a forked child: the threads are not here, their locks may be held. Close the descriptors, leave the rest be.
@@ -186,7 +174,6 @@ class PyStore {
   std::shared_ptr<Store> store_;
   std::deque<RequestHandle> kept_;
   std::size_t live_after_sweep_ = 0;
-  std::vector<py::object> registered_;
 };
 
 py::dict buckets(const Histogram& histogram) {
@@ -212,7 +199,6 @@ py::list PyStore::statistics() {
       direction["retries"] = d.retries.load();
       direction["failures"] = d.failures.load();
       direction["bounced_bytes"] = d.bounced_bytes.load();
-      direction["registered_blocks"] = d.registered_blocks.load();
       direction["latency_nanoseconds"] = buckets(d.latency_nanoseconds);
       direction["latency_nanoseconds_maximum"] = d.latency_nanoseconds.maximum();
       entry[op == 0 ? "read" : "write"] = direction;
@@ -270,24 +256,20 @@ PYBIND11_MODULE(_native, m) {
 
   py::class_<PyStore>(m, "Store")
       .def(py::init<const std::vector<std::tuple<int, bool, std::size_t, std::size_t>>&, std::vector<std::uint32_t>,
-                    std::uint64_t, const std::string&, std::size_t, std::size_t, unsigned, unsigned, std::size_t>(),
-           py::arg("files"), py::arg("pattern"), py::arg("unit_bytes"), py::arg("backend"), py::arg("block_bytes"),
+                    const std::string&, std::size_t, std::size_t, unsigned, unsigned, std::size_t>(),
+           py::arg("files"), py::arg("pattern"), py::arg("backend"), py::arg("block_bytes"),
            py::arg("inflight_bytes"), py::arg("depth"), py::arg("threads"), py::arg("max_requests"))
       .def("submit", &PyStore::submit, py::arg("write"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
            py::arg("keep"))
       .def("drain", &PyStore::drain, py::arg("timeout_seconds") = py::none())
       .def("cancel", &PyStore::cancel)
       .def("pending", &PyStore::pending)
-      .def("register_buffer", &PyStore::register_buffer, py::arg("address"), py::arg("nbytes"), py::arg("keep"))
       .def("statistics", &PyStore::statistics)
       .def("close", &PyStore::close)
       .def("abandon", &PyStore::abandon);
 
   py::class_<HugeMapping>(m, "HugeBuffer", py::buffer_protocol())
       .def(py::init<std::size_t>(), py::arg("nbytes"))
-      .def_property_readonly("address", [](const HugeMapping& self) { return reinterpret_cast<std::uintptr_t>(self.data()); })
-      .def_property_readonly("nbytes", &HugeMapping::nbytes)
-      .def_property_readonly("advice_error", &HugeMapping::advice_error)
       .def_buffer([](HugeMapping& self) {
         return py::buffer_info(reinterpret_cast<std::uint8_t*>(self.data()), static_cast<py::ssize_t>(self.nbytes()));
       });

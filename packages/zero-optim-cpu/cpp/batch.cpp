@@ -116,11 +116,7 @@ Coefficients coefficients(Rule rule, const Hyper& h, double scale) {
 
 void Batch::add(const Item& item, Master master, std::vector<HyperSegment> segments) {
     if (item.numel < 0) refuse("an item of " + std::to_string(item.numel) + " elements");
-    const auto kernel = table_->update[int(rule_)][int(master)][int(moments_)][int(item.gradient_dtype)];
-    if (kernel == nullptr) refuse("no kernel for this layout: stochastic rounding keeps its moments in fp32");
-    if ((master != Master::full) && item.parameter_dtype != DType::bf16) {
-        refuse("a split master and stochastic rounding are of bf16 parameters");
-    }
+    if (master == Master::split && item.parameter_dtype != DType::bf16) refuse("only a bf16 parameter has a split master");
     check_buffers(buffers_of(item, rule_, master, moments_));
     check_segments(segments, item.numel);
     items_.push_back({item, master, std::move(segments)});
@@ -181,13 +177,12 @@ Cut cut(const std::vector<std::int64_t>& numels, int threads) {
     return result;
 }
 
-std::shared_ptr<Job> Batch::job(double scale, int threads, bool roofline) const {
+std::shared_ptr<Job> Batch::job(double scale, int threads, const KernelsOfRule& kernels) const {
     auto work = std::make_shared<Work>();
     std::vector<std::int64_t> numels;
     std::size_t segment_count = 0;
     for (const Entry& entry : items_) segment_count += entry.segments.size();
     work->segments.reserve(segment_count);
-    const auto& kernels = roofline ? table_->roofline : table_->update;
     for (const Entry& entry : items_) {
         Item item = entry.item;
         item.segments = work->segments.data() + work->segments.size();
@@ -195,7 +190,7 @@ std::shared_ptr<Job> Batch::job(double scale, int threads, bool roofline) const 
         for (const HyperSegment& s : entry.segments) {
             work->segments.push_back({s.start, s.stop, coefficients(rule_, s.hyper, scale)});
         }
-        work->kernels.push_back(kernels[int(rule_)][int(entry.master)][int(moments_)][int(item.gradient_dtype)]);
+        work->kernels.push_back(kernels[int(entry.master)][int(moments_)][int(item.gradient_dtype)]);
         work->items.push_back(item);
         numels.push_back(item.numel);
     }

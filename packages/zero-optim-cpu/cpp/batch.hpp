@@ -43,11 +43,19 @@ public:
     // types. Throws as `add`.
     void refresh(const std::vector<std::uintptr_t>& gradients, const std::vector<const Hyper*>& hypers);
 
-    // The job that updates all items. It owns copies of what it reads, except the items' memory. With `roofline`, the
-    // kernels that move the same bytes and do no arithmetic.
-    std::shared_ptr<Job> job(double scale, int threads, bool roofline = false) const;
+    // The job that updates all items. It owns copies of what it reads, except the items' memory.
+    std::shared_ptr<Job> job(double scale, int threads) const {
+        return job(scale, threads, table_->update[int(rule_)]);
+    }
+#ifdef ZERO_OPTIM_ROOFLINE
+    // The job that moves the same bytes and does no arithmetic. The rule is Adam's.
+    std::shared_ptr<Job> roofline_job(int threads) const { return job(1.0, threads, table_->roofline); }
+#endif
 
 private:
+    using KernelsOfRule = UpdateKernel[master_count][moments_count][dtype_count];
+    std::shared_ptr<Job> job(double scale, int threads, const KernelsOfRule& kernels) const;
+
     struct Entry {
         Item item;
         Master master;

@@ -4,9 +4,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,13 +39,17 @@ public:
         }
     }
     bool done() const { return job_->done(); }
-    bool wait(double seconds) {
+    void wait(std::optional<double> timeout) {
+        bool ended;
         {
             const py::gil_scoped_release release;
-            if (!job_->wait(seconds)) return false;
+            ended = job_->wait(timeout ? std::max(0.0, *timeout) : -1.0);
+        }
+        if (!ended) {
+            PyErr_Format(PyExc_TimeoutError, "the update did not end within %S seconds", py::float_(*timeout).ptr());
+            throw py::error_already_set();
         }
         keep_ = py::none();
-        return true;
     }
 
 private:
@@ -109,9 +115,10 @@ void bind_values(py::module_& m) {
              }),
              py::arg("threads"), py::arg("cores") = std::vector<int>())
         .def_property_readonly("threads", &Pool::threads);
-    py::class_<Handle>(m, "Handle", "An update that was started: done(), wait(seconds); negative: no limit.")
-        .def("done", &Handle::done)
-        .def("wait", &Handle::wait, py::arg("seconds") = -1.0);
+    py::class_<Handle>(m, "Handle", "An update that runs in the background. Dropping it waits for the end.")
+        .def("done", &Handle::done, "Returns whether the update has ended. Never blocks.")
+        .def("wait", &Handle::wait, py::arg("timeout") = py::none(),
+             "Blocks until the update has ended. Raises TimeoutError after `timeout` seconds.");
     py::class_<Hyper>(m, "Hyper")
         .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, double momentum,
                          double dampening, double lr_decay, std::int64_t step, bool decoupled, bool nesterov,
@@ -135,11 +142,9 @@ void bind_batch(py::module_& m) {
         }))
         .def("__len__", &Batch::size)
         .def("add",
-             [](Batch& batch, Item item, int master, std::uintptr_t gradient, int gradient_dtype, std::uint64_t counter,
-                const Segments& segments) {
+             [](Batch& batch, Item item, int master, std::uintptr_t gradient, int gradient_dtype, const Segments& segments) {
                  item.gradient = pointer<const void>(gradient);
                  item.gradient_dtype = DType(gradient_dtype);
-                 item.counter = counter;
                  std::vector<HyperSegment> list;
                  list.reserve(segments.size());
                  for (const auto& [start, stop, hyper] : segments) list.push_back({start, stop, hyper});
@@ -148,11 +153,17 @@ void bind_batch(py::module_& m) {
         .def("check_disjoint", &Batch::check_disjoint)
         .def("refresh", &Batch::refresh)
         .def("run",
-             [](const Batch& batch, Pool& pool, double scale, bool roofline) {
+             [](const Batch& batch, Pool& pool, double scale) {
                  const py::gil_scoped_release release;
-                 pool.run(batch.job(scale, pool.threads(), roofline));
-             },
-             py::arg("pool"), py::arg("scale"), py::arg("roofline") = false)
+                 pool.run(batch.job(scale, pool.threads()));
+             })
+#ifdef ZERO_OPTIM_ROOFLINE
+        .def("run_roofline",
+             [](const Batch& batch, Pool& pool) {
+                 const py::gil_scoped_release release;
+                 pool.run(batch.roofline_job(pool.threads()));
+             })
+#endif
         .def("start", [](const Batch& batch, Pool& pool, double scale, py::object keep) {
             std::shared_ptr<Job> job;
             {
@@ -182,24 +193,17 @@ void bind_tensors(py::module_& m) {
         for (const auto chunk : over_chunks<std::int64_t>(pool, kernel, values, numel)) sum += chunk;
         return sum;
     });
-    m.def("encode_master", [](Pool& pool, const Item& item, int master, std::uintptr_t values) {
+    // `slot` is -1 for the master, else of a state; `kind` is a Master or a Moments accordingly.
+    m.def("encode", [](Pool& pool, const Item& item, int slot, int kind, std::uintptr_t values) {
         over_elements(pool, item.numel, [=](std::int64_t begin, std::int64_t end) {
-            encode_master(pointer<const float>(values), item, Master(master), begin, end);
+            if (slot < 0) encode_master(pointer<const float>(values), item, Master(kind), begin, end);
+            else encode_moment(pointer<const float>(values), item, slot, Moments(kind), begin, end);
         });
     });
-    m.def("decode_master", [](Pool& pool, const Item& item, int master, std::uintptr_t values) {
+    m.def("decode", [](Pool& pool, const Item& item, int slot, int kind, std::uintptr_t values) {
         over_elements(pool, item.numel, [=](std::int64_t begin, std::int64_t end) {
-            decode_master(pointer<float>(values), item, Master(master), begin, end);
-        });
-    });
-    m.def("encode_moment", [](Pool& pool, const Item& item, int state, int moments, std::uintptr_t values) {
-        over_elements(pool, item.numel, [=](std::int64_t begin, std::int64_t end) {
-            encode_moment(pointer<const float>(values), item, state, Moments(moments), begin, end);
-        });
-    });
-    m.def("decode_moment", [](Pool& pool, const Item& item, int state, int moments, std::uintptr_t values) {
-        over_elements(pool, item.numel, [=](std::int64_t begin, std::int64_t end) {
-            decode_moment(pointer<float>(values), item, state, Moments(moments), begin, end);
+            if (slot < 0) decode_master(pointer<float>(values), item, Master(kind), begin, end);
+            else decode_moment(pointer<float>(values), item, slot, Moments(kind), begin, end);
         });
     });
 }

@@ -166,36 +166,3 @@ struct Split {
         prefetch_group<2>(low, i);
     }
 };
-
-// Two multiplications and three shifts: every input bit reaches the low 16 output bits (avalanche of murmur3's end).
-template <class V> ZERO_OPTIM_INLINE typename V::I mix(typename V::I x) {
-    x = V::ixor(x, V::template shr<16>(x));
-    x = V::imul(x, V::seti(0x85ebca6bu));
-    x = V::ixor(x, V::template shr<13>(x));
-    x = V::imul(x, V::seti(0xc2b2ae35u));
-    return V::ixor(x, V::template shr<16>(x));
-}
-
-// bf16 alone. The 16 bits that do not fit are added a random number of the element's global index and the step.
-struct Stochastic {
-    std::uint16_t* p;
-    std::uint64_t counter;
-    static Stochastic of(const Item& t) { return {static_cast<std::uint16_t*>(t.parameter), t.counter}; }
-    template <class V>
-    ZERO_OPTIM_INLINE typename V::F load(std::int64_t i) const { return bf16_to_float<V>(V::load_u16(p + i)); }
-    template <class V, int N>
-    ZERO_OPTIM_INLINE void store(std::int64_t i, const typename V::F (&x)[N], const Coefficients& c) const {
-        const typename V::I key = V::seti(c.key * 0x9e3779b9u);
-        typename V::I rounded[N];
-        each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
-            // Modulo 2^32: elements that far apart share their numbers, and no vector has to care where it wraps.
-            const std::uint64_t first = counter + std::uint64_t(i + k.value * V::width);
-            const typename V::I index = V::iadd(V::seti(std::uint32_t(first)), V::iota());
-            const typename V::I random = V::iand(mix<V>(V::ixor(mix<V>(index), key)), V::seti(0xffffu));
-            const typename V::I b = V::iselect(V::is_nan(x[k.value]), V::seti(0x7fc00000u), V::bits(x[k.value]));
-            rounded[k.value] = V::template shr<16>(V::iadd(b, random));
-        });
-        store_narrow<V>(p + i, rounded);
-    }
-    ZERO_OPTIM_INLINE void ahead(std::int64_t i) const { prefetch_group<2>(p, i); }
-};

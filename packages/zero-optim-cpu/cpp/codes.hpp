@@ -18,7 +18,7 @@
 constexpr std::uint32_t least_exponent = 40;  // of a scale that is not zero: no code is a denormal, nor beta times it
 constexpr std::uint32_t word_of_infinity = 0x7f80u;
 
-// `mix` of each position in a block, plus one: computed by the compiler, because every kernel call wants them.
+// A hash (the end of murmur3) of each position in a block. The compiler computes them, because every kernel call needs all.
 struct Positions {
     std::uint32_t mixed[block_numel];
 };

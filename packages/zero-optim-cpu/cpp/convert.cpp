@@ -36,22 +36,19 @@ void encode_master(const float* values, const Item& item, Master master, std::in
     if (master == Master::full) {
         const Full full = Full::of(item);
         for (; i < end; ++i) full.store<Scalar, 1>(i, {values[i]}, Coefficients{});
-    } else if (master == Master::split) {
+    } else {
         const Split split = Split::of(item);
         for (; i < end; ++i) {
             const std::uint32_t b = Scalar::bits(values[i]);
             split.high[i] = std::uint16_t((b + 0x8000u) >> 16);
             split.low[i] = std::uint16_t(b);
         }
-    } else {
-        put(Bf16{static_cast<std::uint16_t*>(item.parameter)}, values, i, end);
     }
 }
 
 void decode_master(float* values, const Item& item, Master master, std::int64_t i, std::int64_t end) {
     if (master == Master::full) get(values, Full::of(item), i, end);
-    else if (master == Master::split) get(values, Split::of(item), i, end);
-    else get(values, Bf16{static_cast<std::uint16_t*>(item.parameter)}, i, end);
+    else get(values, Split::of(item), i, end);
 }
 
 void encode_moment(const float* values, const Item& item, int k, Moments moments, std::int64_t i, std::int64_t end) {

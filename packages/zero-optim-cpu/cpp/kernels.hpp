@@ -23,5 +23,7 @@ inline std::int64_t first_segment(const Item& t, std::int64_t begin) {
 #include "update_body.hpp"
 #include "coded_body.hpp"
 #include "reduce_body.hpp"
+#ifdef ZERO_OPTIM_ROOFLINE
 #include "roofline_body.hpp"
+#endif
 #include "table_body.hpp"

@@ -1,7 +1,8 @@
-// The streams of an update, moved and not computed with: what the memory allows a kernel of that layout. The same parts
-// on the same threads, the same prefetches, plain stores; whole vectors, whatever the elements are. Left out are the
-// scales of 8-bit moments, 8 bytes in 256 elements. Every value is stored as it was loaded, or-ed with a zero that the
-// compiler does not know, so running it on a real buffer changes nothing. Included in an anonymous namespace.
+// Kernels for the benchmark that move the bytes of an Adam update without computing, to measure what memory allows.
+// They are compiled with ZERO_OPTIM_ROOFLINE=ON only. They use the same parts, threads and prefetches as the update,
+// and plain stores of whole vectors. They leave out the scales of 8-bit moments, which are 8 bytes in 256 elements.
+// Every value is stored as it was loaded, or-ed with a zero that the compiler does not know, so running one on a real
+// buffer changes nothing. Included in an anonymous namespace.
 
 constexpr std::int64_t touched_numel = 64;  // at least one whole vector of every stream
 
@@ -47,7 +48,23 @@ void roofline_of(const Item& t, std::int64_t begin, std::int64_t end) {
 template <class V, int M, int A, int B, int Gradient>
 void roofline(const Item& t, std::int64_t begin, std::int64_t end) {
     if constexpr (M == int(Master::split)) roofline_of<V, 2, 2, A, B, Gradient>(t, begin, end);
-    else if constexpr (M == int(Master::stochastic)) roofline_of<V, 2, 0, A, B, Gradient>(t, begin, end);
     else if (t.parameter_dtype == DType::f32) roofline_of<V, 4, 0, A, B, Gradient>(t, begin, end);
     else roofline_of<V, 2, 4, A, B, Gradient>(t, begin, end);  // the parameter is written only; here it is read too
+}
+
+template <class V, int M, int Gradient> void fill_roofline_of(Table& t, DType gradient) {
+    t.roofline[M][0][int(gradient)] = roofline<V, M, 4, 4, Gradient>;
+    t.roofline[M][1][int(gradient)] = roofline<V, M, 2, 4, Gradient>;
+    t.roofline[M][2][int(gradient)] = roofline<V, M, 1, 1, Gradient>;
+}
+
+template <class V, int M> void fill_roofline_master(Table& t) {
+    fill_roofline_of<V, M, 4>(t, DType::f32);
+    fill_roofline_of<V, M, 2>(t, DType::bf16);
+    fill_roofline_of<V, M, 2>(t, DType::f16);
+}
+
+template <class V> void fill_roofline(Table& t) {
+    fill_roofline_master<V, int(Master::full)>(t);
+    fill_roofline_master<V, int(Master::split)>(t);
 }

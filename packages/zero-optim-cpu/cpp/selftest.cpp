@@ -62,7 +62,6 @@ struct Tile {
             item.state[k] = moments[k].data();
             item.scale[k] = scales[k].data();
         }
-        item.counter = 12345;
     }
 
     void fill_gradient(Random& random) {
@@ -193,7 +192,6 @@ int main(int argc, char** argv) {
             for (int c = 0; c < master_count * moments_count * dtype_count; ++c) {
                 const int m = c / (moments_count * dtype_count), s = c / dtype_count % moments_count;
                 const int d = c % dtype_count;
-                if (scalar->update[r][m][s][d] == nullptr) continue;
                 const DType parameter = Master(m) == Master::full ? DType(d) : DType::bf16;
                 const auto digest = [&](const Table* t, Pool& p) {
                     return update_digest(t, p, Rule(r), Master(m), Moments(s), parameter, DType(d));

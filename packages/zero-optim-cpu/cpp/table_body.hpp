@@ -3,16 +3,9 @@
 template <class V, template <class> class R, class MasterStream, int M, DType D>
 void fill_gradient(Table& t, int rule) {
     constexpr int d = int(D);
-    constexpr bool has_a = R<V>::has_a, has_b = R<V>::has_b;
-    constexpr int gradient = D == DType::f32 ? 4 : 2;
     t.update[rule][M][0][d] = update_plain<V, R, MasterStream, F32, F32, D>;
-    t.roofline[rule][M][0][d] = roofline<V, M, has_a ? 4 : 0, has_b ? 4 : 0, gradient>;
-    if constexpr (M != int(Master::stochastic)) {
-        t.update[rule][M][1][d] = update_plain<V, R, MasterStream, Bf16, F32, D>;
-        t.roofline[rule][M][1][d] = roofline<V, M, has_a ? 2 : 0, has_b ? 4 : 0, gradient>;
-        t.update[rule][M][2][d] = update_coded<V, R, MasterStream, D>;
-        t.roofline[rule][M][2][d] = roofline<V, M, has_a ? 1 : 0, has_b ? 1 : 0, gradient>;
-    }
+    t.update[rule][M][1][d] = update_plain<V, R, MasterStream, Bf16, F32, D>;
+    t.update[rule][M][2][d] = update_coded<V, R, MasterStream, D>;
 }
 
 template <class V, template <class> class R, class MasterStream, int M> void fill_master(Table& t, Rule rule) {
@@ -24,7 +17,6 @@ template <class V, template <class> class R, class MasterStream, int M> void fil
 template <class V, template <class> class R> void fill_rule(Table& t, Rule rule) {
     fill_master<V, R, Full, int(Master::full)>(t, rule);
     fill_master<V, R, Split, int(Master::split)>(t, rule);
-    fill_master<V, R, Stochastic, int(Master::stochastic)>(t, rule);
 }
 
 template <class V, DType D> void fill_reductions(Table& t) {
@@ -43,5 +35,8 @@ template <class V> Table make_table() {
     fill_reductions<V, DType::f32>(t);
     fill_reductions<V, DType::bf16>(t);
     fill_reductions<V, DType::f16>(t);
+#ifdef ZERO_OPTIM_ROOFLINE
+    fill_roofline<V>(t);
+#endif
     return t;
 }

@@ -17,9 +17,8 @@ enum class Rule : int { adam = 0, lion = 1, adagrad = 2, sgd_momentum = 3, sgd =
 
 // How the fp32 master is kept.
 enum class Master : int {
-    full = 0,        // fp32 array; a 16-bit parameter, where there is one, is written beside it
-    split = 1,       // bf16 parameter + int16 remainder
-    stochastic = 2,  // bf16 parameter alone, rounded stochastically from a counter
+    full = 0,   // fp32 array; a 16-bit parameter, where there is one, is written beside it
+    split = 1,  // bf16 parameter + int16 remainder
 };
 
 // How the moments are kept. A "signed" moment is exp_avg or momentum_buffer, an "unsigned" one exp_avg_sq or sum.
@@ -29,7 +28,7 @@ enum class Moments : int {
     byte8 = 2,   // 8-bit codes in blocks of 256 with one fp32 scale a block
 };
 
-inline constexpr int rule_count = 5, master_count = 3, moments_count = 3, dtype_count = 3;
+inline constexpr int rule_count = 5, master_count = 2, moments_count = 3, dtype_count = 3;
 inline constexpr std::int64_t block_numel = 256;          // 8-bit moments
 inline constexpr std::int64_t norm_chunk_numel = 1 << 20; // squared norms are summed within, then across, chunks
 
@@ -43,7 +42,7 @@ struct Coefficients {
     float step_size;  // lr / bias correction, or lr
     float denominator_scale;  // 1 / sqrt(bias correction 2)
     float eps;
-    std::uint32_t key;         // the step, for rounding from a counter
+    std::uint32_t key;         // the step, for the dither of 8-bit codes
     std::uint32_t lerp_from_gradient, nesterov, first_step;  // 0 or 1
 };
 
@@ -60,7 +59,6 @@ struct Item {
     void* state[2];        // fp32, bf16 or codes
     float* scale[2];       // one a block of 256, for codes
     std::int64_t numel;
-    std::uint64_t counter; // global index of element 0, for stochastic rounding
     const Segment* segments;  // sorted, disjoint
     std::int64_t segment_count;
     DType parameter_dtype, gradient_dtype;
@@ -71,8 +69,9 @@ using UpdateKernel = void (*)(const Item&, std::int64_t begin, std::int64_t end)
 // Kernels of one instruction set. Ranges are elements; `begin` of an 8-bit update is a multiple of 256.
 struct Table {
     UpdateKernel update[rule_count][master_count][moments_count][dtype_count];
-    // The same streams as `update`, and no arithmetic: what the memory allows.
-    UpdateKernel roofline[rule_count][master_count][moments_count][dtype_count];
+#ifdef ZERO_OPTIM_ROOFLINE  // Adam's streams without its arithmetic, for tests/benchmarks/test_optim.py
+    UpdateKernel roofline[master_count][moments_count][dtype_count];
+#endif
     void (*accumulate[dtype_count])(float* into, const void* values, std::int64_t begin, std::int64_t end);
     // Sum of squares in double over [begin, end), 16 lanes whatever the vector width.
     double (*norm_squared[dtype_count])(const void* values, std::int64_t begin, std::int64_t end);

@@ -9,7 +9,6 @@ struct Avx2 {
 
     static F set(float x) { return _mm256_set1_ps(x); }
     static I seti(std::uint32_t x) { return _mm256_set1_epi32(int(x)); }
-    static I iota() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
     static F load(const float* p) { return _mm256_loadu_ps(p); }
     static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
     static __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
@@ -89,10 +88,8 @@ struct Avx2 {
     static F from_bits(I a) { return _mm256_castsi256_ps(a); }
     static I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
     static I isub(I a, I b) { return _mm256_sub_epi32(a, b); }
-    static I imul(I a, I b) { return _mm256_mullo_epi32(a, b); }
     static I iand(I a, I b) { return _mm256_and_si256(a, b); }
     static I ior(I a, I b) { return _mm256_or_si256(a, b); }
-    static I ixor(I a, I b) { return _mm256_xor_si256(a, b); }
     template <int N> static I shl(I a) { return _mm256_slli_epi32(a, N); }
     template <int N> static I shr(I a) { return _mm256_srli_epi32(a, N); }
     static M ieq(I a, I b) { return from_bits(_mm256_cmpeq_epi32(a, b)); }

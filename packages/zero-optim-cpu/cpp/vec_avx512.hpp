@@ -9,7 +9,6 @@ struct Avx512 {
 
     static F set(float x) { return _mm512_set1_ps(x); }
     static I seti(std::uint32_t x) { return _mm512_set1_epi32(int(x)); }
-    static I iota() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
     static F load(const float* p) { return _mm512_loadu_ps(p); }
     static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
     static __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -88,10 +87,8 @@ struct Avx512 {
     static F from_bits(I a) { return _mm512_castsi512_ps(a); }
     static I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
     static I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
-    static I imul(I a, I b) { return _mm512_mullo_epi32(a, b); }
     static I iand(I a, I b) { return _mm512_and_si512(a, b); }
     static I ior(I a, I b) { return _mm512_or_si512(a, b); }
-    static I ixor(I a, I b) { return _mm512_xor_si512(a, b); }
     template <int N> static I shl(I a) { return _mm512_slli_epi32(a, N); }
     template <int N> static I shr(I a) { return _mm512_srli_epi32(a, N); }
     static M ieq(I a, I b) { return _mm512_cmpeq_epi32_mask(a, b); }

@@ -11,10 +11,6 @@ struct Neon {
 
     static F set(float x) { return vdupq_n_f32(x); }
     static I seti(std::uint32_t x) { return vdupq_n_u32(x); }
-    static I iota() {
-        const std::uint32_t lanes[4] = {0, 1, 2, 3};
-        return vld1q_u32(lanes);
-    }
     static F load(const float* p) { return vld1q_f32(p); }
     static void store(float* p, F x) { vst1q_f32(p, x); }
     static I load_u16(const std::uint16_t* p) { return vmovl_u16(vld1_u16(p)); }
@@ -84,10 +80,8 @@ struct Neon {
     static F from_bits(I a) { return vreinterpretq_f32_u32(a); }
     static I iadd(I a, I b) { return vaddq_u32(a, b); }
     static I isub(I a, I b) { return vsubq_u32(a, b); }
-    static I imul(I a, I b) { return vmulq_u32(a, b); }
     static I iand(I a, I b) { return vandq_u32(a, b); }
     static I ior(I a, I b) { return vorrq_u32(a, b); }
-    static I ixor(I a, I b) { return veorq_u32(a, b); }
     template <int N> static I shl(I a) { return vshlq_n_u32(a, N); }
     template <int N> static I shr(I a) { return vshrq_n_u32(a, N); }
     static M ieq(I a, I b) { return vceqq_u32(a, b); }

@@ -10,7 +10,6 @@ struct Scalar {
 
     static F set(float x) { return x; }
     static I seti(std::uint32_t x) { return x; }
-    static I iota() { return 0; }
     static F load(const float* p) { return *p; }
     static void store(float* p, F x) { *p = x; }
     static I load_u16(const std::uint16_t* p) { return *p; }
@@ -33,10 +32,8 @@ struct Scalar {
     static F from_bits(I a) { F r; __builtin_memcpy(&r, &a, 4); return r; }
     static I iadd(I a, I b) { return a + b; }
     static I isub(I a, I b) { return a - b; }
-    static I imul(I a, I b) { return a * b; }
     static I iand(I a, I b) { return a & b; }
     static I ior(I a, I b) { return a | b; }
-    static I ixor(I a, I b) { return a ^ b; }
     template <int N> static I shl(I a) { return a << N; }
     template <int N> static I shr(I a) { return a >> N; }
     static M ieq(I a, I b) { return a == b; }

@@ -1,11 +1,12 @@
 """The kernels under sanitizers, emulators and clang: ``python scripts/sanitize.py [address|thread|neon|old|clang]``.
 
-Each builds ``cpp/selftest.cpp`` (every kernel against the scalar one, and the pool) in a temporary folder and runs it.
-``address`` also runs the Python tests of threads and bad input on a sanitized module. ``neon`` wants a cross compiler
-and qemu (Debian: ``apt-get install g++-aarch64-linux-gnu qemu-user``) and is skipped, with a line, without them; its
-digest of all results must be the native one's: the same bits on both architectures. ``old`` runs the x86 build on an
-emulated CPU without AVX2, and on one with AVX2 and no AVX-512; ``clang`` compares a build of that compiler's. A step
-takes one to five minutes on two cores, nearly all of it in the compiler: ``--work FOLDER`` keeps what it built.
+Each step builds ``cpp/selftest.cpp`` (every kernel against the scalar one, and the pool) in a temporary folder and runs
+it. ``address`` also runs the Python tests of threads, bad input and the roofline on a sanitized module. ``neon`` needs
+a cross compiler and qemu (Debian: ``apt-get install g++-aarch64-linux-gnu qemu-user``) and is skipped, with a message,
+if they are missing. Its digest of all results must equal the native one, so that both architectures give the same bits.
+``old`` runs the x86 build on an emulated CPU without AVX2, and on one with AVX2 and no AVX-512. ``clang`` compares the
+build of that compiler. A step takes one to five minutes on two cores, mostly in the compiler. ``--work FOLDER`` keeps
+what it built.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def address(work: Path) -> None:
         work,
         "ZERO_OPTIM_SANITIZE=address,undefined",
         "ZERO_OPTIM_TEST_PROGRAM=ON",
+        "ZERO_OPTIM_ROOFLINE=ON",
         f"Python_EXECUTABLE={sys.executable}",
         f"pybind11_DIR={pybind11.get_cmake_dir()}",
     )
@@ -80,6 +82,9 @@ def address(work: Path) -> None:
         "UBSAN_OPTIONS": "halt_on_error=1",
     }
     tests = [f"tests/unit/zero_optim_cpu/test_{name}.py" for name in ("bad_input", "step", "threads")]
+    tests.append(
+        "tests/conformance/zero_optim_cpu/test_kernels.py::test_the_roofline_moves_every_stream_and_changes_none"
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True)
 

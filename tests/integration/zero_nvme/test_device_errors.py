@@ -81,7 +81,7 @@ def test_flipped_bit(tmp_path, backend):
         for extent in extents:
             slab.write(extent, data).wait()
         where = extents[1].offset_bytes + MIB + 12345
-        fd = os.open(f"/proc/self/fd/{slab._engine.paths[0].fd}", os.O_RDWR)
+        fd = os.open(f"/proc/self/fd/{slab._paths[0].fd}", os.O_RDWR)
         os.pwrite(fd, bytes([data[MIB + 12345] ^ 16]), where)
         os.fsync(fd)
         os.close(fd)

@@ -55,38 +55,6 @@ def test_completions_of_libaio_denied(tmp_path):
     assert output.splitlines()[0] == "threads | io_uring_setup: EPERM; io_getevents: EPERM"
 
 
-def test_memory_lock_limit(tmp_path):
-    """Registration is refused quietly, and counted; I/O goes on."""
-    script = """
-import ctypes, resource, struct, sys
-libc = ctypes.CDLL(None, use_errno=True)
-header, data = struct.pack("Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
-libc.capget(header, data)
-words = list(struct.unpack("6I", data.raw))
-words[0] &= ~(1 << 14)  # CAP_IPC_LOCK, which lifts the limit
-if libc.capset(header, struct.pack("6I", *words)):
-    print("SKIP capset")
-    raise SystemExit
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-import zero_nvme
-try:
-    slab = zero_nvme.Slab(sys.argv[1], backend="io_uring")
-except zero_nvme.BackendUnavailable as error:
-    print("SKIP", error)
-    raise SystemExit
-with slab:
-    buffer = zero_nvme.empty(8 << 20)
-    extent = slab.allocate(8 << 20)
-    registered = slab.register(buffer)
-    slab.write(extent, buffer).wait()
-    stats, kept = slab.stats(), slab.stats()["registered"]
-    print(registered, kept["buffers"], stats["write"]["registered_blocks"], kept["reason"])
-"""
-    output = run_python(script, str(tmp_path))
-    skip_if_told(output)
-    assert output == "False 0 0 io_uring_register: ENOMEM"
-
-
 def test_folder_in_memory(tmp_path):
     if zero_nvme.filesystem.filesystem_name("/dev/shm") != "tmpfs":
         pytest.skip("/dev/shm is not tmpfs here")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_nvme.options import Options
-from zero_nvme.striping import bytes_per_path, measure_weights, pattern_of
+from zero_nvme.striping import bytes_per_path, pattern_of
 
 
 @pytest.mark.parametrize(
@@ -37,8 +36,3 @@ def test_sizes_hold_every_unit():
     for nbytes in range(0, 20 * unit, 1000):
         sizes = bytes_per_path(nbytes, pattern, unit, 2)
         assert nbytes <= sum(sizes) < nbytes + unit
-
-
-def test_measured_weights_are_rates(tmp_path):
-    rates = measure_weights([str(tmp_path)] * 2, Options(), "threads", direct=False, nbytes=1 << 20)
-    assert len(rates) == 2 and min(rates) > 0

@@ -179,7 +179,7 @@ def test_states_of_another_layout_are_refused_by_name() -> None:
     optimizer = zero_optim_cpu.AdamW(params, layout="split")
     train(optimizer, params, range(1))
     other = zero_optim_cpu.AdamW(parameters(torch.bfloat16), layout="fp32")
-    with pytest.raises(ValueError, match="'remainder', which layout 'fp32' has not"):
+    with pytest.raises(ValueError, match="'remainder', which layout 'fp32' does not have"):
         other.load_state_dict(optimizer.state_dict())
 
 

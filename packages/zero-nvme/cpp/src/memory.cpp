@@ -16,7 +16,7 @@ HugeMapping::HugeMapping(std::size_t nbytes) : nbytes_(nbytes) {
   }
   data_ = reinterpret_cast<char*>(round_up(reinterpret_cast<std::uintptr_t>(mapping_), kHugePage));
   const std::size_t used = round_up(nbytes ? nbytes : 1, kHugePage);
-  if (::madvise(data_, used, MADV_HUGEPAGE) != 0) advice_error_ = errno;
+  ::madvise(data_, used, MADV_HUGEPAGE);  // a kernel without huge pages refuses; small pages are slower, not wrong
 #ifdef MADV_WIPEONFORK
   ::madvise(data_, used, MADV_WIPEONFORK);  // refused by kernels before 4.14: fork then copies, which is slower only
 #endif

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <condition_variable>
 #include <cstring>
 #include <utility>
 
@@ -10,7 +9,6 @@ namespace zero_nvme {
 namespace {
 
 constexpr unsigned kMaxAttempts = 1000;  // of one block, without a byte of progress
-constexpr std::size_t kMaxRegistered = std::size_t{1} << 30;  // the kernel's limit for one registered buffer
 
 std::uint64_t address_of(const char* p) { return reinterpret_cast<std::uintptr_t>(p); }
 
@@ -48,28 +46,6 @@ void PathQueue::tell(Change&& change) {
   if (!told) backend_->wake();
 }
 
-int PathQueue::register_buffer(char* address, std::size_t nbytes) {
-  std::mutex mutex;
-  std::condition_variable ran;
-  int result = 1;
-  auto command = [&] {
-    int error = 0;
-    for (std::size_t at = 0; at < nbytes && error == 0; at += kMaxRegistered) {
-      const std::size_t part = std::min(kMaxRegistered, nbytes - at);
-      const int slot = backend_->register_buffer(address + at, part);
-      if (slot >= 0) registered_.push_back({address + at, address + at + part, slot});
-      error = std::min(slot, 0);
-    }
-    std::lock_guard lock(mutex);
-    result = error;
-    ran.notify_one();
-  };
-  tell([&] { commands_.push_back(command); });
-  std::unique_lock lock(mutex);
-  ran.wait(lock, [&] { return result <= 0; });
-  return result;
-}
-
 void PathQueue::run() {
   leave_signals_to_others();
   backend_->begin();
@@ -87,16 +63,13 @@ void PathQueue::run() {
 
 bool PathQueue::take_incoming() {
   std::vector<Span> spans;
-  std::vector<std::function<void()>> commands;
   bool stopping;
   {
     std::lock_guard lock(mutex_);
     spans.swap(incoming_);
-    commands.swap(commands_);
     stopping = stopping_;
     told_ = false;
   }
-  for (auto& command : commands) command();
   for (auto& span : spans) pending_[static_cast<int>(span.op)].push_back(std::move(span));
   return stopping;
 }
@@ -209,8 +182,6 @@ void PathQueue::launch(std::unique_ptr<Block> owned) {
     if (block->op == Op::write && !block->filling) std::memcpy(block->base, block->user, block->user_nbytes);
   }
   block->fd = file_.fd;
-  block->registered_buffer = registered_index(block->base, block->base_nbytes);
-  if (block->registered_buffer >= 0) ++statistics_.direction[op].registered_blocks;
   advance(*block);
 }
 
@@ -288,13 +259,6 @@ void PathQueue::finish(Block* raw, int error, std::size_t got) {
   const std::size_t nbytes = block->user_nbytes;
   put_back(std::move(block));
   request->finish(nbytes);
-}
-
-int PathQueue::registered_index(const char* address, std::size_t nbytes) const noexcept {
-  for (const Registered& range : registered_) {
-    if (address >= range.begin && address + nbytes <= range.end) return range.index;
-  }
-  return -1;
 }
 
 }  // namespace zero_nvme

@@ -69,12 +69,6 @@ std::shared_ptr<Request> Store::try_submit(Op op, std::uint64_t offset, char* me
   return request;
 }
 
-int Store::register_buffer(char* address, std::size_t nbytes) {
-  int error = 0;
-  for (auto& path : paths_) error = std::min(error, path->register_buffer(address, nbytes));
-  return error;
-}
-
 void Store::close_in_child() noexcept {
   for (auto& path : paths_) path->close_in_child();
 }

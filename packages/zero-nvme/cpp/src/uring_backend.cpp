@@ -1,7 +1,5 @@
 // io_uring: one ring to a path, driven by its I/O thread alone. wake() arrives as the completion of a read of an
 // eventfd that is always in flight.
-#include <sys/uio.h>
-
 #include <cerrno>
 #include <chrono>
 #include <mutex>
@@ -15,15 +13,11 @@
 namespace zero_nvme {
 namespace {
 
-constexpr unsigned kBufferSlots = 256;
-
 class UringBackend final : public Backend {
  public:
   UringBackend(int fd, unsigned depth) : ring_(depth + 1), wake_event_(false) {
     if (ring_.entries() < depth + 1) throw std::system_error(EINVAL, std::generic_category(), "io_uring_setup: depth");
     registered_file_ = ring_.call_register(uring::kRegisterFiles, &fd, 1) >= 0;
-    uring::BuffersRegister table{kBufferSlots, uring::kRegisterSparse, 0, 0, 0};
-    buffer_table_ = ring_.call_register(uring::kRegisterBuffers2, &table, sizeof table);
   }
 
   void begin() override {
@@ -34,7 +28,6 @@ class UringBackend final : public Backend {
   // The kernel tears a closed ring down in the background, and until then a filesystem could not be unmounted.
   void end() override {
     if (registered_file_) ring_.call_register(uring::kUnregisterFiles, nullptr, 0);
-    if (buffer_table_ >= 0) ring_.call_register(uring::kUnregisterBuffers, nullptr, 0);
   }
 
   void start(Transfer* transfer) override {
@@ -44,14 +37,12 @@ class UringBackend final : public Backend {
       return;
     }
     const bool write = transfer->op == Op::write;
-    const bool fixed = transfer->registered_buffer >= 0;
-    sqe->opcode = fixed ? (write ? uring::kWriteFixed : uring::kReadFixed) : (write ? uring::kWrite : uring::kRead);
+    sqe->opcode = write ? uring::kWrite : uring::kRead;
     sqe->flags = registered_file_ ? uring::kFixedFile : 0;
     sqe->fd = registered_file_ ? 0 : transfer->fd;
     sqe->address = reinterpret_cast<std::uint64_t>(transfer->address);
     sqe->length = static_cast<std::uint32_t>(transfer->nbytes);
     sqe->offset = transfer->offset;
-    sqe->buffer_index = fixed ? static_cast<std::uint16_t>(transfer->registered_buffer) : 0;
     sqe->user_data = reinterpret_cast<std::uint64_t>(transfer);
   }
 
@@ -76,18 +67,6 @@ class UringBackend final : public Backend {
   }
 
   void wake() override { wake_event_.signal(); }
-
-  int register_buffer(void* address, std::size_t nbytes) override {
-    if (buffer_table_ < 0) return buffer_table_;
-    if (buffers_used_ == kBufferSlots) return -ENOSPC;
-    iovec range{address, nbytes};
-    uring::BuffersUpdate update{};
-    update.offset = buffers_used_;
-    update.data = reinterpret_cast<std::uint64_t>(&range);
-    update.count = 1;
-    const int result = ring_.call_register(uring::kBuffersUpdate, &update, sizeof update);
-    return result < 0 ? result : static_cast<int>(buffers_used_++);
-  }
 
   bool registered_file() const override { return registered_file_; }
 
@@ -128,15 +107,11 @@ class UringBackend final : public Backend {
   Event wake_event_;
   std::uint64_t wake_count_ = 0;
   bool registered_file_ = false;
-  int buffer_table_ = 0;  // 0: usable, or -errno
-  unsigned buffers_used_ = 0;
   int begin_error_ = 0;
   std::vector<Completion> refused_;
 };
 
 }  // namespace
-
-int Backend::register_buffer(void*, std::size_t) { return -EOPNOTSUPP; }
 
 std::unique_ptr<Backend> make_uring_backend(int fd, unsigned depth) {
   return std::make_unique<UringBackend>(fd, depth);

@@ -1,7 +1,7 @@
 """Asynchronous, aligned, checked file I/O of large buffers.
 
-`Slab` is nameless space given out in extents, `File` a named, durable file; both read and write anything with the
-buffer protocol or `data_ptr()` and `nbytes`, and give tickets.
+`Slab` is disk space that is handed out in extents, `File` is a named, durable file. Both return a ticket for each read
+and write, and take anything with the buffer protocol or with `data_ptr()` and `nbytes`.
 """
 
 from zero_nvme.buffers import empty
@@ -12,7 +12,7 @@ from zero_nvme.options import BACKENDS, Options
 from zero_nvme.slab import Slab
 from zero_nvme.ticket import Ticket, wait_all, wait_any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BACKENDS",

@@ -1,4 +1,4 @@
-"""`python -m zero_nvme tune|bench|doctor PATH`. The only part of the package that prints."""
+"""The command line: `python -m zero_nvme tune|bench|doctor PATH`. No other module prints."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    """Alternates with fio, so that both see the same minutes of the machine."""
+    """Alternates with fio, so that both are measured under the same load of the machine."""
     block, in_flight, nbytes = options.block_mib * MIB, options.inflight_mib * MIB, options.mib * MIB
     chosen = Options(backend=options.backend, block_bytes=block, inflight_bytes=in_flight)
     ours: dict[fio.Kind, list[float]] = {kind: [] for kind in tune.KINDS}
@@ -77,7 +77,7 @@ def _bench(options: argparse.Namespace) -> int:
                     depth = max(1, in_flight // block)
                     peer = fio.run(name, kind, nbytes=nbytes, block_bytes=block, depth=depth)
                     theirs[kind].append(peer.gigabytes_per_second)
-        print(f"{bed.backend}: {bed.reason}; {options.mib} MiB, medians of {options.rounds}, GB/s")
+        print(f"{bed.options.backend}: {bed.reason}; {options.mib} MiB, medians of {options.rounds}, GB/s")
     print(f"{'':6} {'zero_nvme':>10} {'fio':>10} {'ratio':>7}")
     for kind in tune.KINDS:
         row = f"{kind:6} {statistics.median(ours[kind]):10.2f}"

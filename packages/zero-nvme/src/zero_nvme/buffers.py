@@ -1,4 +1,4 @@
-"""The caller's memory as an address and a length, and huge-page memory for it. Reads and writes nothing itself."""
+"""Turns a caller's buffer into an address and a length, and allocates buffers on huge pages. Does no I/O."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Memory(NamedTuple):  # one is made for every request: half the time of a f
 
 
 def as_memory(buffer: Any, *, writable: bool) -> Memory:
-    """Address and length of a contiguous buffer, without a copy.
+    """Returns the address and length of a contiguous buffer, without a copy.
 
-    `buffer`: an object with `data_ptr()` and `nbytes` (a CPU tensor), or with the buffer protocol (bytearray, numpy
-    array, mmap, `zero_nvme.empty`). `writable`: a read goes into it.
+    `buffer` has `data_ptr()` and `nbytes` (a CPU tensor), or the buffer protocol (bytearray, numpy array, mmap,
+    `zero_nvme.empty`). `writable` says that bytes will be read into it.
 
-    Raises TypeError for memory that is not the CPU's or not contiguous, or is read-only and would be read into.
+    Raises TypeError for memory that is not on the CPU, not contiguous, or read-only although `writable` is set.
     """
     if isinstance(buffer, memoryview):
         view = buffer
@@ -67,22 +67,22 @@ def _address(view: memoryview) -> int:
 
 
 class _PyBuffer(ctypes.Structure):
-    """CPython's Py_buffer, whose first fields are all that is looked at."""
+    """CPython's Py_buffer, of which only the first field is used."""
 
     _fields_ = [("buf", ctypes.c_void_p), ("rest", ctypes.c_void_p * 16)]
 
 
 def bytes_at(memory: Memory) -> memoryview:
-    """The memory as a writable view of bytes. Valid while `memory.keep` lives."""
+    """Returns a writable view of the memory. It is valid while `memory.keep` lives."""
     return memoryview((ctypes.c_char * memory.nbytes).from_address(memory.address)).cast("B")
 
 
 def empty(nbytes: int) -> memoryview:
-    """A zeroed buffer of `nbytes` bytes on 2 MiB pages where the kernel gives them, 2 MiB aligned.
+    """Returns a zeroed buffer, aligned to 2 MiB and on 2 MiB pages if the kernel provides them.
 
-    Direct I/O into huge pages was 3 times as fast as into 4 KiB pages on the reference disk. The memory is mapped
-    for this buffer alone and unmapped with its last view. A forked child sees zeros in it. Wrap it without a copy:
-    `torch.frombuffer(empty(n), dtype=...)`, `numpy.frombuffer(empty(n), dtype=...)`.
+    Direct I/O into huge pages was 3 times as fast as into 4 KiB pages on the reference disk. The memory is mapped for
+    this buffer alone and unmapped with its last view. A forked child sees zeros in it. It can be wrapped without a
+    copy: `torch.frombuffer(empty(n), dtype=...)`, `numpy.frombuffer(empty(n), dtype=...)`.
 
     Raises ValueError for a negative size, OSError (ENOMEM) when the address space is short.
     """

@@ -1,7 +1,7 @@
-"""Checksums of what was written, by extent and chunk; in memory, for as long as the slab lives.
+"""Keeps checksums of what was written, by extent and chunk, in memory while the slab lives.
 
-They are computed where the bytes already have a thread: a write's by who submits it, a read's by who waits for it. With
-the processor's CRC instruction that is 0.12 s a GiB (Xeon, 2.5 GHz); without it zlib's CRC-32 takes 0.35 to 0.6 s.
+A write's are computed on the thread that submits it, a read's on the thread that waits for it. With the processor's CRC
+instruction that takes 0.12 s per GiB (Xeon, 2.5 GHz), without it zlib's CRC-32 takes 0.35 to 0.6 s.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ checksum = native.checksum if native is not None and native.has_checksum() else 
 
 
 class Checksums:
-    """One of each chunk of each extent that was written whole. A chunk written in part is not known any more; a
-    read verifies the known chunks that it covers whole."""
+    """The checksums of chunks that were written as a whole.
+
+    Writing a part of a chunk forgets its checksum. A read verifies the known chunks that it
+    covers entirely.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[int, dict[int, list[int]]] = {}  # extent offset -> chunk index -> checksum
 
     def observe(self, write: bool, extent: Extent, offset: int, memory: Memory) -> Callable[[], None] | None:
-        """Notes a write that begins. For a read: what to call once it is complete, which raises ChecksumError."""
+        """Records a write that begins. Returns what verifies a read once it is complete, by raising ChecksumError."""
         whole = list(_whole_chunks(extent, offset, memory.nbytes))
         if write:
             self._note(extent, offset, memory, whole)
@@ -80,7 +83,7 @@ def _text(parts: list[int]) -> str:
 
 
 def _whole_chunks(extent: Extent, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
-    """(index, start, stop) of the chunks of the extent within [offset, offset + nbytes); the last may be short."""
+    """Returns (index, start, stop) of the chunks within [offset, offset + nbytes). The last may be short."""
     chunks = []
     for index in range(-(-offset // CHUNK_BYTES), -(-extent.nbytes // CHUNK_BYTES)):
         start, stop = index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, extent.nbytes)

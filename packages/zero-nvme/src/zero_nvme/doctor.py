@@ -1,4 +1,4 @@
-"""Says what this kernel, filesystem and container allow. Looks and tries; changes nothing."""
+"""Reports what this kernel, filesystem and container allow. Changes nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import os
 import platform
 import re
-import resource
 
 from zero_nvme import probe
 from zero_nvme.buffers import HUGE_PAGE_BYTES, as_memory, empty
@@ -14,13 +13,12 @@ from zero_nvme.errors import NvmeError
 from zero_nvme.extension import native
 from zero_nvme.filesystem import IN_MEMORY, filesystem_name, free_bytes, open_nameless, reserved_bytes
 from zero_nvme.options import BACKENDS, Options
-from zero_nvme.slab import Slab
 
-Finding = tuple[str, str, str]  # "ok", "slow" or "no"; what; the fact and the way out
+Finding = tuple[str, str, str]  # "ok", "slow" or "no"; the subject; what was found and what to do about it
 
 
 def examine(folder: str) -> list[Finding]:
-    """Findings about a folder, most basic first. Raises NvmeError if it cannot be looked at."""
+    """Returns the findings about a folder, the most basic first. Raises NvmeError if statfs(2) fails on it."""
     findings: list[Finding] = [("ok", "kernel", platform.release())]
     if native is None:
         findings.append(("slow", "extension", "not built: only the aiofiles backend works; reinstall with a compiler"))
@@ -32,7 +30,6 @@ def examine(folder: str) -> list[Finding]:
     try:
         findings += _direct(folder)
         findings += [_backend(folder, backend) for backend in BACKENDS]
-        findings.append(_registration(folder))
     except NvmeError as error:
         findings.append(("no", "files", str(error)))
     findings.append(_huge_pages())
@@ -64,17 +61,6 @@ def _backend(folder: str, backend: str) -> Finding:
     return ("ok", backend, f"writes and reads back {how}") if failure is None else ("no", backend, failure)
 
 
-def _registration(folder: str) -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "no memlock limit" if soft == resource.RLIM_INFINITY else f"memlock limit {soft >> 10} KiB"
-    with Slab(folder, allow_memory=True) as slab:
-        done = slab.register(empty(16 << 20))
-        reason = slab.stats()["registered"]["reason"]
-    if done:
-        return ("ok", "registered buffers", f"16 MiB ({limit})")
-    return ("slow", "registered buffers", f"{reason} ({limit}); costs some CPU, no throughput")
-
-
 def _huge_pages() -> Finding:
     buffer = empty(4 * HUGE_PAGE_BYTES)
     buffer[::4096] = bytes(len(buffer) // 4096)
@@ -91,7 +77,7 @@ def _huge_pages() -> Finding:
 
 
 def _anonymous_huge_kib(address: int) -> int:
-    """AnonHugePages of the mapping that holds the address, from /proc/self/smaps."""
+    """Returns AnonHugePages of the mapping that holds the address, from /proc/self/smaps."""
     inside = False
     with open("/proc/self/smaps") as file:
         for line in file:

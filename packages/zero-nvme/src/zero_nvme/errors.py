@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions: each an OSError with the fact, the values and the way out."""
+"""The package's exceptions. Each is an OSError whose text says what happened, the values, and what to do about it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import os
 class NvmeError(OSError):
     """A request or a file failed.
 
-    Attributes: `errno`; `path` (the directory or file named by the user); and where they apply, else None:
-    `offset` (bytes, in that path's file), `wanted` and `got` (bytes).
+    `errno` says how, and `path` is the folder or file that the user named. `offset` (in that path's file), `wanted` and
+    `got` are in bytes, and None where they have no meaning.
     """
 
     def __init__(
@@ -34,22 +34,35 @@ class NvmeError(OSError):
 
 
 class BackendUnavailable(NvmeError):
-    """The backend that was named does not work here. `backend="auto"` takes the best one that does."""
+    """The backend that was asked for does not work here. `backend="auto"` takes the best one that does.
+
+    `refusal` names the call that failed and its errno, as in `io_uring_setup: EPERM`.
+    """
+
+    refusal: str = ""
+
+    @classmethod
+    def of(cls, what: str, error: OSError) -> BackendUnavailable:
+        call, code = str(error.strerror or error).split(":")[0], error.errno or errno.EIO
+        refusal = f"{call}: {errno.errorcode.get(code, code)}"
+        unavailable = cls(code, f"{what}: {refusal}; name another backend, or lower depth")
+        unavailable.refusal = refusal
+        return unavailable
 
 
 class ChecksumError(NvmeError):
-    """What was read is not what was written; the text names the extent."""
+    """The bytes that were read are not the ones that were written. The text names the extent."""
 
 
 class Cancelled(NvmeError):
-    """The request was cancelled before all of it had started. Its memory is free: nothing of it is in flight."""
+    """The request was cancelled before all of it had started. Nothing is in flight any more."""
 
     def __init__(self, text: str, *, path: str | None = None) -> None:
         super().__init__(errno.ECANCELED, text, path=path)
 
 
 class ForkedError(NvmeError):
-    """Used in a forked child. The I/O threads stayed in the parent, whose files and requests are unharmed."""
+    """A queue was used in a forked child. Its I/O threads are in the parent, whose files and requests are unharmed."""
 
     def __init__(self, what: str, opened_by: int) -> None:
         super().__init__(
@@ -59,13 +72,7 @@ class ForkedError(NvmeError):
         )
 
 
-def describe(error: OSError) -> str:
-    """`io_uring_setup: EPERM`: the call that failed and errno's name."""
-    call = str(error.strerror or error).split(":")[0]
-    return f"{call}: {errno.errorcode.get(error.errno or 0, error.errno)}"
-
-
-def unavailable(what: str, error: OSError) -> BackendUnavailable:
-    """For a backend that worked when it was probed, and does not any more."""
+def refused(what: str, error: OSError, path: str) -> NvmeError:
+    """Returns the error for a system call that the kernel refused: `what`, then the kernel's reason."""
     code = error.errno or errno.EIO
-    return BackendUnavailable(code, f"{what}: {describe(error)}; name another backend, or lower depth")
+    return NvmeError(code, f"{what}: {os.strerror(code)}", path=path)

@@ -1,4 +1,4 @@
-"""The compiled part, or None where it could not be built: everything then works through the aiofiles backend."""
+"""The compiled module, or None if it could not be built. Everything then works through the aiofiles backend."""
 
 try:
     from zero_nvme import _native as native

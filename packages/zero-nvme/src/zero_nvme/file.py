@@ -1,4 +1,4 @@
-"""A named, durable file with the slab's machinery: the same tickets, by offset, and sync()."""
+"""A named, durable file, read and written by offset with the same tickets as a slab, and sync()."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from zero_nvme import probe
 from zero_nvme.buffers import as_memory
-from zero_nvme.engine import Engine
-from zero_nvme.errors import NvmeError, unavailable
+from zero_nvme.errors import NvmeError, refused
 from zero_nvme.filesystem import DEFAULT_ALIGNMENT, open_path, preallocate, size_of
+from zero_nvme.io_queue import IOQueue
 from zero_nvme.options import Options
-from zero_nvme.store import Store
 from zero_nvme.ticket import Ticket
 
 _FLAGS = {
@@ -27,15 +24,18 @@ _FLAGS = {
 }
 
 
-class File(Store):
-    """A file, or a block device.
+class File(IOQueue):
+    """A file or a block device.
 
-    `mode`: `r` reads; `r+` also writes; `w` creates or empties, reads and writes; `x` creates what must not exist.
+    `mode` is `r` to read, `r+` to read and write, `w` to create or empty the file first, or `x` to create a file that
+    must not exist yet. The keywords are fields of `Options`.
 
-    Written bytes are on the device once sync() has returned, and survive kill -9 and a power cut from then on. A
-    process killed before that may leave up to one page of zeros behind the last byte written.
-    The keywords are fields of `Options`. Raises NvmeError naming the path, BackendUnavailable, ValueError.
+    Once sync() has returned, the bytes written before it survive kill -9 and a power cut. A process that is killed
+    earlier may leave up to one page of zeros after the last byte written.
+    Raises NvmeError with the path, BackendUnavailable, ValueError.
     """
+
+    _finishes_at_exit = True
 
     def __init__(
         self,
@@ -55,41 +55,34 @@ class File(Store):
         asked = Options(backend, direct, block_bytes, inflight_bytes, depth, threads, max_requests)
         self.name = os.fspath(path)
         self.mode = mode
-        self._folder = os.path.dirname(os.path.abspath(self.name))
-        if not mode.startswith(("w", "x")) and not os.path.exists(self.name):
+        folder = os.path.dirname(os.path.abspath(self.name))
+        exists = os.path.exists(self.name)
+        if not mode.startswith(("w", "x")) and not exists:
             raise NvmeError(errno.ENOENT, f"{self.name} does not exist; mode 'w' creates it", path=self.name)
-        if mode == "r" or stat.S_ISBLK(_mode_of(self.name)):
-            choice = probe.choose([self.name], asked, reading=True)
-        else:
-            choice = probe.choose([self._folder], asked)
-        self.backend, self.reason, self.direct = choice.backend, choice.reason, choice.direct
-        self.options = replace(asked, backend=choice.backend, direct=choice.direct)
-        opened = open_path(self.name, _FLAGS[mode], 0o666, direct=self.direct, label=self.name)
+        reading = mode == "r" or (exists and stat.S_ISBLK(os.stat(self.name).st_mode))
+        options, reason = probe.choose([self.name if reading else folder], asked, reading=reading)
+        opened = open_path(self.name, _FLAGS[mode], 0o666, direct=bool(options.direct), label=self.name)
         self.alignment = max(DEFAULT_ALIGNMENT, opened.alignment)
-        self._end = _End(self.name, opened.fd, writable=mode != "r")
-        try:
-            self._engine = Engine(
-                f"File({self.name})", [opened], self.options, backend=self.backend, finish=self._end.trim
-            )
-        except OSError as error:
-            os.close(opened.fd)
-            raise unavailable(self.name, error) from None
+        self._fd = opened.fd
+        self._end, self._end_lock = size_of(opened.fd), threading.Lock()  # bytes; without the padding of direct I/O
+        self._trims = mode != "r" and stat.S_ISREG(os.fstat(opened.fd).st_mode)
+        super().__init__(f"File({self.name})", [opened], options, reason)
         if mode in ("w", "x"):
-            _sync_folder(self._folder)
+            _sync_folder(folder)
 
     @property
     def size(self) -> int:
-        """Bytes up to the last one written, writes in flight included."""
-        self._engine.check_usable()
-        return self._end.bytes if self.mode != "r" else size_of(self._engine.paths[0].fd)
+        """The bytes up to the last one written, including writes in flight."""
+        self._check_usable()
+        return self._end if self.mode != "r" else size_of(self._fd)
 
     def read(self, buffer: Any, offset: int = 0) -> Ticket:
         """Starts reading bytes [offset, offset + size of buffer) of the file.
 
-        Raises TypeError for a buffer that cannot be written to, ValueError for a negative offset, NvmeError ENODATA
-        for a range that ends after the file; where the file is cut short later, the ticket does.
+        Raises TypeError for a buffer that cannot be written to, ValueError for a negative offset, and NvmeError
+        (ENODATA) for a range beyond the end. If the file is truncated later, waiting for the ticket raises that.
         """
-        self._engine.check_usable()
+        self._check_usable()
         memory = as_memory(buffer, writable=True)
         _check_offset(offset)
         size = self.size
@@ -102,66 +95,50 @@ class File(Store):
                 wanted=memory.nbytes,
                 got=max(0, size - offset),
             )
-        return self._engine.submit(False, offset, memory)
+        return self._start(False, offset, memory)
 
     def write(self, buffer: Any, offset: int = 0) -> Ticket:
-        """Starts writing `buffer` to bytes [offset, offset + its size); the file grows as needed."""
-        self._engine.check_usable()
+        """Starts writing `buffer` to bytes [offset, offset + its size). The file grows as needed."""
+        self._check_usable()
         if self.mode == "r":
             raise ValueError(f"{self.name} was opened with mode 'r'; open it with 'r+' to write")
         memory = as_memory(buffer, writable=False)
         _check_offset(offset)
-        self._end.raise_to(offset + memory.nbytes)
-        return self._engine.submit(True, offset, memory)
+        with self._end_lock:
+            self._end = max(self._end, offset + memory.nbytes)
+        return self._start(True, offset, memory)
 
     def reserve(self, nbytes: int) -> None:
-        """Allocates blocks for the first `nbytes` bytes, now. sync() and close() give back what was not written.
+        """Allocates the blocks of the first `nbytes` bytes now. sync() and close() free those that were not written.
 
-        Raises NvmeError ENOSPC with the bytes wanted and free.
+        Raises NvmeError (ENOSPC) with the bytes wanted and free.
         """
-        self._engine.check_usable()
-        preallocate(self._engine.paths[0], nbytes)
+        self._check_usable()
+        preallocate(self._paths[0], nbytes)
 
     def sync(self) -> None:
-        """Waits for all writes, cuts padding off, and has the device write what it caches. Raises NvmeError.
+        """Waits for all writes, cuts off padding and makes the device write its cache. Raises NvmeError.
 
-        Errors of single requests are their tickets' to raise.
+        It does not raise the errors of single requests: waiting for their tickets does.
         """
-        self._engine.drain()
-        self._end.trim()
+        self.drain()
+        self._finish()
         if self.mode != "r":
-            _checked(self.name, os.fsync, self._engine.paths[0].fd)
+            try:
+                os.fsync(self._fd)
+            except OSError as error:
+                raise refused(f"fsync {self.name}", error, self.name) from None
+
+    def _finish(self) -> None:
+        """Cuts off the padding of direct I/O, and blocks that reserve() allocated and nobody wrote."""
+        if self._trims and os.fstat(self._fd).st_size > self._end:
+            try:
+                os.ftruncate(self._fd, self._end)
+            except OSError as error:
+                raise refused(f"ftruncate {self.name}", error, self.name) from None
 
     def __repr__(self) -> str:
-        return f"<{self._engine.name}, mode {self.mode}, {self.backend}{', closed' if self.closed else ''}>"
-
-
-class _End:
-    """The logical end of an open file. The engine trims the file to it when it closes, at interpreter exit too."""
-
-    def __init__(self, name: str, fd: int, *, writable: bool) -> None:
-        self.bytes = size_of(fd)
-        self._name = name
-        self._fd = fd
-        self._trimmed = writable and stat.S_ISREG(os.fstat(fd).st_mode)
-        self._lock = threading.Lock()
-
-    def raise_to(self, end: int) -> None:
-        with self._lock:
-            self.bytes = max(self.bytes, end)
-
-    def trim(self) -> None:
-        """Cuts off what direct I/O padded and what reserve() allocated in vain."""
-        if self._trimmed and os.fstat(self._fd).st_size > self.bytes:
-            _checked(self._name, os.ftruncate, self._fd, self.bytes)
-
-
-def _checked(name: str, call: Callable[..., object], *arguments: int) -> None:
-    try:
-        call(*arguments)
-    except OSError as error:
-        code = error.errno or errno.EIO
-        raise NvmeError(code, f"{call.__name__} {name}: {os.strerror(code)}", path=name) from None
+        return f"<{self._label}, mode {self.mode}, {self.backend}{', closed' if self.closed else ''}>"
 
 
 def _check_offset(offset: int) -> None:
@@ -169,12 +146,8 @@ def _check_offset(offset: int) -> None:
         raise ValueError(f"offset={offset} cannot be negative")
 
 
-def _mode_of(name: str) -> int:
-    return os.stat(name).st_mode if os.path.exists(name) else 0
-
-
 def _sync_folder(folder: str) -> None:
-    """Makes a new name durable. A filesystem that cannot sync a folder does not need it."""
+    """Makes a new name durable. Errors are ignored: a filesystem that cannot sync a folder does not need it."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:

@@ -1,4 +1,4 @@
-"""Facts about a path: its filesystem, whether that is memory, what direct I/O asks of it. Moves no data."""
+"""Opens files and answers questions about them: filesystem, alignment for direct I/O, free space. Moves no data."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import ctypes
 import errno
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zero_nvme.errors import NvmeError
+from zero_nvme.errors import NvmeError, refused
 
 DEFAULT_ALIGNMENT = 4096  # bytes; what every block device so far accepts
 
@@ -29,27 +30,22 @@ _MAGIC = {  # statfs(2) f_type
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 
-def filesystem_name(path: str | int) -> str:
-    """The name of the filesystem under a path or descriptor, by statfs(2); its magic number if it is not known here.
+def filesystem_name(path: str) -> str:
+    """Returns the name of the filesystem under a path, or its magic number in hex if it is not in the table.
 
-    Raises NvmeError when the path cannot be looked at.
+    Raises NvmeError if statfs(2) fails.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = (ctypes.c_long * 32)()  # struct statfs: f_type comes first
-    if isinstance(path, int):
-        failed = libc.fstatfs(path, buffer)
-    else:
-        failed = libc.statfs(os.fsencode(path), buffer)
-    if failed:
-        code = ctypes.get_errno()
-        raise NvmeError(code, f"{path}: {os.strerror(code)}", path=str(path))
+    if libc.statfs(os.fsencode(path), buffer):
+        raise refused(path, OSError(ctypes.get_errno(), "statfs"), path)
     magic = buffer[0] & 0xFFFFFFFF
     return _MAGIC.get(magic, hex(magic))
 
 
 @dataclass(frozen=True)
 class OpenPath:
-    """An open file. `label` is what the user called it."""
+    """An open file. `label` is the name that the user gave."""
 
     label: str
     fd: int
@@ -59,7 +55,7 @@ class OpenPath:
 
 
 class _Statx(ctypes.Structure):
-    """statx(2), as far as stx_dio_offset_align (Linux 6.1)."""
+    """The result of statx(2), up to stx_dio_offset_align (Linux 6.1)."""
 
     _fields_ = [
         ("mask", ctypes.c_uint32),
@@ -71,7 +67,7 @@ class _Statx(ctypes.Structure):
 
 
 def direct_alignment(fd: int) -> tuple[int, int]:
-    """(offset, memory) alignment in bytes that direct I/O on this file asks for, at least one page for offsets."""
+    """Returns the alignment in bytes that direct I/O needs of offsets (at least a page) and of memory."""
     facts = _Statx()
     statx = getattr(ctypes.CDLL(None), "statx", None)
     empty_path, dio_alignment = 0x1000, 0x2000
@@ -87,9 +83,25 @@ def open_path(name: str, flags: int, mode: int, *, direct: bool, label: str) -> 
     try:
         fd = os.open(name, flags | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), mode)
     except OSError as error:
-        code = error.errno or errno.EIO
-        raise NvmeError(code, f"open {name}: {os.strerror(code)}", path=label) from None
+        raise refused(f"open {name}", error, label) from None
     return opened(fd, label, direct=direct)
+
+
+def open_folders(folders: Iterable[str], *, direct: bool) -> list[OpenPath]:
+    """Opens a nameless file in every folder, or in none: those already open are closed if one fails."""
+    paths: list[OpenPath] = []
+    try:
+        for folder in folders:
+            paths.append(open_nameless(folder, direct=direct))
+    except BaseException:
+        close_all(paths)
+        raise
+    return paths
+
+
+def close_all(paths: Iterable[OpenPath]) -> None:
+    for path in paths:
+        os.close(path.fd)
 
 
 def opened(fd: int, label: str, *, direct: bool) -> OpenPath:
@@ -98,56 +110,51 @@ def opened(fd: int, label: str, *, direct: bool) -> OpenPath:
 
 
 def open_nameless(folder: str, *, direct: bool) -> OpenPath:
-    """A new file in a folder that has no name there, mode 0600: nothing of it outlives the process.
+    """Creates a file without a name (mode 0600) in a folder. It disappears with the process, whatever ends that.
 
-    Raises NvmeError naming the folder.
+    Raises NvmeError with the folder.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
     try:
         return opened(os.open(folder, flags | os.O_TMPFILE, 0o600), folder, direct=direct)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT) or not os.path.isdir(folder):
-            raise _cannot_create(error, folder) from None
+            raise refused(f"cannot create a file in {folder}", error, folder) from None
     name = os.path.join(folder, f".zero_nvme-{next(tempfile._get_candidate_names())}")  # type: ignore[attr-defined]
     try:
         fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         if error.errno == errno.EINVAL and os.path.lexists(name):
-            os.unlink(name)  # created, and only then refused O_DIRECT
-        raise _cannot_create(error, folder) from None
+            os.unlink(name)  # the kernel created it before it refused O_DIRECT
+        raise refused(f"cannot create a file in {folder}", error, folder) from None
     os.unlink(name)
     return opened(fd, folder, direct=direct)
 
 
-def _cannot_create(error: OSError, folder: str) -> NvmeError:
-    code = error.errno or errno.EIO
-    return NvmeError(code, f"cannot create a file in {folder}: {os.strerror(code)}", path=folder)
-
-
 def size_of(fd: int) -> int:
-    """Bytes of a file or of a block device."""
+    """Returns the size of a file or a block device in bytes."""
     try:
         return os.lseek(fd, 0, os.SEEK_END)
     except OSError:
-        return os.fstat(fd).st_size  # files of the kernel have no end
+        return os.fstat(fd).st_size  # files of /proc and /sys cannot seek to their end
 
 
 def free_bytes(fd: int) -> int:
-    """Bytes that any user may still allocate on the file's filesystem; even root may be refused the reserved ones."""
+    """Returns the bytes that any user may still allocate, without the blocks reserved for root."""
     facts = os.fstatvfs(fd)
     return facts.f_frsize * facts.f_bavail
 
 
 def reserved_bytes(fd: int) -> int:
-    """Free bytes that the filesystem keeps for its administrator, beside `free_bytes`."""
+    """Returns the free bytes that the filesystem keeps for its administrator. `free_bytes` does not count them."""
     facts = os.fstatvfs(fd)
     return facts.f_frsize * (facts.f_bfree - facts.f_bavail)
 
 
 def preallocate(path: OpenPath, nbytes: int) -> None:
-    """Makes the file `nbytes` long with its blocks allocated, or leaves it as it was.
+    """Extends the file to `nbytes` with its blocks allocated, or leaves it unchanged.
 
-    Raises NvmeError ENOSPC early, with bytes wanted and free, before anything is written.
+    Raises NvmeError (ENOSPC, with the bytes wanted and free) before it writes anything.
     """
     before = os.fstat(path.fd).st_size
     wanted = nbytes - before
@@ -160,12 +167,11 @@ def preallocate(path: OpenPath, nbytes: int) -> None:
             return
         except OSError as error:
             if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
-                os.ftruncate(path.fd, nbytes)  # a filesystem that cannot; blocks come with the writes
+                os.ftruncate(path.fd, nbytes)  # not supported here: the writes allocate the blocks
                 return
             os.ftruncate(path.fd, before)
             if error.errno != errno.ENOSPC:
-                code = error.errno or errno.EIO
-                raise NvmeError(code, f"fallocate in {path.label}: {os.strerror(code)}", path=path.label) from None
+                raise refused(f"fallocate in {path.label}", error, path.label) from None
     raise NvmeError(
         errno.ENOSPC,
         f"{path.label} has {free} bytes free ({free / 2**30:.2f} GiB), {wanted} are needed ({wanted / 2**30:.2f} GiB); "

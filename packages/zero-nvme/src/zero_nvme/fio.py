@@ -1,4 +1,4 @@
-"""Runs fio on a file, where it is installed, as a peer to be measured against."""
+"""Runs fio on a file, if it is installed, to compare against."""
 
 from __future__ import annotations
 
@@ -23,16 +23,12 @@ def available() -> bool:
     return shutil.which("fio") is not None
 
 
-def version() -> str:
-    return subprocess.check_output(["fio", "--version"], text=True).strip()
-
-
 def run(
     path: str, kind: Kind, *, nbytes: int, block_bytes: int, depth: int, engine: str = "io_uring", huge: bool = True
 ) -> FioResult:
-    """One sequential pass of O_DIRECT over an existing file of `nbytes`, which a write overwrites.
+    """Measures one sequential pass with O_DIRECT over an existing file of `nbytes`. Writing overwrites the file.
 
-    `huge`: buffers on 2 MiB pages, as ours are. Raises OSError with fio's own words when it fails.
+    `huge` puts the buffers on 2 MiB pages, as ours are. Raises OSError with fio's own message if it fails.
     """
     environment = dict(os.environ)
     if huge:

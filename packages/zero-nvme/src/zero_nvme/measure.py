@@ -1,17 +1,18 @@
-"""Timed reads and writes of a prepared, nameless file. The clock and nothing else; what to try is the callers'."""
+"""Times reads and writes of a prepared file without a name. The caller says what to measure, and how."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 from zero_nvme import probe
 from zero_nvme.buffers import as_memory, empty
-from zero_nvme.engine import Engine
 from zero_nvme.filesystem import open_nameless, opened, preallocate
 from zero_nvme.fio import Kind
+from zero_nvme.io_queue import IOQueue
 from zero_nvme.options import Options
 from zero_nvme.ticket import wait_all
 
@@ -19,14 +20,12 @@ MIB = 1 << 20
 
 
 class Testbed:
-    """A file of `nbytes` in a folder, allocated, and written once with what does not compress. A context manager."""
+    """A file of `nbytes` in a folder, allocated and written once with incompressible bytes. A context manager."""
 
     def __init__(self, folder: str, nbytes: int, options: Options) -> None:
-        choice = probe.choose([folder], options)
-        self.backend, self.direct, self.reason = choice.backend, choice.direct, choice.reason
+        self.options, self.reason = probe.choose([folder], options)
         self.nbytes = nbytes
-        self._options = replace(options, backend=choice.backend, direct=choice.direct)
-        self._path = open_nameless(folder, direct=choice.direct)
+        self._path = open_nameless(folder, direct=bool(self.options.direct))
         self.buffer = empty(min(nbytes, 64 * MIB))
         try:
             preallocate(self._path, nbytes)
@@ -39,31 +38,25 @@ class Testbed:
     def seconds(
         self, kind: Kind, *, block_bytes: int | None = None, inflight_bytes: int | None = None
     ) -> tuple[float, float]:
-        """Time to move as many bytes as the file has, first request to last completion; and CPU time, of all threads.
+        """Moves as many bytes as the file has. Returns wall time and the CPU time of all threads.
 
-        `mixed` reads the first half of the file while it writes the second.
+        Both run from the first request to the last completion. `mixed` reads the first half of the file while it writes
+        the second.
         """
         options = replace(
-            self._options,
-            block_bytes=block_bytes or self._options.block_bytes,
-            inflight_bytes=inflight_bytes or self._options.inflight_bytes,
+            self.options,
+            block_bytes=block_bytes or self.options.block_bytes,
+            inflight_bytes=inflight_bytes or self.options.inflight_bytes,
         )
-        path = opened(os.dup(self._path.fd), self._path.label, direct=self.direct)
-        engine = Engine("measurement", [path], options, backend=self.backend)
-        try:
+        path = opened(os.dup(self._path.fd), self._path.label, direct=self._path.direct)
+        with IOQueue("measurement", [path], options) as queue:
             start, cpu = time.perf_counter(), time.process_time()
-            wait_all(
-                [
-                    engine.submit(write, offset, as_memory(part, writable=not write))
-                    for write, offset, part in self._moves(kind)
-                ]
-            )
+            moves = self._moves(kind)
+            wait_all([queue._start(write, at, as_memory(part, writable=not write)) for write, at, part in moves])
             return time.perf_counter() - start, time.process_time() - cpu
-        finally:
-            engine.close()
 
     def _moves(self, kind: Kind) -> list[tuple[bool, int, memoryview]]:
-        """Write or read, offset in the file, memory: what is moved, in the order of the requests."""
+        """Returns the requests in order: whether each writes, its offset in the file, its memory."""
         if kind != "mixed":
             return self._passes(kind == "write", 0, self.nbytes, self.buffer)
         half, middle = len(self.buffer) // 2, self.nbytes // 2 // 4096 * 4096
@@ -87,3 +80,12 @@ class Testbed:
     def __exit__(self, *exception: object) -> Literal[False]:
         self.close()
         return False
+
+
+def measure_weights(folders: Sequence[str], options: Options, nbytes: int = 64 << 20) -> list[float]:
+    """Returns the bandwidth of each folder in GB/s, over one write and one read of `nbytes` that it then frees."""
+    rates = []
+    for folder in folders:
+        with Testbed(folder, nbytes, options) as bed:
+            rates.append(bed.gigabytes_per_second((bed.seconds("write")[0] + bed.seconds("read")[0]) / 2))
+    return rates

@@ -1,4 +1,4 @@
-"""How requests are cut and queued, as one record shared by Slab and File."""
+"""The options that Slab and File share: how requests are cut into blocks and queued."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ class Options:
     """Each field is a keyword of Slab and File. `python -m zero_nvme tune PATH` measures good values."""
 
     backend: str = "auto"
-    """`auto`, or one of BACKENDS; a named one that does not work here raises BackendUnavailable."""
+    """`auto`, or one of BACKENDS. Raises BackendUnavailable if the named one does not work here."""
     direct: bool | None = None
-    """True: O_DIRECT or an error. False: through the page cache. None: O_DIRECT where the filesystem takes it."""
+    """True: use O_DIRECT or fail. False: use the page cache. None: use O_DIRECT if the filesystem supports it."""
     block_bytes: int = 4 << 20
-    """Requests are cut into blocks of so many bytes; also the unit of striping. A multiple of 4096."""
+    """The size that requests are cut into, and the unit of striping. A multiple of 4096."""
     inflight_bytes: int = 16 << 20
-    """At most so many bytes (or one block) are with the kernel at a time, for each path."""
+    """The most bytes in flight at a time on each path. One block is always allowed."""
     depth: int = 256
-    """And at most so many blocks, for each path."""
+    """The most blocks in flight at a time on each path."""
     threads: int = 8
-    """Threads for each path, of the backends `threads` and `aiofiles`."""
+    """The threads of each path, for the backends `threads` and `aiofiles`."""
     max_requests: int = 65536
-    """Requests that may be incomplete; the next read or write then waits for one of them to complete."""
+    """The most requests that may be incomplete. The next read or write waits until one of them completes."""
 
     def __post_init__(self) -> None:
         if self.backend != "auto" and self.backend not in BACKENDS:

@@ -1,7 +1,7 @@
-"""The `aiofiles` backend: the store's interface in pure Python, for where the extension cannot be built.
+"""The `aiofiles` backend: the interface of `_native` in pure Python, for machines where the extension cannot be built.
 
-An event loop on a thread of its own runs at most `threads` transfers at a time through aiofiles, through the page
-cache. Slow, and complete: the same errors, the same short reads resumed, the same counters.
+An event loop on a thread of its own runs at most `threads` transfers per path at a time, through the page cache. It is
+slow, but has the same errors and counters and resumes short reads in the same way.
 """
 
 from __future__ import annotations
@@ -10,29 +10,60 @@ import asyncio
 import errno
 import fcntl
 import os
+import select
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiofiles
 
 from zero_nvme.buffers import Memory, bytes_at
-from zero_nvme.ticket import Failure, MailboxLike
+
+if TYPE_CHECKING:
+    from zero_nvme._native import Failure, Mailbox
+
+
+class PortableMailbox:
+    """The same interface as `_native.Mailbox`, in Python."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._tokens: deque[int] = deque()
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def post(self, token: int) -> None:
+        self._tokens.append(token)
+        os.eventfd_write(self._fd, 1)
+
+    def take(self) -> list[int]:
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            pass  # there are no tokens
+        return [self._tokens.popleft() for _ in range(len(self._tokens))]
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        return bool(select.select([self._fd], [], [], timeout_seconds)[0])
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
 
 class PortableRequest:
-    """Counts its blocks down on the loop's thread; waited for from any."""
+    """A request that the loop's thread counts down, block by block, and that any thread may wait for."""
 
     def __init__(self, nbytes: int, keep: object) -> None:
         self.keep: object = keep
         self.dropped = False
         self.skipped = 0
-        self._remaining = nbytes
+        self.remaining = nbytes
         self._done = threading.Event()
         self._lock = threading.Lock()
-        self._notified: set[tuple[MailboxLike, int]] = set()
+        self._notified: set[tuple[Mailbox, int]] = set()
         self._failure: Failure | None = None
         self._cancelled = False
 
@@ -55,17 +86,12 @@ class PortableRequest:
     def cancelled(self) -> bool:
         return self._cancelled and self.skipped > 0 and self._failure is None
 
-    def notify(self, mailbox: MailboxLike, token: int) -> None:
+    def notify(self, mailbox: Mailbox, token: int) -> None:
         with self._lock:
             if not self._done.is_set():
                 self._notified.add((mailbox, token))
                 return
         mailbox.post(token)
-
-    def finish(self, nbytes: int) -> bool:
-        """True once all its bytes are settled."""
-        self._remaining -= nbytes
-        return self._remaining == 0
 
     def complete(self) -> None:
         self.keep = None
@@ -76,15 +102,22 @@ class PortableRequest:
             mailbox.post(token)
 
 
+class _Block(NamedTuple):
+    request: PortableRequest
+    write: bool
+    path: int
+    offset: int  # in the path's file
+    memory: Memory
+
+
 class PortableStore:
-    """What `_native.Store` is, over aiofiles. Constructed with the same keywords."""
+    """The same interface as `_native.Store`, over aiofiles."""
 
     def __init__(
         self,
         *,
         files: Sequence[tuple[int, bool, int, int]],
         pattern: Sequence[int],
-        unit_bytes: int,
         backend: str,
         block_bytes: int,
         inflight_bytes: int,
@@ -95,43 +128,38 @@ class PortableStore:
         if any(direct for _, direct, _, _ in files):
             raise OSError(errno.EINVAL, f"{backend}: it has no way to do O_DIRECT")
         self._pattern = list(pattern)
-        self._unit_bytes = unit_bytes
         self._block_bytes = block_bytes
         self._max_requests = max_requests
         self._changed = threading.Condition()
         self._live: set[PortableRequest] = set()
         self._counters = [_new_counters() for _ in files]
-        self._queues: list[deque[_Block]] = [deque() for _ in files]
-        self._workers = max(1, min(threads, depth, inflight_bytes // block_bytes or 1))
         self._closing = False
         self._loop = asyncio.new_event_loop()
-        self._wake: list[asyncio.Semaphore] = []
-        started: list[BaseException | None] = []
-        ready = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=([fd for fd, *_ in files], ready, started), name="zero_nvme aiofiles", daemon=True
-        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._handles: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in files]  # of each path; a block takes one
+        self._thread = threading.Thread(target=self._run, name="zero_nvme aiofiles", daemon=True)
         self._thread.start()
-        ready.wait()
-        if started[0] is not None:
-            self._thread.join()
-            raise started[0]
+        handles = max(1, min(threads, depth, inflight_bytes // block_bytes))
+        try:
+            asyncio.run_coroutine_threadsafe(self._open([fd for fd, *_ in files], handles), self._loop).result()
+        except BaseException:
+            self.close()
+            raise
 
-    # -- the caller's side
+    # -- on the caller's thread
 
     def submit(self, write: bool, offset: int, address: int, nbytes: int, keep: object) -> PortableRequest:
         if self._closing:
             raise ValueError("closed")
         request = PortableRequest(nbytes, keep)
-        blocks = list(self._cut(request, write, offset, Memory(address, nbytes, keep)))
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._live) < self._max_requests)
-            if blocks:
-                self._live.add(request)
-        if not blocks:
+        if nbytes == 0:
             request.complete()
             return request
-        self._loop.call_soon_threadsafe(self._enqueue, blocks)
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._live) < self._max_requests)
+            self._live.add(request)
+        blocks = list(self._cut(request, write, offset, Memory(address, nbytes, keep)))
+        self._loop.call_soon_threadsafe(self._start, blocks)
         return request
 
     def drain(self, timeout_seconds: float | None = None) -> bool:
@@ -146,87 +174,59 @@ class PortableStore:
     def pending(self) -> int:
         return len(self._live)
 
-    def register_buffer(self, address: int, nbytes: int, keep: object) -> int:
-        return -errno.EOPNOTSUPP
-
     def statistics(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "read": {**counters["read"], "latency_nanoseconds": dict(counters["read"]["latency_nanoseconds"])},
-                "write": {**counters["write"], "latency_nanoseconds": dict(counters["write"]["latency_nanoseconds"])},
-                "depth": dict(counters["depth"]),
-                "registered_file": False,
-            }
-            for counters in self._counters
-        ]
+        return [_copied(counters) for counters in self._counters]
 
     def close(self) -> None:
         if self._closing:
             return
         self._closing = True
         self.drain(None)
-        self._loop.call_soon_threadsafe(self._stop)
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     def abandon(self) -> None:
-        self._closing = True  # a forked child: the thread is not here
+        self._closing = True  # the thread does not exist in a forked child
 
-    # -- the loop's side
+    # -- on the loop's thread
 
-    def _run(self, fds: Sequence[int], ready: threading.Event, started: list[BaseException | None]) -> None:
+    def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve(fds, ready, started))
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-            self._loop.close()
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._shut())
+        self._loop.close()
 
-    async def _serve(self, fds: Sequence[int], ready: threading.Event, started: list[BaseException | None]) -> None:
-        self._wake = [asyncio.Semaphore(0) for _ in fds]
-        handles: list[list[Any]] = []
-        try:
-            for fd in fds:
-                handles.append([])
-                for _ in range(self._workers):
-                    handles[-1].append(await _reopen(fd))
-        except OSError as error:
-            started.append(error)
-            ready.set()
-        else:
-            started.append(None)
-            ready.set()
-            await asyncio.gather(
-                *(self._work(index, handle) for index, same_path in enumerate(handles) for handle in same_path)
-            )
-        for handle in (handle for same_path in handles for handle in same_path):
-            await handle.close()
+    async def _open(self, fds: Sequence[int], count: int) -> None:
+        for fd, handles in zip(fds, self._handles, strict=True):
+            for _ in range(count):
+                handles.put_nowait(await _reopen(fd))
 
-    def _enqueue(self, blocks: list[_Block]) -> None:
+    async def _shut(self) -> None:
+        for handles in self._handles:
+            while not handles.empty():
+                await handles.get_nowait().close()
+        await self._loop.shutdown_default_executor()
+
+    def _start(self, blocks: Sequence[_Block]) -> None:
         for block in blocks:
-            self._queues[block.path].append(block)
-            self._wake[block.path].release()
+            task = self._loop.create_task(self._work(block))
+            self._tasks.add(task)  # the loop itself holds only a weak reference
+            task.add_done_callback(self._tasks.discard)
 
-    def _stop(self) -> None:
-        for wake in self._wake:
-            for _ in range(self._workers):
-                wake.release()
-
-    async def _work(self, path: int, handle: Any) -> None:
-        while True:
-            await self._wake[path].acquire()
-            if not self._queues[path]:
-                return
-            block = self._queues[path].popleft()
-            request = block.request
-            if request.dropped:
-                request.skipped += block.memory.nbytes
-            else:
-                await self._move(block, handle)
-            if request.finish(block.memory.nbytes):
-                request.complete()  # first: whoever finds nothing live finds every request done
-                with self._changed:
-                    self._live.discard(request)
-                    self._changed.notify_all()
+    async def _work(self, block: _Block) -> None:
+        handle = await self._handles[block.path].get()
+        request, nbytes = block.request, block.memory.nbytes
+        if request.dropped:
+            request.skipped += nbytes
+        else:
+            await self._move(block, handle)
+        self._handles[block.path].put_nowait(handle)
+        request.remaining -= nbytes
+        if request.remaining == 0:
+            request.complete()  # first, so that whoever finds no live request finds every request done
+            with self._changed:
+                self._live.discard(request)
+                self._changed.notify_all()
 
     async def _move(self, block: _Block, handle: Any) -> None:
         counters = self._counters[block.path]
@@ -247,7 +247,7 @@ class PortableStore:
                     raise OSError(errno.EIO if block.write else errno.ENODATA, "no progress")
                 direction["retries"] += moved > 0
                 moved += step
-        except Exception as error:  # a worker that died would leave the request waiting for ever
+        except Exception as error:  # an exception that escaped would leave the request waiting forever
             direction["failures"] += 1
             code = getattr(error, "errno", None) or errno.EIO
             block.request.fail((code, block.path, block.offset, block.memory.nbytes, moved))
@@ -260,7 +260,7 @@ class PortableStore:
         finally:
             counters["in_flight"] -= 1
 
-    def _cut(self, request: PortableRequest, write: bool, offset: int, memory: Memory) -> Any:
+    def _cut(self, request: PortableRequest, write: bool, offset: int, memory: Memory) -> Iterator[_Block]:
         at = 0
         while at < memory.nbytes:
             path, place, room = self._place(offset + at)
@@ -269,40 +269,33 @@ class PortableStore:
             at += size
 
     def _place(self, offset: int) -> tuple[int, int, int]:
-        """(path, offset in its file, bytes to the end of the unit), as StripeMap::place in store.cpp."""
+        """Returns the path, the offset in its file and the bytes left in the unit, like StripeMap::place in C++."""
         if len(self._pattern) == 1:
             return self._pattern[0], offset, 1 << 62
-        unit, within = divmod(offset, self._unit_bytes)
+        unit, within = divmod(offset, self._block_bytes)
         period, index = divmod(unit, len(self._pattern))
         path = self._pattern[index]
         unit_of_path = period * self._pattern.count(path) + self._pattern[:index].count(path)
-        return path, unit_of_path * self._unit_bytes + within, self._unit_bytes - within
-
-
-class _Block:
-    __slots__ = ("memory", "offset", "path", "request", "write")
-
-    def __init__(self, request: PortableRequest, write: bool, path: int, offset: int, memory: Memory) -> None:
-        self.request = request
-        self.write = write
-        self.path = path
-        self.offset = offset
-        self.memory = memory
+        return path, unit_of_path * self._block_bytes + within, self._block_bytes - within
 
 
 def _new_counters() -> dict[str, Any]:
     def direction() -> dict[str, Any]:
-        names = ("bytes", "blocks", "retries", "failures", "bounced_bytes", "registered_blocks")
+        names = ("bytes", "blocks", "retries", "failures", "bounced_bytes")
         return {
             **dict.fromkeys(names, 0),
             "latency_nanoseconds": Counter(),
             "latency_nanoseconds_maximum": 0,
         }
 
-    return {"read": direction(), "write": direction(), "depth": Counter(), "in_flight": 0}
+    return {"read": direction(), "write": direction(), "depth": Counter(), "in_flight": 0, "registered_file": False}
+
+
+def _copied(counters: dict[str, Any]) -> dict[str, Any]:
+    return {name: _copied(value) if isinstance(value, dict) else value for name, value in counters.copy().items()}
 
 
 async def _reopen(fd: int) -> Any:
-    """A handle with a position of its own on an open file, which may have no name."""
+    """Opens another handle, with its own position, on an open file that may have no name."""
     writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
     return await aiofiles.open(f"/proc/self/fd/{fd}", "r+b" if writable else "rb", buffering=0)

@@ -1,48 +1,42 @@
-"""Which backend works on these folders: found by writing and reading, not by asking. Keeps nothing."""
+"""Finds a backend that works on a path, by writing and reading with each in turn. Keeps nothing open."""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zero_nvme.buffers import as_memory, empty
-from zero_nvme.engine import Engine
-from zero_nvme.errors import BackendUnavailable, NvmeError, describe
-from zero_nvme.filesystem import OpenPath, open_nameless, open_path, size_of
+from zero_nvme.errors import BackendUnavailable, NvmeError
+from zero_nvme.filesystem import open_folders, open_path, size_of
+from zero_nvme.io_queue import IOQueue
 from zero_nvme.options import BACKENDS, Options
-from zero_nvme.ticket import wait_all
 
 PROBE_BYTES = 64 << 10
 
 
-@dataclass(frozen=True)
-class Choice:
-    backend: str
-    direct: bool
-    reason: str
+def choose(targets: Sequence[str], options: Options, *, reading: bool = False) -> tuple[Options, str]:
+    """Returns the options with a backend that works for all targets, with O_DIRECT if possible, and the reason.
 
+    The targets are folders, in each of which a block is written and read back. With `reading` there is one target, a
+    file, of which only the first block is read. The reason names what failed before (`io_uring_setup: EPERM`), or says
+    what was tried.
 
-def choose(targets: Sequence[str], options: Options, *, reading: bool = False) -> Choice:
-    """The first backend that writes and reads back a block in each folder, with O_DIRECT if at all possible.
-
-    `reading`: the targets are files, of which the first block is read and nothing is written.
-    `reason` names what failed before it (`io_uring_setup: EPERM`), or says what was tried.
-    Raises BackendUnavailable when the named backend, O_DIRECT if it was demanded, or all fail; NvmeError when no file
-    can be created in a folder or it is full.
+    Raises BackendUnavailable if nothing works that `options` allow, and NvmeError if no file can be created in a folder
+    or the folder is full.
     """
     failures: list[str] = []
     for direct in (True, False) if options.direct is None else (options.direct,):
         for backend in BACKENDS if options.backend == "auto" else (options.backend,):
             if direct and backend == "aiofiles":
-                continue  # it has no way to align
-            failure = attempt(targets, replace(options, backend=backend, direct=direct), reading=reading)
+                continue  # it cannot align its buffers
+            chosen = replace(options, backend=backend, direct=direct)
+            failure = attempt(targets, chosen, reading=reading)
             if failure is None:
                 how = "with O_DIRECT" if direct else "through the page cache"
                 did = "read the first block" if reading else f"wrote {PROBE_BYTES >> 10} KiB and read them back"
-                tried = f"{backend} {did} {how}"
-                return Choice(backend, direct, "; ".join(dict.fromkeys(failures)) or tried)
+                return chosen, "; ".join(dict.fromkeys(failures)) or f"{backend} {did} {how}"
             failures.append(failure)
             if failure.startswith("open O_DIRECT"):
                 break
@@ -57,60 +51,37 @@ def choose(targets: Sequence[str], options: Options, *, reading: bool = False) -
 
 
 def attempt(targets: Sequence[str], options: Options, *, reading: bool = False) -> str | None:
-    """None if the backend in `options` moved a block for each target, else why not, in a few words."""
-    paths: list[OpenPath] = []
+    """Returns None if the backend in `options` moved a block for each target, else the reason in a few words."""
     direct = bool(options.direct)
     try:
-        for target in targets:
-            paths.append(_open(target, direct=direct, reading=reading))
+        if reading:
+            paths = [open_path(targets[0], os.O_RDONLY, 0, direct=direct, label=targets[0])]
+        else:
+            paths = open_folders(targets, direct=direct)
     except NvmeError as error:
-        _close(paths)
         if direct and error.errno == errno.EINVAL:
             return f"open O_DIRECT in {error.path}: EINVAL"
         raise
-    small = replace(options, block_bytes=max(PROBE_BYTES, 4096), max_requests=16)
+    nbytes = min(PROBE_BYTES, size_of(paths[0].fd)) if reading else len(paths) * PROBE_BYTES
+    small = replace(options, block_bytes=PROBE_BYTES, max_requests=16)
     try:
-        engine = Engine("probe", paths, small, backend=options.backend, pattern=range(len(paths)))
-    except OSError as error:
-        _close(paths)
-        return describe(error)
-    try:
-        return _read_first(engine) if reading else _round_trip(engine, len(paths) * PROBE_BYTES)
-    finally:
-        engine.close()
+        with IOQueue("probe", paths, small, pattern=range(len(paths))) as queue:
+            return _round_trip(queue, nbytes, reading=reading)
+    except BackendUnavailable as error:
+        return error.refusal
 
 
-def _open(target: str, *, direct: bool, reading: bool) -> OpenPath:
-    if reading:
-        return open_path(target, os.O_RDONLY, 0, direct=direct, label=target)
-    return open_nameless(target, direct=direct)
-
-
-def _read_first(engine: Engine) -> str | None:
-    nbytes = min(PROBE_BYTES, size_of(engine.paths[0].fd))
-    try:
-        engine.submit(False, 0, as_memory(empty(nbytes), writable=True)).wait()
-    except NvmeError as error:
-        return f"{engine.backend}: {errno.errorcode.get(error.errno or 0, error.errno)} on the first block"
-    return None
-
-
-def _round_trip(engine: Engine, nbytes: int) -> str | None:
-    pattern = empty(nbytes)
+def _round_trip(queue: IOQueue, nbytes: int, *, reading: bool) -> str | None:
+    pattern, back = empty(nbytes), empty(nbytes)
     pattern[:] = (os.urandom(251) * (nbytes // 251 + 1))[:nbytes]
-    back = empty(nbytes)
     try:
-        wait_all([engine.submit(True, 0, as_memory(pattern, writable=False))])
-        wait_all([engine.submit(False, 0, as_memory(back, writable=True))])
+        if not reading:
+            queue._start(True, 0, as_memory(pattern, writable=False)).wait()
+        queue._start(False, 0, as_memory(back, writable=True)).wait()
     except NvmeError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno == errno.ENOSPC and not reading:
             raise
-        return f"{engine.backend}: {errno.errorcode.get(error.errno or 0, error.errno)} on the first block"
-    if bytes(back) != bytes(pattern):
-        return f"{engine.backend}: what it read is not what it wrote"
+        return f"{queue.backend}: {errno.errorcode.get(error.errno or 0, error.errno)} on the first block"
+    if bytes(back) != bytes(pattern) and not reading:
+        return f"{queue.backend}: what it read is not what it wrote"
     return None
-
-
-def _close(paths: Sequence[OpenPath]) -> None:
-    for path in paths:
-        os.close(path.fd)

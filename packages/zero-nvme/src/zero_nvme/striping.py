@@ -1,20 +1,14 @@
-"""How bytes are spread over paths: weights to a pattern, and what each path must hold. Integers; one measurement."""
+"""Spreads bytes over paths: turns weights into a pattern and computes the size of each path's file. Integers only."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-
-from zero_nvme.buffers import as_memory, empty
-from zero_nvme.engine import Engine
-from zero_nvme.filesystem import open_nameless
-from zero_nvme.options import Options
 
 MAX_PERIOD = 16  # units; weights are honoured to about 1/16
 
 
 def pattern_of(weights: Sequence[float]) -> list[int]:
-    """One period of units, as indices of paths, spread as evenly as the weights allow: [2, 1] gives [0, 1, 0].
+    """Returns one period of units as indices of paths, spread evenly: weights [2, 1] give [0, 1, 0].
 
     Raises ValueError for a weight that is not positive.
     """
@@ -35,7 +29,7 @@ def pattern_of(weights: Sequence[float]) -> list[int]:
 
 
 def _interleave(counts: Sequence[int]) -> list[int]:
-    """Smooth weighted round-robin: the path that is furthest behind its share goes next."""
+    """Interleaves by smooth weighted round-robin: the path that is furthest behind its share goes next."""
     credit = [0] * len(counts)
     pattern = []
     for _ in range(sum(counts)):
@@ -48,28 +42,9 @@ def _interleave(counts: Sequence[int]) -> list[int]:
 
 
 def bytes_per_path(nbytes: int, pattern: Sequence[int], unit_bytes: int, paths: int) -> list[int]:
-    """Bytes that each path's file needs for the first `nbytes` of the striped range."""
+    """Returns the bytes that each path's file needs to hold the first `nbytes` of the striped range."""
     if len(pattern) == 1:
         return [nbytes]
     units = -(-nbytes // unit_bytes)
     whole, rest = divmod(units, len(pattern))
     return [(whole * pattern.count(path) + list(pattern[:rest]).count(path)) * unit_bytes for path in range(paths)]
-
-
-def measure_weights(
-    folders: Sequence[str], options: Options, backend: str, *, direct: bool, nbytes: int = 64 << 20
-) -> list[float]:
-    """GB/s of each folder alone, written once and read twice, the harmonic mean. Writes and frees `nbytes` in each."""
-    buffer = empty(nbytes)
-    rates = []
-    for folder in folders:
-        engine = Engine(folder, [open_nameless(folder, direct=direct)], options, backend=backend)
-        try:
-            engine.submit(True, 0, as_memory(buffer, writable=False)).wait()  # allocates; not timed
-            start = time.perf_counter()
-            engine.submit(True, 0, as_memory(buffer, writable=False)).wait()
-            engine.submit(False, 0, as_memory(buffer, writable=True)).wait()
-            rates.append(2 * nbytes / (time.perf_counter() - start) / 1e9)
-        finally:
-            engine.close()
-    return rates

@@ -1,62 +1,37 @@
-"""The handle of a submitted request, and waiting: for one, any, all, from threads and from asyncio."""
+"""The handle of a request, and the ways to wait: for one, any or all requests, from threads and from asyncio."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import os
-import select
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from zero_nvme.errors import Cancelled, NvmeError
 from zero_nvme.extension import native
 
 if TYPE_CHECKING:
-    from zero_nvme.engine import Engine
-
-Failure = tuple[int, int, int, int, int]  # errno, index of the path, offset, bytes wanted, bytes got
-
-
-class MailboxLike(Protocol):
-    """Tells which of many requests completed. Its descriptor is readable while there is something to take."""
-
-    def fileno(self) -> int: ...
-    def post(self, token: int) -> None: ...
-    def take(self) -> list[int]: ...
-    def wait(self, timeout_seconds: float | None = None) -> bool: ...
-
-
-class RequestLike(Protocol):
-    """What a backend's request can do, native or portable."""
-
-    def done(self) -> bool: ...
-    def wait(self, timeout_seconds: float | None = None) -> bool: ...
-    def failure(self) -> Failure | None: ...
-    def cancel(self) -> None: ...
-    def cancelled(self) -> bool: ...
-    def notify(self, mailbox: MailboxLike, token: int) -> None: ...
+    from zero_nvme._native import Mailbox, Request
+    from zero_nvme.io_queue import IOQueue
 
 
 class Ticket:
-    """One submitted read or write. Complete by itself: nobody needs to wait for that.
+    """One read or write that was submitted. It completes whether or not anybody waits for it.
 
-    The buffer is kept alive and must not be touched (read: not read; write: not changed) until `done()`.
-    `await ticket` gives the number of bytes; cancelling the awaiting task cancels the request and returns once none of
-    it is in flight. Safe to use from any thread.
+    The ticket keeps the buffer alive. Until `done()`, do not use a buffer that is read into, nor change one that is
+    written. `await ticket` returns the number of bytes. Cancelling the awaiting task cancels the request and returns
+    once none of it is in flight. A ticket may be used from any thread.
     """
 
-    __slots__ = ("__weakref__", "_check", "_engine", "_request", "nbytes")
+    __slots__ = ("__weakref__", "_check", "_queue", "_request", "nbytes")
 
-    def __init__(
-        self, request: RequestLike, engine: Engine, nbytes: int, check: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, request: Request, queue: IOQueue, nbytes: int, check: Callable[[], None] | None = None) -> None:
         self._request = request
-        self._engine = engine
+        self._queue = queue
         self._check = check
         self.nbytes = nbytes
 
@@ -65,26 +40,26 @@ class Ticket:
         return self._request.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits up to `timeout` seconds (None: for ever; Ctrl-C interrupts).
+        """Waits up to `timeout` seconds, or without a limit. Ctrl-C interrupts it.
 
-        Raises the request's error: NvmeError (with path, offset, wanted and got), ChecksumError, Cancelled; and
-        TimeoutError, after which the request is still going.
+        Raises the request's error: NvmeError (with path, offset, wanted and got), ChecksumError or Cancelled. After a
+        TimeoutError the request is still in flight.
         """
-        self._engine.check_process()
+        self._queue._check_process()
         if not self._request.wait(timeout):
-            raise TimeoutError(f"{self._engine.describe()}: a request of {self.nbytes} bytes took over {timeout} s")
+            raise TimeoutError(f"{self._queue._label}: a request of {self.nbytes} bytes took over {timeout} s")
         self._raise_error()
 
     def result(self, timeout: float | None = None) -> int:
-        """Waits like wait(); the number of bytes moved, which is all of them."""
+        """Waits like wait() and returns the number of bytes moved, which is all of them."""
         self.wait(timeout)
         return self.nbytes
 
     def cancel(self) -> bool:
-        """Drops what has not started. The rest is in flight: wait() before the buffer is used again.
+        """Drops the part that has not started. The rest is in flight, so wait() before you use the buffer again.
 
-        Returns False if the request was complete already. wait() then raises Cancelled, or returns if nothing was
-        left to drop.
+        Returns False if the request was already complete. After True, wait() raises Cancelled, or returns normally if
+        everything had already started.
         """
         if self.done():
             return False
@@ -92,7 +67,7 @@ class Ticket:
         return True
 
     def exception(self) -> NvmeError | None:
-        """The error of a complete request, None if it succeeded. Raises ValueError before completion."""
+        """Returns the error of a complete request, or None if it succeeded. Raises ValueError before completion."""
         if not self.done():
             raise ValueError("the request is not complete; wait() for it first")
         try:
@@ -104,9 +79,9 @@ class Ticket:
     def _raise_error(self) -> None:
         failure = self._request.failure()
         if failure is not None:
-            raise self._engine.error_of(failure)
+            raise self._queue._error_of(failure)
         if self._request.cancelled():
-            raise Cancelled(f"{self._engine.describe()}: a request of {self.nbytes} bytes was cancelled")
+            raise Cancelled(f"{self._queue._label}: a request of {self.nbytes} bytes was cancelled")
         if self._check is not None:
             self._check()
             self._check = None
@@ -115,7 +90,7 @@ class Ticket:
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> int:
-        self._engine.check_process()
+        self._queue._check_process()
         if not self.done():
             watcher = _Watcher.of(asyncio.get_running_loop())
             try:
@@ -135,45 +110,21 @@ class Ticket:
         return f"<Ticket of {self.nbytes} bytes, {'done' if self.done() else 'in flight'}>"
 
 
-class PortableMailbox:
-    """What `_native.Mailbox` is, without the extension."""
+def new_mailbox() -> Mailbox:
+    if native is not None:
+        return native.Mailbox()
+    from zero_nvme.portable import PortableMailbox
 
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._tokens: deque[int] = deque()
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def post(self, token: int) -> None:
-        self._tokens.append(token)
-        os.eventfd_write(self._fd, 1)
-
-    def take(self) -> list[int]:
-        try:
-            os.eventfd_read(self._fd)
-        except BlockingIOError:
-            pass  # nothing was posted
-        return [self._tokens.popleft() for _ in range(len(self._tokens))]
-
-    def wait(self, timeout_seconds: float | None = None) -> bool:
-        return bool(select.select([self._fd], [], [], timeout_seconds)[0])
-
-    def __del__(self) -> None:
-        os.close(self._fd)
-
-
-def new_mailbox() -> MailboxLike:
-    return native.Mailbox() if native is not None else PortableMailbox()
+    mailbox: Any = PortableMailbox()
+    return mailbox
 
 
 class _Watcher:
-    """One event loop's mailbox: requests post to it, the loop's reader resolves their futures."""
+    """Resolves the futures of one event loop, when requests post their tokens to its mailbox."""
 
     _watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watcher] = weakref.WeakKeyDictionary()
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = weakref.ref(loop)
+    def __init__(self) -> None:
         self._mailbox = new_mailbox()
         self._tokens = itertools.count()
         self._waiting: dict[int, asyncio.Future[None]] = {}
@@ -182,10 +133,10 @@ class _Watcher:
     def of(cls, loop: asyncio.AbstractEventLoop) -> _Watcher:
         watcher = cls._watchers.get(loop)
         if watcher is None:
-            watcher = cls._watchers[loop] = cls(loop)
+            watcher = cls._watchers[loop] = cls()
         return watcher
 
-    async def completion(self, request: RequestLike) -> None:
+    async def completion(self, request: Request) -> None:
         loop = asyncio.get_running_loop()
         token = next(self._tokens)
         if not self._waiting:
@@ -195,7 +146,9 @@ class _Watcher:
         try:
             await future
         finally:
-            self._forget(token)
+            self._waiting.pop(token)
+            if not self._waiting and not loop.is_closed():
+                loop.remove_reader(self._mailbox.fileno())
 
     def _resolve(self) -> None:
         for token in self._mailbox.take():
@@ -203,20 +156,14 @@ class _Watcher:
             if future is not None and not future.done():
                 future.set_result(None)
 
-    def _forget(self, token: int) -> None:
-        self._waiting.pop(token, None)
-        loop = self._loop()
-        if not self._waiting and loop is not None and not loop.is_closed():
-            loop.remove_reader(self._mailbox.fileno())
-
 
 _thread = threading.local()  # .mailbox, .process: for wait_any
 
 
 def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> list[Ticket]:
-    """Waits until at least one is done and returns all that are, in the order given. Raises no request's error.
+    """Waits until at least one ticket is done and returns all that are, in the order given.
 
-    Raises TimeoutError after `timeout` seconds, ValueError for no tickets.
+    Raises TimeoutError after `timeout` seconds, ValueError for no tickets, and never a request's error.
     """
     pending = list(tickets)
     if not pending:
@@ -224,9 +171,9 @@ def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> list[Ti
     deadline = None if timeout is None else time.monotonic() + timeout
     if getattr(_thread, "process", None) != os.getpid():
         _thread.mailbox, _thread.process = new_mailbox(), os.getpid()
-    mailbox: MailboxLike = _thread.mailbox
+    mailbox: Mailbox = _thread.mailbox
     for ticket in pending:
-        ticket._engine.check_process()
+        ticket._queue._check_process()
         ticket._request.notify(mailbox, 0)
     while True:
         mailbox.take()
@@ -238,9 +185,9 @@ def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> list[Ti
 
 
 def wait_all(tickets: Sequence[Ticket], timeout: float | None = None) -> None:
-    """Waits until all are done, then raises the first error in the order given, if there is one.
+    """Waits until all tickets are done, then raises the first error in the order given, if there is one.
 
-    Raises TimeoutError after `timeout` seconds in all; the requests are then still going.
+    Raises TimeoutError after `timeout` seconds in total. The requests are then still in flight.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     first: NvmeError | None = None

@@ -1,4 +1,4 @@
-"""Finds block size and bytes in flight for a folder. Measures; writes nothing but its own nameless file."""
+"""Finds the best block size and number of bytes in flight for a folder, by measuring. Leaves no file behind."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ BLOCKS = (MIB // 2, MIB, 2 * MIB, 4 * MIB)
 IN_FLIGHT = (2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB)
 KINDS: tuple[Kind, ...] = ("read", "write", "mixed")
 FINALISTS = 6
-ROUNDS, FINAL_ROUNDS = 2, 3  # all configurations once, and again: a disk that drifts drifts under all of them
-AS_FAST = 0.98  # of the fastest: less is not seen above the drift, and then the cheapest in CPU time is taken
+ROUNDS, FINAL_ROUNDS = 2, 3  # a round tries all configurations, so that a drifting disk affects them equally
+AS_FAST = 0.98  # of the fastest; a smaller difference drowns in the drift, so the cheapest in CPU time is chosen
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Tuned:
     cpu_seconds_per_gib: float  # of the three
 
     def yaml(self, folder: str) -> str:
-        """Keys as the keywords of Slab and File, for conf/io."""
+        """Returns YAML for conf/io, with the keywords of Slab and File as keys."""
         return "\n".join(
             [
                 f"# python -m zero_nvme tune {folder}, {datetime.date.today()}:",
@@ -46,11 +46,10 @@ class Tuned:
 def tune(
     folder: str, backend: str = "auto", nbytes: int = 256 * MIB, report: Callable[[str], None] = lambda line: None
 ) -> Tuned:
-    """Medians of a few rounds over all block sizes and bytes in flight, then of more over the best of them; of those
-    as fast as any, the cheapest.
+    """Measures all configurations in a few rounds and the best of them in more. Returns the cheapest of the fastest.
 
-    Fast is the harmonic mean of reading, writing and both at once: what an optimizer's states do on their way.
-    `report` is told of every configuration tried. Raises what Slab raises for the folder.
+    Speed is the harmonic mean of reading, writing and both at once, which is how optimizer states move. Cost is CPU
+    time. `report` is called with a line for every configuration. Raises what Slab raises for the folder.
     """
     configurations = [(block, in_flight) for block in BLOCKS for in_flight in IN_FLIGHT if in_flight >= 2 * block]
     passes: dict[tuple[int, int], list[tuple[float, ...]]] = {each: [] for each in configurations}
@@ -74,7 +73,7 @@ def tune(
 
 
 def _measured(bed: Testbed, block: int, in_flight: int) -> tuple[float, ...]:
-    """Seconds of each kind, then the CPU seconds of all."""
+    """Returns the seconds of each kind, then the CPU seconds of all."""
     runs = [bed.seconds(kind, block_bytes=block, inflight_bytes=in_flight) for kind in KINDS]
     return *(seconds for seconds, _ in runs), sum(cpu for _, cpu in runs)
 
@@ -83,9 +82,9 @@ def _summary(bed: Testbed, block: int, in_flight: int, passes: list[tuple[float,
     *seconds, cpu = (statistics.median(column) for column in zip(*passes, strict=True))
     rates = dict(zip(KINDS, map(bed.gigabytes_per_second, seconds), strict=True))
     gib = len(KINDS) * bed.nbytes / 2**30
-    return Tuned(bed.backend, bed.reason, block, in_flight, **rates, cpu_seconds_per_gib=cpu / gib)
+    return Tuned(bed.options.backend, bed.reason, block, in_flight, **rates, cpu_seconds_per_gib=cpu / gib)
 
 
 def _score(tuned: Tuned) -> float:
-    """Bytes per second of a workload of which each kind is a third."""
+    """Returns the bandwidth of a workload of which each kind is a third."""
     return statistics.harmonic_mean([tuned.read, tuned.write, tuned.mixed])

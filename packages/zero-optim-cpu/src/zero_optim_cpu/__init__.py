@@ -1,13 +1,14 @@
-"""PyTorch optimizers on the CPU at the speed of memory: one pass, SIMD chosen at run time, the same bits everywhere."""
+"""PyTorch optimizers for the CPU that make one pass over memory, with the same bits on every instruction set."""
 
 from zero_optim_cpu import cores
+from zero_optim_cpu._native import Handle
 from zero_optim_cpu.adagrad import Adagrad
 from zero_optim_cpu.adam import Adam, AdamW
-from zero_optim_cpu.engine import available_isas, compiled_isas
+from zero_optim_cpu.kernels import available_isas, compiled_isas
 from zero_optim_cpu.layouts import LAYOUTS, Field, Layout
 from zero_optim_cpu.lion import Lion
 from zero_optim_cpu.sgd import SGD
-from zero_optim_cpu.step import CpuStep, Handle
+from zero_optim_cpu.step import CpuStep
 
 __all__ = [
     "LAYOUTS",
@@ -24,4 +25,4 @@ __all__ = [
     "compiled_isas",
     "cores",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,20 +1,20 @@
-"""Adagrad with ``torch.optim``'s semantics (Duchi et al. 2011)."""
+"""Adagrad with the semantics of ``torch.optim`` (Duchi et al. 2011)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from zero_optim_cpu.optimizer import CpuOptimizer
-from zero_optim_cpu.rules import ADAGRAD, register
+from zero_optim_cpu.rules import ADAGRAD
 
 
 class Adagrad(CpuOptimizer):
     """Adagrad.
 
     Args:
-        params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as ``torch.optim.Adagrad``.
+        params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as for ``torch.optim.Adagrad``.
             Sparse gradients are refused.
-        layout, threads, isa: as ``CpuStep``.
+        layout, threads, isa: as for ``CpuStep``.
     """
 
     rule = ADAGRAD
@@ -33,13 +33,6 @@ class Adagrad(CpuOptimizer):
         threads: int | None = None,
         isa: str | None = None,
     ) -> None:
-        values = {"lr": float(lr), "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        for name, value in (values | {"initial_accumulator_value": initial_accumulator_value}).items():
-            if value < 0.0:
-                raise ValueError(f"{name}={value} is negative")
         defaults = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         defaults["initial_accumulator_value"] = initial_accumulator_value
         super().__init__(params, defaults, layout=layout, threads=threads, isa=isa)
-
-
-register(Adagrad, ADAGRAD)

@@ -1,18 +1,18 @@
-"""Which CPUs an update takes on the host of a GPU. Facts of /sys in, numbers out: starts no thread, binds nothing.
+"""Chooses the CPUs for an update on the host of a GPU, from what /sys says. Starts no threads and pins none.
 
 [Note: The host of a GPU]
-On the CPU an update shares every core with compute. Beside a GPU the cores have nothing to compute, but three things
-to do at once: launch kernels, move bytes, update. So of the physical cores of the GPU's NUMA node, divided among the
-ranks whose GPUs are on it, the update takes all but two, one thread each:
+When a model runs on the CPU, an update shares every core with its compute. When it runs on a GPU, the cores launch
+kernels, move bytes and update at the same time. The physical cores of the GPU's NUMA node are divided among the ranks
+whose GPUs are on it, and of its share each rank's update takes all but two, with one thread on each:
 
     NUMA node    0      1      2      3  …  15
                  rest   rest   pool   pool  pool
-                 │      └ I/O, and what waits for it (a second hyperthread of these two is theirs as well)
+                 │      └ I/O and the threads that wait for it (both use the second hyperthreads as well)
                  └ Python, autograd, kernel launches
 
-Memory is the node of whoever touches a page first. A process that is bound to its cores before it fills its buffers
-therefore has them beside its GPU and its update; nothing else is done about memory.
-Respected: the process's affinity (cpuset and taskset), and the CPU quota of its control group.
+A page of memory belongs to the node of the thread that touches it first. A process that is bound to its cores before
+it fills its buffers therefore has them close to its GPU and its update, and nothing else is done about memory.
+The process's affinity (cpuset and taskset) and the CPU quota of its control group are respected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SYS = Path("/sys")
 
 @dataclass(frozen=True)
 class Seat:
-    """What one rank of a host has: the NUMA node of its GPU (None: not known) and the CPUs that it may run on."""
+    """One rank of a host: the NUMA node of its GPU (None if unknown) and the CPUs that it may run on."""
 
     node: int | None
     allowed: tuple[int, ...]
@@ -37,12 +37,12 @@ class Seat:
 
 @dataclass(frozen=True)
 class Cores:
-    """CPUs of one rank by their numbers. Where there is one core only, both have it."""
+    """The numbers of a rank's CPUs. If there is only one core, it is in both ``pool`` and ``rest``."""
 
-    pool: tuple[int, ...]  # one a physical core, for CpuStep(cores=…)
+    pool: tuple[int, ...]  # one per physical core, for CpuStep(cores=…)
     rest: tuple[int, ...]  # for every other thread of the process, hyperthreads included
     rest_cores: int  # physical cores among `rest`
-    node: int | None  # the NUMA node that they are of; None: not known, or of any
+    node: int | None  # the NUMA node they belong to; None: unknown, or several
 
     def __str__(self) -> str:
         where = "" if self.node is None else f" of NUMA node {self.node}"
@@ -51,9 +51,9 @@ class Cores:
 
 
 def beside_gpus(seats: Sequence[Seat], local_rank: int, root: Path = SYS) -> Cores:
-    """The cores of rank `local_rank` among the ranks of its host, `seats`. `root`: where /sys is.
+    """Returns the cores of rank ``local_rank``. ``seats`` has all ranks of the host, ``root`` is where /sys is.
 
-    Ranks that may run on the same CPUs divide them. A node none of whose CPUs is allowed is as one that is not known.
+    Ranks that may run on the same CPUs divide them. A node none of whose CPUs is allowed counts as unknown.
     """
     mine = seats[local_rank]
     usable = [_usable(seat, root) for seat in seats]
@@ -75,20 +75,20 @@ def beside_gpus(seats: Sequence[Seat], local_rank: int, root: Path = SYS) -> Cor
 
 
 def seat_of(device: torch.device, root: Path = SYS) -> Seat:
-    """This process's seat for a device. Its node is not known where torch does not tell the device's PCI address."""
+    """Returns this process's seat for a device. The node is unknown if torch does not tell the PCI address."""
     properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)
     address = pci_address(properties(device))
     return Seat(None if address is None else numa_node(address, root), tuple(sorted(os.sched_getaffinity(0))))
 
 
 def pci_address(properties: object) -> str | None:
-    """`0000:1b:00.0` from what torch tells of a device; None: this torch does not tell."""
+    """Returns an address such as `0000:1b:00.0` from a device's properties, or None if torch does not tell."""
     domain, bus, device = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
     return None if bus is None or device is None else f"{domain or 0:04x}:{bus:02x}:{device:02x}.0"
 
 
 def numa_node(address: str, root: Path = SYS) -> int | None:
-    """The NUMA node of a PCI device; None: the machine has one only (-1), or does not say."""
+    """Returns the NUMA node of a PCI device, or None if the machine has only one (-1) or does not say."""
     text = _read(root / "bus/pci/devices" / address / "numa_node")
     try:
         node = int(text)
@@ -98,12 +98,12 @@ def numa_node(address: str, root: Path = SYS) -> int | None:
 
 
 def node_cpus(node: int, root: Path = SYS) -> set[int]:
-    """The CPUs of a NUMA node; none where the machine does not say."""
+    """Returns the CPUs of a NUMA node, none if the machine does not say."""
     return _parsed(_read(root / f"devices/system/node/node{node}/cpulist"))
 
 
 def physical(cpus: Iterable[int], root: Path = SYS) -> list[tuple[int, ...]]:
-    """Of these CPUs, those of each physical core (hyperthreads together), in order of the first."""
+    """Groups CPUs by physical core (hyperthreads together), in the order of each core's first CPU."""
     cores: dict[frozenset[int], list[int]] = {}
     for cpu in sorted(cpus):
         siblings = _parsed(_read(root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")) or {cpu}
@@ -112,7 +112,7 @@ def physical(cpus: Iterable[int], root: Path = SYS) -> list[tuple[int, ...]]:
 
 
 def cpu_quota(root: Path = SYS) -> float | None:
-    """CPUs' worth of time that the control group of this process may take; None: no limit."""
+    """Returns how many CPUs' worth of time the control group of this process may use, or None without a limit."""
     words = _read(root / "fs/cgroup/cpu.max").split()
     if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
         return None
@@ -120,9 +120,9 @@ def cpu_quota(root: Path = SYS) -> float | None:
 
 
 def granted(cpus: Iterable[int]) -> set[int]:
-    """Of these CPUs, those that the kernel lets this process run on. Leaves this thread's affinity as it was.
+    """Returns those of these CPUs that the kernel lets this process run on. Restores this thread's affinity.
 
-    The affinity alone does not tell: a thread may be bound to a part of what its process may use.
+    The affinity alone does not tell, because a thread may be bound to fewer CPUs than its process may use.
     """
     before = os.sched_getaffinity(0)
     try:
@@ -135,7 +135,7 @@ def granted(cpus: Iterable[int]) -> set[int]:
 
 
 def ranges(cpus: Iterable[int]) -> str:
-    """`0-3,8` for 0, 1, 2, 3, 8."""
+    """Formats CPUs as a kernel list: `0-3,8` for 0, 1, 2, 3, 8."""
     parts: list[list[int]] = []
     for cpu in sorted(cpus):
         if parts and parts[-1][-1] == cpu - 1:
@@ -158,7 +158,7 @@ def _read(path: Path) -> str:
 
 
 def _parsed(text: str) -> set[int]:
-    """The numbers of a kernel list such as `0-3,8`."""
+    """Parses a kernel list such as `0-3,8`."""
     found: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

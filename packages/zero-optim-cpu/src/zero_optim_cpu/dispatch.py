@@ -1,8 +1,8 @@
-"""One native dispatch for a list of parameters, kept from step to step while the tensors stay where they are.
+"""One native dispatch for a list of parameters, reused in every step while the tensors do not move.
 
 Owns the native batch and references to every tensor whose address it holds. A step of a thousand small parameters
-spends its time here, in Python: what can be compared by identity is not built again, and loops are `map`s of functions
-in C, which take a third of a statement's time.
+spends its time here, in Python. Therefore nothing is rebuilt that can be compared by identity, and loops are `map`s of
+C functions, which take a third of the time of a statement.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 from torch import Tensor
 
 from zero_optim_cpu import _native
-from zero_optim_cpu.engine import Engine
-from zero_optim_cpu.layouts import BYTE8, FULL, SPLIT, STOCHASTIC, Layout
+from zero_optim_cpu.kernels import Kernels
+from zero_optim_cpu.layouts import BYTE8, SPLIT, Layout
 from zero_optim_cpu.rules import Rule
 from zero_optim_cpu.tensors import check, dtype_code
 
 
-def native_item(rule: Rule, layout: Layout, parameter: Tensor, states: Mapping[str, Any]) -> tuple[Any, int]:
-    """The native record of a parameter with its states, every tensor checked, and the kind of its master."""
+def native_item(rule: Rule, layout: Layout, parameter: Tensor, states: Mapping[str, Any]) -> Any:
+    """Checks every tensor and returns the native record of a parameter with its states."""
     code = dtype_code("parameter", check("parameter", parameter).dtype)
-    numel, kind = parameter.numel(), layout.master_of(parameter.dtype)
+    numel = parameter.numel()
     addresses: dict[str, int] = {}
     for field in layout.fields(rule, numel, parameter.dtype):
         if field.name not in states:
@@ -34,37 +34,37 @@ def native_item(rule: Rule, layout: Layout, parameter: Tensor, states: Mapping[s
             )
         tensor = check(field.name, states[field.name], numel=field.numel, dtype=field.dtype)
         addresses[field.name] = tensor.data_ptr()
-    master = addresses["remainder"] if kind == SPLIT else addresses.get("master", 0) if kind == FULL else 0
+    master = addresses.get("remainder" if layout.master_of(parameter.dtype) == SPLIT else "master", 0)
     slots, scales = [0, 0], [0, 0]
     for name, slot in rule.states:
         slots[slot] = addresses[name]
         scales[slot] = addresses[f"{name}_scale"] if layout.moments == BYTE8 else 0
-    return _native.Item(parameter.data_ptr(), code, master, slots, scales, numel), kind
+    return _native.Item(parameter.data_ptr(), code, master, slots, scales, numel)
 
 
 def same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Whether these are the same objects, one by one."""
+    """Returns whether these are the same objects, one by one."""
     return len(ours) == len(theirs) and all(map(is_, ours, theirs))
 
 
 def places_of(parameters: Sequence[Tensor]) -> tuple[list[Any], ...]:
-    """What ``.data =``, ``set_`` and ``resize_`` may change under objects that stay the same."""
+    """Returns what ``.data =``, ``set_`` and ``resize_`` can change without replacing the object."""
     readers = (Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous, attrgetter("dtype"))
     return tuple(list(map(read, parameters)) for read in readers)
 
 
 class Dispatch:
-    """A native batch of these parameters, contiguous CPU tensors, and their states.
+    """A native batch of contiguous CPU parameters and their states.
 
-    Gradients are not kept: a caller frees them between steps. Each argument is a list with an element a parameter.
+    The lists have one element per parameter. Gradients are not kept, since a caller frees them between steps.
 
     Raises:
-        TypeError, ValueError: a tensor that ``check`` refuses, buffers that overlap.
+        TypeError, ValueError: ``check`` refuses a tensor, or buffers overlap.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        kernels: Kernels,
         layout: Layout,
         rule: Rule,
         parameters: list[Tensor],
@@ -72,14 +72,13 @@ class Dispatch:
         states: list[dict[str, Any]],
     ) -> None:
         self._rule = rule
-        self.batch = _native.Batch(engine.table, rule.code, layout.moments)
+        self.batch = _native.Batch(kernels.table, rule.code, layout.moments)
         for parameter, gradient, state in zip(parameters, gradients, states, strict=True):
-            item, kind = native_item(rule, layout, parameter, state)
+            item, kind = native_item(rule, layout, parameter, state), layout.master_of(parameter.dtype)
             check("gradient", gradient, numel=parameter.numel())
-            counter = int(state["counter"]) if kind == STOCHASTIC else 0
-            self.batch.add(item, kind, gradient.data_ptr(), dtype_code("gradient", gradient.dtype), counter, ())
+            self.batch.add(item, kind, gradient.data_ptr(), dtype_code("gradient", gradient.dtype), ())
         self.batch.check_disjoint()
-        # What `fits` compares with. The references keep the memory, whatever becomes of the caller's.
+        # `fits` compares with these. The references keep the memory alive even if the caller drops its own.
         self._parameters, self._states = parameters, states
         self._places = places_of(parameters)
         self._gradient_dtypes = [gradient.dtype for gradient in gradients]
@@ -89,7 +88,7 @@ class Dispatch:
         self._tensors = [tensor for _, _, tensor in held]
 
     def fits(self, rule: Rule, parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> bool:
-        """Whether rule, parameters and states are those that the batch was built of, where they were."""
+        """Returns whether the batch was built for this rule and these tensors, and none of them has moved since."""
         return (
             rule is self._rule
             and same(parameters, self._parameters)
@@ -101,11 +100,11 @@ class Dispatch:
         )
 
     def refresh(self, gradients: list[Tensor], groups: list[dict[str, Any]]) -> None:
-        """Count a step of every parameter; take its gradient (checked) and the options of its group."""
+        """Counts a step of every parameter and takes its gradient, which was checked, and the options of its group."""
         steps = [int(state["step"]) + 1 for state in self._states]
         hypers: dict[tuple[int, int], Any] = {}
         of_each = []
-        options, number, hyper = None, 0, None  # of the one before: the next is most often like it
+        options, number, hyper = None, 0, None  # of the previous parameter, which the next one usually shares
         for group, step in zip(groups, steps, strict=True):
             if group is not options or step != number:
                 options, number = group, step

@@ -1,11 +1,11 @@
-"""Lion: the sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675). ``torch.optim`` has none."""
+"""Lion: steps by the sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675). Not in ``torch.optim``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from zero_optim_cpu.optimizer import CpuOptimizer
-from zero_optim_cpu.rules import LION, register
+from zero_optim_cpu.rules import LION
 
 
 class Lion(CpuOptimizer):
@@ -15,12 +15,12 @@ class Lion(CpuOptimizer):
         p = p - lr * (direction + weight_decay * p)
 
     Args:
-        params: as ``torch.optim``.
-        lr: about a tenth of what AdamW would have.
-        betas: of the direction, and of the state.
-        weight_decay: times ``lr``, times the parameter.
-        maximize: ascend.
-        layout, threads, isa: as ``CpuStep``.
+        params: as for ``torch.optim``.
+        lr: about a tenth of the learning rate for AdamW.
+        betas: the first weights the momentum in the direction, the second in the new momentum.
+        weight_decay: multiplied by ``lr`` and the parameter.
+        maximize: whether to ascend.
+        layout, threads, isa: as for ``CpuStep``.
     """
 
     rule = LION
@@ -37,14 +37,5 @@ class Lion(CpuOptimizer):
         threads: int | None = None,
         isa: str | None = None,
     ) -> None:
-        if float(lr) < 0.0:
-            raise ValueError(f"lr={lr}: a learning rate is not negative; use maximize=True to ascend")
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas={betas}: each is within [0, 1)")
-        if weight_decay < 0.0:
-            raise ValueError(f"weight_decay={weight_decay} is negative")
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, layout=layout, threads=threads, isa=isa)
-
-
-register(Lion, LION)

@@ -1,6 +1,6 @@
-"""What the stand-alone optimizers share: states beside each parameter, one dispatch a step, state dicts.
+"""The base class of the stand-alone optimizers: states of each parameter, one dispatch per step, state dicts.
 
-The arithmetic is in the native kernels; what each optimizer is, in ``rules``.
+The native kernels do the arithmetic, and ``rules`` describes each optimizer.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from zero_optim_cpu import _native
+from zero_optim_cpu._native import Handle
 from zero_optim_cpu.dispatch import Dispatch, native_item
-from zero_optim_cpu.engine import Engine
+from zero_optim_cpu.kernels import Kernels
 from zero_optim_cpu.layouts import BYTE8, layout_named
 from zero_optim_cpu.rules import Rule, refuse_options, rule_in_use
-from zero_optim_cpu.step import Handle
 from zero_optim_cpu.tensors import check, dtype_code
+
+_NOT_NEGATIVE = frozenset({"lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value"})
 
 
 def _ready(parameters: list[Tensor], gradients: list[Tensor]) -> bool:
-    """Whether `check` would pass all gradients, and none needs a copy."""
+    """Returns whether `check` would pass all gradients and none needs a copy."""
     return (
         all(map(is_, map(attrgetter("layout"), gradients), repeat(torch.strided)))
         and all(map(attrgetter("is_cpu"), gradients))
@@ -35,11 +37,11 @@ def _ready(parameters: list[Tensor], gradients: list[Tensor]) -> bool:
 class CpuOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose step is one native dispatch over all parameters.
 
-    fp32 parameters are updated in place. A bf16 parameter has an exact fp32 master: its 16-bit remainder is in the
-    state (layout "split"), or a whole fp32 copy (layout "fp32"); fp16 parameters have the copy. The layouts
-    "split_bf16m", "split_8bit" and "bf16_stochastic" trade exactness for memory (see ``layouts``).
+    fp32 parameters are updated in place. A bf16 parameter has an exact fp32 master, stored as a 16-bit remainder
+    (layout "split") or as an fp32 copy (layout "fp32"). An fp16 parameter always has the copy. The layouts
+    "split_bf16m" and "split_8bit" trade the exactness of moments for memory (see ``layouts``).
 
-    A gradient may be fp32, bf16 or fp16 whatever the parameter is. Parameters without a gradient are skipped.
+    A gradient may be fp32, bf16 or fp16, whatever the parameter is. Parameters without a gradient are skipped.
     """
 
     rule: ClassVar[Rule]
@@ -53,18 +55,22 @@ class CpuOptimizer(torch.optim.Optimizer):
         threads: int | None = None,
         isa: str | None = None,
     ) -> None:
+        for name, value in defaults.items():
+            if name == "betas" and not all(0.0 <= beta < 1.0 for beta in value):
+                raise ValueError(f"betas={value}: each must be at least 0 and below 1")
+            if name in _NOT_NEGATIVE and float(value) < 0.0:
+                raise ValueError(f"{name}={value} is negative; to ascend, pass maximize=True")
         self._configure(layout, threads, isa)
         super().__init__(params, defaults)
 
     def _configure(self, layout: str, threads: int | None, isa: str | None) -> None:
         self._arguments = (layout, threads, isa)
         self._layout = layout_named(layout)
-        self._engine = Engine(threads, isa)
-        self._counted = 0  # elements that have a state: the counter of stochastic rounding
+        self._kernels = Kernels(threads, isa)
         self._dispatch: Dispatch | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. TypeError or ValueError for parameters and options that have no kernel."""
+        """Does what torch's does. Raises TypeError or ValueError for parameters and options that have no kernel."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -78,35 +84,31 @@ class CpuOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0) -> Any:
-        """One step. ``scale`` multiplies every gradient on the way in: a clip coefficient, an inverse loss scale."""
+        """Updates all parameters. ``scale`` (a clip coefficient, an inverse loss scale) multiplies every gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         dispatch, _ = self._prepare()
-        dispatch.batch.run(self._engine.pool, float(scale))
+        dispatch.batch.run(self._kernels.pool, float(scale))
         return loss
 
     @torch.no_grad()
     def start(self, *, scale: float = 1.0) -> Handle:
-        """Begin a step and return at once. Leave parameters, gradients and states alone until the handle is done."""
+        """Begins a step and returns at once. Do not use parameters, gradients or states until the handle is done."""
         dispatch, gradients = self._prepare()
-        return Handle(dispatch.batch.start(self._engine.pool, float(scale), (dispatch, gradients)))
+        return dispatch.batch.start(self._kernels.pool, float(scale), (dispatch, gradients))
 
     @torch.no_grad()
     def count_nonfinite(self) -> int:
-        """How many elements of all gradients are NaN or infinite. A caller may skip the step."""
-        total = 0
-        for gradient in self._with_gradients()[1]:
-            code, numel = dtype_code("gradient", gradient.dtype), gradient.numel()
-            pool, table = self._engine.pool, self._engine.table
-            total += _native.count_nonfinite(pool, table, gradient.data_ptr(), code, numel)
-        return total
+        """Returns how many elements of all gradients are NaN or infinite, so that a caller can skip the step."""
+        gradients = self._with_gradients()[1]
+        return sum(self._kernels.reduce(_native.count_nonfinite, "gradient", gradient) for gradient in gradients)
 
     # ---- dispatch ------------------------------------------------------------------------------------------------
 
     def _with_gradients(self) -> tuple[list[Tensor], list[Tensor], list[dict[str, Any]]]:
-        """Parameters that have a gradient, the gradients (dense and contiguous; copies where they are not), groups."""
+        """Returns the parameters with a gradient, the gradients (copied if they are not contiguous), and the groups."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         groups = [group for group in self.param_groups for _ in group["params"]]
         gradients = [parameter.grad for parameter in parameters]
@@ -120,7 +122,7 @@ class CpuOptimizer(torch.optim.Optimizer):
         return parameters, gradients, groups
 
     def _prepare(self) -> tuple[Dispatch, list[Tensor]]:
-        """The dispatch of this step, and the gradients that it reads."""
+        """Returns the dispatch of this step and the gradients that it reads."""
         refuse_options(self.rule, self.param_groups)
         rule = rule_in_use(self.rule, self.param_groups)
         parameters, gradients, groups = self._with_gradients()
@@ -129,14 +131,14 @@ class CpuOptimizer(torch.optim.Optimizer):
             for parameter, state in zip(parameters, states, strict=True):
                 if not state or any(name not in state for name in rule.state_names):
                     self._complete_state(rule, parameter, state)
-            self._dispatch = Dispatch(self._engine, self._layout, rule, parameters, gradients, states)
+            self._dispatch = Dispatch(self._kernels, self._layout, rule, parameters, gradients, states)
         self._dispatch.refresh(gradients, groups)
         return self._dispatch, gradients
 
     # ---- states --------------------------------------------------------------------------------------------------
 
     def _complete_state(self, rule: Rule, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Add what is missing: zero moments; the master is what the parameter holds. Steps count from here."""
+        """Adds missing states: moments are zero, the master is a copy of the parameter, and the step count is zero."""
         state["step"] = 0
         numel = check("parameter", parameter).numel()
         fresh: set[str] = set()
@@ -148,30 +150,26 @@ class CpuOptimizer(torch.optim.Optimizer):
             state[field.name] = torch.zeros(shape, dtype=field.dtype)
         if "master" in fresh:
             state["master"].copy_(parameter)
-        if "counter" in fresh:
-            state["counter"].fill_(self._counted)
-            self._counted += numel
         initial = float(self.defaults.get("initial_accumulator_value", 0.0))
         if initial != 0.0 and "sum" in fresh:
             self._write_moment(rule, parameter, state, "sum", torch.full((numel,), initial))
 
     def _write_moment(self, rule: Rule, parameter: Tensor, state: dict[str, Any], name: str, values: Tensor) -> None:
-        """Store fp32 values (numel,) in the layout's form."""
-        item, _ = native_item(rule, self._layout, parameter, state)
+        """Encodes fp32 values (numel,) into a state, as the layout stores it."""
+        item = native_item(rule, self._layout, parameter, state)
         values = values.detach().to(torch.float32).contiguous()
-        _native.encode_moment(self._engine.pool, item, dict(rule.states)[name], self._layout.moments, values.data_ptr())
+        _native.encode(self._kernels.pool, item, dict(rule.states)[name], self._layout.moments, values.data_ptr())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, or of ``torch.optim``'s twin: fp32 moments are stored in this layout's form.
+        """Loads the state of this class or of its twin in ``torch.optim``. Encodes fp32 moments as this layout does.
 
         Raises:
-            ValueError: groups that do not match (as torch's), or states of another layout, by name.
+            ValueError: param groups that do not match (as torch's does), or states of another layout, by name.
         """
         super().load_state_dict(state_dict)
         self._dispatch = None
-        self._counted = 0
         # torch casts floating-point states to the parameter's dtype, which would round a bf16 parameter's moments and
-        # its remainder: take the values from the dict again.
+        # its remainder, so the values are taken from the dict again.
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         for number, parameter in zip(numbers, parameters, strict=True):
@@ -183,17 +181,19 @@ class CpuOptimizer(torch.optim.Optimizer):
         rule = rule_in_use(self.rule, self.param_groups)
         state: dict[str, Any] = {}
         self._complete_state(rule, parameter, state)
-        state["step"] = int(saved.get("step", 1))  # torch's SGD has none: a buffer means that a step was made
+        state["step"] = int(saved.get("step", 1))  # torch's SGD has none, but a buffer means that a step was made
         given = {name: value for name, value in saved.items() if isinstance(value, Tensor) and name != "step"}
         for name, value in given.items():
             if name not in state:
-                raise ValueError(f"the state dict has {name!r}, which layout {self._layout.name!r} has not")
+                raise ValueError(f"the state dict has {name!r}, which layout {self._layout.name!r} does not have")
             if value.dtype == state[name].dtype:
                 state[name].copy_(check(name, value, numel=state[name].numel()).view_as(state[name]))
             elif name in rule.state_names and value.is_floating_point():
                 self._write_moment(rule, parameter, state, name, check(name, value.contiguous()).flatten())
             else:
-                raise ValueError(f"the state dict has {name!r} as {value.dtype}, this layout as {state[name].dtype}")
+                raise ValueError(
+                    f"the state dict has {name!r} as {value.dtype}, but this layout has {state[name].dtype}"
+                )
         if self._layout.moments == BYTE8:
             for name in rule.state_names:
                 if name in given and given[name].dtype == torch.uint8 and f"{name}_scale" not in given:
@@ -206,6 +206,6 @@ class CpuOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         arguments = state.pop("_arguments", None)
-        if arguments is not None:  # unpickled or copied; torch's load_state_dict comes here too, without them
+        if arguments is not None:  # unpickled or copied; torch's load_state_dict calls this too, without them
             self._configure(*arguments)
         super().__setstate__(state)

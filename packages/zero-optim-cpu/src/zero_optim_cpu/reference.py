@@ -1,7 +1,7 @@
-"""The slow twin of the kernels: the same operations one by one, in torch, one thread of thought.
+"""The slow twin of the kernels: the same operations in the same order, one at a time, in torch.
 
-Every operation here is rounded once to fp32 as the kernels' is, in the same order, so the two agree bit for bit
-(NaN payloads apart). ``tests/conformance/zero_optim_cpu`` holds them to it. Read this to know what a kernel computes.
+Every operation is rounded to fp32 once, as in the kernels, so that both give the same bits except for NaN payloads.
+``tests/conformance/zero_optim_cpu`` tests that. Read this module to learn what a kernel computes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_optim_cpu.layouts import BF16, BLOCK_NUMEL, BYTE8, SPLIT, STOCHASTIC, Field, layout_named
+from zero_optim_cpu.layouts import BF16, BLOCK_NUMEL, BYTE8, SPLIT, layout_named
 from zero_optim_cpu.rules import Rule, rule_of
 from zero_optim_cpu.step import Segment, Tile
 
@@ -21,12 +21,12 @@ _INFINITE_WORD, _LEAST_EXPONENT = 0x7F80, 40  # of 8-bit codes
 
 
 def float32(value: float) -> float:
-    """A double rounded to fp32."""
+    """Rounds a double to fp32."""
     return torch.tensor(value, dtype=torch.float64).float().item()
 
 
 def exact_sqrt(x: Tensor) -> Tensor:
-    """Correctly rounded in fp32: torch's own may be a vector library's, and 1 ulp off. Double is enough for that."""
+    """Returns the correctly rounded fp32 root. torch's own may be 1 ulp off, and computing in double is not."""
     return x.double().sqrt().float()
 
 
@@ -36,7 +36,7 @@ def exact_sqrt(x: Tensor) -> Tensor:
 def adam_rule(
     p: Tensor, g: Tensor, states: dict[str, Tensor], options: Mapping[str, Any], step: int, name: str
 ) -> Tensor:
-    """Adam, and AdamW where the options say decoupled. Products of options are taken in double and rounded once."""
+    """Adam, or AdamW if weight decay is decoupled. Products of options are computed in double and rounded once."""
     lr, (beta1, beta2) = float(options["lr"]), options["betas"]
     decay, decoupled = float(options["weight_decay"]), bool(options.get("decoupled_weight_decay", name == "AdamW"))
     if decay and not decoupled:
@@ -59,7 +59,7 @@ def adam_rule(
 def lion_rule(
     p: Tensor, g: Tensor, states: dict[str, Tensor], options: Mapping[str, Any], step: int, name: str
 ) -> Tensor:
-    """Lion. A direction that is NaN stays NaN."""
+    """Lion. A NaN direction stays NaN."""
     lr, (beta1, beta2), decay = float(options["lr"]), options["betas"], float(options["weight_decay"])
     m = states["exp_avg"]
     direction = float32(beta1) * m + float32(1 - beta1) * g
@@ -85,7 +85,7 @@ def adagrad_rule(
 def sgd_rule(
     p: Tensor, g: Tensor, states: dict[str, Tensor], options: Mapping[str, Any], step: int, name: str
 ) -> Tensor:
-    """SGD. The first step's buffer is the gradient, undamped."""
+    """SGD. In the first step the buffer becomes the gradient, without dampening."""
     if options["weight_decay"]:
         g = g + float32(options["weight_decay"]) * p
     momentum = float32(options["momentum"])
@@ -128,13 +128,13 @@ def to_bf16(x: Tensor) -> Tensor:
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 -> bf16 rounded to nearest with ties away, and the signed 16-bit remainder of the pattern."""
+    """Rounds fp32 to the nearest bf16, ties away from zero. Returns it and the signed 16-bit remainder of the bits."""
     bits = bits_of(x)
     return _int16((bits + 0x8000) >> 16).view(torch.bfloat16), _int16(bits)
 
 
 def join(parameter: Tensor, remainder: Tensor) -> Tensor:
-    """The inverse of ``split``, for every pattern."""
+    """Inverts ``split``, for every bit pattern."""
     high = parameter.view(torch.int16).to(torch.int64) & 0xFFFF
     return of_bits((high << 16) + remainder.to(torch.int64))
 
@@ -147,23 +147,15 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def stochastic_bf16(x: Tensor, index: Tensor, step: int) -> Tensor:
-    """fp32 -> bf16, up with the probability of the part cut off; random numbers of (global index, step)."""
-    key = (step * 0x9E3779B9) & _MASK32
-    random = _mix(_mix(index & _MASK32) ^ key) & 0xFFFF
-    bits = torch.where(x.isnan(), torch.full_like(index, 0x7FC00000), bits_of(x))
-    return _int16((bits + random) >> 16).view(torch.bfloat16)
-
-
 def dither(positions: Tensor, step: int) -> Tensor:
-    """What is added to the 20 bits that an 8-bit code cuts off: of the position in the block, and the step."""
+    """Returns the number to add to the 20 bits that an 8-bit code cuts off, by position in the block and step."""
     return ((_mix(positions + 1) + step * 0x9E3779B9) & _MASK32) >> 12
 
 
 def encode_blocks(x: Tensor, noise: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """fp32 (n,) -> codes (n,) uint8 and scales (blocks,): a float of few bits, relative to the block's largest.
+    """Encodes fp32 (n,) as small floats relative to each block's largest: codes (n,) uint8 and scales (blocks,).
 
-    A code is the upper half of a value's pattern, noise added, less the block's exponent: see codes.hpp.
+    A code is the upper half of a value's bits plus noise, minus the block's exponent. codes.hpp explains it.
     """
     numel, reach, top = x.numel(), 15 if signed else 31, 127 if signed else 255
     blocks = -(-numel // BLOCK_NUMEL)
@@ -184,7 +176,7 @@ def encode_blocks(x: Tensor, noise: Tensor, *, signed: bool) -> tuple[Tensor, Te
 
 
 def decode_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """The inverse of ``encode_blocks`` up to its steps of 12.5 %."""
+    """Inverts ``encode_blocks``, to within its steps of 12.5 %."""
     code = codes.to(torch.int64)
     exponent = bits_of(scales) >> 23
     offset = torch.where(exponent == 0, exponent, (exponent - (15 if signed else 31)) << 7)
@@ -199,7 +191,7 @@ def decode_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 
 
 class ReferenceStep:
-    """As ``CpuStep``, in torch. Slow, and easy to believe."""
+    """``CpuStep`` in plain torch: slow, but easy to check by reading."""
 
     def __init__(self, layout: str = "split") -> None:
         self._layout = layout_named(layout)
@@ -208,11 +200,8 @@ class ReferenceStep:
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         self._rule = rule_of(optimizer)
 
-    def layout(self, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
-        return self._layout.fields(self._bound(), numel, parameter_dtype)
-
     def update(self, tile: Tile, segments: Sequence[Segment], scale: float) -> None:
-        """One step of every segment, in place; see ``CpuStep.update``."""
+        """Updates every segment by one step, in place, as ``CpuStep.update`` does."""
         rule = self._bound()
         numel = tile.parameter.numel()
         master = self._read_master(tile)
@@ -246,14 +235,10 @@ class ReferenceStep:
 
     def _write_master(self, tile: Tile, master: Tensor, s: Segment) -> None:
         part = slice(s.start, s.stop)
-        kind = self._layout.master_of(tile.parameter.dtype)
         values = master[part]
-        if kind == SPLIT:
+        if self._layout.master_of(tile.parameter.dtype) == SPLIT:
             canonical = torch.where(values.isnan(), torch.full_like(values, float("nan")), values)
             tile.parameter[part], tile.states["remainder"][part] = split(canonical)
-        elif kind == STOCHASTIC:
-            index = int(tile.states["counter"]) + torch.arange(s.start, s.stop)
-            tile.parameter[part] = stochastic_bf16(values, index, s.step)
         else:
             if "master" in tile.states:
                 tile.states["master"][part] = values

@@ -1,19 +1,19 @@
-"""Stochastic gradient descent with ``torch.optim``'s momentum, dampening and Nesterov."""
+"""Stochastic gradient descent with the momentum, dampening and Nesterov options of ``torch.optim``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from zero_optim_cpu.optimizer import CpuOptimizer
-from zero_optim_cpu.rules import SGD_MOMENTUM, register
+from zero_optim_cpu.rules import SGD_MOMENTUM
 
 
 class SGD(CpuOptimizer):
-    """SGD; without a momentum there is no state.
+    """SGD. Without momentum it has no states.
 
     Args:
-        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as ``torch.optim.SGD``.
-        layout, threads, isa: as ``CpuStep``.
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as for ``torch.optim.SGD``.
+        layout, threads, isa: as for ``CpuStep``.
     """
 
     rule = SGD_MOMENTUM
@@ -32,16 +32,10 @@ class SGD(CpuOptimizer):
         threads: int | None = None,
         isa: str | None = None,
     ) -> None:
-        for name, value in {"lr": float(lr), "momentum": momentum, "weight_decay": weight_decay}.items():
-            if value < 0.0:
-                raise ValueError(f"{name}={value} is negative")
         if nesterov and (momentum <= 0.0 or dampening != 0.0):
             raise ValueError(
-                f"nesterov wants a momentum and no dampening, not momentum={momentum}, dampening={dampening}"
+                f"nesterov=True needs momentum and no dampening, not momentum={momentum}, dampening={dampening}"
             )
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         defaults |= {"nesterov": nesterov, "maximize": maximize}
         super().__init__(params, defaults, layout=layout, threads=threads, isa=isa)
-
-
-register(SGD, SGD_MOMENTUM)

@@ -1,4 +1,4 @@
-"""Checks of tensors before their addresses cross into native code. Nothing is computed here."""
+"""Checks tensors before their addresses are passed to native code. Computes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def dtype_code(name: str, dtype: torch.dtype) -> int:
-    """The native code of a floating-point dtype; TypeError with ``name`` for the others."""
+    """Returns the native code of a floating-point dtype. Raises TypeError, with ``name``, for others."""
     code = DTYPE_CODES.get(dtype)
     if code is None:
         raise TypeError(f"{name} is {dtype}; the kernels take float32, bfloat16 and float16: cast it")
@@ -17,11 +17,11 @@ def dtype_code(name: str, dtype: torch.dtype) -> int:
 
 
 def check(name: str, tensor: Tensor, *, numel: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``tensor`` if it is a dense, contiguous CPU tensor of this size and dtype.
+    """Returns ``tensor`` if it is a dense, contiguous CPU tensor of this size and dtype.
 
     Raises:
-        TypeError: not a tensor, or another dtype than ``dtype``.
-        ValueError: another device, layout, stride or size. The text names the tensor and the way out.
+        TypeError: it is not a tensor, or its dtype is not ``dtype``.
+        ValueError: its device, layout, strides or size are wrong. The text names the tensor and says what to do.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")

@@ -26,14 +26,12 @@ class HugeMapping {
 
   char* data() const noexcept { return data_; }
   std::size_t nbytes() const noexcept { return nbytes_; }
-  int advice_error() const noexcept { return advice_error_; }  // errno of MADV_HUGEPAGE, 0: accepted
 
  private:
   char* data_ = nullptr;
   std::size_t nbytes_;
   void* mapping_ = nullptr;
   std::size_t mapped_bytes_ = 0;
-  int advice_error_ = 0;
 };
 
 // A bounce buffer that grows; on huge pages once it is that large.

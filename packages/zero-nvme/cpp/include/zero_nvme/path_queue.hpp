@@ -10,7 +10,6 @@
 
 #include <chrono>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -74,18 +73,11 @@ class PathQueue {
 
   void submit(Span span);                // from any thread
   void submit(std::vector<Span> spans);  // from any thread
-  int register_buffer(char* address, std::size_t nbytes);  // from any thread; 0 or -errno; waits for the I/O thread
   const Statistics& statistics() const noexcept { return statistics_; }
   const Backend& backend() const noexcept { return *backend_; }
   void close_in_child() noexcept { backend_->close_in_child(); }
 
  private:
-  struct Registered {
-    char* begin;
-    char* end;
-    int index;
-  };
-
   void run();
   bool take_incoming();
   template <typename Change>
@@ -101,7 +93,6 @@ class PathQueue {
   void settle(const Completion& completion);
   void filled(Block& block);
   void finish(Block* block, int error, std::size_t got);
-  int registered_index(const char* address, std::size_t nbytes) const noexcept;
 
   const std::uint32_t index_;
   const PathFile file_;
@@ -109,9 +100,8 @@ class PathQueue {
   const std::unique_ptr<Backend> backend_;
   Statistics statistics_;
 
-  std::mutex mutex_;  // the next four
+  std::mutex mutex_;  // guards the next three
   std::vector<Span> incoming_;
-  std::vector<std::function<void()>> commands_;
   bool stopping_ = false;
   bool told_ = false;  // the I/O thread was woken since it last looked: a burst of requests costs one wake
 
@@ -122,7 +112,6 @@ class PathQueue {
   std::set<std::uint64_t> locked_pages_;  // being read, changed and written back
   std::vector<std::unique_ptr<Block>> spare_;
   std::size_t spare_bounce_bytes_ = 0;  // at most inflight_bytes: mapping them anew costs more than the copy
-  std::vector<Registered> registered_;
   std::thread thread_;
 };
 

@@ -29,7 +29,6 @@ struct Direction {
   std::atomic<std::uint64_t> retries{0};  // short or interrupted transfers that were resumed
   std::atomic<std::uint64_t> failures{0};
   std::atomic<std::uint64_t> bounced_bytes{0};  // of bytes: copied through an aligned buffer
-  std::atomic<std::uint64_t> registered_blocks{0};
   Histogram latency_nanoseconds;  // of a block, from start to completion
 };
 

@@ -44,7 +44,6 @@ class Store {
   // nullptr: max_requests are not complete yet; wait on gate() and try again.
   std::shared_ptr<Request> try_submit(Op op, std::uint64_t offset, char* memory, std::size_t nbytes);
   Gate& gate() noexcept { return *gate_; }
-  int register_buffer(char* address, std::size_t nbytes);
   const std::vector<std::unique_ptr<PathQueue>>& paths() const noexcept { return paths_; }
   void close_in_child() noexcept;
 

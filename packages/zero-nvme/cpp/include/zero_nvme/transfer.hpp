@@ -16,7 +16,6 @@ enum class Op : std::uint8_t { read = 0, write = 1 };
 struct Transfer {
   Op op = Op::read;
   int fd = -1;
-  int registered_buffer = -1;  // index in the ring's table, -1: not registered
   char* address = nullptr;
   std::size_t nbytes = 0;
   std::uint64_t offset = 0;
@@ -28,7 +27,7 @@ struct Completion {
 };
 
 // A way to have transfers done. All but wake() is called from one thread, the path's I/O thread; the constructor
-// and register_buffer() before begin() may run elsewhere. Constructors throw std::system_error naming the call.
+// may run elsewhere. Constructors throw std::system_error naming the call.
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -41,8 +40,6 @@ class Backend {
   virtual void wait(std::vector<Completion>& completed) = 0;
   // Makes the current or the next wait() return. From any thread.
   virtual void wake() = 0;
-  // An index for Transfer::registered_buffer, or -errno.
-  virtual int register_buffer(void* address, std::size_t nbytes);
   virtual bool registered_file() const { return false; }
   // The process forked: close what is the child's copy, join nothing.
   virtual void close_in_child() noexcept {}

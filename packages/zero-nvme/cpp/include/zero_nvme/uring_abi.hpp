@@ -12,11 +12,9 @@ constexpr std::uint32_t kSetupCqSize = 1u << 3, kSetupClamp = 1u << 4, kSetupDis
 constexpr std::uint32_t kSetupSingleIssuer = 1u << 12, kSetupDeferTaskrun = 1u << 13;
 constexpr std::uint32_t kFeatureSingleMmap = 1u << 0, kFeatureNoDrop = 1u << 1;
 constexpr std::uint32_t kEnterGetEvents = 1u << 0;
-constexpr std::uint8_t kReadFixed = 4, kWriteFixed = 5, kRead = 22, kWrite = 23;
+constexpr std::uint8_t kRead = 22, kWrite = 23;
 constexpr std::uint8_t kFixedFile = 1u << 0;
-constexpr std::uint32_t kUnregisterBuffers = 1, kUnregisterFiles = 3;
-constexpr std::uint32_t kRegisterFiles = 2, kRegisterEnableRings = 12, kRegisterBuffers2 = 15, kBuffersUpdate = 16;
-constexpr std::uint32_t kRegisterSparse = 1u << 0;
+constexpr std::uint32_t kRegisterFiles = 2, kUnregisterFiles = 3, kRegisterEnableRings = 12;
 constexpr std::uint64_t kOffsetSqRing = 0, kOffsetCqRing = 0x8000000, kOffsetSqes = 0x10000000;
 
 struct Sqe {
@@ -55,16 +53,5 @@ struct Parameters {
   CqOffsets cq;
 };
 static_assert(sizeof(Parameters) == 120);
-
-struct BuffersRegister {
-  std::uint32_t count, flags;
-  std::uint64_t reserved, data, tags;
-};
-
-struct BuffersUpdate {
-  std::uint32_t offset, reserved1;
-  std::uint64_t data, tags;
-  std::uint32_t count, reserved2;
-};
 
 }  // namespace zero_nvme::uring

@@ -1,4 +1,4 @@
-"""Conformance suites: what any slab and file must do. Subclass them, and give the fixtures.
+"""Conformance suites for slabs and files. Subclass them and provide the fixtures.
 
     class TestMySlab(SlabSuite):
         @pytest.fixture

@@ -1,4 +1,4 @@
-"""What any named file must do, whatever moves the bytes."""
+"""The conformance suite of a named file, for every backend."""
 
 from __future__ import annotations
 

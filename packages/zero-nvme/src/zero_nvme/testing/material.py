@@ -1,4 +1,4 @@
-"""What the suites write, and what they write it from."""
+"""Data and buffers for the suites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What any slab must do, whatever moves the bytes."""
+"""The conformance suite of a slab, for every backend."""
 
 from __future__ import annotations
 
@@ -319,19 +319,6 @@ class SlabSuite:
         latency = stats["write"]["latency_seconds"]
         assert 0 < latency["p50"] <= latency["p99"] <= latency["max"]
         assert sum(path["write_bytes"] for path in stats["paths"]) == 4 * BLOCK
-
-    def test_register(self, slab: Slab) -> None:
-        buffer = mapped(random_bytes(BLOCK))
-        extent = slab.allocate(BLOCK)
-        registered = slab.register(buffer)
-        slab.write(extent, buffer).wait()
-        stats = slab.stats()
-        assert stats["registered"]["buffers"] == registered
-        assert stats["write"]["registered_blocks"] == registered
-        assert registered or stats["registered"]["reason"]
-        back = bytearray(BLOCK)
-        slab.read(extent, back).wait()
-        assert back == buffer
 
     def test_checksums(self, make_slab: Callable[..., Slab]) -> None:
         with make_slab(checksum=True) as slab:

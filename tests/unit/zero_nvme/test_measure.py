@@ -1,0 +1,12 @@
+"""The weights of paths whose bandwidth is measured."""
+
+from __future__ import annotations
+
+from zero_nvme.measure import measure_weights
+from zero_nvme.options import Options
+
+
+def test_measured_weights_are_rates(tmp_path):
+    """Fails if a folder gets no rate, or one that pattern_of() refuses."""
+    rates = measure_weights([str(tmp_path)] * 2, Options("threads", direct=False), nbytes=1 << 20)
+    assert len(rates) == 2 and min(rates) > 0
