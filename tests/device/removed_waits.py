@@ -6,10 +6,11 @@
     python -m tests.device.removed_waits --json FILE         goes on where FILE ends; `--table FILE` prints it
 
 A wait is found through the syntax tree, in every module of zero_core and zero_offload that has to do with streams: the
-module imports `streams`, begins work on the side stream, or handles arrivals. It is a call of `wait`, `wait_for`,
-`wait_until`, `follow`, `wait_stream`, `wait_event` or `synchronize`, a thread's `join`, an arrival's `drop`, or a mark
-that a copy comes after. Such a call is replaced by its evaluated arguments, such a mark by nothing. Nothing is skipped:
-a wait that no test misses is either redundant, and then to be deleted, or the tests lack something.
+module imports `streams`, begins work on the side stream, begins a collective, or handles arrivals. It is a call of
+`wait`, `wait_for`, `wait_until`, `follow`, `wait_stream`, `wait_event` or `synchronize`, a thread's `join`, an
+arrival's `drop`, or a mark that a copy comes after. Such a call is replaced by its evaluated arguments, such a mark by
+nothing. Nothing is skipped: a wait that no test misses is either redundant, and then to be deleted, or the tests lack
+something.
 
 The tests run on the simulated accelerator, under its race detector. A removal counts as caught where a test fails that
 passes otherwise, and the table says by what: a reported race, other bits, an error, or a hang.
@@ -61,7 +62,7 @@ def has_streams(tree: ast.Module) -> bool:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("streams"):
             return True
-        if isinstance(node, ast.Attribute) and node.attr == "side":
+        if isinstance(node, ast.Attribute) and node.attr in ("side", "reduce_scatter", "all_gather"):
             return True
         if isinstance(node, ast.Name) and node.id in ("Arrival", "Side", "Mark"):
             return True
