@@ -17,7 +17,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from .building.init import Initialiser, become
 from .building.wrapping import UnitPlan, not_sharded, plan_units, unit_modules
-from .comm.collectives import Ranks
+from .comm.collectives import CollectivesFactory
+from .comm.ranks import Ranks
 from .device import has_streams, indexed
 from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
 from .layout import UnitLayout
@@ -88,6 +89,7 @@ def shard(
     store: ShardStore | None = None,
     observer: Observer | None = None,
     device: torch.device | str | None = None,
+    collectives: CollectivesFactory | None = None,
 ) -> ShardedOptimizer:
     """Shard `model` in place and return the optimizer that takes the place of `optimizer`. Collective.
 
@@ -100,6 +102,7 @@ def shard(
     arrives; not with clipping, loss scaling or stage 1. store: None is a DeviceStore. observer: told of every span.
     device: where to compute, buffers go along; None: where the parameters are. A model that does not fit there stays in
     host memory, or in deferred_init(), until shard takes it; then say device.
+    collectives: makes what moves values between the ranks of a group, see comm.Collectives; None: by its backend.
     What `optimizer` keeps already (it has stepped, or was loaded) moves into the store, rank 0's to every rank.
     Raises ZeroError, StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
     """
@@ -110,13 +113,14 @@ def shard(
         _check_update_in_backward(stage, max_grad_norm, scale)
     observer = observer or NullObserver()
     where = _compute_device(model, device, mesh)
-    ranks = Ranks.build(mesh, sharded=STAGES[stage].sharded, device=where)
+    pool = Pool(where)
+    ranks = Ranks.build(mesh, pool, sharded=STAGES[stage].sharded, device=where, collectives=collectives)
     ranks.meet("shard")
     initialiser = Initialiser(model)
     plans = plan_units(model, units)
     if device is not None:
         _move_buffers(model, where)
-    made = _Maker(model, optimizer, ranks, plans, param_dtype, reduce_dtype, store or DeviceStore(), observer)
+    made = _Maker(model, optimizer, ranks, pool, plans, param_dtype, reduce_dtype, store or DeviceStore(), observer)
     made.build_units()
     made.compare(stage, max_grad_norm)
     engine = Engine(
@@ -171,15 +175,15 @@ class _Maker:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         ranks: Ranks,
+        pool: Pool,
         plans: list[UnitPlan],
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         store: ShardStore,
         observer: Observer,
     ) -> None:
-        self.model, self.optimizer, self.ranks, self.plans = model, optimizer, ranks, plans
+        self.model, self.optimizer, self.ranks, self.pool, self.plans = model, optimizer, ranks, pool, plans
         self.store, self.observer = store, observer
-        self.pool = Pool(ranks.device)
         self.units: list[Unit] = []
         self._param_dtype = param_dtype
         dtypes = {self._dtype(plan) for plan in plans}

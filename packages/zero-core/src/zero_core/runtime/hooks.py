@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.collectives import Ranks
+from ..comm.ranks import Ranks
 from ..errors import ChangedParameterError, ZeroError
 from ..pool import Pool
 from ..store import ShardStore

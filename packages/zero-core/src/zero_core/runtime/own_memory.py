@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ..comm.collectives import Ranks
+from ..comm.ranks import Ranks
 from ..layout import UnitLayout
 from ..store import Arrival, Observer, ShardStore, SwapsIn
 

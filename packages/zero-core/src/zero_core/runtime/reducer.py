@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..comm.collectives import Ranks
+from ..comm.ranks import Ranks
 from ..store import ShardStore
 from .gradient import Reduction
 from .unit import Unit

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Ranks
+from ..comm.ranks import Ranks
 from ..layout import UnitLayout
 from ..pool import Pool
 from ..store import Observer, ShardStore
