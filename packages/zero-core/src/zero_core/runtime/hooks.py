@@ -257,7 +257,7 @@ class Engine:
         budget = self.prefetch_bytes
         for u in upcoming:
             unit = self.units[u]
-            if unit.residency is Residency.UNSHARDED:
+            if unit.residency.whole:
                 continue
             if budget <= 0 or (budget < unit.nbytes and budget < self.prefetch_bytes):
                 if self.prefetch_bytes > 0:
@@ -357,7 +357,7 @@ class Engine:
         self.reducer.finish()
         for unit in self.units:
             unit.gradient.drop_current()
-            if unit.users and unit.residency is Residency.UNSHARDED:
+            if unit.users and unit.residency.whole:
                 unit.users = 1
                 self._leave(unit)  # torch keeps what a recomputation wrote before the error
             unit.seal()

@@ -28,7 +28,7 @@ from ..precision import round_to
 from ..store import Observer, ShardStore
 from .gradient import UnitGradient
 from .parameter import sharded_class
-from .residency import UnitMemory
+from .residency import Residency, UnitMemory
 
 __all__ = ["Unit"]
 
@@ -85,7 +85,7 @@ class Unit(UnitMemory):
         mine = self.flat.detach()[start:stop].clone()
         if self.keeps_writes:
             self.changed()
-        elif self._pooled or self._owns:
+        elif self.residency is Residency.UNSHARDED:
             self.keep(mine)
         else:
             self.changed()
