@@ -21,6 +21,7 @@ from .comm.collectives import Ranks
 from .device import has_streams, indexed
 from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
 from .layout import UnitLayout
+from .optim.backward_updates import UpdatesInBackward
 from .optim.carried import carry_over
 from .optim.device_store import DeviceStore
 from .optim.handover import Handover
@@ -119,9 +120,11 @@ def shard(
     made = _Maker(model, optimizer, ranks, plans, param_dtype, reduce_dtype, store or DeviceStore(), observer)
     made.build_units()
     made.compare(stage, max_grad_norm)
+    updates = UpdatesInBackward(made.units, ranks, made.store, optimizer.param_groups) if update_in_backward else None
     engine = Engine(
         model, made.units, ranks, made.store, made.pool, STAGES[stage],
-        prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes, loss_scale=scale,
+        prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes, loss_scale=scale, max_grad_norm=max_grad_norm,
+        begin_update=updates.begin if updates is not None else None,
     )  # fmt: skip
     unit_bytes = [unit.nbytes for unit in made.units]
     handover = Handover(made.units)
@@ -133,14 +136,12 @@ def shard(
                 set_home(parameter, Place(engine, unit, k))
         carry_over(optimizer, made.units, made.store, ranks)
         engine.attach(made.nodes(unit_modules(model, units)))
-        sharded = ShardedOptimizer(optimizer, engine, max_grad_norm=max_grad_norm, observer=observer)
+        sharded = ShardedOptimizer(optimizer, engine, updates, observer)
     except BaseException as error:
         engine.detach()
         handover.undo(error, made.store)
         raise
     initialiser.release()
-    if update_in_backward:
-        engine.reducer.update = sharded.update_one
     model.__dict__[_HANDLE] = Handle(model, tuple(made.units), made.store, sharded, ranks, stage, engine)
     optimizer.__dict__["_zero_sharded"] = True
     retire(optimizer)
@@ -150,12 +151,8 @@ def shard(
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside only accumulate, in fp32 on each rank; the first backward or step() outside reduces the sum."""
-    reducer = handle(model).engine.reducer
-    before, reducer.synchronising = reducer.synchronising, False
-    try:
+    with handle(model).engine.reducer.no_sync():
         yield
-    finally:
-        reducer.synchronising = before
 
 
 def units(model: nn.Module) -> tuple[Unit, ...]:

@@ -19,6 +19,7 @@ from ..comm.collectives import Ranks
 from ..errors import ChangedParameterError, ZeroError
 from ..pool import Pool
 from ..store import ShardStore
+from .gradient import Leftover
 from .outputs import hook_outputs, not_traced, outside_transforms, unwrapped
 from .parameter import keep_state_dict, refuse_copies
 from .recompute import Recomputations
@@ -89,12 +90,13 @@ class Engine:
         prefetch_bytes: int,
         resident_bytes: int,
         loss_scale: LossScale | None,
+        max_grad_norm: float | None,
+        begin_update: Callable[[Unit], Callable[[], None]] | None,
     ) -> None:
         self.model, self.units, self.ranks, self.store, self.pool, self.stage = model, units, ranks, store, pool, stage
-        self.prefetch_bytes, self.loss_scale = prefetch_bytes, loss_scale
-        self.max_grad_norm: float | None = None
+        self.prefetch_bytes, self.loss_scale, self.max_grad_norm = prefetch_bytes, loss_scale, max_grad_norm
         self.residents = Residents(resident_bytes)
-        self.reducer = Reducer(units, ranks, store, keeps=stage.keeps_gradients)
+        self.reducer = Reducer(units, ranks, store, keeps=stage.keeps_gradients, begin_update=begin_update)
         self.nodes: list[Node] = []
         self.forecasts: dict[tuple[int, bool], Forecast] = {}
         self._forecast = Forecast()
@@ -469,7 +471,7 @@ class Engine:
             unit.seal()
             unit.reshard()
 
-    def discard_gradients(self, leftover: str = "") -> None:
+    def discard_gradients(self, leftover: Leftover = Leftover.NOTHING) -> None:
         if self._backward is not None:
             self.abandon_backward()  # a reduction of it may still be under way
         self.reducer.discard(leftover)

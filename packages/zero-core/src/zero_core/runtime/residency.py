@@ -64,11 +64,11 @@ class Residency(Enum):
         return self in (Residency.UNSHARDED, Residency.LENT)
 
 
-TRANSITIONS = {
-    Residency.SHARDED: {Residency.UNSHARDING, Residency.LENT},
-    Residency.UNSHARDING: {Residency.UNSHARDED, Residency.SHARDED},
-    Residency.UNSHARDED: {Residency.SHARDED},
-    Residency.LENT: {Residency.SHARDED},
+TRANSITIONS = {  # what each starts from, and where it leads
+    "begin": ({Residency.SHARDED}, Residency.UNSHARDING),
+    "arrive": ({Residency.UNSHARDING}, Residency.UNSHARDED),
+    "lend": ({Residency.SHARDED}, Residency.LENT),
+    "end": ({Residency.UNSHARDING, Residency.UNSHARDED, Residency.LENT}, Residency.SHARDED),
 }
 
 
@@ -161,17 +161,17 @@ class UnitMemory:
         if self.residency is not Residency.SHARDED:
             self._end()
 
-    def _move(self, to: Residency) -> None:
-        self.residency = moved(self.name, self.residency, to, TRANSITIONS)
+    def _move(self, by: str) -> None:
+        self.residency = moved(self.name, self.residency, by, TRANSITIONS)
 
     def _lend(self) -> None:
         with self.observer.span("wait", self.name):
             self._shard = self.store.parameters(self.index)
-        self._move(Residency.LENT)
+        self._move("lend")
         _put_under(self.flat, self._shard)
 
     def _begin(self) -> None:
-        self._move(Residency.UNSHARDING)
+        self._move("begin")
         with self._ending_on_error():
             self._take()
             if self._swaps_in:
@@ -196,7 +196,7 @@ class UnitMemory:
         self._release_shard()
         if self._memory is not None:
             _put_under(self.flat, self._memory)
-        self._move(Residency.UNSHARDED)
+        self._move("arrive")
 
     def _end(self, *, failed: bool = False) -> None:
         """failed: the pool does not lend the memory again, as a gather that failed may still write into it."""
@@ -213,7 +213,7 @@ class UnitMemory:
                 _take_away(self.flat)
             self.pool.drop(memory) if failed else self.pool.give(memory)
         self._release_shard()
-        self._move(Residency.SHARDED)
+        self._move("end")
 
     @contextmanager
     def _ending_on_error(self) -> Iterator[None]:

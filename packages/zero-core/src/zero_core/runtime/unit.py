@@ -26,7 +26,7 @@ from ..layout import UnitLayout
 from ..pool import Pool
 from ..precision import round_to
 from ..store import Observer, ShardStore
-from .gradient import UnitGradient
+from .gradient import Leftover, UnitGradient
 from .parameter import sharded_class
 from .residency import Residency, UnitMemory
 
@@ -160,6 +160,23 @@ class Unit(UnitMemory):
         increment_version(self.parameters[k])
         if self.users:
             self._versions[k] += 1  # no visit wrote it
+
+    def segment_slots(self) -> list[int]:
+        """For each segment of the unit's shard on this rank, the index of its parameter in the unit."""
+        places = {id(slot): k for k, slot in enumerate(self.layout.slots)}
+        return [places[id(piece.slot)] for piece in self.layout.pieces(self.ranks.shard.rank)]
+
+    def stepped(self) -> list[int]:
+        """Which parameters a step changes."""
+        return [k for k, group in enumerate(self.groups) if self.gradient.used[k] and group is not None]
+
+    def count_step(self, leftover: Leftover) -> list[int]:
+        """Count a step of every parameter that was used; its number for each segment, 0 for those that were not."""
+        stepped = self.stepped()
+        for k in stepped:
+            self.steps[k] += 1
+        self.gradient.consumed(leftover)
+        return [self.steps[k] if k in stepped else 0 for k in self.segment_slots()]
 
     def checksum(self) -> Tensor:
         """() int64: of the unit's memory, read as integers in rows of `_ROW`; rows and columns count by their place."""
