@@ -261,8 +261,8 @@ class _Maker:
     def _spec(self, unit: Unit) -> ShardSpec:
         groups = {slot.name: group for slot, group in zip(unit.layout.slots, unit.groups, strict=True)}
         segments = tuple(
-            Segment(piece.shard_start, piece.shard_stop, groups[piece.slot.name], piece.slot.name)
-            for piece in unit.layout.pieces(self.ranks.shard.rank)
+            Segment(p.shard_start, p.shard_stop, groups[p.slot.name], p.slot.name, p.slot.shape, p.slot_start)
+            for p in unit.layout.pieces(self.ranks.shard.rank)
         )
         return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, self.plans[unit.index].encloses)
 

@@ -57,12 +57,16 @@ class Segment:
     """Elements [start, stop) of a shard which belong to ONE parameter, `name`.
 
     `group` is the index of the parameter's optimizer group; None: frozen, and there is no state. Padding is in none.
+    `shape` is the parameter's, and `offset` the element of the flattened parameter with which the segment begins:
+    `layout.boxes(shape, offset, offset + stop - start)` are the rows that it holds. None: the shape is not known.
     """
 
     start: int
     stop: int
     group: int | None
     name: str
+    shape: tuple[int, ...] | None = None
+    offset: int = 0
 
 
 @dataclass(frozen=True)
