@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zero_core.layout import UnitLayout
 from zero_core.pool import Pool
+from zero_core.runtime.context import UnitContext
 from zero_core.runtime.gradient import TRANSITIONS, GradientState, Leftover, UnitGradient
 from zero_core.store import NullObserver
 
@@ -68,10 +69,8 @@ class Watched(UnitGradient):
 def drive(world: World, calls: tuple[str, ...], seen: set[tuple[GradientState, str]]) -> None:
     fakes: Any = world
     parameters = [nn.Parameter(torch.empty(slot.shape, dtype=world.dtype)) for slot in world.layout.slots]
-    gradient = Watched(
-        0, world.layout, parameters, [0, 0],
-        dtype=world.dtype, ranks=fakes, store=fakes, pool=world.pool, observer=NullObserver(),
-    )  # fmt: skip
+    context = UnitContext(fakes, fakes, world.pool, NullObserver())
+    gradient = Watched(0, world.layout, parameters, [0, 0], world.dtype, context)
     gradient.seen = seen
     current: list[float] | None = None  # what each parameter has of this backward, of earlier ones, and in the store
     kept, stored = list(ZEROS), list(ZEROS)

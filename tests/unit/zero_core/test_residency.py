@@ -18,6 +18,7 @@ from torch import Tensor
 from zero_core.layout import UnitLayout
 from zero_core.pool import Pool
 from zero_core.runtime import residency
+from zero_core.runtime.context import UnitContext
 from zero_core.runtime.residency import TRANSITIONS, Residency, UnitMemory
 from zero_core.store import NullObserver
 from zero_core.streams import Side
@@ -101,9 +102,7 @@ class Watched(UnitMemory):
 
 def drive(world: World, calls: tuple[tuple[str, str], ...], seen: set[tuple[Residency, str]]) -> None:
     fakes: Any = world
-    unit = Watched(
-        0, world.layout, dtype=torch.float32, ranks=fakes, store=fakes, pool=world.pool, observer=NullObserver()
-    )
+    unit = Watched(0, world.layout, torch.float32, UnitContext(fakes, fakes, world.pool, NullObserver()))
     unit.seen = seen
     for call, world.refused in calls:
         wanted = {"prefetch": unit.prefetch, "unshard": unit.unshard, "reshard": unit.reshard}
@@ -162,8 +161,6 @@ def test_no_sequence_of_calls_leaves_the_declared_transitions_or_memory_behind(
 
 def test_a_transition_that_is_not_declared_names_the_unit_and_both_states() -> None:
     world: Any = World(1, False)
-    unit = UnitMemory(
-        0, world.layout, dtype=torch.float32, ranks=world, store=world, pool=world.pool, observer=NullObserver()
-    )
+    unit = UnitMemory(0, world.layout, torch.float32, UnitContext(world, world, world.pool, NullObserver()))
     with pytest.raises(AssertionError, match=r"'unit' goes from Residency.SHARDED to Residency.UNSHARDED"):
         unit._move("arrive")

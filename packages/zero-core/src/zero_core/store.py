@@ -19,7 +19,6 @@ __all__ = [
     "GroupStep",
     "NullObserver",
     "Observer",
-    "ProfilerObserver",
     "ScalarStates",
     "Segment",
     "ShardSpec",
@@ -43,13 +42,6 @@ class NullObserver:
 
     def span(self, kind: str, unit: str) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-class ProfilerObserver:
-    """Marks every span for torch's profiler."""
-
-    def span(self, kind: str, unit: str) -> AbstractContextManager[None]:
-        return torch.autograd.profiler.record_function(f"zero::{kind}::{unit}")
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Ranks
 from ..errors import GradientError
+from ..runtime.context import UnitContext
 from ..runtime.gradient import Leftover
 from ..runtime.unit import Unit
-from ..store import GroupStep, ShardStore
+from ..store import GroupStep
 
 __all__ = ["UpdatesInBackward", "frozen"]
 
@@ -24,12 +24,10 @@ __all__ = ["UpdatesInBackward", "frozen"]
 class UpdatesInBackward:
     """Updates units one by one, with the options that `param_groups` have then."""
 
-    def __init__(
-        self, units: Sequence[Unit], ranks: Ranks, store: ShardStore, param_groups: Sequence[Mapping[str, Any]]
-    ) -> None:
-        self._units, self._ranks, self._store, self._param_groups = units, ranks, store, param_groups
+    def __init__(self, units: Sequence[Unit], context: UnitContext, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        self._units, self._ranks, self._store, self._param_groups = units, context.ranks, context.store, param_groups
         self._updated: dict[int, list[int]] = {}  # units, and which parameters, since the last step
-        self._squared = ranks.numbers([0.0])[0]  # () float64, device: of the gradients of these
+        self._squared = context.ranks.numbers([0.0])[0]  # () float64, device: of the gradients of these
 
     def begin(self, unit: Unit) -> Callable[[], None]:
         """The unit's reduction has begun. Returns what updates it when its shard is the store's.

@@ -30,11 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.collectives import Ranks
 from ..errors import GradientError
 from ..layout import UnitLayout
-from ..pool import Pool
-from ..store import Observer, ShardStore
+from .context import UnitContext
 from .states import moved
 
 __all__ = ["TRANSITIONS", "GradientState", "Leftover", "Reduction", "UnitGradient"]
@@ -74,16 +72,12 @@ class UnitGradient:
         layout: UnitLayout,
         parameters: Sequence[nn.Parameter],
         groups: Sequence[int | None],
-        *,
         dtype: torch.dtype,
-        ranks: Ranks,
-        store: ShardStore,
-        pool: Pool,
-        observer: Observer,
+        context: UnitContext,
     ) -> None:
         self.index, self.layout, self.name = index, layout, layout.name
         self.parameters, self.groups, self.dtype = parameters, groups, dtype
-        self.ranks, self.store, self.pool, self.observer = ranks, store, pool, observer
+        self.ranks, self.store, self.pool, self.observer = context.ranks, context.store, context.pool, context.observer
         self.state = GradientState.NONE
         self.used = [False] * len(parameters)  # since the last step, on this rank
         self.leftover = [Leftover.NOTHING] * len(parameters)

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.collectives import Ranks
 from ..errors import ChangedParameterError, ZeroError
-from ..pool import Pool
-from ..store import ShardStore
+from .context import UnitContext
 from .gradient import Leftover
 from .outputs import hook_outputs, not_traced, outside_transforms, unwrapped
 from .parameter import keep_state_dict, refuse_copies
@@ -82,9 +80,7 @@ class Engine:
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        ranks: Ranks,
-        store: ShardStore,
-        pool: Pool,
+        context: UnitContext,
         stage: StageRow,
         *,
         prefetch_bytes: int,
@@ -93,10 +89,11 @@ class Engine:
         max_grad_norm: float | None,
         begin_update: Callable[[Unit], Callable[[], None]] | None,
     ) -> None:
-        self.model, self.units, self.ranks, self.store, self.pool, self.stage = model, units, ranks, store, pool, stage
+        self.model, self.units, self.stage = model, units, stage
+        self.ranks, self.store, self.pool = context.ranks, context.store, context.pool
         self.prefetch_bytes, self.loss_scale, self.max_grad_norm = prefetch_bytes, loss_scale, max_grad_norm
         self.residents = Residents(resident_bytes)
-        self.reducer = Reducer(units, ranks, store, keeps=stage.keeps_gradients, begin_update=begin_update)
+        self.reducer = Reducer(units, context, keeps=stage.keeps_gradients, begin_update=begin_update)
         self.nodes: list[Node] = []
         self.forecasts: dict[tuple[int, bool], Forecast] = {}
         self._forecast = Forecast()
@@ -105,7 +102,7 @@ class Engine:
         self._live: list[Pass] = []  # passes with a graph, for recomputations that no output hook announced
         self._backward: _Backward | None = None
         self._recomputed = Recomputations()
-        self.writes = Writes(ranks)
+        self.writes = Writes(context.ranks)
         self.gathered = 0  # how many `gathered` blocks are open
         self._handles: list[Any] = []
         self._keeping = stage.keeps_parameters  # memory stays between uses

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ..comm.collectives import Ranks
-from ..store import ShardStore
+from .context import UnitContext
 from .gradient import GradientState, Leftover, Reduction
 from .unit import Unit
 
@@ -26,13 +25,12 @@ class Reducer:
     def __init__(
         self,
         units: Sequence[Unit],
-        ranks: Ranks,
-        store: ShardStore,
+        context: UnitContext,
         *,
         keeps: bool,
         begin_update: Callable[[Unit], Callable[[], None]] | None,
     ) -> None:
-        self._units, self._ranks, self._store, self._keeps = units, ranks, store, keeps
+        self._units, self._ranks, self._store, self._keeps = units, context.ranks, context.store, keeps
         self._begin_update = begin_update
         self._synchronising = True  # False inside no_sync
         self._under_way: tuple[Reduction, Callable[[], None] | None] | None = None

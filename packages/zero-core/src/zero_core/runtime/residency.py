@@ -39,10 +39,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Ranks
 from ..layout import UnitLayout
-from ..pool import Pool
-from ..store import Arrival, Observer, ShardStore, SwapsIn
+from ..store import Arrival, SwapsIn
+from .context import UnitContext
 from .states import moved
 
 __all__ = ["TRANSITIONS", "Residency", "UnitMemory"]
@@ -94,25 +93,15 @@ def _take_away(flat: Tensor) -> None:
 class UnitMemory:
     """Flat storage of one dtype, (layout.numel,), that has memory only while it is wanted."""
 
-    def __init__(
-        self,
-        index: int,
-        layout: UnitLayout,
-        *,
-        dtype: torch.dtype,
-        ranks: Ranks,
-        store: ShardStore,
-        pool: Pool,
-        observer: Observer,
-    ) -> None:
+    def __init__(self, index: int, layout: UnitLayout, dtype: torch.dtype, context: UnitContext) -> None:
         self.index, self.layout, self.name, self.dtype = index, layout, layout.name, dtype
-        self.ranks, self.store, self.pool, self.observer = ranks, store, pool, observer
+        self.ranks, self.store, self.pool, self.observer = context.ranks, context.store, context.pool, context.observer
         self.residency = Residency.SHARDED
         self._memory: Tensor | None = None  # the pool's; None: the storage's own, or the store's
         self._arrival: Arrival | None = None  # of what the store copies in
         self._shard: Tensor | None = None  # lent by the store, while it is copied, gathered or used
         self._work: Any = None  # the gather
-        self.flat = torch.empty(layout.numel, dtype=dtype, device=ranks.device)
+        self.flat = torch.empty(layout.numel, dtype=dtype, device=context.ranks.device)
         self.views = [self.flat.data[s.offset : s.stop].view(s.shape) for s in layout.slots]
         _take_away(self.flat)
 

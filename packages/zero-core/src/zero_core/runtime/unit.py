@@ -20,12 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ..comm.collectives import Ranks
 from ..errors import ChangedParameterError
 from ..layout import UnitLayout
-from ..pool import Pool
 from ..precision import round_to
-from ..store import Observer, ShardStore
+from .context import UnitContext
 from .gradient import Leftover, UnitGradient
 from .parameter import sharded_class
 from .residency import Residency, UnitMemory
@@ -44,20 +42,13 @@ class Unit(UnitMemory):
         layout: UnitLayout,
         parameters: Sequence[nn.Parameter],
         groups: Sequence[int | None],
-        *,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
-        ranks: Ranks,
-        store: ShardStore,
-        pool: Pool,
-        observer: Observer,
+        context: UnitContext,
     ) -> None:
-        super().__init__(index, layout, dtype=dtype, ranks=ranks, store=store, pool=pool, observer=observer)
+        super().__init__(index, layout, dtype, context)
         self.parameters, self.groups = tuple(parameters), tuple(groups)
-        self.gradient = UnitGradient(
-            index, layout, self.parameters, self.groups,
-            dtype=reduce_dtype, ranks=ranks, store=store, pool=pool, observer=observer,
-        )  # fmt: skip
+        self.gradient = UnitGradient(index, layout, self.parameters, self.groups, reduce_dtype, context)
         self._classes = [type(parameter) for parameter in self.parameters]  # nn.Parameter, or the user's subclass
         self.trainable = any(group is not None for group in groups)
         self.users = 0  # open visits; the class of the parameters is nn.Parameter while there is one
