@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.ranks import Ranks
 from ..errors import ChangedParameterError, ZeroError
-from ..pool import Pool
-from ..store import ShardStore
+from .context import UnitContext
+from .gradient import Leftover
 from .outputs import hook_outputs, not_traced, outside_transforms, unwrapped
 from .parameter import keep_state_dict, refuse_copies
 from .recompute import Recomputations
@@ -81,20 +80,20 @@ class Engine:
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        ranks: Ranks,
-        store: ShardStore,
-        pool: Pool,
+        context: UnitContext,
         stage: StageRow,
         *,
         prefetch_bytes: int,
         resident_bytes: int,
         loss_scale: LossScale | None,
+        max_grad_norm: float | None,
+        begin_update: Callable[[Unit], Callable[[], None]] | None,
     ) -> None:
-        self.model, self.units, self.ranks, self.store, self.pool, self.stage = model, units, ranks, store, pool, stage
-        self.prefetch_bytes, self.loss_scale = prefetch_bytes, loss_scale
-        self.max_grad_norm: float | None = None
+        self.model, self.units, self.stage = model, units, stage
+        self.ranks, self.store, self.pool = context.ranks, context.store, context.pool
+        self.prefetch_bytes, self.loss_scale, self.max_grad_norm = prefetch_bytes, loss_scale, max_grad_norm
         self.residents = Residents(resident_bytes)
-        self.reducer = Reducer(units, ranks, store, keeps=stage.keeps_gradients)
+        self.reducer = Reducer(units, context, keeps=stage.keeps_gradients, begin_update=begin_update)
         self.nodes: list[Node] = []
         self.forecasts: dict[tuple[int, bool], Forecast] = {}
         self._forecast = Forecast()
@@ -103,7 +102,7 @@ class Engine:
         self._live: list[Pass] = []  # passes with a graph, for recomputations that no output hook announced
         self._backward: _Backward | None = None
         self._recomputed = Recomputations()
-        self.writes = Writes(ranks)
+        self.writes = Writes(context.ranks)
         self.gathered = 0  # how many `gathered` blocks are open
         self._handles: list[Any] = []
         self._keeping = stage.keeps_parameters  # memory stays between uses
@@ -257,7 +256,7 @@ class Engine:
         budget = self.prefetch_bytes
         for u in upcoming:
             unit = self.units[u]
-            if unit.residency is Residency.UNSHARDED:
+            if unit.residency.whole:
                 continue
             if budget <= 0 or (budget < unit.nbytes and budget < self.prefetch_bytes):
                 if self.prefetch_bytes > 0:
@@ -357,7 +356,7 @@ class Engine:
         self.reducer.finish()
         for unit in self.units:
             unit.gradient.drop_current()
-            if unit.users and unit.residency is Residency.UNSHARDED:
+            if unit.users and unit.residency.whole:
                 unit.users = 1
                 self._leave(unit)  # torch keeps what a recomputation wrote before the error
             unit.seal()
@@ -469,7 +468,7 @@ class Engine:
             unit.seal()
             unit.reshard()
 
-    def discard_gradients(self, leftover: str = "") -> None:
+    def discard_gradients(self, leftover: Leftover = Leftover.NOTHING) -> None:
         if self._backward is not None:
             self.abandon_backward()  # a reduction of it may still be under way
         self.reducer.discard(leftover)

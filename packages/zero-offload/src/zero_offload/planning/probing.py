@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zero_core.device import indexed
 
-from ..protocols import ByteStore, UpdateStep
+from ..protocols import ByteStore, SegmentStep, UpdateStep
 from .accounting import Shape, update_bytes
 from .hardware import GB, GIB, Hardware
 from .probing_device import best, device_figures, least_seconds
@@ -138,18 +138,13 @@ class _Tile:
         step.initialise(self, torch.linspace(-1, 1, numel))
 
 
-class _Segment:
-    def __init__(self, numel: int, options: dict[str, Any]) -> None:
-        self.start, self.stop, self.options, self.step = 0, numel, options, 1
-
-
 def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> float:
     """GB/s of memory traffic (as `accounting.update_bytes` counts it) of AdamW over `count` tiles."""
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     step.bind(optimizer)
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     tiles = [_Tile(step, UPDATE_NUMEL, parameter_dtype) for _ in range(count)]
-    segment = _Segment(UPDATE_NUMEL, options)
+    segment = SegmentStep(0, UPDATE_NUMEL, options, step=1)
 
     def update() -> None:
         for tile in tiles:
