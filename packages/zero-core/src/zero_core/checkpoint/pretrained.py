@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import bisect
 import copy
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,24 +49,16 @@ class _FileValues:
 
     def __init__(self, reader: Reader, parts: Sequence[Part], entries: Mapping[str, Entry]) -> None:
         self._reader, self._parts, self._entries = reader, parts, entries
-        self._starts, total = [], 0
-        for part in parts:
-            self._starts.append(total)
-            total += part.numel
+        self._starts = [0, *itertools.accumulate(part.numel for part in parts)]
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the row-major parameter, in the file's dtype."""
         pieces = []
-        at = max(bisect.bisect_right(self._starts, start) - 1, 0)
-        while at < len(self._parts) and self._starts[at] < stop:
+        for at in range(bisect.bisect_right(self._starts, start) - 1, bisect.bisect_left(self._starts, stop)):
             part, begin = self._parts[at], self._starts[at]
             low, high = max(start - begin, 0), min(stop - begin, part.numel)
-            if low < high:
-                pieces.append(self._reader.read(self._entries[part.name], part.start + low, part.start + high))
-            at += 1
-        if len(pieces) == 1:
-            return pieces[0]
-        return torch.cat(pieces) if pieces else torch.empty(0)
+            pieces.append(self._reader.read(self._entries[part.name], part.start + low, part.start + high))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [torch.empty(0)])
 
 
 def load_pretrained(
@@ -154,25 +148,22 @@ def save_pretrained(
     folder, view = Path(folder), view_of(model)
     files = _plan_files(model, dtype, max_file_bytes)
     first = view is None or view.is_first
+    meet = (lambda what: None) if view is None else view.ranks.meet
     if first:
         folder.mkdir(parents=True, exist_ok=True)
         for name, tensors in files.items():
             Writer(folder / f"{name}.partial", tensors).close()
-    if view is not None:
-        view.meet("save_pretrained")
-    writers = {name: Writer(folder / f"{name}.partial", tensors, create=False) for name, tensors in files.items()}
-    by_tensor = {tensor: writers[name] for name, tensors in files.items() for tensor in tensors}
-    try:
+    meet("save_pretrained")
+    with ExitStack() as stack:
+        by_tensor: dict[str, Writer] = {}
+        for name, tensors in files.items():
+            writer = stack.enter_context(Writer(folder / f"{name}.partial", tensors, create=False))
+            by_tensor |= dict.fromkeys(tensors, writer)
         _write_values(model, view, by_tensor)
-    finally:
-        for writer in writers.values():
-            writer.close()
-    if view is not None:
-        view.meet("save_pretrained")
+    meet("save_pretrained")
     if first:
         _publish(model, folder, files)
-    if view is not None:
-        view.meet("save_pretrained")
+    meet("save_pretrained")
 
 
 def _plan_files(model: nn.Module, dtype: torch.dtype | None, max_file_bytes: int) -> dict[str, dict[str, _Kind]]:
