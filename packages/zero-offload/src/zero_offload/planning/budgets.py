@@ -1,20 +1,4 @@
-"""What each tier may hold, the memory that is nobody's state (buffers, activations), and the refusals.
-
-Integers only. Owns `Budgets`, `PlanError` and the sum of what a rank holds; the store's part of it is a `StorePlan`'s.
-
-[Note: Buffers]
-    device  zero-core's pool: on several ranks units that are gathered and gradients on their way
-            (`zero_core.runtime.rehearsal` has its size), and whole gradients that wait for the step, at stage 1 and
-            under `no_sync`.
-            On a device apart with a store below it units have memory of their own instead: the one in use with those
-            fetched ahead (in backward the one before it is still open then), and those that stay. There the gradient of
-            the unit whose backward runs is one of two landing buffers, as the one before it is on its way to the host;
-            and autograd has just made a parameter's.
-            Parameters that are not sharded: integer and quantised ones
-    host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
-            from a device apart, and the rounding of blocks to pages
-Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
-"""
+"""What each tier may hold, what unsharded units and activations take, and the refusals. Integers only."""
 
 from __future__ import annotations
 
@@ -23,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import BudgetError, gib
-from ..tier import Tier
-from ..tiles.footprint import SMALL_UNIT_BYTES, SPILL_PIECE_BYTES, SPILL_SLOTS, STATE_KINDS, StorePlan
+from ..tiles.footprint import SMALL_UNIT_BYTES, STATE_KINDS, StorePlan
 from .accounting import TIERS, Held, Shape
 from .hardware import Hardware
 from .sizes import ModelSizes
@@ -68,51 +51,6 @@ class Budgets:
         if tier == "device" and self.shared:
             return None
         return int(getattr(self, tier))
-
-
-def held_bytes(
-    sizes: ModelSizes,
-    shape: Shape,
-    plan: StorePlan,
-    *,
-    pooled: int,
-    whole: int,
-    tokens: int,
-    activations: Sequence[str],
-) -> Held:
-    """What one rank holds: the store's `plan`, the buffers beside it, and activations.
-
-    `pooled`: bytes of zero-core's pool, but for whole parameters. `whole`: of parameters that stages 0 to 2 keep
-    unsharded. `tokens`: of a micro-batch.
-    """
-    held = dict(plan.held)
-    element, units = shape.element, [run.unit for run in plan.runs]
-    device = plan.bytes_of("device", "buffers") + sum(sizes.not_sharded.values())
-    trained = [unit for unit in sizes.units if any(p.trained for p in unit.parameters)]
-    if shape.apart and any(tier is not Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
-        made = max((p.numel for unit in trained for p in unit.parameters if p.trained), default=0)
-        device += pooled + made * shape.parameter_dtype.itemsize
-        if shape.arriving > 1:  # what is added to a sum on the device comes in other memory than the sum's
-            whole_units = (u.spec.numel for u in units if u.trainable and u.whole_numel == u.spec.numel)
-            device += max(whole_units, default=0) * shape.shard_count * element.gradient(1)
-    else:
-        device += max(pooled, max((unit.numel for unit in trained), default=0) * element.gradient(1))
-    if shape.stage == 3 and plan.below and shape.apart:
-        device += unsharded_bytes(sizes, shape)
-    if not plan.below:  # zero-core's own store widens a gradient, and has a master of what is frozen
-        if not shape.apart:
-            device += element.widened * max((unit.spec.numel for unit in units), default=0)
-        device += element.master * sum(run.count * run.unit.spec.numel for run in plan.runs if not run.unit.trainable)
-    memory = ("host",) if shape.apart else ("host", "device")
-    states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
-    spill = SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through
-    held |= {("device", "buffers"): device, ("host", "buffers"): plan.arena_bytes - states + spill}
-    if whole:
-        # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
-        kept = plan.below or not shape.apart or not element.master
-        held["device", "parameters"] = whole + (plan.bytes_of("device", "parameters") if kept else 0)
-    activated = activation_bytes(sizes, activations, tokens)
-    return held | {(tier, "activations"): nbytes for tier, nbytes in activated.items()}
 
 
 def held_back_bytes(plan: StorePlan, shape: Shape) -> int:

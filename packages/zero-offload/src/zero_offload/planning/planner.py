@@ -21,7 +21,7 @@ from ..tiles.footprint import KINDS, MINIMUM_SLOTS, StorePlan, check_device_shar
 from .accounting import TIERS, Account, AdamLayout, Held, Shape, account
 from .budgets import Budgets, PlanError, check, held_back_bytes
 from .hardware import Hardware
-from .prediction import Prediction
+from .prediction import Prediction, predict
 from .sizes import ModelSizes
 from .trial import Trial
 
@@ -130,10 +130,9 @@ class Plan:
         rows: list[tuple[str, ...]] = [("GiB", *columns, "total", "budget")]
         for tier in TIERS:
             budget = self.budgets.of(tier) if self.budgets else None
-            cells = [f"{self.bytes_of(tier, kind) / GIB:.2f}" for kind in columns]
-            rows.append(
-                (tier, *cells, f"{self.total(tier) / GIB:.2f}", "-" if budget is None else f"{budget / GIB:.2f}")
-            )
+            figures = (*(self.bytes_of(tier, kind) for kind in columns), self.total(tier))
+            cells = [f"{nbytes / GIB:.3f}" for nbytes in figures]
+            rows.append((tier, *cells, f"{budget / GIB:.1f}" if budget else "-"))
         return rows
 
     @property
@@ -238,7 +237,10 @@ def plan(
     prediction = None
     if budgets is not None and hardware is not None:
         check(held, held_back, budgets, hardware)
-        prediction = trial.predicted(store, counted, held, hardware, tokens) if tokens else None
+        if tokens:
+            prediction = predict(
+                sizes, shape, store, counted, held, hardware, tokens=tokens, activations=trial.policies
+            )
     return Plan(
         placements,
         trial.policies,
