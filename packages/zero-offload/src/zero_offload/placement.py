@@ -46,14 +46,14 @@ def place(placement: Placement, sizes: Sequence[int], kind: str) -> tuple[Tier, 
     A tile goes where its middle lies, so that 0.37 of equal tiles is the first 37 % of them, to half a tile.
     """
     fractions = shares(placement, kind)
-    total, tiers, before = sum(sizes), [], 0
+    total, found, before = sum(sizes), [], 0
     for size in sizes:
-        tiers.append(tier_at((before + size / 2) / total if total else 0.0, fractions))
+        found.append(tier_at((before + size / 2) / total if total else 0.0, fractions))
         before += size
-    return tuple(tiers)
+    return tuple(found)
 
 
 def tier_at(middle: float, fractions: Mapping[Tier, float]) -> Tier:
     """The tier of a tile whose middle has the fraction `middle` of all elements before it."""
-    ends = zip(fractions, accumulate(fractions.values()), strict=True)
-    return next((tier for tier, end in ends if middle < end or math.isclose(end, 1.0, abs_tol=1e-6)), Tier.NVME)
+    bounds = zip(fractions, accumulate(fractions.values()), strict=True)
+    return next(tier for tier, bound in bounds if middle < bound or math.isclose(bound, 1.0, abs_tol=1e-6))

@@ -140,13 +140,13 @@ def account(plan: StorePlan, shape: Shape) -> Account:
         updated["device"] += count * unit.whole_numel * on_device
         extents["all parameters"] += count * round_up(unit.nvme_numel(unit.parameter_tiers) * size, align)
         for tile, record, parameter, gradient, state in unit.rows():
-            if parameter is Tier.NVME and tile.trainable:
+            if parameter == Tier.NVME and tile.trainable:
                 extents["parameters"] += count * round_up(tile.numel * size, align)
-            if gradient is Tier.NVME and tile.trainable:
+            if gradient == Tier.NVME and tile.trainable:
                 extents["reduced"] += count * round_up(tile.numel * shape.reduce_dtype.itemsize, align)
                 extents["summed"] += count * round_up(tile.numel * FP32_BYTES, align)
             if record is not None:
-                updated["device" if state is Tier.DEVICE else "host"] += count * update_bytes(shape, tile.numel)
+                updated["device" if state == Tier.DEVICE else "host"] += count * update_bytes(shape, tile.numel)
     optimizer, parameters = plan.bytes_of(Tier.NVME, "optimizer"), extents["all parameters"]
     reduced, summed, later = extents["reduced"], extents["summed"], shape.arriving - 1
     moved = {

@@ -125,10 +125,14 @@ def check(held: Held, held_back: int, budgets: Budgets, hardware: Hardware) -> N
             kinds = Counter[str]()
             for (where, kind), nbytes in held.items():
                 kinds[kind] += nbytes if where in tiers else 0
-            ranked = sorted(((nbytes, kind) for kind, nbytes in kinds.items() if nbytes), reverse=True)
-            what = ", ".join(f"{kind} {gib(nbytes)}" for nbytes, kind in ranked)
             ways = _ways_out(tier, kinds, held_back if "device" in tiers else 0, budgets, hardware)
-            raise PlanError(tier, needed, budget, what, ways)
+            raise PlanError(tier, needed, budget, contents(kinds), ways)
+
+
+def contents(kinds: Mapping[str, int]) -> str:
+    """Returns "optimizer 12.0 GiB, buffers 1.0 GiB", the largest first, from bytes by kind."""
+    ranked = sorted(((nbytes, kind) for kind, nbytes in kinds.items() if nbytes), reverse=True)
+    return ", ".join(f"{kind} {gib(nbytes)}" for nbytes, kind in ranked)
 
 
 def _ways_out(tier: str, kinds: Mapping[str, int], held_back: int, budgets: Budgets, hardware: Hardware) -> str:

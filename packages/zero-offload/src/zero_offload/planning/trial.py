@@ -85,7 +85,7 @@ class Trial:
         pooled = self._pool(plan, swaps_in) - (0 if swaps_in else whole)
         device = plan.bytes_of("device", "buffers") + sum(sizes.not_sharded.values())
         trained = [unit for unit in sizes.units if any(p.trained for p in unit.parameters)]
-        if shape.apart and any(tier is not Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
+        if shape.apart and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
             made = max((p.numel for unit in trained for p in unit.parameters if p.trained), default=0)
             device += pooled + made * shape.parameter_dtype.itemsize
             if shape.arriving > 1:  # what is added to a sum on the device comes in other memory than the sum's

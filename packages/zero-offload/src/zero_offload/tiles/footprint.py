@@ -76,13 +76,13 @@ class UnitPlan:
 
     def nvme_numel(self, tiers: Sequence[Tier]) -> int:
         """Elements of the last tiles, which are on nvme."""
-        return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier is Tier.NVME)
+        return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier == Tier.NVME)
 
     def device_numel(self, tiers: Sequence[Tier]) -> int:
         """Elements of the leading tiles that are on a device apart."""
         if not self.apart:
             return 0
-        return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier is Tier.DEVICE)
+        return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier == Tier.DEVICE)
 
     def memory_numel(self, tiers: Sequence[Tier]) -> int:
         """Elements of the tiles in host memory; they follow those on a device apart, and lead those on nvme."""
@@ -152,7 +152,7 @@ class StorePlan:
             held["device", "optimizer"] += count * unit.whole_numel * master.optimizer
             for tile, record, parameter, gradient, state in unit.rows():
                 held[parameter.value, "parameters"] += count * tile.numel * unit.spec.dtype.itemsize
-                if unit.trainable and (tile.trainable or gradient is not Tier.NVME):
+                if unit.trainable and (tile.trainable or gradient != Tier.NVME):
                     held[gradient.value, "gradients"] += count * tile.numel * self.gradient_itemsize
                 if record is not None:
                     held[state.value, "optimizer"] += count * record.nbytes
@@ -167,7 +167,7 @@ class StorePlan:
     @property
     def below(self) -> bool:
         """Whether any tile of any kind is not on the device."""
-        return any(tier != "device" for tier, kind in self.held if kind in STATE_KINDS)
+        return any(tier != Tier.DEVICE for run in self.runs for _, _, *tiers in run.unit.rows() for tier in tiers)
 
     @property
     def landing_bytes(self) -> int:
@@ -212,8 +212,8 @@ class StorePlan:
             yield False, unit.memory_numel(unit.gradient_tiers) * self.gradient_itemsize
         for tile, record, _, gradient, state in unit.rows():
             if record is not None:
-                yield state is Tier.NVME, record.nbytes
-            if tile.trainable and gradient is Tier.NVME:
+                yield state == Tier.NVME, record.nbytes
+            if tile.trainable and gradient == Tier.NVME:
                 yield True, tile.numel * self.gradient_itemsize
 
 
@@ -257,11 +257,12 @@ class Shards:
         states, gradients = Counter[int](), Counter[int]()  # tiles on nvme by the bytes that they take of a slot
         for run in runs:
             for tile, record, _, gradient, state in run.unit.rows():
-                if record is not None and state is Tier.NVME:
+                if record is not None and state == Tier.NVME:
                     states[record.nbytes] += run.count
-                if tile.trainable and gradient is Tier.NVME:
+                if tile.trainable and gradient == Tier.NVME:
                     gradients[round_up(tile.numel * self._gradient_itemsize, self._alignment)] += run.count
         largest = max((run.unit.parameter_bytes for run in runs if run.unit.streamed), default=0)
+        own, shared = _unit_slots([run.unit for run in runs for _ in range(run.count)], self._prefetch_bytes)
         plan = StorePlan(
             runs=tuple(runs),
             tile_numel=self._tile_numel,
@@ -270,13 +271,11 @@ class Shards:
             state_slot_bytes=max(states, default=0),
             gradient_slots=_slots(gradients, slots),
             gradient_slot_bytes=max(gradients, default=0),
-            unit_slots=0,
+            unit_slots=shared,
             unit_slot_bytes=round_up(largest, self._alignment),
-            own_slots=(),
+            own_slots=own,
             gradient_itemsize=self._gradient_itemsize,
         )
-        own, shared = _unit_slots(plan.units, self._prefetch_bytes)
-        plan = replace(plan, own_slots=own, unit_slots=shared)
         return plan if self._landing_dtype is None else _apart(plan, self._landing_dtype, self._step)
 
     def _placed(
@@ -300,7 +299,7 @@ class Shards:
 
     def _record(self, tile: Tile, dtype: torch.dtype, state: Tier) -> Record | None:
         """None where no element has a state, or a device apart keeps it."""
-        if not tile.trainable or (self._apart and state is Tier.DEVICE):
+        if not tile.trainable or (self._apart and state == Tier.DEVICE):
             return None
         key = (tile.numel, dtype)
         if key not in self._records:
@@ -450,10 +449,9 @@ def _fit(plan: StorePlan, host_bytes: int, *, fixed: bool) -> StorePlan:
             "or raise host_bytes"
         )
     while plan.arena_bytes > host_bytes:
-        if plan.state_slots >= plan.gradient_slots and plan.state_slots > smallest.state_slots:
-            plan = replace(plan, state_slots=plan.state_slots - 1)
-        elif plan.gradient_slots > smallest.gradient_slots:
-            plan = replace(plan, gradient_slots=plan.gradient_slots - 1)
+        states, gradients = plan.state_slots, plan.gradient_slots
+        if gradients > smallest.gradient_slots and (gradients > states or states == smallest.state_slots):
+            plan = replace(plan, gradient_slots=gradients - 1)
         else:
-            plan = replace(plan, state_slots=plan.state_slots - 1)
+            plan = replace(plan, state_slots=states - 1)
     return plan
