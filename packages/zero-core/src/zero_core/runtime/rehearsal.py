@@ -12,7 +12,7 @@ from typing import Any
 
 from ..pool import Buffer, Shelf
 from .residents import Residents
-from .stages import STAGES
+from .stages import STAGES, StageRow
 
 __all__ = ["UnitSize", "pooled_bytes"]
 
@@ -52,14 +52,10 @@ def pooled_bytes(
     units are gathered into the pool; False where they have memory of their own. exchanges: the ranks add up what they
     exchanged, as on gloo; False: the backend reduces, as NCCL does.
     """
-    rank = _Rank([_Unit(size) for size in units], shard_count, replicas)
-    rank.keeping, rank.keeps = STAGES[stage].keeps_parameters, STAGES[stage].keeps_gradients
-    rank.gathers, rank.exchanges, rank.lends = gathers and shard_count > 1, exchanges, lends
-    rank.reduce_itemsize, rank.prefetch_bytes, rank.residents = (
-        reduce_itemsize,
-        prefetch_bytes,
-        Residents(resident_bytes),
-    )
+    rank = _Rank(
+        [_Unit(size) for size in units], STAGES[stage], shard_count, replicas, reduce_itemsize,
+        prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes, lends=lends, gathers=gathers, exchanges=exchanges,
+    )  # fmt: skip
     several = min(accumulate, 3)  # the fourth micro-batch, and any after it, takes what the third took
     for step in range(2):
         for micro in range(several):
@@ -85,17 +81,24 @@ class _Unit:
 
 
 class _Rank:
-    keeping: bool
-    keeps: bool
-    gathers: bool
-    exchanges: bool
-    lends: int
-    reduce_itemsize: int
-    prefetch_bytes: int
-    residents: Residents
-
-    def __init__(self, units: Sequence[_Unit], shard_count: int, replicas: int) -> None:
+    def __init__(
+        self,
+        units: Sequence[_Unit],
+        stage: StageRow,
+        shard_count: int,
+        replicas: int,
+        reduce_itemsize: int,
+        *,
+        prefetch_bytes: int,
+        resident_bytes: int,
+        lends: int,
+        gathers: bool,
+        exchanges: bool,
+    ) -> None:
         self.units, self.shard_count, self.replicas, self.size = units, shard_count, replicas, shard_count * replicas
+        self.stage, self.residents, self.prefetch_bytes = stage, Residents(resident_bytes), prefetch_bytes
+        self.gathers, self.exchanges, self.lends = gathers and shard_count > 1, exchanges, lends
+        self.reduce_itemsize = reduce_itemsize
         self.roots = [unit for unit in units if unit.size.encloses]
         self.passing = [unit for unit in units if not unit.size.encloses]
         self.shelf = Shelf()
@@ -170,7 +173,7 @@ class _Rank:
 
     def leave(self, unit: Any) -> None:  # as much of a zero_core.runtime.unit.Unit as Residents asks for
         unit.users -= 1
-        if not self.keeping:
+        if not self.stage.keeps_parameters:
             leaving: Any
             for leaving in self.residents.admit(unit, evict=True):
                 if leaving.users == 0:
@@ -190,7 +193,7 @@ class _Rank:
             unit.gradient = self.shelf.take(unit.size.numel * self.reduce_itemsize)
 
     def close(self, unit: _Unit, held_back: bool) -> None:
-        if unit.gradient is not None and self.size > 1 and (self.keeps or held_back):
+        if unit.gradient is not None and self.size > 1 and (self.stage.keeps_gradients or held_back):
             self.keep(unit)
         elif unit.size.trainable:
             self.reduce(unit)
