@@ -368,10 +368,7 @@ class Engine:
         unit.epochs[k] += 1
         flat = values.detach().reshape(-1)
         self.writes.note(unit.layout.slots[k].name, flat)
-        for piece in unit.layout.pieces(self.ranks.shard.rank):
-            if piece.slot is unit.layout.slots[k]:
-                part = flat[piece.slot_start : piece.slot_stop].float()
-                self.store.write_state(unit.index, "master", piece.shard_start, part)
+        unit.write_part("master", k, flat)
 
     # -- around a step -----------------------------------------------------------------------------------------------
 
