@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zero_core
 from tests import models
 from zero_core import memory
-from zero_core.comm.collectives import Ranks
+from zero_core.comm.ranks import Ranks
 from zero_core.optim.device_store import DeviceStore
 
 WORLD = 512

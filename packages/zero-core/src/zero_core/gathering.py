@@ -98,7 +98,8 @@ def whole_master(unit: Unit) -> Tensor:
     if unit.ranks.shard.size == 1:
         return part
     whole = torch.empty(unit.layout.numel, dtype=torch.float32, device=unit.ranks.device)
-    unit.ranks.wait(unit.ranks.all_gather(whole, part, unit.name, unit.index), "all_gather", unit.name)
+    work = unit.ranks.all_gather(whole, part, unit.name, unit.index, exact=True)
+    unit.ranks.wait(work, "all_gather", unit.name)
     return whole
 
 
@@ -128,4 +129,4 @@ def _keep(unit: Unit, master: bool) -> None:
     _close(unit)
     unit.ranks.broadcast(whole, unit.name)
     start, stop = unit.layout.shard_range(unit.ranks.shard.rank)
-    unit.keep(whole[start:stop])
+    unit.keep(whole[start:stop], master=master)

@@ -17,7 +17,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from .building.init import Initialiser, become
 from .building.wrapping import UnitPlan, not_sharded, plan_units, unit_modules
-from .comm.collectives import Ranks
+from .comm.collectives import CollectivesFactory
+from .comm.ranks import Ranks
 from .device import has_streams, indexed
 from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
 from .layout import UnitLayout
@@ -91,6 +92,7 @@ def shard(
     store: ShardStore | None = None,
     observer: Observer | None = None,
     device: torch.device | str | None = None,
+    collectives: CollectivesFactory | None = None,
 ) -> ShardedOptimizer:
     """Shard `model` in place and return the optimizer that takes the place of `optimizer`. Collective.
 
@@ -103,6 +105,7 @@ def shard(
     arrives; not with clipping, loss scaling or stage 1. store: None is a DeviceStore. observer: told of every span.
     device: where to compute, buffers go along; None: where the parameters are. A model that does not fit there stays in
     host memory, or in deferred_init(), until shard takes it; then say device.
+    collectives: makes what moves values between the ranks of a group, see comm.Collectives; None: by its backend.
     What `optimizer` keeps already (it has stepped, or was loaded) moves into the store, rank 0's to every rank.
     Raises ZeroError, StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
     """
@@ -113,14 +116,15 @@ def shard(
         _check_update_in_backward(stage, max_grad_norm, scale)
     observer = observer or NullObserver()
     where = _compute_device(model, device, mesh)
-    ranks = Ranks.build(mesh, sharded=STAGES[stage].sharded, device=where)
+    pool = Pool(where)
+    ranks = Ranks.build(mesh, pool, sharded=STAGES[stage].sharded, device=where, collectives=collectives)
     ranks.meet("shard")
     initialiser = Initialiser(model)
     plans = plan_units(model, units)
     if device is not None:
         _move_buffers(model, where)
     store = store or DeviceStore()
-    context = UnitContext(ranks, store, Pool(ranks.device), observer)
+    context = UnitContext(ranks, store, pool, observer)
     made = _Maker(model, optimizer, plans, param_dtype, reduce_dtype, context)
     made.compare(stage, max_grad_norm)
     updates = UpdatesInBackward(made.units, context, optimizer.param_groups) if update_in_backward else None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Ranks
+from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError, ZeroError
 from ..runtime.unit import Unit
 from ..store import ScalarStates, ShardStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..comm.collectives import Ranks
+from ..comm.ranks import Ranks
 from ..pool import Pool
 from ..store import Observer, ShardStore
 

@@ -184,10 +184,11 @@ class Unit(UnitMemory):
         weighed = [(each * torch.arange(1, 1 + each.numel(), device=each.device)).sum() for each in sums]
         return weighed[0] * 31 + weighed[1] * 37 + weighed[2]
 
-    def keep(self, mine: Tensor) -> None:
+    def keep(self, mine: Tensor, *, master: bool = False) -> None:
         """Write this rank's slice (shard_numel,) to the store where it changed, so that other masters keep their bits.
 
-        mine: in the unit's dtype, or fp32 masters. Not for what was written into the store's own memory.
+        mine: in the unit's dtype, as it was gathered; master: it is the fp32 masters. Not for what was written into the
+        store's own memory.
         """
         self.changed()
         old = self.store.read_state(self.index, "master", 0, self.layout.shard_numel).to(mine.device)
@@ -195,6 +196,8 @@ class Unit(UnitMemory):
         if mine.dtype != torch.float32:
             rounded = torch.empty_like(mine)
             round_to(old, rounded)
+        if not master:
+            rounded = self.ranks.arrives_as(rounded)
         changed = mine != rounded
         if bool(changed.any()):
             self.store.write_state(self.index, "master", 0, torch.where(changed, mine.float(), old))
