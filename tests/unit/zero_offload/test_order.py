@@ -174,9 +174,8 @@ def test_an_updated_unit_is_handed_over_from_memory() -> None:
     driver.store.wait()
 
     def reads_of_the_first() -> int:
-        return [event.unit for event in driver.store.timeline.events() if event.kind == "swap_in"].count(
-            "parameters of u0"
-        )
+        events = driver.store.timeline.events()
+        return sum((event.kind, event.unit) == ("swap_in", "parameters of u0") for event in events)
 
     before = reads_of_the_first()
     driver.update()
