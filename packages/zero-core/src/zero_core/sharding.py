@@ -28,8 +28,9 @@ from .optim.device_store import DeviceStore
 from .optim.handover import Handover
 from .optim.optimizer import ShardedOptimizer
 from .pool import Pool
+from .runtime.attaching import Node
 from .runtime.context import UnitContext
-from .runtime.hooks import Engine, Node
+from .runtime.hooks import Engine
 from .runtime.parameter import set_home, sharded_class
 from .runtime.place import Place
 from .runtime.retired import retire, wrapped_in

@@ -8,13 +8,14 @@ what becomes of it `reducer`'s.
     OWED      every rank keeps one that is not reduced (stage 1, no_sync), also where nothing arrived on this rank
     REDUCED   the store has what arrived, and nothing is owed
 
-                   keep()            reduce()               keep() and reduce() may come again
-        NONE ──────────────> OWED ────────────> REDUCED
-         │ ^                  │ ^                │ │ ^
-         │ │                  │ └──── keep() ────┘ │ │
-         │ ├──── discard() ───┴────────────────────┤ │
-         │ └──── consumed(), the step's ───────────┘ │
-         └────────────────── reduce() ───────────────┘
+                keep()              reduce()
+        NONE ────────────> OWED ────────────────> REDUCED <┐
+         │                  ^ └── keep()            │ │ └──┘ reduce()
+         │                  └──────── keep() ───────┘ │
+         └────────────────── reduce() ────────────────┘
+
+        discard() leads to NONE from everywhere, and consumed(), the step's, from NONE and REDUCED: what is owed
+        would be lost.
 
 The states are the same on every rank, because all ranks reduce in the same order. What this rank holds is its own:
 `current` is this backward's gradient, `kept` the sum of what earlier ones left. What is kept and not owed came late,

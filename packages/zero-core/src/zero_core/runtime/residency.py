@@ -6,12 +6,13 @@
     UNSHARDED    that memory is under the parameters
     LENT         the store's own memory is under the parameters. One shard only, and nobody pays twice
 
-                  _begin()                 _arrive()
-        SHARDED ────────────> UNSHARDING ────────────> UNSHARDED
-         │ ^ ^                    │                        │
-         │ │ └────────────────────┴───────── _end() ───────┘       also where _begin() or _arrive() failed
-         │ └──── _end() ──── LENT
-         └────── _lend() ─────^
+              _begin()               _arrive()
+    SHARDED ────────────> UNSHARDING ────────────> UNSHARDED
+     ^ │ ^                    │                        │
+     │ │ └────── _end() ──────┴──────── _end() ────────┘      _end() also where _begin() or _arrive() failed
+     │ │
+     │ └───── _lend() ─────> LENT
+     └─────── _end() ─────────┘
 
 [Note: memory under existing views]
 `flat` is a storage of zero bytes between uses, and the parameters are views of it. To unshard, memory is put *under*

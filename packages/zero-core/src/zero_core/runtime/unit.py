@@ -152,6 +152,13 @@ class Unit(UnitMemory):
         if self.users:
             self._versions[k] += 1  # no visit wrote it
 
+    def write_part(self, name: str, k: int, whole: Tensor) -> None:
+        """This rank's part of state `name` of parameter k goes to the store. whole: all of it, flattened."""
+        for piece in self.layout.pieces(self.ranks.shard.rank):
+            if piece.slot is self.layout.slots[k]:
+                part = whole[piece.slot_start : piece.slot_stop].float()
+                self.store.write_state(self.index, name, piece.shard_start, part)
+
     def segment_slots(self) -> list[int]:
         """For each segment of the unit's shard on this rank, the index of its parameter in the unit."""
         places = {id(slot): k for k, slot in enumerate(self.layout.slots)}
