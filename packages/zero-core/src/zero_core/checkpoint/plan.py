@@ -8,7 +8,9 @@ is cut into n-dimensional boxes of at most a tile; one box is alive at a time, i
 from __future__ import annotations
 
 import io
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,24 +73,12 @@ class Contents:
 
 def tile_boxes(shape: Sequence[int], start: int, stop: int, tile_numel: int) -> Iterator[Box]:
     """Cut [start, stop) of a row-major tensor into boxes of at most `tile_numel` elements, each contiguous in it."""
-    for box in boxes(shape, start, stop):
-        if box.numel <= tile_numel:
-            yield box
-            continue
-        cut = next(d for d, size in enumerate(box.sizes) if size > 1)
-        inner = box.numel // box.sizes[cut]
-        if inner > tile_numel:  # not even one row: row by row, each along its next dimension
-            for row in range(box.sizes[cut]):
-                begin = box.start + row * inner
-                yield from tile_boxes(shape, begin, begin + inner, tile_numel)
-            continue
-        step = tile_numel // inner
-        for first in range(0, box.sizes[cut], step):
-            size = min(step, box.sizes[cut] - first)
-            offsets, sizes = list(box.offsets), list(box.sizes)
-            offsets[cut] += first
-            sizes[cut] = size
-            yield Box(tuple(offsets), tuple(sizes), box.start + first * inner)
+    rows = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)  # elements of a row in each dimension
+    row = max(numel for numel in rows if numel <= tile_numel)
+    step = tile_numel // row * row
+    edges = [start, *range(start // step * step + step, stop, step), stop]
+    for low, high in itertools.pairwise(edges):
+        yield from boxes(shape, low, high)
 
 
 class StreamingSavePlanner(DefaultSavePlanner):
