@@ -79,7 +79,7 @@ def failing(where: str, swap: bool = True) -> tuple[list[float], list[str]]:
         zero_core.handle(model).settle()
         complaints += [f"unit {i} is held after {victim}" for i, n in store.held.items() if n]
         complaints += [f"{u.name} after {victim}: {u.residency}" for u in units if u.residency is not Residency.SHARDED]
-        if units[0].pool._lent:
+        if units[0].pool.lent:
             complaints.append(f"memory is lent after {victim}")
         loss = toys.loss_of(model, toys.data(1, rank))
         loss.backward()

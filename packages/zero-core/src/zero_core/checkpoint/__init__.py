@@ -72,7 +72,7 @@ def save(
     contents = _contents(view, names, with_optimizer=optimizer is not None, tile_numel=tile_numel)
     contents.objects[STATE] = (("zero", "state"), _run_state(view, optimizer, scheduler, extra))
     rank = view.ranks.rank
-    contents.objects[f"zero.rng.{rank}"] = (("zero", f"rng.{rank}"), _random_state(view.ranks.device))
+    contents.objects[f"zero.rng.{rank}"] = (("zero", f"rng.{rank}"), random_state_of(view.ranks.device))
     aliases = {f"model.{clean_name(a)}": f"model.{clean_name(n.name)}" for n in names for a in n.aliases}
     with _unwrapped(Path(folder)):
         dcp.save(
@@ -136,7 +136,7 @@ def load(
     if scheduler is not None and run:
         scheduler.load_state_dict(run["scheduler"])
     if random_state and (own := small.objects.get(f"zero.rng.{view.ranks.rank}")) is not None:
-        _restore_random_state(unpickle(own), view.ranks.device)
+        restore_random_state(unpickle(own), view.ranks.device)
     return Loaded(step, run.get("extra") if run else None, bool(run), run.get("world_size") if run else None)
 
 
@@ -257,14 +257,14 @@ def _run_state(view: ShardView, optimizer: Any, scheduler: Any, extra: Any) -> d
     }
 
 
-def _random_state(device: torch.device) -> dict[str, Any]:
+def random_state_of(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if has_streams(device):
         state["device"] = (device.type, torch.get_device_module(device).get_rng_state(device))
     return state
 
 
-def _restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, own = state.get("device") or ("cuda", state.get("cuda"))  # the key of older checkpoints
