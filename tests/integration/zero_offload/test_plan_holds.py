@@ -47,6 +47,8 @@ def compare(planned, reserved):
     for tier in ("device", "host", "nvme"):
         for kind in ("parameters", "gradients", "optimizer"):
             assert planned.bytes_of(tier, kind) == reserved.bytes_of(tier, kind), (tier, kind)
+    assert planned.store.held == reserved.held
+    assert (planned.store.arena_bytes, planned.store.nvme_bytes) == (reserved.arena_bytes, reserved.nvme_bytes)
 
 
 def check(placement, dtype, shard_count):
@@ -120,7 +122,7 @@ def test_units_that_stay_and_one_that_encloses_them_have_the_slots_that_were_pla
     optimizer = zero_core.shard(
         model, torch.optim.AdamW(model.parameters()), store=store, param_dtype=torch.bfloat16, **options
     )
-    assert store.describe().unit_slots == planned.placed.slots.unit_slots
+    assert store.describe().unit_slots == planned.store.unit_slots
     for _ in range(2):
         model(torch.ones(4, 256, dtype=torch.bfloat16)).backward()
         optimizer.step()
@@ -179,6 +181,25 @@ def test_with_a_device_apart(placement, dtype):
 @pytest.mark.parametrize("placement", APART)
 def test_with_a_device_apart_on_two_ranks(ranks, placement):
     assert ranks(2).run(check_apart, placement, torch.bfloat16, 2) == [True, True]
+
+
+def test_what_is_added_to_sums_on_a_device_apart_is_planned():
+    """The second gradient of a unit that is wholly there cannot come in the memory of the sum."""
+    gpu = Hardware(device="cuda", device_gib=4, host_gib=8, nvme_gib=8)
+    half = dict.fromkeys(("parameters", "gradients", "optimizer"), {"device": 0.5, "host": 0.5})
+    model, step = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)), TorchStep("fp32")
+    optimizer = torch.optim.AdamW(model.parameters())
+    step.bind(optimizer)
+    one, two = (plan(model, gpu, **half, step=step, shard_count=1, tile_numel=MI, accumulate=n) for n in (1, 2))
+    with simulated_device():
+        store = TieredStore(plan=two, step=step, streams=streams())
+        optimizer = zero_core.shard(model, optimizer, store=store)
+        for _ in range(2):
+            nn.Sequential(*model)(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        used = zero_core.handle(model).engine.pool.peak_nbytes
+        optimizer.close()
+    assert 0 < used <= two.bytes_of("device", "buffers") - one.bytes_of("device", "buffers")
 
 
 class Uneven(nn.Module):

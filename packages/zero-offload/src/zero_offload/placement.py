@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from .errors import PlacementError
 from .tier import Tier
 
-__all__ = ["Placement", "place", "shares"]
+__all__ = ["Placement", "place", "shares", "tier_at"]
 
 Placement = str | Tier | Mapping[str, float]
 
@@ -45,14 +46,14 @@ def place(placement: Placement, sizes: Sequence[int], kind: str) -> tuple[Tier, 
     A tile goes where its middle lies, so that 0.37 of equal tiles is the first 37 % of them, to half a tile.
     """
     fractions = shares(placement, kind)
-    total = sum(sizes)
-    tiers, before = [], 0
+    total, found, before = sum(sizes), [], 0
     for size in sizes:
-        middle, bound = (before + size / 2) / total if total else 0.0, 0.0
-        for tier in Tier:
-            bound += fractions[tier]
-            if middle < bound or math.isclose(bound, 1.0, abs_tol=1e-6):
-                break
-        tiers.append(tier)
+        found.append(tier_at((before + size / 2) / total if total else 0.0, fractions))
         before += size
-    return tuple(tiers)
+    return tuple(found)
+
+
+def tier_at(middle: float, fractions: Mapping[Tier, float]) -> Tier:
+    """The tier of a tile whose middle has the fraction `middle` of all elements before it."""
+    bounds = zip(fractions, accumulate(fractions.values()), strict=True)
+    return next(tier for tier, bound in bounds if middle < bound or math.isclose(bound, 1.0, abs_tol=1e-6))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_core.memory import ElementBytes
 from zero_core.store import GroupStep, ShardSpec, StoreContext
 
 from .arena import Arena
@@ -28,7 +29,7 @@ from .running.uploads import Arrival
 from .streams import Streams, arena_of, streams_of
 from .tier import Tier, Transfers
 from .tiles.device_tier import DeviceTier
-from .tiles.footprint import StorePlan, UnitPlan, gradient_itemsize, plan_store
+from .tiles.footprint import StorePlan, UnitPlan, plan_store
 from .tiles.gradients import GradientStore
 from .tiles.parameters import ParameterStore
 from .tiles.states import StateStore
@@ -124,7 +125,7 @@ class TieredStore:
             shard_count=context.shard_count,
             alignment=self.transfers.alignment if self.transfers is not None else 1,
             landing_dtype=context.reduce_dtype if self._make_streams is not None else None,
-            gradient_itemsize=gradient_itemsize(context.reduce_dtype, self._accumulate),
+            gradient_itemsize=ElementBytes(context.reduce_dtype, context.reduce_dtype).gradient(self._accumulate),
             **self._arguments,
         )
         self._check_slots(plan, context)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StoreError
+from ..memory import ElementBytes
 from ..precision import round_to, sum_of_squares, widen_scaled
 from ..store import GroupStep, ShardSpec, StoreContext
 from .elementwise import kept_states, over_segments
@@ -70,20 +71,16 @@ class DeviceStore:
         self._check()
 
     def parameters(self, i: int) -> Tensor:
-        self._check()
-        return self._shards[i].lend_parameter()
+        return self._shard(i).lend_parameter()
 
     def release(self, i: int) -> None:
-        self._check()
-        self._shards[i].take_back_parameter()
+        self._shard(i).take_back_parameter()
 
     def gradient_buffer(self, i: int) -> Tensor | None:
-        self._check()
-        return self._shards[i].lend()
+        return self._shard(i).lend()
 
     def accept_gradient(self, i: int, gradient: Tensor) -> None:
-        self._check()
-        self._shards[i].accept(gradient)
+        self._shard(i).accept(gradient)
 
     def discard_gradients(self) -> None:
         self._check()
@@ -91,8 +88,7 @@ class DeviceStore:
             shard.gradient = None
 
     def discard_gradient(self, i: int, start: int, stop: int) -> None:
-        self._check()
-        gradient = self._shards[i].gradient
+        gradient = self._shard(i).gradient
         if gradient is not None:
             gradient[start:stop].zero_()
 
@@ -121,23 +117,19 @@ class DeviceStore:
         return self._names
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        self._check()
-        return self._shards[i].read(self._known(name), start, stop)
+        return self._shard(i).read(self._known(name), start, stop)
 
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
-        self._check()
-        self._shards[i].write(self._known(name), start, values)
+        self._shard(i).write(self._known(name), start, values)
 
     def scalar_names(self) -> tuple[str, ...]:
         return self._scalars
 
     def read_scalar(self, i: int, k: int, name: str) -> float | None:
-        self._check()
-        return self._shards[i].read_scalar(k, name)
+        return self._shard(i).read_scalar(k, name)
 
     def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
-        self._check()
-        self._shards[i].write_scalar(k, name, value)
+        self._shard(i).write_scalar(k, name, value)
 
     def close(self) -> None:
         self._shards.clear()
@@ -147,6 +139,10 @@ class DeviceStore:
     def _check(self) -> None:
         if self._closed:
             raise StoreError("the DeviceStore is closed: its optimizer's close() was called")
+
+    def _shard(self, i: int) -> _Shard:
+        self._check()
+        return self._shards[i]
 
     def _known(self, name: str) -> str:
         if name not in self._names:
@@ -174,12 +170,13 @@ class _Shard:
         self.master = master.detach().to(device=context.device, dtype=torch.float32).contiguous()
         self.parameter: Tensor | None = self.master
         self._passing = False  # the parameter exists only while it is lent
-        if spec.dtype != torch.float32:
+        element = ElementBytes(spec.dtype, context.reduce_dtype)
+        if element.master:
             self._passing, self.parameter = context.keeps_parameters and context.shard_count > 1, None
             if not self._passing:
                 self.lend_parameter()
         self.reduce_dtype = context.reduce_dtype
-        self.needs_scratch = context.reduce_dtype != torch.float32
+        self.needs_scratch = element.widened > 0
         self.gradient: Tensor | None = None  # (numel,) reduce dtype, or fp32 once accumulated
         self._own = torch.empty(0, dtype=context.reduce_dtype, device=context.device)  # its memory between steps
         self.views = [nn.Parameter(self.master[s.start : s.stop]) for s in spec.segments]
