@@ -53,7 +53,7 @@ class Waits:
 def failing(where: str, swap: bool = True) -> tuple[list[float], list[str]]:
     """Losses of a model, before each of which a forward failed in another unit; and what was not given back."""
     rank, _ = toys.world()
-    can_swap, residency._CAN_SWAP = residency._CAN_SWAP, residency._CAN_SWAP and swap
+    can_swap, residency.CAN_SWAP = residency.CAN_SWAP, residency.CAN_SWAP and swap
     torch.manual_seed(0)
     model, store = toys.Stack(), Lending()
     optimizer = zero_core.shard(model, toys.adamw(model.parameters()), store=store)
@@ -87,7 +87,7 @@ def failing(where: str, swap: bool = True) -> tuple[list[float], list[str]]:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()
-    residency._CAN_SWAP = can_swap
+    residency.CAN_SWAP = can_swap
     return losses, complaints
 
 

@@ -23,7 +23,7 @@ def ordered_run(swaps: bool, can_swap: bool, make: Any, options: dict[str, Any])
     from zero_core.runtime import residency
 
     rank, _ = toys.world()
-    before, residency._CAN_SWAP = residency._CAN_SWAP, can_swap and residency._CAN_SWAP
+    before, residency.CAN_SWAP = residency.CAN_SWAP, can_swap and residency.CAN_SWAP
     try:
         if "mesh" in options:
             names = {"mesh_dim_names": ("replicate", "shard")}
@@ -45,7 +45,7 @@ def ordered_run(swaps: bool, can_swap: bool, make: Any, options: dict[str, Any])
         optimizer.close()
         return store.memory.accesses, store.ahead, store.streams.made
     finally:
-        residency._CAN_SWAP = before
+        residency.CAN_SWAP = before
 
 
 def reentrant() -> toys.Stack:
