@@ -118,7 +118,7 @@ def drive(world: World, calls: tuple[str, ...], seen: set[tuple[GradientState, s
 def check(world: World, gradient: UnitGradient, calls: Any, current: Any, kept: list[float]) -> None:
     assert (gradient.current is None) == (current is None), calls
     pooled = gradient.current is not None and gradient.current is not world.memory
-    assert len(world.pool._lent) == pooled + (gradient.kept is not None), calls
+    assert world.pool.lent == pooled + (gradient.kept is not None), calls
     assert gradient.kept is not None or kept == list(ZEROS), calls
 
 
