@@ -71,7 +71,7 @@ def save(
     names = named_tensors(model)
     contents = _contents(view, names, with_optimizer=optimizer is not None, tile_numel=tile_numel)
     contents.add(_run_state(view, optimizer, scheduler, extra), *STATE.split("."))
-    contents.add(_random_state(view.ranks.device), "zero", f"rng.{view.ranks.rank}")
+    contents.add(random_state_of(view.ranks.device), "zero", f"rng.{view.ranks.rank}")
     aliases = {f"model.{clean_name(a)}": f"model.{clean_name(n.name)}" for n in names for a in n.aliases}
     with _unwrapped(Path(folder)):
         dcp.save(
@@ -135,7 +135,7 @@ def load(
     if scheduler is not None and run:
         scheduler.load_state_dict(run["scheduler"])
     if random_state and (own := small.objects.get(f"zero.rng.{view.ranks.rank}")) is not None:
-        _restore_random_state(unpickle(own), view.ranks.device)
+        restore_random_state(unpickle(own), view.ranks.device)
     return Loaded(step, run.get("extra") if run else None, bool(run), run.get("world_size") if run else None)
 
 
@@ -251,14 +251,14 @@ def _run_state(view: ShardView, optimizer: Any, scheduler: Any, extra: Any) -> d
     }
 
 
-def _random_state(device: torch.device) -> dict[str, Any]:
+def random_state_of(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if has_streams(device):
         state["device"] = (device.type, torch.get_device_module(device).get_rng_state(device))
     return state
 
 
-def _restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, own = state.get("device") or ("cuda", state.get("cuda"))  # the key of older checkpoints
