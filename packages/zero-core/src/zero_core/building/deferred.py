@@ -6,7 +6,7 @@ when, and where their values go, is `init`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +23,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import DeferredInitError
 from .recording import Recording, on_meta
-from .replay import UNINITIALISED, Schema
+from .replay import UNINITIALISED
 
 __all__ = ["as_made", "continue_recording", "deferred_init", "forget_recording", "recording_of"]
 
+_unrecorded = torch._C._DisableTorchDispatch  # around our own operations, which are no part of the recording
 _ATTRIBUTE = "_zero_core_recording"  # on modules that own a deferred parameter
 _FACTORIES = (
     *UNINITIALISED,
@@ -82,7 +83,7 @@ def _recording_into(recording: Recording) -> Iterator[None]:
         _refuse_meta_default(module)
         if buffer is None or not on_meta(buffer) or not recording.knows(buffer):
             return None
-        with mode.paused():
+        with _unrecorded():
             return recording.replay(buffer)
 
     hooks = [register_module_parameter_registration_hook(defer), register_module_buffer_registration_hook(make_real)]
@@ -129,14 +130,11 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.recording = recording
-        self._is_paused = False
         # Real storages that one factory made and nothing has changed. The weak reference keeps the address from reuse.
         self._fresh: dict[int, tuple[Any, Any, Any, StorageWeakRef]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused:
-            return function(*args, **kwargs)
         inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         written = _written(function, args, kwargs)
         if any(on_meta(t) for t in inputs) and (
@@ -161,19 +159,10 @@ class _Recorder(TorchDispatchMode):
         for tensor in outputs:
             if not on_meta(tensor) and not _odd(tensor) and tensor.untyped_storage()._cdata not in known:
                 self._fresh.pop(tensor.untyped_storage()._cdata, None)
-                if function._schema.name in _FACTORIES:
+                if function._schema.name in _FACTORIES and tensor.is_contiguous():
                     storage = tensor.untyped_storage()
                     self._fresh[storage._cdata] = (function, args, kwargs, StorageWeakRef(storage))
         return results
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Our own operations in the registration hooks, which are no part of the recording."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
     def _value(self, tensor: Tensor) -> Tensor:
         if not on_meta(tensor) or not self.recording.knows(tensor):
@@ -182,19 +171,19 @@ class _Recorder(TorchDispatchMode):
 
     def puton_meta(self, parameter: nn.Parameter) -> nn.Parameter:
         """A meta parameter in the place of a real one, whose value is recorded as briefly as can be."""
-        with self.paused():
+        with _unrecorded():
             shape, stride = parameter.shape, parameter.stride()
             data = torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta")
             whole = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
             maker = self._fresh.get(parameter.untyped_storage()._cdata) if whole and parameter.is_contiguous() else None
             if maker is None:  # computed values: kept as they are, to be copied in
-                self.recording.add(_copied, (parameter.detach(),), {}, data, [])
+                self.recording.add(torch.ops.aten.clone.default, (parameter.detach(),), {}, data, [])
             elif maker[0]._schema.name in UNINITIALISED:
                 kwargs = {"dtype": parameter.dtype}
                 self.recording.add(torch.ops.aten.empty.memory_format, (list(shape),), kwargs, data, [])
             else:
                 function, args, kwargs, _ = maker
-                self.recording.add(_reshaped(function, shape), args, kwargs, data, [])
+                self.recording.add(function, args, kwargs, data, [])
             meta = nn.Parameter(data, requires_grad=parameter.requires_grad)
         meta.__dict__.update(parameter.__dict__)
         return meta
@@ -214,23 +203,6 @@ class _PretendReal(TorchFunctionMode):
 
 
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
-
-
-def _copied(value: Tensor) -> Tensor:
-    return value.clone()
-
-
-_copied._schema = Schema("zero::copied")  # type: ignore[attr-defined]
-
-
-def _reshaped(function: Any, shape: torch.Size) -> Callable[..., Tensor]:
-    """The factory, its result viewed as the parameter was when it was registered."""
-
-    def make(*args: Any, **kwargs: Any) -> Tensor:
-        return function(*args, **kwargs).view(shape)
-
-    make._schema = Schema(function._schema.name)  # type: ignore[attr-defined]
-    return make
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:

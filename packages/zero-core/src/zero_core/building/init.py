@@ -17,6 +17,7 @@ from ..errors import DeferredInitError
 from ..layout import UnitLayout
 from .deferred import deferred_init, forget_recording, recording_of
 from .recording import Recording
+from .replay import Source
 
 __all__ = ["Initialiser", "become", "deferred_init", "materialise"]
 
@@ -79,11 +80,10 @@ class Initialiser:
         """The whole first value, in the parameter's shape and dtype: its own memory if it has any, else new, CPU."""
         if not parameter.is_meta:
             return parameter.detach()
-        recording = self._recordings[id(parameter)]
-        source = recording.source(parameter)
+        source = self._source(parameter)
         if source is not None:
             return source.read(0, parameter.numel()).to(parameter.dtype).view(parameter.shape)
-        value = recording.replay(parameter)
+        value = self._recordings[id(parameter)].replay(parameter)
         if value.dtype.is_floating_point and _has_nan(value):
             raise DeferredInitError(f"{self._names[id(parameter)]} is only partly initialised: {_WAY_OUT}")
         return value
@@ -98,13 +98,16 @@ class Initialiser:
         for piece in layout.pieces(rank):
             parameter = by_name[piece.slot.name]
             target = shard[piece.shard_start : piece.shard_stop]
-            recording = self._recordings.get(id(parameter))
-            source = recording.source(parameter) if recording is not None else None
+            source = self._source(parameter)
             if source is not None:
                 target.copy_(source.read(piece.slot_start, piece.slot_stop))
-            else:
+            else:  # with no name for the whole value, which would keep it until the next one is made
                 target.copy_(self.values(parameter).reshape(-1)[piece.slot_start : piece.slot_stop])
         return shard
+
+    def _source(self, parameter: nn.Parameter) -> Source | None:
+        recording = self._recordings.get(id(parameter))
+        return None if recording is None else recording.source(parameter)
 
     def release(self) -> None:
         """Let go of the recordings, with whatever memory and files they keep: every value has been taken."""

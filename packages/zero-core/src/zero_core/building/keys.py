@@ -19,6 +19,7 @@ from .tiling import TiledLinear
 __all__ = ["Match", "Named", "Part", "match", "named_tensors", "whole_tensors"]
 
 Shapes = Mapping[str, tuple[int, ...]]
+_Found = tuple[tuple["Part", ...], tuple[int, ...] | None]  # parts, and the file's shape where it is not the model's
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,8 @@ def whole_tensors(model: nn.Module) -> dict[str, tuple[tuple[Part, ...], tuple[i
     tiles = _tiles(model)
     written = {}
     for named in named_tensors(model):
-        parts, shape = tiles.get(named.name) or (
-            (Part(named.name, 0, named.tensor.numel()),),
-            tuple(named.tensor.shape),
-        )
-        written[named.name] = (parts, shape, named.tensor.dtype)
+        itself = (Part(named.name, 0, named.tensor.numel()),), tuple(named.tensor.shape)
+        written[named.name] = (*tiles.get(named.name, itself), named.tensor.dtype)
     return written
 
 
@@ -103,14 +101,12 @@ def match(model: nn.Module, shapes: Shapes, rename: Callable[[str], str] | None 
     for named in named_tensors(model):
         wanted = tuple(named.tensor.shape)
         runs, whole = tiles.get(named.name, ((), wanted))
-        found = _find((runs[0].name,) if runs else named.names, whole, shapes, spell)
-        if runs and found.parts:
-            found = _Found(tuple(Part(found.parts[0].name, run.start, run.numel) for run in runs), found.seen)
-        used.update(found.seen)
-        if found.wrong is not None:
-            mismatched.append(f"{named.name}: file {found.wrong}, model {wanted}")
-        elif found.parts:
-            parts[named.name] = found.parts
+        found, wrong = _find((runs[0].name,) if runs else named.names, whole, shapes, spell)
+        used.update(part.name for part in found)
+        if wrong is not None:
+            mismatched.append(f"{named.name}: file {wrong}, model {wanted}")
+        elif found:
+            parts[named.name] = tuple(Part(found[0].name, run.start, run.numel) for run in runs) or found
             # the file may hold the tied weight under its other names too
             used.update(s for n in named.names for s in spell(n) if s in shapes)
         elif not named.is_buffer:
@@ -120,13 +116,6 @@ def match(model: nn.Module, shapes: Shapes, rename: Callable[[str], str] | None 
         n for n in shapes if n not in used and n not in known_buffers and not any(p.search(n) for p in ignored)
     ]
     return Match(parts, tuple(missing), tuple(unexpected), tuple(mismatched))
-
-
-@dataclass(frozen=True)
-class _Found:
-    parts: tuple[Part, ...] = ()
-    seen: tuple[str, ...] = ()
-    wrong: tuple[int, ...] | None = None
 
 
 def _spellings(base: str, rename: Callable[[str], str] | None) -> Callable[[str], list[str]]:
@@ -143,19 +132,18 @@ def _spellings(base: str, rename: Callable[[str], str] | None) -> Callable[[str]
 
 
 def _find(names: Iterable[str], shape: tuple[int, ...], shapes: Shapes, spell: Callable[[str], list[str]]) -> _Found:
-    wrong: _Found | None = None
+    wrong: _Found = (), None
     for name in (s for n in names for s in spell(n)):
+        moved = name.replace(".mlp.", ".block_sparse_moe.")  # Mixtral's router, in the same rename as its experts
+        for wanted in dict.fromkeys((name, moved)):
+            if shapes.get(wanted) == shape:
+                return (Part(wanted, 0, math.prod(shape)),), None
         if name in shapes:
-            if shapes[name] == shape:
-                return _Found((Part(name, 0, math.prod(shape)),), (name,))
-            wrong = _Found((), (name,), shapes[name])
+            wrong = (Part(name, 0, math.prod(shapes[name])),), shapes[name]
         stacked = _stacked_experts(name, shape, shapes)
         if stacked is not None:
             return stacked
-        moved = name.replace(".mlp.", ".block_sparse_moe.")  # Mixtral's router, in the same rename as its experts
-        if moved != name and shapes.get(moved) == shape:
-            return _Found((Part(moved, 0, math.prod(shape)),), (moved,))
-    return wrong or _Found()
+    return wrong
 
 
 _EXPERTS = {  # fused parameter (experts, rows, columns): one file tensor an expert and projection
@@ -175,9 +163,7 @@ def _stacked_experts(name: str, shape: tuple[int, ...], shapes: Shapes) -> _Foun
             continue
         each = (shape[1] // len(projections), shape[2])
         wrong = next((shapes[n] for n in names if shapes[n] != each), None)
-        if wrong is not None:
-            return _Found((), tuple(names), wrong)
-        return _Found(tuple(Part(n, 0, math.prod(each)) for n in names), tuple(names))
+        return tuple(Part(n, 0, math.prod(each)) for n in names), wrong
     return None
 
 

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from .replay import Real, Replay, Schema, Source, View
+from .replay import Real, Replay, Source, View
 
 __all__ = ["Recording", "mix", "on_meta"]
 
@@ -170,7 +171,7 @@ def _read(into: Tensor, source: Source) -> None:
     into.copy_(source.read(0, into.numel()).to(into.dtype).view(into.shape))
 
 
-_read._schema = Schema("zero::source")  # type: ignore[attr-defined]
+_read._schema = SimpleNamespace(name="zero::source")  # type: ignore[attr-defined]
 
 
 def mix(seed: int, index: int) -> int:

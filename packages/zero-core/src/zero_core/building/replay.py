@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import DeferredInitError
 
-__all__ = ["UNINITIALISED", "Node", "Real", "Replay", "Schema", "Source", "View"]
+__all__ = ["UNINITIALISED", "Node", "Real", "Replay", "Source", "View"]
 
 UNINITIALISED = (
     "aten::empty",
@@ -203,6 +203,8 @@ class Replay:
         for view, result in zip(node.outputs, tree_flatten(results)[0], strict=True):
             if view is None or view.storage in memory:
                 continue
+            if view.whole and result.is_contiguous():
+                result = result.view(view.size)  # a parameter may be another shape of what a factory made
             if tuple(result.stride()) != view.stride or result.storage_offset() != view.offset:
                 result = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(result)
             user = next((n for n in following if view.storage in (*n.reads, *n.writes)), None)
@@ -219,7 +221,7 @@ class Replay:
         writers = [n for n in self.writers.get(view.storage, ()) if n.index < node.index]
         key = view.storage, len(writers)
         shared = self._shared.pop(key, None) or self._make(writers, node, view)
-        result = shared.values.read(view)
+        result = shared.read(view)
         shared.readers.discard(node.index)
         if shared.readers:
             self._shared[key] = shared
@@ -232,11 +234,10 @@ class Replay:
         since = writers[-1].index if writers else -1
         until = min((n.index for n in self.writers.get(view.storage, ()) if n.index > since), default=len(self.nodes))
         readers = {i for i in self._readers[view.storage] if since < i < until}
-        return _Shared(readers, _in_parts(writers, view) or _Whole(self._memory(view.storage, node.index)))
-
-
-class _Values(Protocol):
-    def read(self, view: View) -> Tensor: ...
+        read = _in_parts(writers, view)
+        if read is None:
+            read = functools.partial(View.of_memory, memory=self._memory(view.storage, node.index))
+        return _Shared(readers, read)
 
 
 @dataclass
@@ -244,28 +245,12 @@ class _Shared:
     """A value that several operations read."""
 
     readers: set[int]  # those that have not read it yet
-    values: _Values
+    read: Callable[[View], Tensor]
 
 
-class _Whole:
-    """All of a storage."""
-
-    def __init__(self, memory: torch.UntypedStorage) -> None:
-        self._memory = memory
-
-    def read(self, view: View) -> Tensor:
-        return view.of_memory(self._memory)
-
-
-class _FromSource:
-    """Elements that a file has."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def read(self, view: View) -> Tensor:
-        start, stop = view.span
-        return view.of(self._source.read(start, stop).to(view.dtype), start)
+def _from_source(source: Source, view: View) -> Tensor:
+    start, stop = view.span
+    return view.of(source.read(start, stop).to(view.dtype), start)
 
 
 class _Stream:
@@ -312,21 +297,21 @@ class _Stream:
         self._stop += into.numel()
 
 
-def _in_parts(writers: Sequence[Node], view: View) -> _Values | None:
-    """The values that a storage's operations come to, if they can be had in parts."""
+def _in_parts(writers: Sequence[Node], view: View) -> Callable[[View], Tensor] | None:
+    """What reads the values that a storage's operations come to, if they can be had in parts."""
     storage = view.storage
     first = max((i for i, node in enumerate(writers) if node.overwrites(storage)), default=None)
     if first is None:
         return None
     nodes, whole = writers[first:], writers[first].args[0]
     if nodes[0].name == "zero::source" and len(nodes) == 1:
-        return _FromSource(nodes[0].kwargs["source"])
+        return functools.partial(_from_source, nodes[0].kwargs["source"])
     dtypes = {view.dtype, *(node.args[0].dtype for node in nodes if node.goes_by_element(storage))}
     if len(dtypes) > 1 or not all(node.goes_by_element(storage) for node in nodes):
         return None
     if not all(_draws_in_parts(node.function, view.dtype) for node in nodes if node.name in _DRAWS):
         return None
-    return _Stream(nodes, whole)
+    return _Stream(nodes, whole).read
 
 
 @functools.cache
@@ -337,13 +322,6 @@ def _draws_in_parts(function: Callable[..., Any], dtype: torch.dtype) -> bool:
         torch.default_generator.manual_seed(0)
         drawn.append(torch.cat([function(torch.empty(numel, dtype=dtype)) for numel in cuts]))
     return torch.equal(*drawn)
-
-
-class Schema:
-    """Stands where an operator's schema is read."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
 
 
 def _tensors(arguments: Any) -> list[View | Real]:

@@ -43,16 +43,12 @@ def unit_modules(model: nn.Module, classes: Sequence[type[nn.Module]] | None = N
             path = f"{prefix}.{name}" if prefix else name
             if any(child is f for f in found.values()):
                 continue
-            if classes is not None:
-                if isinstance(child, tuple(classes)):
-                    found.update(_tiles(path, child))
-                    found[path] = child
-                    continue
-            elif isinstance(module, nn.ModuleList) and _callable(child) and _has_parameters(child):
+            opens = _is_block(module, child) if classes is None else isinstance(child, tuple(classes))
+            if opens:
                 found.update(_tiles(path, child))
                 found[path] = child
-                continue
-            descend(path, child)
+            else:
+                descend(path, child)
 
     descend("", model)
     if classes is None:
@@ -71,12 +67,9 @@ def _tiles(prefix: str, unit: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _callable(module: nn.Module) -> bool:
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _is_block(parent: nn.Module, child: nn.Module) -> bool:
+    container = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+    return isinstance(parent, nn.ModuleList) and not container and next(child.parameters(), None) is not None
 
 
 def _large_leaves(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -135,15 +128,9 @@ def not_sharded(model: nn.Module) -> dict[str, nn.Parameter]:
 def _merge(modules: dict[str, nn.Module], sharing: Iterable[list[str]]) -> dict[str, str]:
     """Unit module -> the first of those it shares a parameter with, directly or through others."""
     lead = {path: path for path in modules}
-
-    def find(path: str) -> str:
-        while lead[path] != path:
-            path = lead[path]
-        return path
-
-    order = {path: k for k, path in enumerate(modules)}
     for paths in sharing:
-        for other in paths[1:]:
-            a, b = sorted((find(paths[0]), find(other)), key=order.__getitem__)
-            lead[b] = a
-    return {path: find(path) for path in modules}
+        if len(paths) > 1:
+            joined = {lead[path] for path in paths}
+            first = next(path for path in modules if path in joined)
+            lead = {path: first if at in joined else at for path, at in lead.items()}
+    return lead
