@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 __all__ = ["ALIGNMENT_BYTES", "Box", "Piece", "Slot", "UnitLayout", "boxes", "round_up"]
 
@@ -139,12 +140,5 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     if first == last:
         inner = boxes(shape[1:], start - first * row, stop - first * row)
         return tuple(Box((first, *b.offsets), (1, *b.sizes), b.start + first * row) for b in inner)
-    found: list[Box] = []
-    middle_start, middle_stop = -(-start // row), stop // row
-    if start < middle_start * row:
-        found += boxes(shape, start, middle_start * row)
-    if middle_start < middle_stop:
-        found += boxes(shape, middle_start * row, middle_stop * row)
-    if middle_stop * row < stop:
-        found += boxes(shape, middle_stop * row, stop)
-    return tuple(found)
+    edges = (start, round_up(start, row), stop // row * row, stop)  # part of a row, whole rows, part of a row
+    return tuple(box for low, high in pairwise(edges) for box in boxes(shape, low, high))

@@ -7,6 +7,8 @@ default, which is all it takes. After Rajbhandari et al., "ZeRO-Infinity", 2021,
 from __future__ import annotations
 
 import math
+from collections import Counter
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ def _cuts(total: int, splits: int, what: str) -> list[tuple[int, int]]:
     if not 1 <= splits <= total:
         raise ValueError(f"{what}={splits} must be from 1 to the {total} features it splits")
     edges = [total * i // splits for i in range(splits + 1)]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
 class _Tile(nn.Linear):
@@ -116,10 +118,7 @@ def tile_linear(model: nn.Module, threshold: int) -> tuple[str, ...]:
         raise ValueError(f"threshold={threshold} elements must be at least 1")
     if isinstance(model, nn.Linear):
         raise ZeroError("the model is itself a linear layer; use TiledLinear.from_linear(model, out_splits=...)")
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     chosen = [
         (name, module)
         for name, module in model.named_modules()

@@ -239,22 +239,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "the run with zero_core.checkpoint.save(folder, model, optimizer) on every rank, and resume with "
                 "zero_core.checkpoint.load(folder, model, optimizer)"
             )
-        numbers = {id(p): n for n, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        state = {}
         for unit in self.engine.units:
-            for parameter, steps in zip(unit.parameters, unit.steps, strict=True):
-                if id(parameter) in numbers:
-                    state[numbers[id(parameter)]] = {"step": steps}
-        groups, first = [], 0
-        for group in self.param_groups:
-            packed = {k: v for k, v in group.items() if k != "params"}
-            packed["params"] = list(range(first, first + len(group["params"])))
-            first += len(group["params"])
-            groups.append(packed)
+            for parameter, group, steps in zip(unit.parameters, unit.groups, unit.steps, strict=True):
+                if group is not None:
+                    self.state[parameter] = {"step": steps}
+        try:
+            packed = super().state_dict()
+        finally:
+            self.state.clear()
         scale = self.engine.loss_scale
         return {
-            "state": state,
-            "param_groups": groups,
+            **packed,
             "step_count": self.step_count,
             "loss_scale": scale.state_dict() if scale is not None else None,
         }

@@ -219,8 +219,7 @@ class Engine:
             backward.current = current
         if visit.index >= current.position:
             if visit not in current.open:  # closed already, and wanted again
-                for u in visit.units:
-                    current.remaining[u] += 1
+                current.remaining.update(visit.units)
                 self._open_one(current, visit)
             return
         for each in current.path_to(visit):
@@ -278,7 +277,7 @@ class Engine:
     def abandon_backward(self) -> None:
         """A backward raised: forget what it left half done. What it already reduced stays, as torch keeps p.grad."""
         self._backward = None
-        self._recomputed.clear()
+        self._recomputed.stop(everything=True)
         self.reducer.finish()
         for unit in self.units:
             unit.gradient.drop_current()

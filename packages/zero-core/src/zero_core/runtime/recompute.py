@@ -47,6 +47,3 @@ class Recomputations:
         stopped = [call for call in self._calls if call.done or everything]
         self._calls = [call for call in self._calls if call not in stopped]
         return [unit for call in stopped for unit in call.entered]
-
-    def clear(self) -> None:
-        self._calls.clear()

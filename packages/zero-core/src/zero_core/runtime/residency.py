@@ -163,7 +163,10 @@ class UnitMemory:
     def _begin(self) -> None:
         self._move("begin")
         with self._ending_on_error():
-            self._take()
+            if self.brings_memory:
+                self.flat.untyped_storage().resize_(self.nbytes)
+            else:
+                self._memory = self.pool.take(self.layout.numel, self.dtype)
             if self._swaps_in:
                 start, stop = self.layout.shard_range(self.ranks.shard.rank)
                 self._arrival = cast(SwapsIn, self.store).swap_in(self.index, self._whole[start:stop])
@@ -197,7 +200,7 @@ class UnitMemory:
         if self.residency is Residency.LENT:
             take_away(self.flat)
         elif memory is None:
-            self._free()
+            self.flat.untyped_storage().resize_(0)
         else:
             if self.residency is Residency.UNSHARDED:
                 take_away(self.flat)
@@ -212,15 +215,6 @@ class UnitMemory:
         except BaseException:
             self._end(failed=True)
             raise
-
-    def _take(self) -> None:
-        if self.brings_memory:
-            self.flat.untyped_storage().resize_(self.nbytes)
-        else:
-            self._memory = self.pool.take(self.layout.numel, self.dtype)
-
-    def _free(self) -> None:
-        self.flat.untyped_storage().resize_(0)
 
     @property
     def _whole(self) -> Tensor:

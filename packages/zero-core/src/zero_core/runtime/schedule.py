@@ -12,6 +12,7 @@ A visit that encloses the one being opened stays open. A unit is reduced when th
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 __all__ = ["Forecast", "Pass", "Visit"]
@@ -46,7 +47,7 @@ class Pass:
     external: list[int] = field(default_factory=list)  # units with a parameter used outside its module
     position: int = 0  # visits[position:] were opened in this backward
     open: list[Visit] = field(default_factory=list)
-    remaining: dict[int, int] = field(default_factory=dict)  # unit -> visits not closed yet
+    remaining: Counter[int] = field(default_factory=Counter)  # unit -> visits not closed yet
 
     def complete(self, visit: Visit) -> None:
         visit.index = len(self.visits)
@@ -55,17 +56,11 @@ class Pass:
     def begin_backward(self) -> None:
         self.position = len(self.visits)
         self.open.clear()
-        self.remaining.clear()
-        for visit in self.visits:
-            for unit in visit.units:
-                self.remaining[unit] = self.remaining.get(unit, 0) + 1
+        self.remaining = Counter(unit for visit in self.visits for unit in visit.units)
 
     def pending(self, node: int) -> Visit | None:
         """The visit of a module that backward reaches next."""
-        for visit in reversed(self.visits[: self.position]):
-            if visit.node == node:
-                return visit
-        return None
+        return next((visit for visit in reversed(self.visits[: self.position]) if visit.node == node), None)
 
     def path_to(self, visit: Visit | None) -> list[Visit]:
         """Visits to open, in order, up to `visit`; all that are left for None. Moves the position."""
@@ -84,12 +79,8 @@ class Pass:
 
     def closed(self, visit: Visit) -> list[int]:
         """Units whose last visit this was."""
-        done = []
-        for unit in visit.units:
-            self.remaining[unit] -= 1
-            if self.remaining[unit] == 0:
-                done.append(unit)
-        return done
+        self.remaining.subtract(visit.units)
+        return [unit for unit in visit.units if self.remaining[unit] == 0]
 
 
 class Forecast:
