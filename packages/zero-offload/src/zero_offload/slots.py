@@ -24,7 +24,7 @@ invariants hold, and tests/unit/zero_offload/test_slots.py tries every order of 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -109,7 +109,10 @@ class Slots(Generic[Memory]):
         return iter(self._slots)
 
     def idle(self, *, steal: bool = True) -> list[Slot[Memory]]:
-        """The slots that nobody holds, in the order in which they are evicted; wanted ones only with `steal`."""
+        """The slots that nobody holds, in the order in which they are evicted; wanted ones only with `steal`.
+
+        It is true as long as the caller has the condition.
+        """
         idle = [slot for slot in self._slots if not slot.holders]
         unwanted = sorted((s for s in idle if s.due is None), key=lambda s: (s.key is not None, s.used))
         wanted = sorted((s for s in idle if s.due is not None), key=lambda s: s.due, reverse=True)
@@ -200,6 +203,13 @@ class Slots(Generic[Memory]):
         with self._condition:
             self._forget(slot)
             self.keep(slot, holder)
+
+    def forget(self, but: Collection[Hashable] = ()) -> None:
+        """Nobody will ask for what is kept, `but` for these keys. What is held stays held."""
+        with self._condition:
+            for slot in self.idle():
+                if slot.key is not None and slot.key not in but:
+                    self.give(slot)
 
     def drain(self) -> None:
         """Return when nothing is in flight. Raises the first error, after everything has ended."""

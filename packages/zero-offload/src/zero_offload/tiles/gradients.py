@@ -156,8 +156,7 @@ class GradientStore:
     def discard(self) -> None:
         self._held = [Held.NONE] * len(self._held)
         self._expected = [False] * len(self._held)
-        for slot in self.slots.idle():
-            self.slots.give(slot)
+        self.slots.forget()
         for sums in self._sums:
             sums[:] = [0.0] * len(sums)
 

@@ -72,9 +72,7 @@ class StateStore:
         stored = [tile for tile in tiles if self.stored(tile)]
         soonest = stored[: len(self.slots)]
         self._resident = set(stored[: resident_slots(len(self.slots), len(stored))])
-        for slot in self.slots.idle():
-            if slot.key not in soonest:
-                self.slots.give(slot)
+        self.slots.forget(but=soonest)
 
     def views(self, tile: Tile, slot: Slot[Block] | None) -> Mapping[str, Tensor]:
         """The record's fields, in `slot` for a stored tile. Empty for an optimizer without states."""
