@@ -31,7 +31,7 @@ from ..arena import PAGE_BYTES, Arena
 from ..errors import PlacementError
 from ..placement import Placement, shares
 from ..protocols import Field
-from ..tier import Tier
+from ..tier import TIERS, Tier
 from ..tiles.footprint import (
     GRADIENT_BYTES,
     KINDS,
@@ -59,7 +59,6 @@ __all__ = [
     "update_bytes",
 ]
 
-TIERS = tuple(tier.value for tier in Tier)
 STATE_KINDS = KINDS[:3]
 
 
@@ -138,7 +137,7 @@ class Placed:
     def below(self) -> bool:
         """Whether any tile of any kind is not on the device: then there is a store, and units have their own memory."""
         kinds = ((u.parameter_tiers, u.gradient_tiers, u.state_tiers) for u in (run.unit for run in self.runs))
-        return any(tier is not Tier.DEVICE for tiers in kinds for kind in tiers for tier in kind)
+        return any(tier != Tier.DEVICE for tiers in kinds for kind in tiers for tier in kind)
 
     @property
     def buffer_bytes(self) -> int:
@@ -194,7 +193,7 @@ class Cut:
                 ]
                 apart, records = self.shape.apart, run.unit.records
                 if apart:  # what a device updates itself has no record of the step's
-                    records = tuple(None if s is Tier.DEVICE else r for r, s in zip(records, tiers[2], strict=True))
+                    records = tuple(None if s == Tier.DEVICE else r for r, s in zip(records, tiers[2], strict=True))
                 plan = UnitPlan(run.unit.spec, run.unit.tiles, records, tiers[0], tiers[1], tiers[2], apart)
                 runs.append(UnitRun(plan, count, start))
         return Placed(tuple(runs), *self._buffers(runs, slots))
@@ -208,9 +207,9 @@ class Cut:
         for run in runs:
             unit = run.unit
             for tile, record, g, s in zip(unit.tiles, unit.records, unit.gradient_tiers, unit.state_tiers, strict=True):
-                if record is not None and s is Tier.NVME:
+                if record is not None and s == Tier.NVME:
                     states += [record.nbytes] * run.count
-                if tile.trainable and g is Tier.NVME:
+                if tile.trainable and g == Tier.NVME:
                     gradients += [round_up(tile.numel * shape.gradient_itemsize, alignment)] * run.count
             units += [_Sized(unit.parameter_bytes, unit.streamed)] * run.count
         whole = (unit.parameter_bytes * shape.shard_count for unit in units)
@@ -256,7 +255,7 @@ def _pieces(run: UnitRun, edges: Iterable[float]) -> Iterator[tuple[int, int]]:
 def _tier_at(middle: float, fractions: Mapping[Tier, float]) -> Tier:
     """The rule of `placement.place` for a tile whose middle lies at the fraction `middle` of all elements."""
     bound = 0.0
-    for tier in Tier:
+    for tier in TIERS:
         bound += fractions[tier]
         if middle < bound or math.isclose(bound, 1.0, abs_tol=1e-6):
             return tier
@@ -301,16 +300,16 @@ def account(placed: Placed, shape: Shape) -> Account:
         rows = zip(unit.tiles, unit.records, unit.parameter_tiers, unit.gradient_tiers, unit.state_tiers, strict=True)
         for tile, record, parameter, gradient, state in rows:
             held[parameter.value, "parameters"] += count * tile.numel * size
-            if parameter is Tier.NVME and tile.trainable:
+            if parameter == Tier.NVME and tile.trainable:
                 moved["parameters"] += count * round_up(tile.numel * size, align)
-            if unit.trainable and (gradient is not Tier.NVME or tile.trainable):
+            if unit.trainable and (gradient != Tier.NVME or tile.trainable):
                 held[gradient.value, "gradients"] += count * tile.numel * shape.gradient_itemsize
-            if gradient is Tier.NVME and tile.trainable:
+            if gradient == Tier.NVME and tile.trainable:
                 moved["reduced"] += count * round_up(tile.numel * shape.reduce_dtype.itemsize, align)
                 moved["wide"] += count * round_up(tile.numel * GRADIENT_BYTES, align)
             if record is not None:
                 held[state.value, "optimizer"] += count * record.nbytes
-                updated["device" if state is Tier.DEVICE else "host"] += count * update_bytes(shape, tile.numel)
+                updated["device" if state == Tier.DEVICE else "host"] += count * update_bytes(shape, tile.numel)
     optimizer = held["nvme", "optimizer"]
     traffic = {
         "optimizer_read": optimizer,

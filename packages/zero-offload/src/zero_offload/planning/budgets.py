@@ -104,7 +104,7 @@ class Buffers:
     ) -> Buffers:
         """Of a placement. `pooled`: bytes of zero-core's pool, but for whole parameters. `tokens`: of a micro-batch."""
         below, units = placed.below, [run.unit for run in placed.runs]
-        landed = shape.apart and any(tier is not Tier.DEVICE for unit in units for tier in unit.gradient_tiers)
+        landed = shape.apart and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers)
         device = _gradient_bytes(sizes, shape, landed, pooled)
         if shape.stage == 3 and below and shape.apart:
             device += unsharded_bytes(sizes, shape)
@@ -181,7 +181,7 @@ def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) ->
     before a block is recomputed.
     """
     chosen = Counter(policy for unit, policy in zip(sizes.units, policies, strict=True) if unit.is_block)
-    found = {tier: sizes.checkpoint_bytes_per_token * tokens * chosen[tier] for tier in TIERS[1:]}
+    found: dict[str, int] = {tier: sizes.checkpoint_bytes_per_token * tokens * chosen[tier] for tier in TIERS[1:]}
     working = sizes.working_bytes_per_token if chosen["keep"] < chosen.total() else 0
     found["device"] = tokens * (
         chosen["keep"] * sizes.saved_bytes_per_token
@@ -193,7 +193,7 @@ def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) ->
 
 def needed_bytes(counted: Account, buffers: Buffers, budgets: Budgets) -> dict[str, int]:
     """Bytes by tier that has a budget, device counted as host where they share."""
-    totals = {tier: buffers.on(tier) + buffers.activations.get(tier, 0) for tier in TIERS}
+    totals: dict[str, int] = {tier: buffers.on(tier) + buffers.activations.get(tier, 0) for tier in TIERS}
     for (tier, _), nbytes in counted.held.items():
         totals[tier] += nbytes
     if budgets.shared:

@@ -60,14 +60,14 @@ class UnitPlan:
 
     def memory_numel(self, tiers: Sequence[Tier]) -> int:
         """Elements of the tiles in host memory; they follow those on a device apart, and lead those on nvme."""
-        kept = sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier is not Tier.NVME)
+        kept = sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier != Tier.NVME)
         return kept - self.device_numel(tiers)
 
     def device_numel(self, tiers: Sequence[Tier]) -> int:
         """Elements of the leading tiles that are on a device apart."""
         if not self.apart:
             return 0
-        return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier is Tier.DEVICE)
+        return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier == Tier.DEVICE)
 
     @property
     def whole_numel(self) -> int:
@@ -116,22 +116,22 @@ class StorePlan:
             raise KeyError(f"kind {kind!r}; known: {', '.join(KINDS)}")
         if kind == "buffers":
             device = self.landing_bytes + self.scratch_bytes(self.units)
-            return {Tier.HOST: self.buffer_bytes, Tier.DEVICE: device, Tier.NVME: 0}[tier]
+            return {Tier.HOST: self.buffer_bytes, Tier.DEVICE: device}.get(tier, 0)
         return sum(self._unit_bytes(unit, tier, kind) for unit in self.units)
 
     def _unit_bytes(self, unit: UnitPlan, tier: Tier, kind: str) -> int:
         tiers = {"parameters": unit.parameter_tiers, "gradients": unit.gradient_tiers, "optimizer": unit.state_tiers}
         total = 0
         for tile, record, where in zip(unit.tiles, unit.records, tiers[kind], strict=True):
-            if where is not tier:
+            if where != tier:
                 continue
             if kind == "parameters":
                 total += tile.numel * unit.spec.dtype.itemsize
             elif kind == "gradients" and unit.trainable:
-                total += tile.numel * self.gradient_itemsize if where is not Tier.NVME or tile.trainable else 0
+                total += tile.numel * self.gradient_itemsize if where != Tier.NVME or tile.trainable else 0
             elif kind == "optimizer" and record is not None:
                 total += record.nbytes
-        if kind == "optimizer" and tier is Tier.DEVICE:
+        if kind == "optimizer" and tier == Tier.DEVICE:
             total += unit.whole_numel * self.state_itemsize
         return total
 
@@ -172,7 +172,7 @@ class StorePlan:
         if unit.trainable:
             total += Arena.rounded(unit.memory_numel(unit.gradient_tiers) * self.gradient_itemsize)
         for record, tier in zip(unit.records, unit.state_tiers, strict=True):
-            if record is not None and tier is not Tier.NVME:
+            if record is not None and tier != Tier.NVME:
                 total += Arena.rounded(record.nbytes)
         return total
 
@@ -187,9 +187,9 @@ class StorePlan:
             for tile, record, gradient, state in zip(
                 unit.tiles, unit.records, unit.gradient_tiers, unit.state_tiers, strict=True
             ):
-                if record is not None and state is Tier.NVME:
+                if record is not None and state == Tier.NVME:
                     total += round_up(record.nbytes, self.alignment)
-                if tile.trainable and gradient is Tier.NVME:
+                if tile.trainable and gradient == Tier.NVME:
                     total += round_up(tile.numel * self.gradient_itemsize, self.alignment)
         return total
 
@@ -225,12 +225,12 @@ def plan_store(
     if apart:
         check_device_shares(parameters, gradients, optimizer)
     units = _place_units(specs, step, (parameters, gradients, optimizer), tile_numel, alignment, apart)
-    states = [r.nbytes for u in units for r, t in zip(u.records, u.state_tiers, strict=True) if r and t is Tier.NVME]
+    states = [r.nbytes for u in units for r, t in zip(u.records, u.state_tiers, strict=True) if r and t == Tier.NVME]
     swapped_gradients = [
         round_up(tile.numel * gradient_itemsize, alignment)
         for unit in units
         for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True)
-        if tile.trainable and tier is Tier.NVME
+        if tile.trainable and tier == Tier.NVME
     ]
     own, shared = _unit_slots(units, prefetch_bytes // max(1, shard_count))
     largest = max((u.parameter_bytes for u in units if u.streamed), default=0)
@@ -329,7 +329,7 @@ def _place_units(
         records: list[Record | None] = []
         tiers = [kind[at : at + len(unit)] for kind in flat]
         for tile, state in zip(unit, tiers[2], strict=True):
-            if apart and state is Tier.DEVICE:
+            if apart and state == Tier.DEVICE:
                 records.append(None)  # its states are the device's own
                 continue
             key = (tile.numel, spec.dtype)
