@@ -49,14 +49,15 @@ class Monitor:
     @contextmanager
     def exposed(self, unit: str) -> Iterator[None]:
         """Time the training thread spends here was not hidden. In the background: it may be."""
-        if getattr(self._local, "background", False):
+        if getattr(self._local, "counted", False):  # or it is being counted already
             yield
             return
-        start = time.perf_counter_ns()
+        start, self._local.counted = time.perf_counter_ns(), True
         try:
             with self.span("wait", unit):
                 yield
         finally:
+            self._local.counted = False
             self.exposed_ns += time.perf_counter_ns() - start
 
     def wait_until(self, ready: Callable[[], bool], unit: str) -> None:
@@ -71,6 +72,11 @@ class Monitor:
                     finally:
                         self.blocked = False
         self.check()
+
+    def wait_for_change(self) -> None:
+        """Sleep until somebody notifies; the caller has the condition. Raises as `check` does."""
+        self.check()
+        self.condition.wait()
 
     # -- both ---------------------------------------------------------------------------------------------------
 
@@ -112,11 +118,11 @@ class Monitor:
     @contextmanager
     def background(self) -> Iterator[None]:
         """What this thread waits for in here is not the training thread's time."""
-        self._local.background = True
+        self._local.counted = True
         try:
             yield
         finally:
-            self._local.background = False
+            self._local.counted = False
 
     def check_stop(self) -> None:
         if self.stopping:

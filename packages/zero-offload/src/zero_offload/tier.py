@@ -1,4 +1,4 @@
-"""The tiers, and transfers to those that are stores of bytes. Owns counting, timing and naming of transfers.
+"""The tiers, and transfers to those that are stores of bytes. Owns their counting, timing, naming and ordering.
 
 A tier is where bytes are; which tile goes where is `placement`'s, who holds which buffer is the slot pools'.
 
@@ -22,7 +22,7 @@ from .errors import SwapError
 from .protocols import ByteStore, Extent, Ticket
 from .timeline import Timeline
 
-__all__ = ["TIERS", "Tier", "Transfer", "Transfers", "tiers_with"]
+__all__ = ["TIERS", "Stored", "Tier", "Transfer", "Transfers", "tiers_with"]
 
 
 class Tier(str):
@@ -107,6 +107,43 @@ class Transfer:
             raise self._error
 
 
+class Stored:
+    """Bytes that a ByteStore keeps, and the only record of what is being written there: no access overtakes a write.
+
+    One thread at a time reads and writes.
+    """
+
+    def __init__(self, transfers: Transfers, extent: Extent) -> None:
+        self._transfers, self._extent = transfers, extent
+        self._writes: dict[tuple[int, int], Transfer] = {}  # by the bytes [start, stop) that they change
+        self.nbytes = extent.nbytes
+
+    def read(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
+        """Begin to fill `buffer` (uint8). Waits for writes of the same bytes, and raises their errors."""
+        self._written(offset, offset + buffer.nbytes)
+        return self._transfers.read(self._extent, buffer, what, offset)
+
+    def write(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
+        """Begin to store `buffer` (uint8). Waits as `read` does, because two requests in flight have no order."""
+        span = (offset, offset + buffer.nbytes)
+        self._written(*span)
+        self._writes[span] = transfer = self._transfers.write(self._extent, buffer, what, offset)
+        return transfer
+
+    def drain(self) -> None:
+        """Return when nothing is being written."""
+        self._written(0, self.nbytes)
+
+    def _written(self, start: int, stop: int) -> None:
+        for span in [span for span in self._writes if span[0] < stop and span[1] > start]:
+            self._writes[span].wait()
+            del self._writes[span]
+
+    def free(self) -> None:
+        """Give the room back; nothing is in flight."""
+        self._transfers.store.free(self._extent)
+
+
 class Transfers:
     """A ByteStore with names for what is moved, counters of it, and errors that say both."""
 
@@ -114,25 +151,24 @@ class Transfers:
         self.store, self.timeline = store, timeline
         self.alignment = int(store.alignment)
         self._lock = threading.Lock()
-        self._extents: list[Extent] = []
+        self._owned: list[Stored] = []
         self._outstanding: set[Transfer] = set()  # keeps their memory alive, whoever forgot them
         self._read_bytes = self._write_bytes = 0
 
-    def allocate(self, nbytes: int) -> Extent:
-        """An extent that the caller frees."""
-        return self.store.allocate(nbytes)
+    def allocate(self, nbytes: int) -> Stored:
+        """Room for `nbytes`, which the caller frees."""
+        return Stored(self, self.store.allocate(nbytes))
 
-    def own(self, nbytes: int) -> Extent:
-        """An extent that `free` gives back."""
-        extent = self.store.allocate(nbytes)
-        self._extents.append(extent)
-        return extent
+    def own(self, nbytes: int) -> Stored:
+        """Room for `nbytes`, which `free` gives back."""
+        self._owned.append(self.allocate(nbytes))
+        return self._owned[-1]
 
     def free(self) -> None:
-        """Give every owned extent back; nothing is in flight."""
-        while self._extents:
+        """Give everything owned back; nothing is in flight."""
+        while self._owned:
             with contextlib.suppress(Exception):  # the ByteStore's owner may have closed it already
-                self.store.free(self._extents.pop())
+                self._owned.pop().free()
 
     def read(self, extent: Extent, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
         """Begin to fill `buffer` (uint8) from the extent."""

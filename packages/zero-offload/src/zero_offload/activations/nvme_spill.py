@@ -1,6 +1,6 @@
 """Tensors set aside on nvme between forward and backward, through a few slots of host memory.
 
-Owns the slots, the extents and the order of reads. How a tensor lies in memory is `spill`'s. Here it lies on the host;
+Owns what is stored and the order of reads. How a tensor lies in memory is `spill`'s. Here it lies on the host;
 from a device apart the same is done by a thread, see `queued_spill`.
 
 [Note: a piece's life]
@@ -30,9 +30,9 @@ from torch import Tensor
 from ..arena import Arena
 from ..ending import Ending
 from ..errors import BudgetError, ClosedError, gib
-from ..protocols import Extent
+from ..slots import Slot, Slots
 from ..streams import Lane, Mark
-from ..tier import Transfer, Transfers
+from ..tier import Stored, Transfers
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from ..tiles.tile import round_up
 from .spill import Form, Spilled
@@ -44,42 +44,21 @@ Kind = TypeVar("Kind", bound="OnNvme")
 
 
 @dataclass(eq=False)
-class _Slot:
-    """Memory for one piece. `piece`: whose bytes it has, or will have when `transfer` is done."""
-
-    memory: Tensor
-    piece: _Piece | None = None
-    transfer: Transfer | None = None
-    copied: Mark | None = None  # the last copy into it or out of it
-    used: int = 0
-
-    def drain(self) -> None:
-        """Return when nothing is in flight; raises the transfer's error."""
-        if self.copied is not None:
-            self.copied.wait()
-            self.copied = None
-        if self.transfer is not None:
-            self.transfer.wait()
-            self.transfer = None  # not before: after an error or Ctrl-C the bytes are still not there
-
-
-@dataclass(eq=False)
 class _Piece:
-    """Bytes [start, start + nbytes) of a tensor and of its extent."""
+    """Bytes [start, start + nbytes) of a tensor, and of what is stored of it."""
 
     start: int
     nbytes: int
-    slot: _Slot | None = None
 
 
 @dataclass(eq=False)
 class OnNvme:
-    """See `Spilled`. Its extent is given back when nobody can ask for it any more."""
+    """See `Spilled`. What is stored is given back when nobody can ask for it any more."""
 
     spill: NvmeSpill
     form: Form
     what: str
-    extent: Extent
+    stored: Stored
     pieces: list[_Piece]
     before: weakref.ref[OnNvme] | None = field(repr=False)  # packed before this one, so wanted after it
 
@@ -87,7 +66,7 @@ class OnNvme:
         return self.spill.load(self)
 
     def __del__(self) -> None:
-        self.spill.dropped.append((self.extent, self.pieces))  # any thread, any time: only noted
+        self.spill.dropped.append((self.stored, self.pieces))  # any thread, any time: only noted
 
 
 class NvmeSpill:
@@ -103,18 +82,17 @@ class NvmeSpill:
         self._piece_bytes = round_up(piece_bytes, nvme.alignment)
         self.host_bytes = slots * Arena.rounded(self._piece_bytes)  # of the slots
         memory, stop, release = self._memory()
-        self._slots = [_Slot(slot[: self._piece_bytes]) for slot in memory.split(Arena.rounded(self._piece_bytes))]
-        self._extents: dict[int, list[Extent]] = {}  # unused ones, by their size
-        self._all: list[Extent] = []
+        self._slots = Slots(memory.split(Arena.rounded(self._piece_bytes)), last_in_first_out=True)
+        self._unused: dict[int, list[Stored]] = {}  # by their size
+        self._all: list[Stored] = []
         self._last: weakref.ref[OnNvme] | None = None
-        self._clock = 0
         self._failure: Exception | None = None
         self._lock = threading.RLock()
         self._room = threading.Lock()  # of the extents' account
         self._open = True
-        self.dropped: deque[tuple[Extent, list[_Piece]]] = deque()
+        self.dropped: deque[tuple[Stored, list[_Piece]]] = deque()
         # Also when model and graphs are forgotten without a close(): the ByteStore may live on.
-        self._ending = Ending(self, partial(_give_back, nvme, stop, release, self._slots, self._all, self._extents))
+        self._ending = Ending(self, partial(_give_back, stop, release, self._slots, self._all, self._unused))
 
     def _memory(self) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
         """(host_bytes,) uint8 for the slots; how to stop what uses them, and how to give them back."""
@@ -124,7 +102,7 @@ class NvmeSpill:
     @property
     def extent_bytes(self) -> int:
         """On nvme, in use or not."""
-        return sum(extent.nbytes for extent in self._all)
+        return sum(stored.nbytes for stored in self._all)
 
     def pack(self, tensor: Tensor, what: str) -> Spilled:
         """Begin to write the tensor; its own memory is not needed after this returns."""
@@ -142,27 +120,31 @@ class NvmeSpill:
             _Piece(start, min(self._piece_bytes, values.numel() - start))
             for start in range(0, values.numel(), self._piece_bytes)
         ]
-        extent = self._extent(round_up(values.numel(), self._nvme.alignment), what)
-        spilled = kind(self, form, what, extent, pieces, self._last)
+        stored = self._room_for(round_up(values.numel(), self._nvme.alignment), what)
+        spilled = kind(self, form, what, stored, pieces, self._last)
         self._last = weakref.ref(spilled)
         return spilled, values
 
     def _write_pieces(self, spilled: OnNvme, values: Tensor, copy: Copy) -> None:
         """Copy each piece into a slot; write it when its copy is done, while the next one is copied."""
-        behind: tuple[_Slot, _Piece] | None = None
-        for piece in [*spilled.pieces, None]:
-            slot = None
-            if piece is not None:
-                slot = self._take(piece)
-                slot.copied = copy("swap_out", slot.memory[: piece.nbytes], _part(values, piece))
-            if behind is not None:
-                self._write(spilled, *behind)
-            behind = (slot, piece) if slot is not None and piece is not None else None
 
-    def _write(self, spilled: OnNvme, slot: _Slot, piece: _Piece) -> None:
-        slot.drain()
-        what = f"activation of {spilled.what}"
-        slot.transfer = self._nvme.write(spilled.extent, self._source(slot, piece), what, piece.start)
+        def fill(slot: Slot[Tensor]) -> None:
+            copied = copy("swap_out", slot.memory[: slot.key.nbytes], _part(values, slot.key))
+            slot.filling = [] if copied is None else [copied]
+
+        behind: Slot[Tensor] | None = None
+        for piece in [*spilled.pieces, None]:
+            slot = None if piece is None else self._slots.take(piece, fill=fill)
+            if behind is not None:
+                self._write(spilled, behind)
+            behind = slot
+
+    def _write(self, spilled: OnNvme, slot: Slot[Tensor]) -> None:
+        try:
+            slot.wait_filled()
+            slot.leaving["write"] = spilled.stored.write(*self._transfer(spilled, slot))
+        finally:
+            self._slots.keep(slot)
 
     def load(self, spilled: OnNvme) -> Tensor:
         """The tensor again; begins to read the one that was packed before it."""
@@ -174,39 +156,15 @@ class NvmeSpill:
     def _read_pieces(self, spilled: OnNvme, values: Tensor, copy: Copy) -> None:
         """Copy each piece out of a slot, those that are not there behind their reads; begin to read the one before."""
         for piece in spilled.pieces:
-            slot = self._read(spilled, piece)
-            if slot.transfer is not None and slot.transfer.kind == "swap_in":
-                slot.drain()
-            slot.copied = copy("swap_in", _part(values, piece), slot.memory[: piece.nbytes])
-            self._touch(slot, least=True)
+            slot = self._slots.find(piece) or self._slots.take(piece, fill=partial(self._read, spilled))
+            try:
+                slot.wait_filled()
+                copied = copy("swap_in", _part(values, piece), slot.memory[: piece.nbytes])
+                if copied is not None:
+                    slot.leaving["copy"] = copied
+            finally:
+                self._slots.keep(slot, wanted=False)  # backward is done with it
         self._read_ahead(spilled)
-
-    def close(self) -> None:
-        """Wait for what is in flight and give everything back. Idempotent."""
-        with self._lock:
-            if not self._open:
-                return
-            self._open, self.host_bytes = False, 0
-            failure: OSError | None = None
-            for slot in self._slots:
-                try:
-                    slot.drain()
-                except OSError as error:
-                    failure = failure or (None if self._failure else error)  # raised once already
-            self._ending()
-            if failure is not None:
-                raise failure
-
-    # -- slots ------------------------------------------------------------------------------------------------------
-
-    def _read(self, spilled: OnNvme, piece: _Piece) -> _Slot:
-        """The slot that has the piece, or is being filled with it."""
-        if piece.slot is None:
-            slot = self._take(piece)
-            what = f"activation of {spilled.what}"
-            slot.transfer = self._nvme.read(spilled.extent, self._source(slot, piece), what, piece.start)
-        assert piece.slot is not None
-        return piece.slot
 
     def _read_ahead(self, spilled: OnNvme) -> None:
         """Begin to read the one before, into slots that nothing is wanted of."""
@@ -214,67 +172,66 @@ class NvmeSpill:
         if before is None:
             return
         for piece in before.pieces:
-            if piece.slot is None:
-                if not any(slot.used <= 0 for slot in self._slots):
+            if self._slots.find(piece) is None:
+                if not self._slots.idle(steal=False):
                     return
-                self._read(before, piece)
+                self._slots.keep(self._slots.take(piece, fill=partial(self._read, before)))
 
-    def _take(self, piece: _Piece) -> _Slot:
-        """The slot longest unused, its write done, now the piece's."""
-        slot = min(self._slots, key=lambda s: (s.piece is not None, s.used))
-        slot.drain()
-        if slot.piece is not None:
-            slot.piece.slot = None
-        slot.piece, piece.slot = piece, slot
-        self._touch(slot)
-        return slot
+    def _read(self, spilled: OnNvme, slot: Slot[Tensor]) -> None:
+        slot.filling.append(spilled.stored.read(*self._transfer(spilled, slot)))
 
-    def _touch(self, slot: _Slot, *, least: bool = False) -> None:
-        """Most recently used, or (`least`) the first to be taken: backward is done with it."""
-        self._clock += 1
-        slot.used = -self._clock if least else self._clock
+    def _transfer(self, spilled: OnNvme, slot: Slot[Tensor]) -> tuple[Tensor, str, int]:
+        """What a read or write of the slot's piece is given."""
+        nbytes = round_up(slot.key.nbytes, self._nvme.alignment)
+        return slot.memory[:nbytes], f"activation of {spilled.what}", slot.key.start
 
-    def _source(self, slot: _Slot, piece: _Piece) -> Tensor:
-        return slot.memory[: round_up(piece.nbytes, self._nvme.alignment)]
+    def close(self) -> None:
+        """Wait for what is in flight and give everything back. Idempotent."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open, self.host_bytes = False, 0
+            failure: Exception | None = None
+            try:
+                self._slots.drain()
+            except OSError as error:
+                failure = None if self._failure else error  # raised once already
+            self._ending()
+            if failure is not None:
+                raise failure
 
-    # -- extents ----------------------------------------------------------------------------------------------------
+    # -- what is stored ---------------------------------------------------------------------------------------------
 
-    def _extent(self, nbytes: int, what: str) -> Extent:
+    def _room_for(self, nbytes: int, what: str) -> Stored:
         """The smallest unused one that is large enough, or a new one in the place of all unused ones: batches of many
         lengths take the room of the longest. Raises BudgetError where there is none; what was set aside before stands.
         """
         with self._room:
-            return self._unused_extent(nbytes, what)
-
-    def _unused_extent(self, nbytes: int, what: str) -> Extent:
-        enough = min((size for size, unused in self._extents.items() if unused and size >= nbytes), default=None)
-        if enough is not None:
-            return self._extents[enough].pop()
-        for extent in [extent for unused in self._extents.values() for extent in unused]:
-            self._all.remove(extent)
-            self._nvme.store.free(extent)
-        self._extents.clear()
-        try:
-            extent = self._nvme.allocate(nbytes)
-        except (OSError, BudgetError) as error:
-            raise BudgetError(
-                f"no room on nvme for {gib(nbytes)} of activations of {what}: {error}; take fewer tokens a "
-                'micro-batch, or give some units the policy "recompute"'
-            ) from error
-        self._all.append(extent)
-        return extent
+            enough = min((size for size, unused in self._unused.items() if unused and size >= nbytes), default=None)
+            if enough is not None:
+                return self._unused[enough].pop()
+            for stored in [stored for unused in self._unused.values() for stored in unused]:
+                self._all.remove(stored)
+                stored.free()
+            self._unused.clear()
+            try:
+                self._all.append(self._nvme.allocate(nbytes))
+            except (OSError, BudgetError) as error:
+                raise BudgetError(
+                    f"no room on nvme for {gib(nbytes)} of activations of {what}: {error}; take fewer tokens a "
+                    'micro-batch, or give some units the policy "recompute"'
+                ) from error
+            return self._all[-1]
 
     def _collect(self) -> None:
-        """Take back the extents of what died, after their last write."""
+        """Take back the room of what died, after its last transfer."""
         while self.dropped:
-            extent, pieces = self.dropped.popleft()
-            for piece in pieces:
-                if piece.slot is not None:
-                    slot, piece.slot = piece.slot, None
-                    slot.piece, slot.used = None, 0
-                    slot.drain()
+            stored, pieces = self.dropped.popleft()
+            for slot in [slot for slot in self._slots if slot.key in pieces]:
+                slot.wait_changeable()
+                self._slots.give(slot)
             with self._room:
-                self._extents.setdefault(extent.nbytes, []).append(extent)
+                self._unused.setdefault(stored.nbytes, []).append(stored)
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -299,21 +256,19 @@ def _copy(lane: Lane, into: Tensor, source: Tensor) -> None:
 
 
 def _give_back(
-    nvme: Transfers,
     stop: Callable[[], None],
     release: Callable[[], None],
-    slots: list[_Slot],
-    extents: list[Extent],
-    unused: dict[int, list[Extent]],
+    slots: Slots[Tensor],
+    stored: list[Stored],
+    unused: dict[int, list[Stored]],
 ) -> None:
     stop()
-    for slot in slots:
-        with suppress(OSError):
-            slot.drain()
-    for extent in extents:
+    with suppress(OSError):
+        slots.drain()
+    for each in stored:
         with suppress(Exception):  # its owner may have closed it already
-            nvme.store.free(extent)
+            each.free()
     release()
     slots.clear()
-    extents.clear()
+    stored.clear()
     unused.clear()

@@ -1,6 +1,6 @@
 """Tensors set aside on nvme by a device apart: what the training thread queues, and the thread that carries it out.
 
-Owns that thread, the order of copies and who waits for whom. Slots, extents and pieces are `nvme_spill`'s.
+Owns that thread, the order of copies and who waits for whom. Slots and pieces are `nvme_spill`'s.
 
 [Note: on nvme, and nobody waits]
     compute stream   forward of 0 | of 1 | of 2            a tensor's memory is used anew after its copies: before 2 is
@@ -101,7 +101,7 @@ class QueuedSpill(NvmeSpill):
         """Ask for the tensor to be written; its memory may be used anew in stream order."""
         with self._lock, self._guard():
             self._release_unwanted()
-            if self.dropped and not any(self._extents.values()):  # what died is still to be looked at
+            if self.dropped and not any(self._unused.values()):  # what died is still to be looked at
                 self._follow(self._submit(_Job("swap_in", None, tensor, self._streams.mark())))
             spilled, values = self._begin(tensor, what, _Queued)
             job = self._submit(_Job("swap_out", spilled, values, self._streams.mark(), values._version))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..arena import Block
 from ..monitor import Monitor
+from ..slots import Slot, Slots
 from ..streams import Mark, Streams
 from ..tiles.footprint import LANDING_BUFFERS, StorePlan
 from ..tiles.gradients import GradientStore
@@ -39,12 +40,9 @@ class _Download:
     unit: int
     source: Tensor  # from the unit's `whole_numel` on
     ready: Mark
-    buffer: Tensor | None  # the landing buffer that it lies in; None: the caller's memory
+    landing: Slot[Tensor] | None  # what it lies in; None: the caller's memory
     into: Tensor | None = None  # where it is kept, if it goes there straight
     copied: Mark | None = None  # its last copy, once that is queued
-
-
-_Landings = deque[tuple[Tensor, Mark | None]]  # free buffers, each with the copy out of it that is still to be made
 
 
 class Downloads:
@@ -56,10 +54,13 @@ class Downloads:
         self._streams, self._gradients, self._plan, self._monitor = streams, gradients, plan, monitor
         self._staging = tuple(staging)
         numel, dtype = plan.landing_numel, gradients.dtype
-        shared = [streams.empty(numel, dtype) for _ in range(LANDING_BUFFERS if numel else 0)]
-        self._free = _Landings((buffer, None) for buffer in shared)
-        self._own = {i: _Landings([(streams.empty(plan.units[i].spec.numel, dtype), None)]) for i in plan.own_landings}
-        self._lent: dict[int, Tensor] = {}
+
+        def landings(count: int, numel: int) -> Slots[Tensor]:
+            return Slots([streams.empty(numel, dtype) for _ in range(count)], monitor.condition, follow=streams.follow)
+
+        self._shared = landings(LANDING_BUFFERS if numel else 0, numel)
+        self._own = {i: landings(1, plan.units[i].spec.numel) for i in plan.own_landings}
+        self._lent: dict[int, Slot[Tensor]] = {}
         self._queue: deque[_Download] = deque()
         self._under_way = [0] * len(plan.units)
         self._busy = False
@@ -74,16 +75,12 @@ class Downloads:
         if not unit.trainable or not unit.spec.numel:
             return None
         if i not in self._lent:
-            free = self._own.get(i, self._free)
-            if free is self._free and len(self._lent.keys() - self._own.keys()) == LANDING_BUFFERS:
+            landings = self._landings(i)
+            if landings is self._shared and len(self._lent.keys() - self._own.keys()) == LANDING_BUFFERS:
                 return None
-            self._monitor.wait_until(lambda: bool(free), unit.spec.name)
-            with self._monitor.condition:
-                buffer, copied = free.popleft()
-            self._lent[i] = buffer
-            if copied is not None:
-                self._streams.follow(copied)
-        return self._lent[i][: unit.spec.numel]
+            self._monitor.wait_until(lambda: bool(landings.idle()), unit.spec.name)
+            self._lent[i] = landings.take(None)
+        return self._lent[i].memory[: unit.spec.numel]
 
     def accept(self, i: int, gradient: Tensor) -> None:
         """Take a gradient (shard_numel,) on the device; it may be overwritten afterwards in stream order."""
@@ -91,12 +88,12 @@ class Downloads:
         if not unit.trainable or unit.whole_numel == unit.spec.numel:
             return
         lent = self.lend(i)
-        buffer = self._lent.pop(i, None)
+        landing = self._lent.pop(i, None)
         if lent is not None:
             if lent.data_ptr() != gradient.data_ptr():
                 lent.copy_(gradient)
             gradient = lent
-        download = _Download(i, gradient[unit.whole_numel :], self._streams.mark(), buffer)
+        download = _Download(i, gradient[unit.whole_numel :], self._streams.mark(), landing)
         with self._monitor.condition:
             if not self._under_way[i]:  # else the thread is about to change what is kept of it
                 self._begin(download)
@@ -106,7 +103,7 @@ class Downloads:
                 self._thread = threading.Thread(target=self._main, name="zero-offload gradients", daemon=True)
                 self._thread.start()
             self._monitor.condition.notify_all()
-        if buffer is None:  # both buffers are lent to units around this one: the caller's memory is not ours to keep
+        if landing is None:  # both buffers are lent to units around this one: the caller's memory is not ours to keep
             self._monitor.wait_until(lambda: download.copied is not None, unit.spec.name)
             assert download.copied is not None
             self._streams.follow(download.copied)
@@ -118,9 +115,12 @@ class Downloads:
     def forget(self) -> None:
         """Nothing that was lent will be accepted."""
         with self._monitor.condition:
-            for i, buffer in self._lent.items():
-                self._own.get(i, self._free).append((buffer, None))
+            for i, landing in self._lent.items():
+                self._landings(i).give(landing)
             self._lent.clear()
+
+    def _landings(self, i: int) -> Slots[Tensor]:
+        return self._own.get(i, self._shared)
 
     def close(self) -> None:
         """End after the gradient in hand. Idempotent."""
@@ -130,7 +130,7 @@ class Downloads:
 
     def drop(self) -> None:
         """Give the device's memory back; the lanes are empty."""
-        for landings in (self._free, *self._own.values()):
+        for landings in (self._shared, *self._own.values()):
             landings.clear()
         self._lent.clear()
 
@@ -186,8 +186,9 @@ class Downloads:
         """Every copy out of its device memory is queued."""
         with self._monitor.condition:
             download.copied = mark
-            if download.buffer is not None:
-                self._own.get(download.unit, self._free).append((download.buffer, mark))
+            if download.landing is not None:
+                download.landing.leaving[None] = mark
+                self._landings(download.unit).give(download.landing)
             self._monitor.condition.notify_all()
 
 
@@ -198,26 +199,30 @@ class _Pieces:
         self._downloads, self._download = downloads, download
         self._waiting = deque((tile.start, tile.stop) for tile in downloads._gradients.kept(download.unit))
         self._above = downloads._plan.units[download.unit].whole_numel
-        self._free = deque(downloads._staging)
-        self._ahead: deque[tuple[int, Tensor, Mark, Block]] = deque()
-        self._held: Block | None = None
+        self._staging = Slots(downloads._staging)
+        self._ahead: deque[Slot[Block]] = deque()
+        self._held: Slot[Block] | None = None
 
     def __call__(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop), the next tile, on the host until the next call."""
         if self._held is not None:
-            self._free.append(self._held)
-        while self._waiting and self._free:
-            self._issue(*self._waiting.popleft())
-        begin, values, mark, self._held = self._ahead.popleft()
-        if (begin, begin + values.numel()) != (start, stop):
-            raise AssertionError(f"tile [{start}, {stop}) asked for, [{begin}, {begin + values.numel()}) is next")
-        mark.wait()
-        return values
+            self._staging.give(self._held)
+        while self._waiting and (slot := self._staging.try_take(self._waiting[0], fill=self._fill)) is not None:
+            self._ahead.append(slot)
+            self._waiting.popleft()
+            if not self._waiting:
+                self._downloads._copied(self._download, slot.filling[-1])
+        self._held = self._ahead.popleft()
+        if self._held.key != (start, stop):
+            raise AssertionError(f"tile [{start}, {stop}) asked for, {self._held.key} is next")
+        self._held.wait_filled()
+        return self._values(self._held)
 
-    def _issue(self, start: int, stop: int) -> None:
-        block, source = self._free.popleft(), self._download.source
-        values = block.view(source.dtype, stop - start)
-        mark = self._downloads._copy(self._download, values, source[start - self._above : stop - self._above])
-        self._ahead.append((start, values, mark, block))
-        if not self._waiting:
-            self._downloads._copied(self._download, mark)
+    def _values(self, slot: Slot[Block]) -> Tensor:
+        start, stop = slot.key
+        return slot.memory.view(self._download.source.dtype, stop - start)
+
+    def _fill(self, slot: Slot[Block]) -> None:
+        start, stop = slot.key
+        source = self._download.source[start - self._above : stop - self._above]
+        slot.filling.append(self._downloads._copy(self._download, self._values(slot), source))

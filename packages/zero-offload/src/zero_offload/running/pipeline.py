@@ -33,7 +33,8 @@ from torch import Tensor
 from ..arena import Block
 from ..monitor import Monitor
 from ..protocols import SegmentStep, Started, StartingStep, UpdateStep
-from ..tier import Transfer, Transfers
+from ..slots import Slot
+from ..tier import Transfers
 from ..tiles.gradients import GradientStore, Taken
 from ..tiles.parameters import ParameterStore
 from ..tiles.states import StateStore
@@ -66,12 +67,23 @@ class UpdateJob:
 
 @dataclass
 class _Loaded:
-    """A task whose transfers are under way."""
+    """A task whose reads are under way."""
 
     task: TileTask
-    state: Block | None = None
-    gradient: Block | None = None
-    transfers: list[Transfer] = field(default_factory=list)
+    state: Slot[Block] | None = None
+    gradient: Slot[Block] | None = None
+
+    def ready(self) -> bool:
+        """Whether wait_ready would return at once."""
+        gradient, state = self.gradient, self.state
+        return (gradient is None or gradient.filled()) and (state is None or state.changeable())
+
+    def wait_ready(self) -> None:
+        """Return when both are there; only the states are changed."""
+        if self.gradient is not None:
+            self.gradient.wait_filled()
+        if self.state is not None:
+            self.state.wait_changeable()
 
 
 @dataclass
@@ -129,9 +141,8 @@ class Pipeline:
     def wait(self) -> None:
         """Return when every update is done and stored."""
         self._monitor.wait_until(self.idle, "all")
-        for pool in (self.states.pool, self.gradients.pool):
-            pool.drain()
-        self.parameters.drain()
+        for slots in (self.states.slots, self.gradients.slots, self.parameters):
+            slots.drain()
 
     def close(self) -> None:
         """End after the tile in hand; writes in flight are waited for, jobs not begun are dropped. Idempotent."""
@@ -139,9 +150,9 @@ class Pipeline:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self.states.drop_early()
-        for drain in (self.states.pool.drain, self.gradients.pool.drain, self.parameters.drain):
+        for slots in (self.states.slots, self.gradients.slots, self.parameters):
             try:
-                drain()
+                slots.drain()
             except Exception as error:
                 self._monitor.fail(error)
 
@@ -187,9 +198,9 @@ class Pipeline:
     def _run(self, job: UpdateJob) -> None:
         waiting, ahead, started = deque(job.tasks), deque[_Loaded](), deque[_Started]()
         if len({task.tile.unit for task in job.tasks}) > 1:  # else what was read ahead is for the jobs that follow
-            soonest = [task.tile for task in job.tasks if self.states.swapped(task.tile)][: self.states.pool.count]
+            soonest = [task.tile for task in job.tasks if self.states.stored(task.tile)][: len(self.states.slots)]
             self.states.drop_early(keep=soonest)
-        most = self.states.pool.count + self.gradients.pool.count + 4  # where no slot bounds it: into the next unit
+        most = len(self.states.slots) + len(self.gradients.slots) + 4  # where no slot bounds it: into the next unit
         try:
             while waiting or ahead or started:
                 self._monitor.check_stop()
@@ -212,28 +223,23 @@ class Pipeline:
         """Whether one more can be started, without a wait."""
         if not ahead or len(started) == MOST_STARTED:
             return False
-        return all(transfer.done() for transfer in ahead[0].transfers) and self.parameters.at_hand(ahead[0].task.tile)
+        return ahead[0].ready() and self.parameters.at_hand(ahead[0].task.tile)
 
     def _begin(self, task: TileTask, *, wait: bool) -> _Loaded | None:
         """Take what the tile needs and start its reads; None, with nothing taken, if that would wait and must not."""
         tile, loaded = task.tile, _Loaded(task)
         if not self.parameters.begin_update(tile.unit, wait=wait):
             return None
-        dtype = task.gradient.dtype
-        if self.gradients.swapped(tile):
-            loaded.gradient = self.gradients.pool.take() if wait else self.gradients.pool.try_take()
+        if self.gradients.stored(tile):
+            loaded.gradient = self.gradients.begin_read(tile, task.gradient.dtype, wait=wait)
             if loaded.gradient is None:
                 return None
-        if self.states.swapped(tile):
-            state = self.states.begin_read(tile, wait=wait)
-            if state is None:
+        if self.states.stored(tile):
+            loaded.state = self.states.begin_read(tile, wait=wait)
+            if loaded.state is None:
                 if loaded.gradient is not None:
-                    self.gradients.pool.give(loaded.gradient)
+                    self.gradients.slots.keep(loaded.gradient, wanted=False)
                 return None
-            loaded.state = state[0]
-            loaded.transfers.append(state[1])
-        if loaded.gradient is not None:
-            loaded.transfers.append(self.gradients.begin_read(tile, dtype, loaded.gradient))
         if task.reads:
             self.parameters.fetch(tile)
         return loaded
@@ -241,8 +247,7 @@ class Pipeline:
     def _start(self, loaded: _Loaded, scale: float, started: deque[_Started]) -> None:
         """Wait for the reads, and start the update, or make it."""
         task, tile = loaded.task, loaded.task.tile
-        for transfer in loaded.transfers:
-            transfer.wait()
+        loaded.wait_ready()
         parameter = self.parameters.for_update(tile, read=task.reads)
         view = View(self.states.views(tile, loaded.state), parameter, self._gradient(loaded))
         if self._starting is None:
@@ -270,9 +275,9 @@ class Pipeline:
         """Start the writes, give back what is not written."""
         task, tile = loaded.task, loaded.task.tile
         if loaded.gradient is not None:
-            self.gradients.pool.give(loaded.gradient)
+            self.gradients.slots.give(loaded.gradient)
         if loaded.state is not None:
-            self.states.swap_out(tile, loaded.state)
+            self.states.write_back(tile, loaded.state)
         self.parameters.changed(tile)
         if task.last:
             self._done(tile.unit)
@@ -280,7 +285,7 @@ class Pipeline:
     def _gradient(self, loaded: _Loaded) -> Tensor:
         tile, dtype = loaded.task.tile, loaded.task.gradient.dtype
         if loaded.gradient is not None:
-            return loaded.gradient.view(dtype, tile.numel)
+            return loaded.gradient.memory.view(dtype, tile.numel)
         return self.gradients.in_memory(tile, dtype)
 
     def _done(self, unit: int) -> None:

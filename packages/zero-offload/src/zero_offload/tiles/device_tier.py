@@ -14,7 +14,6 @@ is the master or a part of it, the mirror is copied down first.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -25,6 +24,7 @@ from zero_core.optim.device_store import DeviceStore
 from zero_core.store import GroupStep, ShardSpec, StoreContext
 
 from ..arena import Block
+from ..slots import Slot, Slots
 from ..streams import Mark, Streams
 from .footprint import StorePlan
 from .tile import Tile
@@ -48,9 +48,7 @@ class DeviceTier:
         # By unit, the last copy into its home; at first what had been queued when the allocator gave it its memory.
         allocated = streams.mark()
         self._fresh: dict[int, Mark] = {i: allocated for i, home in enumerate(self._homes) if home.numel()}
-        self._mirrors: deque[tuple[Block, Mark | None]] = deque((block, None) for block in mirrors)
-        self._borrowed: dict[Tile, Block] = {}
-        self._arriving: dict[Tile, Mark] = {}
+        self._mirrors = Slots(mirrors)
         self.up_bytes = self.down_bytes = 0
 
     # -- whole tiles --------------------------------------------------------------------------------------------
@@ -144,44 +142,39 @@ class DeviceTier:
 
     def fetch(self, tile: Tile) -> None:
         """Begin to copy the tile's values down, if a mirror can be had now, and one is left for a tile before it."""
-        used = self._mirrors[0][1] if len(self._mirrors) > 1 else None
-        if len(self._mirrors) > 1 and (used is None or used.done()):
-            self._take(tile, read=True)
+        if len(self._mirrors.idle()) > 1:
+            self._mirrors.try_take(tile, fill=self._fill)
 
     def borrow(self, tile: Tile, *, read: bool) -> Tensor:
         """(tile.numel,) on the host, for a tile that has its home here; its values, if they are `read`."""
-        if tile not in self._borrowed:
-            self._take(tile, read=read)
-        arriving = self._arriving.pop(tile, None)
-        if arriving is not None:
-            arriving.wait()
-        return self._mirror(tile)
+        mirror = self._mirrors.find(tile) or self._mirrors.take(tile, fill=self._fill if read else None)
+        mirror.wait_filled()
+        return self._values(mirror)
 
-    def _take(self, tile: Tile, *, read: bool) -> None:
-        block, used = self._mirrors.popleft()
-        if used is not None:
-            used.wait()
-        self._borrowed[tile] = block
-        if read:
-            mirror, after = self._mirror(tile), (self._fresh[tile.unit],)
-            self._arriving[tile] = self._streams.copy("swap_out", mirror, self._home(tile), after)
-            self.down_bytes += mirror.nbytes
+    def _fill(self, mirror: Slot[Block]) -> None:
+        values, tile = self._values(mirror), mirror.key
+        mirror.filling.append(self._streams.copy("swap_out", values, self._home(tile), (self._fresh[tile.unit],)))
+        self.down_bytes += values.nbytes
 
-    def _mirror(self, tile: Tile) -> Tensor:
-        return self._borrowed[tile].view(self._plan.units[tile.unit].spec.dtype, tile.numel)
+    def _values(self, mirror: Slot[Block]) -> Tensor:
+        tile = mirror.key
+        return mirror.memory.view(self._plan.units[tile.unit].spec.dtype, tile.numel)
 
     def refresh(self, tile: Tile) -> None:
         """The mirror's values go home."""
-        mirror, block = self._mirror(tile), self._borrowed.pop(tile)
-        mark = self._streams.copy("swap_in", self._home(tile), mirror, (self._fresh[tile.unit],))
-        self._fresh[tile.unit] = mark
-        self._mirrors.append((block, mark))
-        self.up_bytes += mirror.nbytes
+        mirror = self._mirrors.find(tile)
+        assert mirror is not None
+        values = self._values(mirror)
+        mark = self._streams.copy("swap_in", self._home(tile), values, (self._fresh[tile.unit],))
+        self._fresh[tile.unit] = mirror.leaving[None] = mark
+        self._mirrors.give(mirror)
+        self.up_bytes += values.nbytes
 
     def give_back(self, i: int) -> None:
         """Mirrors of unit i's that were only read."""
-        for tile in [tile for tile in self._borrowed if tile.unit == i]:
-            self._mirrors.append((self._borrowed.pop(tile), None))
+        for mirror in self._mirrors:
+            if mirror.key is not None and mirror.key.unit == i:
+                self._mirrors.give(mirror)
 
     def _home(self, tile: Tile) -> Tensor:
         start = tile.start - self._plan.units[tile.unit].whole_numel

@@ -27,10 +27,11 @@ from zero_core.store import CHUNK_NUMEL
 from ..arena import Arena, Block
 from ..errors import OffloadError
 from ..monitor import Monitor
-from ..protocols import Extent, UpdateStep
-from ..tier import Tier, Transfer, Transfers
+from ..protocols import UpdateStep
+from ..slots import Slot
+from ..tier import Tier, Transfers
 from .footprint import GRADIENT_BYTES, StorePlan
-from .slots import SlotPool
+from .stored_tiles import StoredTiles
 from .tile import Tile, round_up
 
 __all__ = ["GradientStore", "Held", "Taken"]
@@ -53,7 +54,7 @@ class Taken:
 
 
 Part = Callable[[int, int], Tensor]  # (start, stop) of a shard -> its gradient there, on the CPU, until the next call
-_Hand = dict[Tile, tuple[Block, Transfer | None]]  # slots in hand, each with the read into it
+_Hand = dict[Tile, Slot[Block]]  # slots that one call holds
 
 
 class GradientStore:
@@ -72,15 +73,14 @@ class GradientStore:
         monitor: Monitor,
         dtype: torch.dtype,
     ) -> None:
-        self._plan, self._nvme, self._step, self._monitor, self.dtype = plan, nvme, step, monitor, dtype
-        self.pool = SlotPool([arena.take(plan.gradient_slot_bytes) for _ in range(plan.gradient_slots)], monitor)
+        self._plan, self._step, self._monitor, self.dtype = plan, step, monitor, dtype
+        self._stored = StoredTiles("gradient", arena, plan.gradient_slots, plan.gradient_slot_bytes, monitor)
+        self.slots = self._stored.slots
         self._held = [Held.NONE] * len(plan.units)
         self._expected = [False] * len(plan.units)  # a gradient was checked, and may not be added yet
         self._above = [unit.whole_numel for unit in plan.units]  # leading elements, kept on a device apart
         self._memory: list[Block | None] = []
         self._memory_numel: list[int] = []
-        self._extents: dict[Tile, Extent] = {}
-        self._writes: dict[Tile, Transfer] = {}
         self._sums: list[list[float]] = []
         for unit in plan.units:
             numel = unit.memory_numel(unit.gradient_tiers) if unit.trainable else 0
@@ -89,7 +89,7 @@ class GradientStore:
             self._sums.append([0.0] * -(-unit.spec.numel // CHUNK_NUMEL))
             for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True):
                 if tile.trainable and tier is Tier.NVME and nvme is not None:
-                    self._extents[tile] = nvme.own(round_up(tile.numel * plan.gradient_itemsize, plan.alignment))
+                    self._stored[tile] = nvme.own(round_up(tile.numel * plan.gradient_itemsize, plan.alignment))
 
     # -- the thread that adds ------------------------------------------------------------------------------------
 
@@ -129,14 +129,14 @@ class GradientStore:
 
     def accept_pieces(self, i: int, part: Part) -> None:
         """Add a gradient of which `part` gives the tiles of kept(i), one after another."""
-        self._accept(i, part, [(tile.start, tile.stop) for tile in self.kept(i) if tile not in self._extents])
+        self._accept(i, part, [(tile.start, tile.stop) for tile in self.kept(i) if tile not in self._stored])
 
     def kept(self, i: int) -> list[Tile]:
         """The tiles whose gradient is kept, in their order: in memory first, then on nvme."""
         unit = self._plan.units[i]
         rows = zip(unit.tiles, unit.gradient_tiers, strict=True)
         below = [(tile, tier) for tile, tier in rows if tile.start >= self._above[i]]
-        return [tile for tile, tier in below if tier is not Tier.NVME or tile in self._extents]
+        return [tile for tile, tier in below if tier is not Tier.NVME or tile in self._stored]
 
     def _accept(self, i: int, part: Part, in_memory: Sequence[tuple[int, int]]) -> None:
         if not self._plan.units[i].trainable:
@@ -148,7 +148,7 @@ class GradientStore:
             _widen(memory, self.dtype, self._memory_numel[i])
         for start, stop in in_memory:
             self._add_in_memory(i, start, part(start, stop), held)
-        self._add_on_nvme(i, part, held)
+        self._add_stored(i, part, held)
         first = held is Held.NONE and self.dtype != torch.float32
         self._held[i] = Held.REDUCED if first else Held.FP32
 
@@ -173,13 +173,12 @@ class GradientStore:
             self._sum_chunks(i, first, kept[first - above : last - above])
         for tile in self._plan.units[i].tiles:
             low, high = max(start, tile.start), min(stop, tile.stop)
-            if tile in self._extents and low < high:
+            if tile in self._stored and low < high:
                 with self._hand() as hand:
-                    self._take_up(hand, tile, dtype, self._slot(tile))
-                    kept = self._there(hand, tile).view(dtype, tile.numel)
+                    kept = self._there(hand, tile, dtype).view(dtype, tile.numel)
                     kept[low - tile.start : high - tile.start].zero_()
                     self._sum_chunks(i, tile.start, kept)
-                    self._swap_out(hand, tile, kept)
+                    self._write_back(hand, tile, kept)
 
     def norm_squared(self) -> float:
         """Chunk sums of all units, in order."""
@@ -211,33 +210,22 @@ class GradientStore:
             kept.copy_(gradient)
         self._sum_chunks(i, start, kept)
 
-    def _add_on_nvme(self, i: int, part: Part, held: Held) -> None:
-        tiles = [tile for tile in self._plan.units[i].tiles if tile in self._extents]
-        if held is Held.NONE:
-            with self._hand() as hand:
-                for tile in tiles:
-                    hand[tile] = (self._slot(tile), None)
-                    kept = hand[tile][0].view(self.dtype, tile.numel)
-                    kept.copy_(part(tile.start, tile.stop))
-                    self._sum_chunks(i, tile.start, kept)
-                    self._swap_out(hand, tile, kept)
-            return
-        dtype = self.dtype if held is Held.REDUCED else torch.float32
+    def _add_stored(self, i: int, part: Part, held: Held) -> None:
+        tiles = [tile for tile in self._plan.units[i].tiles if tile in self._stored]
+        dtype = torch.float32 if held is Held.FP32 else self.dtype
         with self._hand() as hand:
             for tile, following in zip(tiles, [*tiles[1:], None], strict=False):
-                if tile not in hand:
-                    self._take_up(hand, tile, dtype, self._slot(tile))
-                # The next tile is read while this one is added; only if a slot is there, so that nothing is waited for.
-                another = self.pool.try_take() if following is not None else None
-                if following is not None and another is not None:
-                    self._take_up(hand, following, dtype, another)
-                block = self._there(hand, tile)
-                if held is Held.REDUCED:
-                    _widen(block, dtype, tile.numel)
-                kept = block.view(torch.float32, tile.numel)
-                self._step.accumulate(kept, part(tile.start, tile.stop))
+                if held is Held.NONE:
+                    kept = self._slot(hand, tile).memory.view(dtype, tile.numel)
+                    kept.copy_(part(tile.start, tile.stop))
+                else:
+                    block = self._there(hand, tile, dtype, following)
+                    if held is Held.REDUCED:
+                        _widen(block, dtype, tile.numel)
+                    kept = block.view(torch.float32, tile.numel)
+                    self._step.accumulate(kept, part(tile.start, tile.stop))
                 self._sum_chunks(i, tile.start, kept)
-                self._swap_out(hand, tile, kept)
+                self._write_back(hand, tile, kept)
 
     def _whole(self, i: int) -> Held:
         """What is kept of unit i. Raises OffloadError where only a part of a gradient was added."""
@@ -250,33 +238,43 @@ class GradientStore:
 
     @contextmanager
     def _hand(self) -> Iterator[_Hand]:
-        """Slots that one call holds. Those it still holds when it ends early go back, after the read into them."""
+        """Slots that one call holds. What it still holds when it ends early is forgotten."""
         hand: _Hand = {}
         try:
             yield hand
         finally:
-            for block, transfer in hand.values():
-                self.pool.give(block, after=transfer)
+            for slot in hand.values():
+                self.slots.give(slot)
 
-    def _take_up(self, hand: _Hand, tile: Tile, dtype: torch.dtype, block: Block) -> None:
-        hand[tile] = (block, None)
-        hand[tile] = (block, self.begin_read(tile, dtype, block))
-
-    def _there(self, hand: _Hand, tile: Tile) -> Block:
-        block, transfer = hand[tile]
-        assert transfer is not None
-        if not transfer.done():
+    def _slot(self, hand: _Hand, tile: Tile) -> Slot[Block]:
+        """A slot for the tile, whose values may still be there."""
+        slot = self.slots.hold(tile) or self.slots.try_take(tile)
+        if slot is None:
             with self._monitor.exposed(str(tile)):
-                transfer.wait()
-        transfer.wait()
-        return block
+                slot = self.slots.take(tile)
+        hand[tile] = slot
+        return self._changeable(slot, tile)
 
-    def _slot(self, tile: Tile) -> Block:
-        block = self.pool.try_take()
-        if block is None:
+    def _there(self, hand: _Hand, tile: Tile, dtype: torch.dtype, following: Tile | None = None) -> Block:
+        """The tile's values in a slot. The `following` tile is read meanwhile, if there is a slot without waiting."""
+        if tile not in hand:
+            slot = self.begin_read(tile, dtype, wait=False)
+            if slot is None:
+                with self._monitor.exposed(str(tile)):
+                    slot = self.begin_read(tile, dtype, wait=True)
+            assert slot is not None
+            hand[tile] = slot
+        ahead = self.begin_read(following, dtype, wait=False) if following is not None else None
+        if following is not None and ahead is not None:
+            hand[following] = ahead
+        return self._changeable(hand[tile], tile).memory
+
+    def _changeable(self, slot: Slot[Block], tile: Tile) -> Slot[Block]:
+        if not slot.changeable():
             with self._monitor.exposed(str(tile)):
-                block = self.pool.take()
-        return block
+                slot.wait_changeable()
+        slot.wait_changeable()
+        return slot
 
     def _sum_chunks(self, i: int, start: int, values: Tensor) -> None:
         """Squares of `values`, which begin at shard element `start`, a multiple of the chunk."""
@@ -285,8 +283,9 @@ class GradientStore:
 
     # -- both threads: transfers of a tile ----------------------------------------------------------------------
 
-    def swapped(self, tile: Tile) -> bool:
-        return tile in self._extents
+    def stored(self, tile: Tile) -> bool:
+        """Whether the tile's gradient passes through slots."""
+        return tile in self._stored
 
     def in_memory(self, tile: Tile, dtype: torch.dtype) -> Tensor:
         """(tile.numel,) of a tile that is not on nvme."""
@@ -294,28 +293,17 @@ class GradientStore:
         assert memory is not None
         return memory.view(dtype, tile.numel, (tile.start - self._above[tile.unit]) * dtype.itemsize)
 
-    def begin_read(self, tile: Tile, dtype: torch.dtype, block: Block) -> Transfer:
-        """Begin to bring a taken tile of `dtype` into `block`, after the write that is still in flight."""
-        assert self._nvme is not None
-        self._written(tile)
-        source = block.raw(0, round_up(tile.numel * dtype.itemsize, self._plan.alignment))
-        return self._nvme.read(self._extents[tile], source, f"gradient of {tile}")
+    def begin_read(self, tile: Tile, dtype: torch.dtype, *, wait: bool) -> Slot[Block] | None:
+        """A held slot with the tile's gradient under way, or there already. None: `wait` is off and no slot is free."""
+        return self._stored.begin_read(tile, self._nbytes(tile, dtype), wait=wait)
 
-    def _swap_out(self, hand: _Hand, tile: Tile, values: Tensor) -> None:
-        assert self._nvme is not None
-        self._written(tile)  # of a gradient that was discarded: two writes of the same bytes have no order
-        block = hand[tile][0]
-        source = block.raw(0, round_up(values.nbytes, self._plan.alignment))
-        transfer = self._nvme.write(self._extents[tile], source, f"gradient of {tile}")
-        self._writes[tile] = transfer
-        self.pool.give(block, after=transfer)
-        del hand[tile]
+    def _nbytes(self, tile: Tile, dtype: torch.dtype) -> int:
+        return round_up(tile.numel * dtype.itemsize, self._plan.alignment)
 
-    def _written(self, tile: Tile) -> None:
-        """Return when the tile's last write is done."""
-        if tile in self._writes:
-            self._writes[tile].wait()
-            del self._writes[tile]
+    def _write_back(self, hand: _Hand, tile: Tile, values: Tensor) -> None:
+        """Begin to write the tile. Its values stay in the slot for the update, until another tile needs it."""
+        self._stored.begin_write(tile, hand[tile], self._nbytes(tile, values.dtype))
+        self.slots.keep(hand.pop(tile), wanted=False)
 
 
 def _widen(block: Block, dtype: torch.dtype, numel: int) -> None:

@@ -6,14 +6,13 @@ Owns the way of one tile after another through memory. Runs while no update does
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from zero_core.precision import round_to
 
-from ..errors import BudgetError
 from ..protocols import UpdateStep
 from .footprint import StorePlan
 from .parameters import ParameterStore
@@ -46,24 +45,23 @@ class Values:
     def _first(self, tile: Tile, record: Record | None, values: Tensor) -> None:
         parameter = self._parameters.for_update(tile, read=False)
         if tile.trainable:
-            block = self._states.pool.take() if self._states.swapped(tile) else None
+            slot = self._states.slots.take(tile) if self._states.stored(tile) else None
             try:
-                states = self._states.views(tile, block) if record is not None else {}
+                states = self._states.views(tile, slot) if record is not None else {}
                 self._step.initialise(View(states, parameter, values[:0]), values)
-                if block is not None:
-                    self._states.swap_out(tile, block)
-                    block = None
+                if slot is not None:
+                    self._states.write_back(tile, slot)
+                    slot = None
             finally:
-                if block is not None:
-                    self._states.pool.give(block)
+                if slot is not None:
+                    self._states.slots.give(slot)
         else:
             round_to(values, parameter)
         self._parameters.changed(tile)
 
     def at_hand(self) -> set[int]:
         """After a transfer failed: the units whose bytes are in slots, whatever became of their writes."""
-        with suppress(Exception):
-            self._states.pool.drain()
+        self._states.slots.forget_leaving()
         return self._parameters.forget_writes()
 
     def read(self, i: int, name: str, start: int, stop: int) -> Tensor:
@@ -114,24 +112,22 @@ class Values:
         """The tile in memory, with its `states` or without. They are written back where they `change`; else they stay
         as if read ahead.
         """
-        if not self._parameters.begin_update(tile.unit, wait=False, steal=True):
-            name = self._plan.units[tile.unit].spec.name
-            raise BudgetError(f"every unit slot is held; release a unit before reading {name}")
-        loaded = None
+        self._parameters.begin_update(tile.unit, wait=True, steal=True)
+        slot = None
         try:
-            if states and self._states.swapped(tile):
-                loaded = self._states.begin_read(tile, wait=True)
-                assert loaded is not None
-                loaded[1].wait()
-            views = self._states.views(tile, loaded[0] if loaded else None) if tile.trainable else {}
+            if states and self._states.stored(tile):
+                slot = self._states.begin_read(tile, wait=True)
+                assert slot is not None
+                slot.wait_changeable()
+            views = self._states.views(tile, slot) if tile.trainable else {}
             parameter = self._parameters.for_update(tile)
             yield View(views, parameter, parameter[:0])
-            if loaded is not None and change:
-                self._states.swap_out(tile, loaded[0])
-                loaded = None
+            if slot is not None and change:
+                self._states.write_back(tile, slot)
+                slot = None
         finally:
-            if loaded is not None and change:  # it ended early: on nvme they are what they were
-                self._states.pool.give(loaded[0], after=loaded[1])
-            elif loaded is not None:
-                self._states.keep(tile, loaded)
+            if slot is not None and change:  # it ended early: where they are stored they are what they were
+                self._states.slots.give(slot)
+            elif slot is not None:
+                self._states.slots.keep(slot)
             self._parameters.end_update(tile.unit, wanted=False)

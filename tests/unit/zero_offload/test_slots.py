@@ -1,0 +1,235 @@
+"""`slots`, by trying every order of events: who takes which values, who changes them, which transfer ends next.
+
+The world below has three values that are stored, a pool of two or three slots, a training thread that uses one value at
+a time and an update thread that changes values, reads ahead and holds several. Its memory and its storage know which
+version of which value they have. A transfer that reads or writes anything but the version that was meant is a failure,
+and so is an eviction of what is in use, a wait that nothing ends, or a version that is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zero_offload.slots import Slot, Slots
+from zero_offload.tier import Stored
+
+VALUES = "abc"
+TRAINING, UPDATE = "training", "update"
+
+
+class Cell:
+    """A slot's memory: which version of which value it has."""
+
+    def __init__(self) -> None:
+        self.content: tuple[str, int] | None = None
+        self.nbytes = 1
+
+
+class Transfer:
+    """In flight until somebody lets it end: the explorer, or whoever waits."""
+
+    def __init__(self, world: World, kind: str, value: str, cell: Cell) -> None:
+        self.world, self.kind, self.value, self.cell, self.began = world, kind, value, cell, cell.content
+        self.over = False
+        world.flying.append(self)
+
+    def done(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        if self.over:
+            return
+        assert not self.world.must_not_wait, f"it waits for the {self.kind} of {self.value}"
+        self.over = True
+        self.world.flying.remove(self)
+        assert self.cell.content == self.began, f"{self.kind} of {self.value}: its memory changed meanwhile"
+        if self.kind == "write":
+            assert self.began is not None and self.began[0] == self.value
+            self.world.disk[self.value] = self.began[1]
+        else:
+            assert self.world.disk[self.value] == self.world.truth[self.value], (
+                f"a read of {self.value} overtook a write"
+            )
+            self.cell.content = (self.value, self.world.disk[self.value])
+
+
+class World:
+    """One pool and two threads. `kept`: whether what was updated stays in its slot, as gradients and units do."""
+
+    def __init__(self, slots: int, kept: bool) -> None:
+        self.flying: list[Transfer] = []
+        self.truth, self.disk = dict.fromkeys(VALUES, 0), dict.fromkeys(VALUES, 0)
+        self.slots: Slots[Cell] = Slots([Cell() for _ in range(slots)], blocked=self._blocked)
+        self.kept, self.must_not_wait = kept, False
+        self.stored = {value: Stored(self._transfers(value), SimpleNamespace(nbytes=1)) for value in VALUES}
+
+    def _transfers(self, value: str) -> Any:
+        def begin(kind: str) -> Any:
+            return lambda extent, cell, what, offset: Transfer(self, kind, value, cell)
+
+        return SimpleNamespace(read=begin("read"), write=begin("write"))
+
+    def _blocked(self) -> None:
+        assert all(slot.holders for slot in self.slots), "it waits for a slot although one is idle"
+        raise BlockedError
+
+    def held(self, holder: str) -> list[Slot[Cell]]:
+        return [slot for slot in self.slots if holder in slot.holders]
+
+    def fill(self, slot: Slot[Cell]) -> None:
+        slot.memory.content = (slot.key, -1)  # not its value yet: that is what the read brings
+        slot.filling.append(self.stored[slot.key].read(slot.memory, "a value"))
+
+    def events(self) -> Iterator[tuple[str, str]]:
+        """What may happen next."""
+        used, changed = self.held(TRAINING), self.held(UPDATE)
+        for value in VALUES:
+            mine = {slot.key for slot in changed}
+            if not used and value not in mine:
+                yield "use", value
+            if not used and value not in mine and self.slots.find(value) is None:
+                yield "prefetch", value
+            if value not in {slot.key for slot in used} | mine and len(changed) < len(self.slots):
+                yield "ahead" if changed else "take", value
+        if used:
+            yield "release", used[0].key
+        for slot in changed:
+            yield "change", slot.key
+        for number in range(len(self.flying)):
+            yield "end", str(number)
+
+    def happen(self, kind: str, value: str) -> None:
+        in_use = {slot.key for slot in self.slots if slot.holders}
+        if kind in ("use", "prefetch", "ahead"):
+            self.stored[value].drain()
+            self.must_not_wait = True
+            holder = {"use": TRAINING, "ahead": UPDATE}.get(kind, "")
+            slot = self.slots.hold(value, holder)
+            slot = slot or self.slots.try_take(value, holder, fill=self.fill, steal=kind == "use")
+            if slot is not None and not holder:
+                self.slots.keep(slot)
+            self.must_not_wait = False
+        elif kind == "take":
+            try:
+                self.slots.hold(value, UPDATE) or self.slots.take(value, UPDATE, fill=self.fill)
+            except BlockedError:
+                assert len(self.held(TRAINING)) == len(self.slots)
+        elif kind == "end":
+            self.flying[int(value)].wait()
+        else:
+            slot = self.slots.find(value)
+            assert slot is not None, f"{value} was in use and is gone"
+            self.release(slot) if kind == "release" else self.change(slot)
+            in_use.discard(value)
+        assert in_use <= {slot.key for slot in self.slots if slot.holders}, "what was in use was evicted"
+
+    def release(self, slot: Slot[Cell]) -> None:
+        slot.wait_filled()
+        assert slot.memory.content == (slot.key, self.truth[slot.key])
+        self.slots.keep(slot, TRAINING, wanted=False)
+
+    def change(self, slot: Slot[Cell]) -> None:
+        slot.wait_changeable("all")
+        assert slot.memory.content == (slot.key, self.truth[slot.key])
+        self.truth[slot.key] += 1
+        slot.memory.content = (slot.key, self.truth[slot.key])
+        slot.leaving["all"] = self.stored[slot.key].write(slot.memory, "a value")
+        self.slots.keep(slot, UPDATE) if self.kept else self.slots.give(slot, UPDATE)
+
+    def state(self) -> object:
+        """What the future depends on."""
+        order = sorted(slot.used for slot in self.slots)
+        lag = {value: self.truth[value] - self.disk[value] for value in VALUES}
+        numbers = {id(transfer): number for number, transfer in enumerate(self.flying)}
+        return (
+            tuple(lag.items()),
+            tuple((transfer.kind, transfer.value) for transfer in self.flying),
+            tuple(
+                (
+                    slot.key,
+                    tuple(sorted(slot.holders)),
+                    slot.wanted,
+                    order.index(slot.used),
+                    tuple(numbers.get(id(each), -1) for each in slot.filling),
+                    tuple(numbers.get(id(each), -1) for each in slot.leaving.values()),
+                    slot.memory.content
+                    and (slot.memory.content[0], slot.memory.content[1] - self.truth[slot.key or "a"]),
+                )
+                for slot in self.slots
+            ),
+        )
+
+
+class BlockedError(Exception):
+    """The thread would sleep."""
+
+
+def replay(slots: int, kept: bool, history: tuple[tuple[str, str], ...]) -> World:
+    world = World(slots, kept)
+    for event in history:
+        world.happen(*event)
+    return world
+
+
+@pytest.mark.parametrize(("slots", "depth"), [(2, 7), (3, 6)])
+@pytest.mark.parametrize("kept", [False, True])
+def test_no_order_of_events_breaks_an_invariant(slots: int, depth: int, kept: bool) -> None:
+    """Fails if take() hands out a slot with a transfer in flight, evicts what is held, or lets a read pass a write."""
+    seen, frontier = set(), [()]
+    for _ in range(depth):
+        following = []
+        for history in frontier:
+            for event in replay(slots, kept, history).events():
+                longer = (*history, event)
+                world = replay(slots, kept, longer)
+                state = world.state()
+                if state not in seen:
+                    seen.add(state)
+                    following.append(longer)
+        frontier = following
+    assert len(seen) > 1000  # it did explore
+
+
+@pytest.mark.parametrize("last_in_first_out", [False, True])
+def test_what_is_needed_last_goes_first(last_in_first_out: bool) -> None:
+    """`a` is held, `b` and `c` are wanted in turn, `d` is not wanted. Fails if the order of eviction changes."""
+    slots = Slots([Cell() for _ in range(4)], last_in_first_out=last_in_first_out)
+    held = {value: slots.take(value) for value in "abcd"}
+    for value in "abc":
+        slots.keep(held[value])
+    slots.keep(held["d"], wanted=False)
+    assert slots.idle(steal=False) == [held["d"]]
+    assert "".join(slot.key for slot in slots.idle()) == ("dabc" if last_in_first_out else "dcba")
+    assert slots.try_take("e") is held["d"] and slots.try_take("f") is None
+    assert slots.try_take("f", steal=True) is held["a" if last_in_first_out else "c"]
+
+
+def test_an_error_in_flight_is_raised_by_whoever_takes_the_slot_and_then_it_is_free() -> None:
+    """Fails if the error is lost, or if a slot is lost with it."""
+
+    class Failed:
+        def done(self) -> bool:
+            return True
+
+        def wait(self) -> None:
+            raise OSError("no space")
+
+    slots = Slots([Cell()])
+    slot = slots.take("a")
+    slot.leaving["all"] = Failed()
+    slots.give(slot)
+    with pytest.raises(OSError, match="no space"):
+        slots.take("b")
+    assert slots.take("b") is slot
+
+    def fill(slot: Slot[Cell]) -> None:
+        raise OSError("no file")
+
+    slots.give(slot)
+    with pytest.raises(OSError, match="no file"):
+        slots.take("c", fill=fill)
+    assert slots.take("c") is slot
