@@ -47,6 +47,9 @@ def compare(planned, reserved):
     for tier in ("device", "host", "nvme"):
         for kind in ("parameters", "gradients", "optimizer"):
             assert planned.bytes_of(tier, kind) == reserved.bytes_of(tier, kind), (tier, kind)
+    assert planned.store.held == reserved.held
+    assert planned.store.arena_bytes == reserved.arena_bytes
+    assert planned.store.extent_bytes("nvme") == reserved.extent_bytes("nvme")
 
 
 def check(placement, dtype, shard_count):
@@ -120,7 +123,7 @@ def test_units_that_stay_and_one_that_encloses_them_have_the_slots_that_were_pla
     optimizer = zero_core.shard(
         model, torch.optim.AdamW(model.parameters()), store=store, param_dtype=torch.bfloat16, **options
     )
-    assert store.describe().unit_slots == planned.placed.slots.unit_slots
+    assert store.describe().unit_slots == planned.store.unit_slots
     for _ in range(2):
         model(torch.ones(4, 256, dtype=torch.bfloat16)).backward()
         optimizer.step()

@@ -8,11 +8,12 @@ import itertools
 import pytest
 import torch
 
-from zero_offload import MemoryByteStore, PlacementError, TieredStore, TorchStep, plan_store
-from zero_offload.planning.accounting import STATE_KINDS, TIERS, Cut, Shape, account
+from zero_core import memory
+from zero_offload import Hardware, MemoryByteStore, PlacementError, TieredStore, TorchStep, plan_store
+from zero_offload.planning.accounting import TIERS, Shape, account, shards_of
 from zero_offload.planning.planner import plan
 from zero_offload.planning.sizes import ModelSizes, ParameterSizes, UnitSizes
-from zero_offload.tiles.footprint import gradient_itemsize
+from zero_offload.tiles.footprint import KINDS, STATE_KINDS
 
 from . import harness
 
@@ -37,7 +38,11 @@ def sizes(*numel: int) -> ModelSizes:
 
 
 def count(model: ModelSizes, shape: Shape, placements=HOST):
-    return account(Cut(model, shape).place(placements, None), shape)
+    return account(shards_of(model, shape).place(placements, None), shape)
+
+
+def held(model: ModelSizes, shape: Shape, placements=HOST):
+    return shards_of(model, shape).place(placements, None).held
 
 
 def specs_of(model: ModelSizes, shape: Shape, rank: int = 0):
@@ -49,16 +54,14 @@ def test_what_is_counted_is_what_the_store_reserves(placements):
     by_kind = dict(zip(STATE_KINDS, placements, strict=True))
     for dtype, shards, accumulate in ((torch.bfloat16, 1, 1), (torch.float32, 2, 3)):
         shape = Shape(parameter_dtype=dtype, shard_count=shards, tile_numel=MI, accumulate=accumulate)
-        kept = gradient_itemsize(torch.bfloat16, accumulate)
+        kept = 2 if accumulate == 1 else 4
         truth = plan_store(
             specs_of(MIXED, shape), shape.step, tile_numel=MI, shard_count=shards, gradient_itemsize=kept, **by_kind
         )
-        placed = Cut(MIXED, shape).place(by_kind, None)
-        held = account(placed, shape).held
-        for tier, kind in itertools.product(TIERS, STATE_KINDS):
-            assert held.get((tier, kind), 0) == truth.bytes_of(tier, kind), (tier, kind)
-        assert placed.arena_bytes == truth.arena_bytes
-        assert placed.buffer_bytes == truth.buffer_bytes
+        counted = shards_of(MIXED, shape).place(by_kind, None)
+        for tier, kind in itertools.product(TIERS, KINDS):
+            assert counted.bytes_of(tier, kind) == truth.bytes_of(tier, kind), (tier, kind)
+        assert counted.arena_bytes == truth.arena_bytes and counted.extent_bytes("nvme") == truth.extent_bytes("nvme")
 
 
 NVME, SPLIT = dict.fromkeys(STATE_KINDS, "nvme"), dict.fromkeys(STATE_KINDS, PLACEMENTS[2])
@@ -100,32 +103,48 @@ def test_what_is_counted_is_what_a_step_moves(monkeypatch, where, dtype, accumul
     store.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_planner_and_the_closed_formulas_agree_where_everything_stays_on_the_device(dtype, accumulate, stage):
+    model, ranks = ModelSizes(tuple(UnitSizes.whole(f"u{i}", MI) for i in range(4))), 4
+    machine = Hardware(device="cuda", device_gib=80, host_gib=512)
+    everything = dict.fromkeys(STATE_KINDS, "device")
+    options = {"stage": stage, "parameter_dtype": dtype, "shard_count": ranks, "accumulate": accumulate}
+    planned = plan(model, machine, **everything, **options)
+    assert not planned.needs_store
+    found = memory.estimate(4 * MI, ranks, stage, param_dtype=dtype, accumulate=accumulate)
+    assert planned.bytes_of("device", "parameters") == found.parameters_bytes
+    assert planned.bytes_of("device", "gradients") == found.gradients_bytes
+    assert planned.bytes_of("device", "optimizer") == found.optimizer_bytes
+
+
 def test_each_kind_weighs_what_its_dtype_says():
-    held = count(sizes(MI), Shape()).held
-    assert held == {("host", "parameters"): 2 * MI, ("host", "gradients"): 2 * MI, ("host", "optimizer"): 12 * MI}
-    assert count(sizes(MI), Shape(accumulate=2)).held["host", "gradients"] == 4 * MI
-    assert count(sizes(MI), Shape(reduce_dtype=torch.float32)).held["host", "gradients"] == 4 * MI
-    assert count(sizes(MI), Shape(parameter_dtype=torch.float32)).held["host", "optimizer"] == 8 * MI
+    found = {kind: 2 * MI for kind in ("parameters", "gradients")} | {"optimizer": 12 * MI}
+    assert held(sizes(MI), Shape()) == {("host", kind): nbytes for kind, nbytes in found.items()}
+    assert held(sizes(MI), Shape(accumulate=2))["host", "gradients"] == 4 * MI
+    assert held(sizes(MI), Shape(reduce_dtype=torch.float32))["host", "gradients"] == 4 * MI
+    assert held(sizes(MI), Shape(parameter_dtype=torch.float32))["host", "optimizer"] == 8 * MI
 
 
 def test_shards_are_padded_to_128_bytes_of_parameters():
     for dtype, shards, numel in ((torch.bfloat16, 1, 128), (torch.float32, 1, 96), (torch.bfloat16, 4, 64)):
-        held = count(sizes(65), Shape(parameter_dtype=dtype, shard_count=shards)).held
-        assert held["host", "gradients"] == 2 * numel
+        found = held(sizes(65), Shape(parameter_dtype=dtype, shard_count=shards))
+        assert found["host", "gradients"] == 2 * numel
 
 
 def test_parameters_on_nvme_are_read_for_forward_and_backward_of_every_micro_batch():
     counted = count(sizes(MI), Shape(accumulate=3), {**HOST, "parameters": "nvme"})
-    assert counted.read_bytes == 3 * 2 * 2 * MI
-    assert counted.write_bytes == counted.setup_write_bytes == 2 * MI
+    assert counted.read_bytes("nvme") == 3 * 2 * 2 * MI
+    assert counted.write_bytes("nvme") == counted.moved["nvme"]["setup"] == 2 * MI
 
 
 def test_gradients_on_nvme_are_written_narrow_first_and_wide_after():
     nvme = {**HOST, "gradients": "nvme"}
     one, three = (count(sizes(MI), Shape(accumulate=n), nvme) for n in (1, 3))
-    assert (one.write_bytes, one.read_bytes) == (2 * MI, 2 * MI)
-    assert (three.write_bytes, three.read_bytes) == ((2 + 4 + 4) * MI, (2 + 4 + 4) * MI)
-    assert one.setup_write_bytes == 0
+    assert one.write_bytes("nvme") == one.read_bytes("nvme") == 2 * MI
+    assert three.write_bytes("nvme") == three.read_bytes("nvme") == (2 + 4 + 4) * MI
+    assert one.moved["nvme"]["setup"] == 0
 
 
 def test_a_model_of_ten_thousand_units_counts_as_its_units_do():
@@ -133,9 +152,9 @@ def test_a_model_of_ten_thousand_units_counts_as_its_units_do():
     placements = dict.fromkeys(STATE_KINDS, {"host": 0.4321, "nvme": 0.5679})
     shape = Shape(tile_numel=MI)
     truth = plan_store(specs_of(layers, shape), shape.step, tile_numel=MI, gradient_itemsize=2, **placements)
-    placed = Cut(layers, shape).place(placements, None)
-    assert len(placed.runs) < 20
-    assert placed.arena_bytes == truth.arena_bytes
+    counted = shards_of(layers, shape).place(placements, None)
+    assert len(counted.runs) < 20
+    assert counted.held == truth.held and counted.arena_bytes == truth.arena_bytes
 
 
 @pytest.mark.parametrize(

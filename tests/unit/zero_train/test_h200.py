@@ -128,7 +128,7 @@ def test_the_device_holds_two_units_two_landing_buffers_and_activations(models, 
 def test_14b_with_exact_states_fits_over_device_and_host_and_not_on_the_host(models, h200):
     with pytest.raises(zero_offload.PlanError, match="host tier needs"):
         planned(models["14B"], h200, 8192)
-    found = planned(models["14B"], h200, 8192, "auto", device_whole=False)
+    found = planned(models["14B"], h200, 8192, "auto")
     assert found.bytes_of("device", "optimizer") > 0 and found.bytes_of("host", "optimizer") > 0
     assert found.total("nvme") == 0
     assert found.total("device") <= found.budgets.device and found.total("host") <= found.budgets.host

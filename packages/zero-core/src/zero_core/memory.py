@@ -32,7 +32,19 @@ import torch
 from .errors import StageError
 from .layout import ALIGNMENT_BYTES, round_up
 
-__all__ = ["OPTIMIZER_STATES", "Estimate", "Movement", "estimate", "movement", "optimizer_states", "padded_numel"]
+__all__ = [
+    "FP32_BYTES",
+    "OPTIMIZER_STATES",
+    "ElementBytes",
+    "Estimate",
+    "Movement",
+    "estimate",
+    "movement",
+    "optimizer_states",
+    "padded_numel",
+]
+
+FP32_BYTES = 4  # of a master, a state and a sum of gradients
 
 OPTIMIZER_STATES = {
     "adam": 2,
@@ -48,6 +60,36 @@ OPTIMIZER_STATES = {
     "sgd_momentum": 1,
 }
 """fp32 values a parameter that each optimizer keeps besides the master (AMSGrad and centred variants keep one more)."""
+
+
+@dataclass(frozen=True)
+class ElementBytes:
+    """What one element takes of each kind: `estimate`, the stores and the planner of zero_offload count with these."""
+
+    parameter_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    states: int = 0  # fp32 values that the optimizer keeps besides the master
+
+    @property
+    def master(self) -> int:
+        """An fp32 parameter is its own master."""
+        return 0 if self.parameter_dtype == torch.float32 else FP32_BYTES
+
+    @property
+    def optimizer(self) -> int:
+        return self.master + FP32_BYTES * self.states
+
+    def gradient(self, arriving: int | None) -> int:
+        """What is kept where `arriving` gradients are added up before a step; None: it is not known how many.
+
+        One alone stays as it was reduced. What is added to it is summed in fp32.
+        """
+        return self.reduce_dtype.itemsize if arriving == 1 else FP32_BYTES
+
+    @property
+    def widened(self) -> int:
+        """What the update takes to widen a gradient that was reduced in 16 bits."""
+        return 0 if self.reduce_dtype == torch.float32 else FP32_BYTES
 
 
 @dataclass(frozen=True)
@@ -174,12 +216,12 @@ def estimate(
         """The store's shard."""
         return -(-elements // shards) * itemsize
 
-    itemsize, reduced = param_dtype.itemsize, (reduce_dtype or param_dtype).itemsize
-    masters = held(numel, 4) if param_dtype != torch.float32 else 0  # of frozen parameters too
+    element = ElementBytes(param_dtype, reduce_dtype or param_dtype, optimizer_states(optimizer))
+    itemsize, reduced = param_dtype.itemsize, element.gradient(1)
     parameters = held(numel, itemsize)
     if stage in (1, 2) and shards > 1:  # in 16 bits the shard exists while it is gathered
-        parameters = numel * itemsize + (parameters if param_dtype == torch.float32 else 0)
-    summed = 4 if accumulate > 1 else reduced
+        parameters = numel * itemsize + (0 if element.master else parameters)
+    summed = element.gradient(accumulate)
     gradients = held(trainable, summed)
     if world_size * replicas > 1 and (stage == 1 or (no_sync and accumulate > 1)):
         gradients = trainable * summed + held(trainable, reduced)  # one reaches the store
@@ -187,13 +229,13 @@ def estimate(
     if stage == 3 and shards > 1:
         unsharded = min(2 * largest_unit_numel * itemsize + prefetch_bytes + resident_bytes, numel * itemsize)
     largest = min(largest_unit_numel, trainable)
-    widened = 4 * -(-largest // shards) if reduced != 4 else 0
     return Estimate(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
-        optimizer_bytes=masters + held(trainable, 4 * optimizer_states(optimizer)),
+        # A frozen parameter has a master too.
+        optimizer_bytes=held(numel, element.master) + held(trainable, FP32_BYTES * element.states),
         unsharded_bytes=unsharded,
-        transient_bytes=min(2 * largest, trainable) * reduced + widened,
+        transient_bytes=min(2 * largest, trainable) * reduced + held(largest, element.widened),
         moved=movement(
             trainable,
             world_size,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 from .errors import PlacementError
 from .tier import TIERS, Tier
@@ -57,5 +56,9 @@ def place(placement: Placement, sizes: Sequence[int], kind: str, tiers: Sequence
 
 def tier_at(middle: float, fractions: Mapping[Tier, float]) -> Tier:
     """The tier of a tile whose middle has the fraction `middle` of all elements before it."""
-    bounds = zip(fractions, accumulate(fractions.values()), strict=True)
-    return next(tier for tier, bound in bounds if middle < bound or math.isclose(bound, 1.0, abs_tol=1e-6))
+    bound = 0.0
+    for tier in fractions:
+        bound += fractions[tier]
+        if middle < bound or math.isclose(bound, 1.0, abs_tol=1e-6):
+            break
+    return tier

@@ -22,7 +22,7 @@ from .errors import SwapError
 from .protocols import ByteStore, Extent, Ticket
 from .timeline import Timeline
 
-__all__ = ["TIERS", "Stored", "Tier", "Transfer", "Transfers", "tiers_with"]
+__all__ = ["TIERS", "Stored", "Stores", "Tier", "Transfer", "Transfers", "tiers_with"]
 
 
 class Tier(str):
@@ -238,3 +238,21 @@ class Transfers:
     @property
     def write_bytes(self) -> int:
         return self._write_bytes
+
+
+class Stores(dict[str, Transfers]):
+    """The transfers of every stored tier that there is, by its name."""
+
+    def poll(self) -> bool:
+        """As `Transfers.poll`."""
+        return any([transfers.poll() for transfers in self.values()])
+
+    def drain(self) -> None:
+        """As `Transfers.drain`."""
+        for transfers in self.values():
+            transfers.drain()
+
+    def free(self) -> None:
+        """As `Transfers.free`."""
+        for transfers in self.values():
+            transfers.free()

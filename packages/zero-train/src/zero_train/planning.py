@@ -154,9 +154,9 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
     lines.append(f"each step reads {plan.read_bytes_per_step * count / 1e9:.2f} GB back")
     if plan.step_seconds is not None:
         lines.append(f"predicted step: {plan.step_seconds:.3g} s, {plan.exposed_seconds or 0:.3g} s of it exposed")
-    if plan.buffers.held_back:
+    if plan.held_back:
         why = "zero.no_sync=true" if config.zero.no_sync else f"zero.stage={config.zero.stage}"
-        held = f"{plan.buffers.held_back / GIB:.3f} GiB of the device's buffers"
+        held = f"{plan.held_back / GIB:.3f} GiB of the device's buffers"
         lines.append(f"{held} are whole gradients that wait for the step ({why})")
     if plan.hides_from_tokens is not None:
         lines.append(f"transfers hide from {plan.hides_from_tokens:,} tokens a step and rank")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StoreError
+from ..memory import ElementBytes
 from ..precision import round_to, sum_of_squares, widen_scaled
 from ..store import GroupStep, ShardSpec, StoreContext
 from .elementwise import kept_states, over_segments
@@ -174,12 +175,13 @@ class _Shard:
         self.master = master.detach().to(device=context.device, dtype=torch.float32).contiguous()
         self.parameter: Tensor | None = self.master
         self._passing = False  # the parameter exists only while it is lent
-        if spec.dtype != torch.float32:
+        element = ElementBytes(spec.dtype, context.reduce_dtype)
+        if element.master:
             self._passing, self.parameter = context.keeps_parameters and context.shard_count > 1, None
             if not self._passing:
                 self.lend_parameter()
         self.reduce_dtype = context.reduce_dtype
-        self.needs_scratch = context.reduce_dtype != torch.float32
+        self.needs_scratch = element.widened > 0
         self.gradient: Tensor | None = None  # (numel,) reduce dtype, or fp32 once accumulated
         self._own = torch.empty(0, dtype=context.reduce_dtype, device=context.device)  # its memory between steps
         self.views = [nn.Parameter(self.master[s.start : s.stop]) for s in spec.segments]

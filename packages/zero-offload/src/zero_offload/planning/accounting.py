@@ -1,10 +1,9 @@
-"""Bytes: what each tier holds of each kind, and what a step moves. Integers only: no budgets, no seconds, no choice.
+"""Bytes that a step moves, and the model's shards as `footprint` cuts them. Integers only: no budgets, no seconds.
 
-All figures are one rank's. Tiles, records and tiers are those of `footprint`, which `TieredStore` builds from, and a
-test holds the sums equal to its own; but units that are alike are counted together, since a model of a trillion
-parameters has ten thousands of them and the planner tries many placements.
+All figures are one rank's. What each tier holds is the `StorePlan`'s: the planner reads the one that `TieredStore`
+would build from.
 
-[Note: What a step moves on nvme]
+[Note: What a step moves on a stored tier]
     optimizer    the record of every trained tile is read once and written once
     parameters   read for each forward and each backward (stage 3), trained tiles written once by the update. Units that
                  are still in a slot are not read again, so the reads are an upper bound
@@ -16,50 +15,26 @@ Extents are rounded up to the store's alignment, so what is moved is a multiple 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, cast
+from itertools import groupby
+from typing import Any
 
 import torch
 
-from zero_core.store import lent_bytes
+from zero_core.memory import FP32_BYTES, ElementBytes
+from zero_core.store import ShardSpec, lent_bytes
 
-from ..arena import PAGE_BYTES, Arena
-from ..errors import PlacementError
-from ..placement import Placement, shares
 from ..protocols import Field
 from ..tier import TIERS, Tier
-from ..tiles.footprint import (
-    GRADIENT_BYTES,
-    KINDS,
-    MINIMUM_SLOTS,
-    StorePlan,
-    UnitPlan,
-    _apart,
-    _slots,
-    _unit_slots,
-    gradient_itemsize,
-)
-from ..tiles.tile import Record, check_tile_numel, cut, record_of, round_up
-from .sizes import ModelSizes
+from ..tiles.footprint import Shards, StorePlan
+from ..tiles.tile import round_up
+from .sizes import ModelSizes, UnitSizes
 
-__all__ = [
-    "KINDS",
-    "STATE_KINDS",
-    "TIERS",
-    "Account",
-    "AdamLayout",
-    "Cut",
-    "Placed",
-    "Shape",
-    "account",
-    "update_bytes",
-]
+__all__ = ["TIERS", "Account", "AdamLayout", "Held", "Shape", "account", "shards_of", "update_bytes"]
 
-STATE_KINDS = KINDS[:3]
+Held = Mapping[tuple[str, str], int]  # bytes by tier and kind
 
 
 class AdamLayout:
@@ -82,7 +57,7 @@ class Shape:
     reduce_dtype: torch.dtype = torch.bfloat16
     shard_count: int = 1
     tile_numel: int = 1 << 22
-    alignment: int = 4096  # bytes, of an extent on nvme
+    alignment: int = 4096  # bytes, of an extent
     accumulate: int = 1  # micro-batches a step
     stage: int = 3
     replicas: int = 1  # ranks that hold the same shard
@@ -91,10 +66,7 @@ class Shape:
     resident_bytes: int = 0
     step: Any = field(default_factory=AdamLayout)  # an UpdateStep, or as much of one as AdamLayout is
     apart: bool = False  # the device tier is not host memory
-
-    def state_bytes(self, numel: int) -> int:
-        """Bytes of optimizer state of `numel` elements."""
-        return sum(item.nbytes for item in self.step.layout(numel, self.parameter_dtype))
+    tiers: tuple[Tier, ...] = TIERS  # fast to slow
 
     @property
     def ranks(self) -> int:
@@ -106,240 +78,101 @@ class Shape:
         return 1 if self.ranks > 1 and (self.no_sync or self.stage == 1) else self.accumulate
 
     @property
+    def element(self) -> ElementBytes:
+        return ElementBytes(self.parameter_dtype, self.reduce_dtype)
+
+    @property
     def gradient_itemsize(self) -> int:
         """Bytes that are kept of an element of a gradient by the store."""
-        return gradient_itemsize(self.reduce_dtype, self.arriving)
-
-    @property
-    def device_state_itemsize(self) -> int:
-        """Bytes of optimizer state of an element that a device apart updates: fp32, and a master where it needs one."""
-        return GRADIENT_BYTES * (len(self.step.state_names()) + (self.parameter_dtype != torch.float32))
+        return self.element.gradient(self.arriving)
 
 
-@dataclass(frozen=True)
-class UnitRun:
-    """`count` units in a row which are alike, from shard element `start` of all shards on. The first one's plan."""
+def shards_of(sizes: ModelSizes, shape: Shape) -> Shards:
+    """The model's shards on one rank, units that are alike together."""
 
-    unit: UnitPlan
-    count: int
-    start: int = 0
+    def alike(unit: UnitSizes) -> object:
+        return (unit.encloses, *((parameter.numel, parameter.trained) for parameter in unit.parameters))
 
-
-@dataclass(frozen=True)
-class Placed:
-    """Every unit with its tiers, and the slots between them. `slots` has no units of its own: they are in `runs`."""
-
-    runs: tuple[UnitRun, ...]
-    slots: StorePlan
-    own_slot_bytes: int  # of units so small that each has a slot of its own
-
-    @property
-    def below(self) -> bool:
-        """Whether any tile of any kind is not on the device: then there is a store, and units have their own memory."""
-        kinds = ((u.parameter_tiers, u.gradient_tiers, u.state_tiers) for u in (run.unit for run in self.runs))
-        return any(tier != Tier.DEVICE for tiers in kinds for kind in tiers for tier in kind)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self.slots.buffer_bytes + self.own_slot_bytes
-
-    @property
-    def arena_bytes(self) -> int:
-        """As `StorePlan.arena_bytes`, which needs every unit by itself."""
-        return self.buffer_bytes + sum(run.count * self.slots.unit_bytes(run.unit) for run in self.runs)
-
-
-class Cut:
-    """A model's shards on one rank, cut into tiles, units that are alike together. Built once, placed many times."""
-
-    def __init__(self, sizes: ModelSizes, shape: Shape, rank: int = 0) -> None:
-        check_tile_numel(shape.tile_numel)
-        self.shape = shape
-        alignment = max(shape.alignment, PAGE_BYTES)
-        records: dict[int, Record] = {}
-        self.runs: list[UnitRun] = []
-        start, previous = 0, None
-        for unit in sizes.units:
-            alike = (unit.encloses, *((parameter.numel, parameter.trained) for parameter in unit.parameters))
-            if alike == previous:
-                last = self.runs[-1]
-                self.runs[-1] = replace(last, count=last.count + 1)
-                start += last.unit.spec.numel
-                continue
-            previous = alike
+    def specs() -> Iterator[tuple[ShardSpec, int]]:
+        for _, units in groupby(sizes.units, alike):
+            first, *others = units
             # Rank 0's shard is never smaller than another's: padding is at the end.
-            spec = unit.shard(shape.parameter_dtype, shape.shard_count, rank)
-            tiles = cut(len(self.runs), spec, shape.tile_numel)
-            for tile in tiles:
-                if tile.numel not in records:
-                    records[tile.numel] = record_of(shape.step, tile.numel, shape.parameter_dtype, alignment)
-            own = tuple(records[t.numel] if t.trainable and records[t.numel].nbytes else None for t in tiles)
-            nowhere = (Tier.HOST,) * len(tiles)
-            self.runs.append(UnitRun(UnitPlan(spec, tiles, own, nowhere, nowhere, nowhere), 1, start))
-            start += spec.numel
-        self.numel = start
+            yield first.shard(shape.parameter_dtype, shape.shard_count, 0), 1 + len(others)
 
-    def place(self, placements: Mapping[str, Placement], slots: int | None) -> Placed:
-        """As `footprint.plan_store`, in time that does not grow with the number of units that are alike."""
-        fractions = [shares(placements[kind], kind) for kind in STATE_KINDS]
-        edges = {b * self.numel for kind in fractions for b in accumulate(kind.values()) if 0 < b < 1}
-        runs = []
-        for run in self.runs:
-            for first, count in _pieces(run, edges):
-                start = run.start + first * run.unit.spec.numel
-                tiers = [
-                    tuple(_tier_at((start + t.start + t.numel / 2) / self.numel, kind) for t in run.unit.tiles)
-                    for kind in fractions
-                ]
-                apart, records = self.shape.apart, run.unit.records
-                if apart:  # what a device updates itself has no record of the step's
-                    records = tuple(None if s == Tier.DEVICE else r for r, s in zip(records, tiers[2], strict=True))
-                plan = UnitPlan(run.unit.spec, run.unit.tiles, records, tiers[0], tiers[1], tiers[2], apart)
-                runs.append(UnitRun(plan, count, start))
-        return Placed(tuple(runs), *self._buffers(runs, slots))
-
-    def _buffers(self, runs: Sequence[UnitRun], wanted: int | None) -> tuple[StorePlan, int]:
-        if wanted is not None and wanted < MINIMUM_SLOTS:
-            raise PlacementError(f"slots={wanted}: at least {MINIMUM_SLOTS} (a read, an update and a write at a time)")
-        shape, alignment = self.shape, max(self.shape.alignment, PAGE_BYTES)
-        states, gradients = list[int](), list[int]()
-        units: list[_Sized] = []
-        for run in runs:
-            unit = run.unit
-            for tile, record, g, s in zip(unit.tiles, unit.records, unit.gradient_tiers, unit.state_tiers, strict=True):
-                if record is not None and s == Tier.NVME:
-                    states += [record.nbytes] * run.count
-                if tile.trainable and g == Tier.NVME:
-                    gradients += [round_up(tile.numel * shape.gradient_itemsize, alignment)] * run.count
-            units += [_Sized(unit.parameter_bytes, unit.streamed)] * run.count
-        whole = (unit.parameter_bytes * shape.shard_count for unit in units)
-        lent = lent_bytes(whole, shape.prefetch_bytes, shape.resident_bytes, shape.shard_count)
-        own, shared = _unit_slots(cast(Sequence[UnitPlan], units), lent // shape.shard_count)
-        apart = _apart([run.unit for run in runs], shape.reduce_dtype, shape.step) if shape.apart else {}
-        apart["own_landings"] = ()  # of units, which are not here; budgets counts them
-        plan = StorePlan(
-            units=(),
-            tile_numel=shape.tile_numel,
-            alignment=alignment,
-            state_slots=_slots(states, wanted),
-            state_slot_bytes=max(states, default=0),
-            gradient_slots=_slots(gradients, wanted),
-            gradient_slot_bytes=max(gradients, default=0),
-            unit_slots=shared,
-            unit_slot_bytes=round_up(max((u.parameter_bytes for u in units if u.streamed), default=0), alignment),
-            own_slots=(),
-            gradient_itemsize=shape.gradient_itemsize,
-            **apart,
-        )
-        return plan, sum(Arena.rounded(round_up(units[i].parameter_bytes, alignment)) for i in own)
-
-
-class _Sized(NamedTuple):
-    """As much of a `UnitPlan` as slots are counted from."""
-
-    parameter_bytes: int
-    streamed: bool
-
-
-def _pieces(run: UnitRun, edges: Iterable[float]) -> Iterator[tuple[int, int]]:
-    """(first, count) of parts of the run in which no placement changes but in a part of one unit."""
-    numel, ends = run.unit.spec.numel, {0, run.count}
-    for edge in edges:
-        at = int((edge - run.start) // numel) if numel else 0
-        ends |= {end for end in range(at - 1, at + 3) if 0 < end < run.count}
-    ordered = sorted(ends)
-    for first, stop in pairwise(ordered):
-        yield first, stop - first
-
-
-def _tier_at(middle: float, fractions: Mapping[Tier, float]) -> Tier:
-    """The rule of `placement.place` for a tile whose middle lies at the fraction `middle` of all elements."""
-    bound = 0.0
-    for tier in TIERS:
-        bound += fractions[tier]
-        if middle < bound or math.isclose(bound, 1.0, abs_tol=1e-6):
-            return tier
-    return Tier.NVME
+    found = list(specs())
+    whole = (spec.numel * shape.shard_count * spec.dtype.itemsize for spec, _ in found)
+    return Shards(
+        found,
+        shape.step,
+        tile_numel=shape.tile_numel,
+        prefetch_bytes=lent_bytes(whole, shape.prefetch_bytes, shape.resident_bytes, shape.shard_count),
+        shard_count=shape.shard_count,
+        alignment=shape.alignment,
+        landing_dtype=shape.reduce_dtype if shape.apart else None,
+        gradient_itemsize=shape.gradient_itemsize,
+        tiers=shape.tiers,
+    )
 
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes of one rank. `held[tier, kind]`; `moved` on nvme by purpose; `updated`: memory traffic of the update."""
+    """Bytes that one step moves. `moved`: by stored tier and purpose; `updated`: memory traffic of the update."""
 
-    held: Mapping[tuple[str, str], int]
-    moved: Mapping[str, int]
+    moved: Mapping[str, Mapping[str, int]]
     updated: Mapping[str, int]  # by where the update runs: device or host
-    setup_write_bytes: int
 
-    @property
-    def read_bytes(self) -> int:
-        return sum(n for purpose, n in self.moved.items() if purpose.endswith("_read"))
+    def read_bytes(self, tier: str) -> int:
+        return sum(n for purpose, n in self.moved[tier].items() if purpose.endswith("_read"))
 
-    @property
-    def write_bytes(self) -> int:
-        return sum(n for purpose, n in self.moved.items() if purpose.endswith("_write"))
-
-    def held_on(self, tier: str) -> int:
-        return sum(nbytes for (where, _), nbytes in self.held.items() if where == tier)
+    def write_bytes(self, tier: str) -> int:
+        return sum(n for purpose, n in self.moved[tier].items() if purpose.endswith("_write"))
 
 
-def account(placed: Placed, shape: Shape) -> Account:
-    """Add up what lies where, and what a step moves of it."""
-    held: Counter[tuple[str, str]] = Counter()
-    updated: Counter[str] = Counter()
-    moved: Counter[str] = Counter()
-    size, align = shape.parameter_dtype.itemsize, placed.slots.alignment
-    for run in placed.runs:
+def account(plan: StorePlan, shape: Shape) -> Account:
+    """Add up what a step moves of the store's plan."""
+    updated, extents = Counter[str](), Counter[tuple[str, str]]()
+    size, align = shape.parameter_dtype.itemsize, plan.alignment
+    on_device = device_update_bytes(shape, plan.state_values)
+    for run in plan.runs:
         unit, count = run.unit, run.count
-        if unit.whole_numel:
-            held["device", "optimizer"] += count * unit.whole_numel * shape.device_state_itemsize
-            updated["device"] += count * device_update_bytes(shape, unit.whole_numel)
-        above = unit.memory_numel(unit.parameter_tiers) + unit.device_numel(unit.parameter_tiers)
-        behind = unit.parameter_bytes - above * size
-        moved["extents"] += count * round_up(behind, align)
-        rows = zip(unit.tiles, unit.records, unit.parameter_tiers, unit.gradient_tiers, unit.state_tiers, strict=True)
-        for tile, record, parameter, gradient, state in rows:
-            held[parameter.value, "parameters"] += count * tile.numel * size
-            if parameter == Tier.NVME and tile.trainable:
-                moved["parameters"] += count * round_up(tile.numel * size, align)
-            if unit.trainable and (gradient != Tier.NVME or tile.trainable):
-                held[gradient.value, "gradients"] += count * tile.numel * shape.gradient_itemsize
-            if gradient == Tier.NVME and tile.trainable:
-                moved["reduced"] += count * round_up(tile.numel * shape.reduce_dtype.itemsize, align)
-                moved["wide"] += count * round_up(tile.numel * GRADIENT_BYTES, align)
+        updated["device"] += count * unit.whole_numel * on_device
+        for tier, start, stop in unit.stored(unit.parameter_tiers):
+            extents[tier, "all parameters"] += count * round_up((stop - start) * size, align)
+        for tile, record, parameter, gradient, state in unit.rows():
+            if tile.trainable:
+                extents[parameter, "parameters"] += count * round_up(tile.numel * size, align)
+                extents[gradient, "reduced"] += count * round_up(tile.numel * shape.reduce_dtype.itemsize, align)
+                extents[gradient, "summed"] += count * round_up(tile.numel * FP32_BYTES, align)
             if record is not None:
-                held[state.value, "optimizer"] += count * record.nbytes
                 updated["device" if state == Tier.DEVICE else "host"] += count * update_bytes(shape, tile.numel)
-    optimizer = held["nvme", "optimizer"]
-    traffic = {
-        "optimizer_read": optimizer,
-        "optimizer_write": optimizer,
-        "forward_read": moved["extents"] * shape.accumulate,
-        "backward_read": moved["extents"] * shape.accumulate,
-        "parameters_write": moved["parameters"],
-        **_gradient_traffic(moved["reduced"], moved["wide"], shape),
-    }
-    updated = Counter({where: n for where, n in updated.items() if n})
-    return Account({key: n for key, n in held.items() if n}, traffic, dict(updated), moved["extents"] + optimizer)
+    moved = {}
+    for tier in plan.tiers:
+        if tier.stored:
+            kinds = ("all parameters", "parameters", "reduced", "summed")
+            whole, parameters, reduced, summed = (extents[tier, kind] for kind in kinds)
+            optimizer, later = plan.bytes_of(tier, "optimizer"), shape.arriving - 1
+            moved[str(tier)] = {
+                "optimizer_read": optimizer,
+                "optimizer_write": optimizer,
+                "forward_read": whole * shape.accumulate,
+                "backward_read": whole * shape.accumulate,
+                "parameters_write": parameters,
+                "accumulate_read": reduced + (later - 1) * summed if later else 0,
+                "gradients_read": summed if later else reduced,
+                "gradients_write": reduced + later * summed,
+                "setup": whole + optimizer,
+            }
+    return Account(moved, {where: n for where, n in updated.items() if n})
 
 
-def _gradient_traffic(reduced: int, wide: int, shape: Shape) -> dict[str, int]:
-    """Bytes of gradients on nvme in one step: `reduced` in the reduce dtype, `wide` in fp32."""
-    later = shape.arriving - 1
-    return {
-        "accumulate_read": reduced + (later - 1) * wide if later else 0,
-        "gradients_read": wide if later else reduced,
-        "gradients_write": reduced + later * wide,
-    }
-
-
-def device_update_bytes(shape: Shape, numel: int) -> int:
-    """As `update_bytes`, on a device apart: the gradient is widened there first."""
-    kept = shape.gradient_itemsize
-    widened = kept + GRADIENT_BYTES if kept < GRADIENT_BYTES else 0
-    return (2 * shape.device_state_itemsize + 2 * shape.parameter_dtype.itemsize + GRADIENT_BYTES + widened) * numel
+def device_update_bytes(shape: Shape, states: int) -> int:
+    """Of one element on a device apart, with fp32 `states` and a master; a 16-bit gradient is widened there first."""
+    kept, states_and_master = shape.gradient_itemsize, replace(shape.element, states=states).optimizer
+    widened = kept + FP32_BYTES if kept < FP32_BYTES else 0
+    return 2 * states_and_master + 2 * shape.parameter_dtype.itemsize + FP32_BYTES + widened
 
 
 def update_bytes(shape: Shape, numel: int) -> int:
     """Memory traffic of one update of `numel` elements: states and parameter read and written, gradient read."""
-    return 2 * shape.state_bytes(numel) + (2 * shape.parameter_dtype.itemsize + shape.gradient_itemsize) * numel
+    states = sum(item.nbytes for item in shape.step.layout(numel, shape.parameter_dtype))
+    return 2 * states + (2 * shape.parameter_dtype.itemsize + shape.gradient_itemsize) * numel

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..placement import Placement, shares
 from ..tier import Tier
-from .accounting import STATE_KINDS, TIERS, Account
-from .budgets import POLICIES, Budgets, activation_bytes
+from ..tiles.footprint import STATE_KINDS
+from .accounting import TIERS, Held
+from .budgets import POLICIES, Budgets, activation_bytes, needed_bytes
 from .sizes import ModelSizes
 
 __all__ = ["choose", "choose_activations"]
@@ -25,26 +26,26 @@ KEEP_SHARE = 0.3  # of the room that one unit's compute leaves on the device, fo
 CHECKPOINT_SHARE = 0.2  # of a tier's room, for checkpoints
 MOST_PASSES = 64  # each moves a tile or ends; a handful is what happens
 
-Cost = Callable[[Mapping[str, Placement]], tuple[Account, Mapping[str, int]]]
-
 
 def choose(
-    given: Mapping[str, Placement], budgets: Budgets | None, tile: float, cost: Cost, *, device_whole: bool = True
+    given: Mapping[str, Placement],
+    budgets: Budgets | None,
+    tile: float,
+    cost: Callable[[Mapping[str, Placement]], Held],
 ) -> dict[str, Placement]:
     """Placements of all kinds: those `given`, the others as fast as the budgets allow.
 
-    `tile`: the share of a tile in all elements. `cost(placements)`: what is held, and bytes by tier that has a budget.
-    `device_whole`: a device apart from the host takes everything or nothing, since a TieredStore does not share one.
+    `tile`: the share of a tile in all elements. `cost(placements)`: what is held by tier and kind.
     Where nothing fits, the lowest placement, for the caller to refuse.
     """
     if budgets is None:
         return {kind: given.get(kind, "host") for kind in STATE_KINDS}
     if not budgets.shared and all(given.get(kind, "device") == "device" for kind in STATE_KINDS[1:]):
         everything = {kind: given.get(kind, "device") for kind in STATE_KINDS}
-        if all(total <= (budgets.of(tier) or 0) for tier, total in cost(everything)[1].items()):
+        if all(total <= (budgets.of(tier) or 0) for tier, total in needed_bytes(cost(everything), budgets).items()):
             return everything
     # Tiles up to ends["device"], a fraction of all elements, lie on the device, up to ends["host"] on host.
-    on_device = 0.0 if device_whole or budgets.shared else 1.0
+    on_device = 0.0 if budgets.shared else 1.0
     ends = {kind: {"device": on_device, "host": 1.0} for kind in DEMOTED if kind not in given}
     tied = [kind for kind in DEMOTED[:2] if kind in ends]  # where its states are is where a tile's gradient is
     for kind in DEMOTED[:2]:
@@ -57,11 +58,11 @@ def choose(
 
     for _ in range(MOST_PASSES):
         moved = False
-        counted, needed = cost(placements())
-        for tier, total in needed.items():
+        held = cost(placements())
+        for tier, total in needed_bytes(held, budgets).items():
             over = total - (budgets.of(tier) or 0)
             if over > 0 and (tier == "device" or (tier == "host" and budgets.nvme > 0)):
-                moved = _demote(counted, ends, tier, over, tile, tied if tier == "device" else ()) or moved
+                moved = _demote(held, ends, tier, over, tile, tied if tier == "device" else ()) or moved
         if not moved:
             break
     return placements()
@@ -73,7 +74,7 @@ def _fractions(device: float, host: float) -> dict[str, float]:
 
 
 def _demote(
-    counted: Account,
+    held: Held,
     ends: dict[str, dict[str, float]],
     tier: str,
     over: int,
@@ -88,14 +89,14 @@ def _demote(
     for kind in [kind for kind in DEMOTED if kind in ends and kind not in tied[1:]]:
         together = tied if kind in tied else (kind,)
         end, begin = ends[kind][tier], 0.0 if tier == "device" else ends[kind]["device"]
-        held = sum(counted.held.get((tier, each), 0) for each in together)
+        moving = sum(held.get((tier, each), 0) for each in together)
         if over <= 0 or end <= begin:
             continue
         # A tile moves when its middle is beyond the end, so half a tile more moves no less than `over`.
-        share = (end - begin) * over / held + tile / 2 if held else 1.0
+        share = (end - begin) * over / moving + tile / 2 if moving else 1.0
         for each in together:
             ends[each][tier] = end - share if share < end - begin else begin
-        over -= held
+        over -= moving
         moved = True
     return moved
 

@@ -1,6 +1,6 @@
 """What each tier may hold, the memory that is nobody's state (buffers, activations), and the refusals.
 
-Integers only. Owns `Budgets`, `Buffers`, `PlanError`; the states themselves are counted in `accounting`.
+Integers only. Owns `Budgets`, `PlanError` and the sum of what a rank holds; the store's part of it is a `StorePlan`'s.
 
 [Note: Buffers]
     device  zero-core's pool: on several ranks units that are gathered and gradients on their way
@@ -20,23 +20,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..errors import BudgetError, gib
 from ..tier import Tier
-from ..tiles.footprint import (
-    GRADIENT_BYTES,
-    LANDING_BUFFERS,
-    SMALL_UNIT_BYTES,
-    SPILL_PIECE_BYTES,
-    SPILL_SLOTS,
-    lands_apart,
-)
-from .accounting import TIERS, Account, Placed, Shape
+from ..tiles.footprint import SMALL_UNIT_BYTES, SPILL_PIECE_BYTES, SPILL_SLOTS, STATE_KINDS, StorePlan
+from .accounting import TIERS, Held, Shape
 from .hardware import Hardware
 from .sizes import ModelSizes
 
-MASTER_BYTES = 4  # fp32
 POLICIES = ("keep", "recompute", "host", "nvme")
 
 
@@ -78,57 +70,57 @@ class Budgets:
         return int(getattr(self, tier))
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Bytes that are not states. `held_back`: of `device`, whole gradients that wait on their rank until the step."""
+def held_bytes(
+    sizes: ModelSizes,
+    shape: Shape,
+    plan: StorePlan,
+    *,
+    pooled: int,
+    whole: int,
+    tokens: int,
+    activations: Sequence[str],
+) -> Held:
+    """What one rank holds: the store's `plan`, the buffers beside it, and activations.
 
-    device: int = 0
-    host: int = 0
-    held_back: int = 0
-    activations: Mapping[str, int] = field(default_factory=dict)
-
-    def on(self, tier: str) -> int:
-        return {"device": self.device, "host": self.host}.get(tier, 0)
-
-    @classmethod
-    def needed(
-        cls,
-        sizes: ModelSizes,
-        shape: Shape,
-        placed: Placed,
-        counted: Account,
-        *,
-        pooled: int,
-        tokens: int,
-        activations: Sequence[str],
-    ) -> Buffers:
-        """Of a placement. `pooled`: bytes of zero-core's pool, but for whole parameters. `tokens`: of a micro-batch."""
-        below, units = placed.below, [run.unit for run in placed.runs]
-        landed = shape.apart and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers)
-        device = _gradient_bytes(sizes, shape, landed, pooled)
-        if shape.stage == 3 and below and shape.apart:
-            device += unsharded_bytes(sizes, shape)
-        if shape.apart:
-            device += placed.slots.scratch_bytes(units)
-        elif not below and shape.reduce_dtype.itemsize < GRADIENT_BYTES:  # zero-core's own store widens a gradient
-            device += GRADIENT_BYTES * max((unit.spec.numel for unit in units), default=0)
-        if not below and shape.parameter_dtype.itemsize < MASTER_BYTES:  # and has a master of what is frozen
-            device += MASTER_BYTES * sum(
-                run.count * run.unit.spec.numel for run in placed.runs if not run.unit.trainable
-            )
-        device += sum(sizes.not_sharded.values())
-        host = placed.arena_bytes - counted.held_on("host") - (0 if shape.apart else counted.held_on("device"))
-        host += SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through
-        return cls(device, host, held_back_bytes(placed, shape), activation_bytes(sizes, activations, tokens))
+    `pooled`: bytes of zero-core's pool, but for whole parameters. `whole`: of parameters that stages 0 to 2 keep
+    unsharded. `tokens`: of a micro-batch.
+    """
+    held = dict(plan.held)
+    element, units = shape.element, [run.unit for run in plan.runs]
+    device = plan.bytes_of("device", "buffers") + sum(sizes.not_sharded.values())
+    trained = [unit for unit in sizes.units if any(p.trained for p in unit.parameters)]
+    if shape.apart and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
+        made = max((p.numel for unit in trained for p in unit.parameters if p.trained), default=0)
+        device += pooled + made * shape.parameter_dtype.itemsize
+        if shape.arriving > 1:  # what is added to a sum on the device comes in other memory than the sum's
+            whole_units = (u.spec.numel for u in units if u.trainable and u.whole_numel == u.spec.numel)
+            device += max(whole_units, default=0) * shape.shard_count * element.gradient(1)
+    else:
+        device += max(pooled, max((unit.numel for unit in trained), default=0) * element.gradient(1))
+    if shape.stage == 3 and plan.below and shape.apart:
+        device += unsharded_bytes(sizes, shape)
+    if not plan.below:  # zero-core's own store widens a gradient, and has a master of what is frozen
+        if not shape.apart:
+            device += element.widened * max((unit.spec.numel for unit in units), default=0)
+        device += element.master * sum(run.count * run.unit.spec.numel for run in plan.runs if not run.unit.trainable)
+    memory = ("host",) if shape.apart else ("host", "device")
+    states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
+    spill = SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through
+    held |= {("device", "buffers"): device, ("host", "buffers"): plan.arena_bytes - states + spill}
+    if whole:
+        # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
+        kept = plan.below or not shape.apart or not element.master
+        held["device", "parameters"] = whole + (plan.bytes_of("device", "parameters") if kept else 0)
+    activated = activation_bytes(sizes, activations, tokens)
+    return held | {(tier, "activations"): nbytes for tier, nbytes in activated.items()}
 
 
-def held_back_bytes(placed: Placed, shape: Shape) -> int:
+def held_back_bytes(plan: StorePlan, shape: Shape) -> int:
     """Bytes of whole gradients that no rank has reduced before the step: those of stage 1, and of `no_sync`."""
     if shape.ranks == 1 or not (shape.stage == 1 or (shape.no_sync and shape.accumulate > 1)):
         return 0
-    itemsize = shape.reduce_dtype.itemsize if shape.accumulate == 1 else GRADIENT_BYTES
-    numel = sum(run.count * run.unit.spec.numel for run in placed.runs if run.unit.trainable)
-    return numel * shape.shard_count * itemsize
+    numel = sum(run.count * run.unit.spec.numel for run in plan.runs if run.unit.trainable)
+    return numel * shape.shard_count * shape.element.gradient(shape.accumulate)
 
 
 def unsharded_bytes(sizes: ModelSizes, shape: Shape) -> int:
@@ -158,22 +150,6 @@ def unsharded_bytes(sizes: ModelSizes, shape: Shape) -> int:
     return min(most + shape.resident_bytes, sum(nbytes))
 
 
-def _gradient_bytes(sizes: ModelSizes, shape: Shape, landed: bool, pooled: int) -> int:
-    """Bytes of the pool, and of gradients on their way. `landed`: they go on to the host of a device apart."""
-    trained = [sum(p.numel for p in unit.parameters if p.trained) and unit.numel for unit in sizes.units]
-    itemsize = shape.reduce_dtype.itemsize
-    unit = max(trained, default=0) * itemsize
-    if not landed:
-        return max(unit, pooled)
-    roots = [each.encloses for each in sizes.units]
-    largest = max((n for n, root in zip(trained, roots, strict=True) if not root), default=0)
-    made = max((p.numel for u in sizes.units for p in u.parameters if p.trained), default=0)
-    made *= shape.parameter_dtype.itemsize
-    pairs = zip(trained, roots, strict=True)
-    own = sum(n for n, root in pairs if lands_apart(n, largest, itemsize, root)) * itemsize
-    return (LANDING_BUFFERS * largest * itemsize + own) // shape.shard_count + pooled + made
-
-
 def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) -> dict[str, int]:
     """Bytes by tier of what forward keeps for backward, and of the one unit whose backward runs.
 
@@ -191,57 +167,48 @@ def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) ->
     return found
 
 
-def needed_bytes(counted: Account, buffers: Buffers, budgets: Budgets) -> dict[str, int]:
+def needed_bytes(held: Held, budgets: Budgets) -> dict[str, int]:
     """Bytes by tier that has a budget, device counted as host where they share."""
-    totals: dict[str, int] = {tier: buffers.on(tier) + buffers.activations.get(tier, 0) for tier in TIERS}
-    for (tier, _), nbytes in counted.held.items():
+    totals: dict[str, int] = dict.fromkeys(TIERS, 0)
+    for (tier, _), nbytes in held.items():
         totals[tier] += nbytes
     if budgets.shared:
         totals["host"] += totals.pop("device")
     return totals
 
 
-def check(counted: Account, buffers: Buffers, budgets: Budgets, hardware: Hardware) -> None:
+def check(held: Held, held_back: int, budgets: Budgets, hardware: Hardware) -> None:
     """Raise `PlanError` for the first tier (device, host, nvme) that is too small."""
-    for tier, needed in needed_bytes(counted, buffers, budgets).items():
+    for tier, needed in needed_bytes(held, budgets).items():
         budget = budgets.of(tier)
         assert budget is not None
         if needed > budget:
-            what = _contents(counted, buffers, tier, budgets.shared)
-            raise PlanError(tier, needed, budget, what, _way_out(tier, counted, buffers, budgets, hardware))
+            tiers = ("device", "host") if budgets.shared and tier == "host" else (tier,)
+            kinds = Counter[str]()
+            for (where, kind), nbytes in held.items():
+                kinds[kind] += nbytes if where in tiers else 0
+            ranked = sorted(((nbytes, kind) for kind, nbytes in kinds.items() if nbytes), reverse=True)
+            what = ", ".join(f"{kind} {gib(nbytes)}" for nbytes, kind in ranked)
+            ways = _ways_out(tier, kinds, held_back if "device" in tiers else 0, budgets, hardware)
+            raise PlanError(tier, needed, budget, what, ways)
 
 
-def _contents(counted: Account, buffers: Buffers, tier: str, shared: bool) -> str:
-    """ "optimizer 12.0 GiB, buffers 1.0 GiB", largest first."""
-    tiers = ("device", "host") if shared and tier == "host" else (tier,)
-    parts: dict[str, int] = {}
-    for (where, kind), nbytes in counted.held.items():
-        if where in tiers:
-            parts[kind] = parts.get(kind, 0) + nbytes
-    parts["buffers"] = sum(buffers.on(where) for where in tiers)
-    parts["activations"] = sum(buffers.activations.get(where, 0) for where in tiers)
-    ranked = sorted(((nbytes, kind) for kind, nbytes in parts.items() if nbytes), reverse=True)
-    return ", ".join(f"{kind} {gib(nbytes)}" for nbytes, kind in ranked)
-
-
-def _way_out(tier: str, counted: Account, buffers: Buffers, budgets: Budgets, hardware: Hardware) -> str:
-    """What to change, the nearest remedy first."""
+def _ways_out(tier: str, kinds: Mapping[str, int], held_back: int, budgets: Budgets, hardware: Hardware) -> str:
+    """What to change, the nearest remedy first. `kinds`: bytes that `tier` would hold."""
     if tier == "nvme":
         return "give more nvme paths or room (hardware.nvme_gib, hardware.nvme_paths), or train on more nodes"
-    tiers = ("device", "host") if budgets.shared and tier == "host" else (tier,)
-    held = {kind: n for (where, kind), n in counted.held.items() if where in tiers and n}
     below = "host" if tier == "device" else "nvme"
-    has_below = below == "host" or budgets.nvme > 0
+    largest = max(STATE_KINDS, key=lambda kind: kinds[kind])
     ways = []
-    if held and has_below:
-        ways.append(f"offload.{max(held, key=lambda kind: held[kind])}={below}")
-    elif held and not has_below:
+    if kinds[largest] and (below == "host" or budgets.nvme > 0):
+        ways.append(f"offload.{largest}={below}")
+    elif kinds[largest]:
         ways.append("an nvme tier (offload.nvme_paths, hardware.nvme_gib)")
-    if sum(buffers.activations.get(where, 0) for where in tiers):
+    if kinds["activations"]:
         ways.append("fewer tokens a micro-batch")
-    if buffers.held_back and "device" in tiers:
+    if held_back:
         ways.append("reducing every micro-batch (zero.no_sync=false, or zero.stage=2 instead of 1)")
-    if sum(buffers.on(where) for where in tiers):
+    if kinds["buffers"]:
         ways.append("smaller units (TiledLinear)" if tier == "device" else "fewer slots (offload.slots)")
     ways.append(f"more ranks than {hardware.ranks} with zero.stage=3")
     return "lower it with " + ", or ".join(ways)

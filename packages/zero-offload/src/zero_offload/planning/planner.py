@@ -17,9 +17,9 @@ from ..errors import gib
 from ..placement import Placement, shares
 from ..protocols import UpdateStep
 from ..tier import Tier
-from ..tiles.footprint import MINIMUM_SLOTS, check_device_shares
-from .accounting import KINDS, TIERS, Account, AdamLayout, Placed, Shape
-from .budgets import Budgets, Buffers, PlanError, check
+from ..tiles.footprint import KINDS, MINIMUM_SLOTS, StorePlan, check_device_shares
+from .accounting import TIERS, Account, AdamLayout, Held, Shape, account
+from .budgets import Budgets, PlanError, check, held_back_bytes
 from .hardware import Hardware
 from .prediction import Prediction
 from .sizes import ModelSizes
@@ -37,9 +37,10 @@ class Plan:
     placements: Mapping[str, Placement]  # by kind; what `TieredStore` takes
     activations: tuple[str, ...]  # a unit: keep, recompute, host or nvme
     shape: Shape
-    placed: Placed
+    store: StorePlan  # what a `TieredStore` of this plan reserves
     account: Account
-    buffers: Buffers
+    held: Held
+    held_back: int  # bytes of the device's buffers: whole gradients that wait on their rank until the step
     budgets: Budgets | None  # None: planned without a hardware description, so nothing is refused
     hardware: Hardware | None
     prediction: Prediction | None
@@ -53,7 +54,7 @@ class Plan:
     @property
     def slots(self) -> int | None:
         """Slots to give to `TieredStore`; None where nothing is swapped."""
-        slots = max(self.placed.slots.state_slots, self.placed.slots.gradient_slots)
+        slots = max(self.store.state_slots, self.store.gradient_slots)
         return max(MINIMUM_SLOTS, slots) if slots else None
 
     @property
@@ -66,11 +67,7 @@ class Plan:
         """Bytes of `kind` (parameters, gradients, optimizer, buffers, activations) on `tier` (device, host, nvme)."""
         if tier not in TIERS or kind not in (*KINDS, "activations"):
             raise KeyError(f"no figure for {kind!r} on {tier!r}; tiers {TIERS}, kinds {(*KINDS, 'activations')}")
-        if kind == "buffers":
-            return self.buffers.on(tier)
-        if kind == "activations":
-            return self.buffers.activations.get(tier, 0)
-        return self.account.held.get((tier, kind), 0)
+        return self.held.get((tier, kind), 0)
 
     def total(self, tier: str) -> int:
         return sum(self.bytes_of(tier, kind) for kind in (*KINDS, "activations"))
@@ -83,17 +80,17 @@ class Plan:
     @property
     def read_bytes_per_step(self) -> int:
         """Bytes this rank reads from nvme in one step, at most: what is still in a slot is not read."""
-        return self.account.read_bytes + self.activation_bytes_per_step
+        return self.account.read_bytes("nvme") + self.activation_bytes_per_step
 
     @property
     def write_bytes_per_step(self) -> int:
         """Bytes this rank writes to nvme in one step. Exact, but for activations."""
-        return self.account.write_bytes + self.activation_bytes_per_step
+        return self.account.write_bytes("nvme") + self.activation_bytes_per_step
 
     @property
     def setup_write_bytes(self) -> int:
         """Bytes this rank writes to nvme once, before the first step."""
-        return self.account.setup_write_bytes
+        return self.account.moved["nvme"]["setup"]
 
     def written_bytes(self, steps: int) -> int:
         """Bytes this rank writes to nvme in a run of `steps`."""
@@ -194,7 +191,6 @@ def plan(
     accumulate: int = 1,
     no_sync: bool = False,
     host_bytes: int | None = None,
-    device_whole: bool = False,
 ) -> Plan:
     """Plan one rank's memory and step.
 
@@ -205,8 +201,7 @@ def plan(
     of one rank's step, over its `accumulate` micro-batches. `no_sync`: all of them but the last run inside
     `zero_core.no_sync`, so that each rank keeps whole gradients in fp32. Where one gradient reaches the store in a
     step, it has no room for a sum: a store of this plan refuses a second one. `host_bytes` overrides this rank's
-    share of the host's memory. `device_whole`: "auto" puts everything on a device apart from the host, or nothing.
-    Without `hardware` nothing is refused, and "auto" means host.
+    share of the host's memory. Without `hardware` nothing is refused, and "auto" means host.
 
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
@@ -237,20 +232,21 @@ def plan(
         _refuse_shares(given)
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
     sizes = ModelSizes.of(model, units, dtype)
-    trial = Trial(sizes, shape, budgets, given, tokens // accumulate, activations, device_whole)
-    placed, placements = trial.best(slots)
-    counted, buffers = trial.cost(placed)
+    trial = Trial(sizes, shape, budgets, given, tokens // accumulate, activations)
+    store, placements = trial.best(slots)
+    counted, held, held_back = account(store, shape), trial.held(store), held_back_bytes(store, shape)
     prediction = None
     if budgets is not None and hardware is not None:
-        check(counted, buffers, budgets, hardware)
-        prediction = trial.predicted(placed, counted, buffers, hardware, tokens) if tokens else None
+        check(held, held_back, budgets, hardware)
+        prediction = trial.predicted(store, counted, held, hardware, tokens) if tokens else None
     return Plan(
         placements,
         trial.policies,
         shape,
-        placed,
+        store,
         counted,
-        buffers,
+        held,
+        held_back,
         budgets,
         hardware,
         prediction,

@@ -18,8 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..tiles.footprint import GRADIENT_BYTES, LANDING_BUFFERS
-from .accounting import Account, Shape
+from zero_core.memory import FP32_BYTES
+
+from ..tiles.footprint import LANDING_BUFFERS
+from .accounting import Account, Held, Shape
 from .hardware import Hardware
 from .sizes import ModelSizes
 from .timetable import UnitWork, backward_seconds, forward_seconds
@@ -56,19 +58,19 @@ def predict(
     sizes: ModelSizes,
     shape: Shape,
     account: Account,
+    held: Held,
     hardware: Hardware,
     *,
     tokens: int,
     recomputed: float = 0.0,
     slot_fraction: float = 0.0,
-    spilled: Mapping[str, int] | None = None,
 ) -> Prediction | None:
     """Predict one step of `tokens` per rank. None where the hardware lacks a figure that this account needs.
 
-    `recomputed`: share of the compute that backward does again. `slot_fraction`: share of the state bytes on nvme that
-    the slots hold at once. `spilled`: bytes of checkpoints by tier, of one micro-batch.
+    `held`: bytes by tier and kind. `recomputed`: share of the compute that backward does again. `slot_fraction`: share
+    of the state bytes on nvme that the slots hold at once.
     """
-    spilled = spilled or {}
+    spilled = {tier: held.get((tier, "activations"), 0) for tier in ("host", "nvme")}
     rates = _rates(account, shape, hardware)
     if rates is None or nvme_seconds(hardware, spilled.get("nvme", 0), 0) is None:
         return None
@@ -79,13 +81,13 @@ def predict(
     compute = (forward + backward) * shape.accumulate
     on_host = account.updated.get("host", 0) / rates.host_update
     update = on_host + account.updated.get("device", 0) / rates.device_update
-    windows = _windows(sizes, shape, account, hardware, rates, slot_fraction, spilled)
+    windows = _windows(sizes, shape, account, held, hardware, rates, slot_fraction, spilled)
     arithmetic = update if hardware.shares_host else update - on_host  # takes turns with compute
     behind = 0.0 if hardware.shares_host else on_host  # runs beside it
     passes = (forward, forward, backward, 0.0)
     if not hardware.shares_host:
         away = spilled.get("nvme", 0) + spilled.get("host", 0)
-        passes = _by_unit(sizes, shape, account, hardware, rates, forward, backward, away)
+        passes = _by_unit(sizes, shape, account, held, hardware, rates, forward, backward, away)
     first = max(passes[0] + arithmetic, behind, *windows["first"].values())
     later = max(passes[1], *windows["forward"].values())
     lanes = ("nvme", "link", "network") if hardware.shares_host else ("nvme", "network")  # the link is in `passes`
@@ -100,7 +102,7 @@ def predict(
         update_seconds=update,
         exposed_seconds=step - compute,
         hides_from_tokens=_hides_from(
-            _windows(sizes, shape, account, hardware, rates, slot_fraction, {}),
+            _windows(sizes, shape, account, held, hardware, rates, slot_fraction, {}),
             behind,
             token_flop,
             recomputed,
@@ -142,7 +144,7 @@ def _rates(account: Account, shape: Shape, hardware: Hardware) -> _Rates | None:
         rate("update_gbps", bool(account.updated.get("host")) or (on_device and hardware.shares_host)),
         rate("update_gbps" if hardware.shares_host else "device_gbps", on_device),
     )
-    nvme = nvme_seconds(hardware, account.read_bytes, account.write_bytes)
+    nvme = nvme_seconds(hardware, account.read_bytes("nvme"), account.write_bytes("nvme"))
     if None in found or nvme is None:
         return None
     return _Rates(*(r for r in found if r is not None))
@@ -152,6 +154,7 @@ def _by_unit(
     sizes: ModelSizes,
     shape: Shape,
     account: Account,
+    held: Held,
     hardware: Hardware,
     rates: _Rates,
     forward: float,
@@ -167,9 +170,9 @@ def _by_unit(
     slower = 1.0 if mixed is None else min(1.0, mixed / (rates.link + rates.link_out))
     share = 1 / max(1, sizes.compute_numel)
     numels = [unit.numel / shape.shard_count for unit in sizes.units]
-    below = {kind: _below(account, kind, numels) for kind in ("parameters", "gradients", "optimizer")}
+    below = {kind: _below(held, kind, numels) for kind in ("parameters", "gradients", "optimizer")}
     element = account.updated.get("host", 0) / rates.host_update / max(1.0, sum(below["optimizer"]))
-    added = shape.reduce_dtype.itemsize + (0 if shape.arriving == 1 else 2 * GRADIENT_BYTES)
+    added = shape.reduce_dtype.itemsize + (0 if shape.arriving == 1 else 2 * FP32_BYTES)
     itemsize, aside = shape.parameter_dtype.itemsize, away / max(1, sizes.blocks)
     arrived = shape.arriving / shape.accumulate
     units = [
@@ -203,11 +206,10 @@ def _opened(units: Sequence[UnitWork], sizes: ModelSizes) -> list[UnitWork]:
     return [*first, *others, *last]
 
 
-def _below(account: Account, kind: str, numels: Sequence[float]) -> list[float]:
+def _below(held: Held, kind: str, numels: Sequence[float]) -> list[float]:
     """Elements of each unit that are not on the device, which has the first ones."""
-    held = {tier: account.held.get((tier, kind), 0) for tier in ("device", "host", "nvme")}
-    total = sum(held.values())
-    edge = sum(numels) * (held["device"] / total if total else 1.0)
+    total = sum(nbytes for (_, each), nbytes in held.items() if each == kind)
+    edge = sum(numels) * (held.get(("device", kind), 0) / total if total else 1.0)
     found, start = [], 0.0
     for numel in numels:
         found.append(min(numel, max(0.0, start + numel - edge)))
@@ -219,14 +221,15 @@ def _windows(
     sizes: ModelSizes,
     shape: Shape,
     account: Account,
+    held: Held,
     hardware: Hardware,
     rates: _Rates,
     slot_fraction: float,
     spilled: Mapping[str, int],
 ) -> dict[str, dict[str, float]]:
     """Seconds of each resource in the first forward, a later forward and a backward, and what slips to backward."""
-    moved, accumulate = account.moved, shape.accumulate
-    held, itemsize = account.held, shape.parameter_dtype.itemsize
+    moved, accumulate = account.moved["nvme"], shape.accumulate
+    itemsize = shape.parameter_dtype.itemsize
     below = sum(held.get((tier, "parameters"), 0) for tier in ("host", "nvme"))
     gradients_below = sum(held.get((tier, "gradients"), 0) for tier in ("host", "nvme"))
     others = (shape.shard_count - 1) / shape.shard_count

@@ -9,16 +9,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
+from zero_core.memory import FP32_BYTES
 from zero_core.runtime.rehearsal import UnitSize, pooled_bytes
 
 from ..placement import Placement
 from ..tier import Tier
-from ..tiles.footprint import GRADIENT_BYTES, MINIMUM_SLOTS
-from .accounting import STATE_KINDS, Account, Cut, Placed, Shape, account
+from ..tiles.footprint import MINIMUM_SLOTS, STATE_KINDS, StorePlan
+from .accounting import Account, Held, Shape, shards_of
 from .automatic import choose, choose_activations
-from .budgets import Budgets, Buffers, needed_bytes
+from .budgets import Budgets, held_bytes, needed_bytes
 from .hardware import Hardware
 from .prediction import Prediction, predict
 from .sizes import ModelSizes
@@ -37,88 +36,74 @@ class Trial:
         given: Mapping[str, Placement],
         tokens: int,
         activations: str | Sequence[str],
-        device_whole: bool,
     ) -> None:
-        self.sizes, self.shape, self.budgets, self.given = sizes, shape, budgets, given
-        self._tokens, self._device_whole = tokens, device_whole
-        self._cut = Cut(sizes, shape)
+        self.sizes, self.shape, self.budgets, self.given, self._tokens = sizes, shape, budgets, given, tokens
+        self._shards = shards_of(sizes, shape)
         self._pooled: dict[tuple[bool, int], int] = {}
-        everything = account(self.place({kind: given.get(kind, "nvme") for kind in STATE_KINDS}, None), shape)
+        everything = self._shards.place({kind: given.get(kind, "nvme") for kind in STATE_KINDS}, None)
         self.policies = choose_activations(activations, sizes, tokens, self._room(everything))
 
-    def best(self, slots: int | None) -> tuple[Placed, dict[str, Placement]]:
+    def best(self, slots: int | None) -> tuple[StorePlan, dict[str, Placement]]:
         """The fastest placement that fits, and with it as many slots as do, up to a quarter of what is on nvme."""
         least = slots if slots is not None or self.budgets is None else MINIMUM_SLOTS
-
-        def cost(placements: Mapping[str, Placement]) -> tuple[Account, Mapping[str, int]]:
-            placed = self.place(placements, least)
-            return self.cost(placed)[0], self.needed(placed)
-
-        tile = self.shape.tile_numel / max(1, self._cut.numel)
-        placements = choose(self.given, self.budgets, tile, cost, device_whole=self._device_whole)
-        placed = self.place(placements, least)
+        tile = self.shape.tile_numel / max(1, self._shards.numel)
+        place = self._shards.place
+        placements = choose(self.given, self.budgets, tile, lambda tried: self.held(place(tried, least)))
+        plan = place(placements, least)
         if slots is not None or self.budgets is None:
-            return placed, placements
-        slot_bytes = placed.slots.state_slot_bytes + placed.slots.gradient_slot_bytes
-        room = self.budgets.host - self.needed(placed)["host"]
+            return plan, placements
+        slot_bytes = plan.state_slot_bytes + plan.gradient_slot_bytes
+        room = self.budgets.host - needed_bytes(self.held(plan), self.budgets)["host"]
         if slot_bytes and room > 0:
-            quarter = self.place(placements, None).slots
+            quarter = place(placements, None)
             most = max(quarter.state_slots, quarter.gradient_slots)
-            placed = self.place(placements, max(MINIMUM_SLOTS, min(most, MINIMUM_SLOTS + room // slot_bytes)))
-        return placed, placements
+            plan = place(placements, max(MINIMUM_SLOTS, min(most, MINIMUM_SLOTS + room // slot_bytes)))
+        return plan, placements
 
     def predicted(
-        self, placed: Placed, counted: Account, buffers: Buffers, hardware: Hardware, tokens: int
+        self, plan: StorePlan, counted: Account, held: Held, hardware: Hardware, tokens: int
     ) -> Prediction | None:
         return predict(
             self.sizes,
             self.shape,
             counted,
+            held,
             hardware,
             tokens=tokens,
             recomputed=_recomputed(self.sizes, self.policies),
-            slot_fraction=_slot_fraction(placed, counted),
-            spilled=buffers.activations,
+            slot_fraction=_slot_fraction(plan),
         )
 
-    def place(self, placements: Mapping[str, Placement], slots: int | None) -> Placed:
-        return self._cut.place(placements, slots)
-
-    def cost(self, placed: Placed) -> tuple[Account, Buffers]:
-        shape, counted = self.shape, account(placed, self.shape)
-        swaps_in = placed.below and shape.apart
+    def held(self, plan: StorePlan) -> Held:
+        """What the rank holds in all, by tier and kind."""
+        shape = self.shape
+        swaps_in = plan.below and shape.apart
         whole = 0  # bytes of parameters that stages 0 to 2 keep unsharded, where that is not the store's own memory
         if shape.stage < 3 and (shape.shard_count > 1 or swaps_in):
-            whole = self._cut.numel * shape.shard_count * shape.parameter_dtype.itemsize
-        buffers = Buffers.needed(
+            whole = self._shards.numel * shape.shard_count * shape.parameter_dtype.itemsize
+        return held_bytes(
             self.sizes,
             shape,
-            placed,
-            counted,
-            pooled=self._pool(placed, swaps_in) - (0 if swaps_in else whole),
+            plan,
+            pooled=self._pool(plan, swaps_in) - (0 if swaps_in else whole),
+            whole=whole,
             tokens=self._tokens,
             activations=self.policies,
         )
-        if whole:
-            # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
-            if placed.below or not shape.apart or shape.parameter_dtype == torch.float32:
-                whole += counted.held.get(("device", "parameters"), 0)
-            counted = replace(counted, held={**counted.held, ("device", "parameters"): whole})
-        return counted, buffers
 
-    def _pool(self, placed: Placed, swaps_in: bool) -> int:
+    def _pool(self, plan: StorePlan, swaps_in: bool) -> int:
         """Bytes of zero-core's pool. `swaps_in`: units have memory of their own."""
         shape = self.shape
-        tiers = {tier for run in placed.runs for tier in run.unit.gradient_tiers}
+        tiers = {tier for run in plan.runs for tier in run.unit.gradient_tiers}
         if shape.apart and tiers - {Tier.DEVICE}:
             lends = shape.accumulate  # every gradient has a landing buffer
-        elif shape.apart or not placed.below:  # zero-core's own store keeps a sum in other memory than what it lends
-            lends = int(shape.arriving == 1 or shape.reduce_dtype.itemsize == GRADIENT_BYTES)
+        elif shape.apart or not plan.below:  # zero-core's own store keeps a sum in other memory than what it lends
+            lends = int(shape.arriving == 1 or shape.reduce_dtype.itemsize == FP32_BYTES)
         else:
             lends = int(Tier.NVME not in tiers)
         if (swaps_in, lends) not in self._pooled:
             units = []
-            for run in self._cut.runs:
+            for run in self._shards.cut:
                 spec = run.unit.spec
                 size = UnitSize(spec.numel * shape.shard_count, spec.dtype.itemsize, run.unit.trainable, spec.encloses)
                 units += [size] * min(run.count, self._most_in_a_row(size))
@@ -145,23 +130,19 @@ class Trial:
             return sys.maxsize
         return 8 + (shape.prefetch_bytes + shape.resident_bytes) // max(1, size.numel * size.itemsize)
 
-    def needed(self, placed: Placed) -> dict[str, int]:
-        assert self.budgets is not None
-        return needed_bytes(*self.cost(placed), self.budgets)
-
-    def _room(self, given: Account) -> Budgets | None:
+    def _room(self, plan: StorePlan) -> Budgets | None:
         """The budgets, less the states that are given a tier: what there is for activations, at most."""
         if self.budgets is None:
             return None
-        device, host = given.held_on("device"), given.held_on("host")
+        device, host = (sum(plan.bytes_of(tier, kind) for kind in STATE_KINDS) for tier in ("device", "host"))
         host = self.budgets.host - host - (device if self.budgets.shared else 0)
         return replace(self.budgets, device=max(0, self.budgets.device - device), host=max(0, host))
 
 
-def _slot_fraction(placed: Placed, counted: Account) -> float:
+def _slot_fraction(plan: StorePlan) -> float:
     """The share of the states on nvme that slots hold at once."""
-    on_nvme = counted.held.get(("nvme", "optimizer"), 0)
-    return min(1.0, placed.slots.state_slots * placed.slots.state_slot_bytes / on_nvme) if on_nvme else 0.0
+    on_nvme = plan.bytes_of("nvme", "optimizer")
+    return min(1.0, plan.state_slots * plan.state_slot_bytes / on_nvme) if on_nvme else 0.0
 
 
 def _recomputed(sizes: ModelSizes, policies: Sequence[str]) -> float:

@@ -1,37 +1,50 @@
 """What a placement costs: tiles with their tiers, slots, bytes per tier and kind. Pure; no memory is touched.
 
-`plan_store` is what `TieredStore.attach` builds from, so that a plan and the run cannot disagree.
+`plan_store` is what `TieredStore.attach` builds from, and `planning` counts with the same `StorePlan`, so that a plan
+and the run cannot disagree. What an element costs is `zero_core.memory`'s.
+
+[Note: Units that are alike]
+A store has runs of one unit each. A plan of a model that does not exist has one run of all units in a row that are
+alike, cut where a placement changes: a trillion parameters have ten thousand units, and the planner tries many
+placements of them. So `Shards` cuts once and places as often as it is asked to.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 
 import torch
 
+from zero_core.memory import FP32_BYTES, ElementBytes
 from zero_core.store import ShardSpec
 
 from ..arena import PAGE_BYTES, Arena
 from ..errors import BudgetError, PlacementError, gib
-from ..placement import Placement, place, shares
+from ..placement import Placement, shares, tier_at
 from ..protocols import UpdateStep
-from ..tier import Tier
+from ..tier import TIERS, Tier
 from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
 
 __all__ = [
     "KINDS",
     "MINIMUM_SLOTS",
+    "STATE_KINDS",
+    "Shards",
     "StorePlan",
     "UnitPlan",
+    "UnitRun",
     "check_device_shares",
-    "gradient_itemsize",
     "plan_store",
 ]
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
+STATE_KINDS = KINDS[:3]
 SMALL_UNIT_BYTES = 1 << 20
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
 LANDING_BUFFERS = 2  # on a device apart: a gradient is written while the one before it is copied to the host
@@ -39,7 +52,7 @@ MIRROR_SLOTS = 3  # of host memory, each a tile of parameters: one copied down, 
 STAGING_SLOTS = 4  # of host memory, each a tile in the reduce dtype: gradients that cannot go straight to their place
 SPILL_SLOTS = 4  # of host memory, each of SPILL_PIECE_BYTES, that activations on nvme travel through
 SPILL_PIECE_BYTES = 4 << 20
-GRADIENT_BYTES = 4  # fp32: what an accumulated gradient takes; see gradient_itemsize
+GRADIENT_BYTES = FP32_BYTES  # what an accumulated gradient takes
 
 
 @dataclass(frozen=True)
@@ -54,20 +67,30 @@ class UnitPlan:
     state_tiers: tuple[Tier, ...]
     apart: bool = False  # the device tier is not host memory
 
-    @property
+    @cached_property
     def trainable(self) -> bool:
         return any(tile.trainable for tile in self.tiles)
 
-    def memory_numel(self, tiers: Sequence[Tier]) -> int:
-        """Elements of the tiles in host memory; they follow those on a device apart, and lead those on nvme."""
-        kept = sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier != Tier.NVME)
-        return kept - self.device_numel(tiers)
+    def rows(self) -> Iterator[tuple[Tile, Record | None, Tier, Tier, Tier]]:
+        """Each tile with its record and the tiers of its parameter, gradient and state."""
+        return zip(self.tiles, self.records, self.parameter_tiers, self.gradient_tiers, self.state_tiers, strict=True)
+
+    def stored(self, tiers: Sequence[Tier]) -> Iterator[tuple[Tier, int, int]]:
+        """(tier, start, stop) of the elements that each stored tier has. They are the last ones."""
+        for tier, rows in groupby(zip(tiers, self.tiles, strict=True), key=itemgetter(0)):
+            tiles = [tile for _, tile in rows]
+            if tier.stored:
+                yield tier, tiles[0].start, tiles[-1].stop
 
     def device_numel(self, tiers: Sequence[Tier]) -> int:
         """Elements of the leading tiles that are on a device apart."""
         if not self.apart:
             return 0
         return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier == Tier.DEVICE)
+
+    def memory_numel(self, tiers: Sequence[Tier]) -> int:
+        """Elements of the tiles in host memory; they follow those on a device apart, and lead those that are stored."""
+        return self.spec.numel - self.device_numel(tiers) - sum(stop - start for _, start, stop in self.stored(tiers))
 
     @property
     def whole_numel(self) -> int:
@@ -76,8 +99,8 @@ class UnitPlan:
 
     @property
     def streamed(self) -> bool:
-        """Whether any of its parameters is on nvme: then it is used in a unit slot."""
-        return Tier.NVME in self.parameter_tiers
+        """Whether any of its parameters is stored: then it is used in a unit slot."""
+        return any(tier.stored for tier in self.parameter_tiers)
 
     @property
     def parameter_bytes(self) -> int:
@@ -85,10 +108,19 @@ class UnitPlan:
 
 
 @dataclass(frozen=True)
+class UnitRun:
+    """`count` units in a row which are alike, from shard element `start` of all shards on. The first one's plan."""
+
+    unit: UnitPlan
+    count: int = 1
+    start: int = 0
+
+
+@dataclass(frozen=True)
 class StorePlan:
     """Everything that `TieredStore` reserves, before it does."""
 
-    units: tuple[UnitPlan, ...]
+    runs: tuple[UnitRun, ...]
     tile_numel: int
     alignment: int
     state_slots: int
@@ -101,50 +133,55 @@ class StorePlan:
     landing_numel: int = 0  # of each of LANDING_BUFFERS on a device apart; 0: there is none
     landing_itemsize: int = 0
     own_landings: tuple[int, ...] = ()  # units which each have a landing buffer of their own size: see `lands_apart`
-    state_itemsize: int = 0  # bytes of states of an element on a device apart
+    state_values: int = 0  # fp32 values that a device apart keeps of an element besides the master
     mirror_slots: int = 0  # of parameters that live on a device apart while the host updates them
     mirror_slot_bytes: int = 0
     staging_slots: int = 0
     staging_slot_bytes: int = 0
-    gradient_itemsize: int = GRADIENT_BYTES  # that is kept of an element
+    gradient_itemsize: int = FP32_BYTES  # that is kept of an element
     not_sharded: Mapping[str, int] = field(default_factory=dict)  # bytes by name: in the model's own memory, not here
+    tiers: tuple[Tier, ...] = TIERS  # fast to slow
 
-    def bytes_of(self, tier: Tier | str, kind: str) -> int:
-        """Bytes of "parameters", "gradients", "optimizer" or "buffers" (slots; host only) in a tier."""
-        tier = Tier(tier)
-        if kind not in KINDS:
-            raise KeyError(f"kind {kind!r}; known: {', '.join(KINDS)}")
-        if kind == "buffers":
-            device = self.landing_bytes + self.scratch_bytes(self.units)
-            return {Tier.HOST: self.buffer_bytes, Tier.DEVICE: device}.get(tier, 0)
-        return sum(self._unit_bytes(unit, tier, kind) for unit in self.units)
+    @cached_property
+    def units(self) -> tuple[UnitPlan, ...]:
+        """Every unit; those of one run have the first one's plan."""
+        return tuple(run.unit for run in self.runs for _ in range(run.count))
 
-    def _unit_bytes(self, unit: UnitPlan, tier: Tier, kind: str) -> int:
-        tiers = {"parameters": unit.parameter_tiers, "gradients": unit.gradient_tiers, "optimizer": unit.state_tiers}
-        total = 0
-        for tile, record, where in zip(unit.tiles, unit.records, tiers[kind], strict=True):
-            if where != tier:
-                continue
-            if kind == "parameters":
-                total += tile.numel * unit.spec.dtype.itemsize
-            elif kind == "gradients" and unit.trainable:
-                total += tile.numel * self.gradient_itemsize if where != Tier.NVME or tile.trainable else 0
-            elif kind == "optimizer" and record is not None:
-                total += record.nbytes
-        if kind == "optimizer" and tier == Tier.DEVICE:
-            total += unit.whole_numel * self.state_itemsize
-        return total
+    @cached_property
+    def held(self) -> Mapping[tuple[str, str], int]:
+        """Bytes by tier and kind: "parameters", "gradients", "optimizer" and "buffers" (slots, landing buffers)."""
+        held = Counter({("host", "buffers"): self.buffer_bytes, ("device", "buffers"): self.landing_bytes})
+        for run in self.runs:
+            unit, count = run.unit, run.count
+            master = ElementBytes(unit.spec.dtype, unit.spec.dtype, self.state_values)
+            held["device", "optimizer"] += count * unit.whole_numel * master.optimizer
+            for tile, record, parameter, gradient, state in unit.rows():
+                held[parameter.value, "parameters"] += count * tile.numel * unit.spec.dtype.itemsize
+                if unit.trainable and (tile.trainable or not gradient.stored):
+                    held[gradient.value, "gradients"] += count * tile.numel * self.gradient_itemsize
+                if record is not None:
+                    held[state.value, "optimizer"] += count * record.nbytes
+        return {key: nbytes for key, nbytes in held.items() if nbytes}
+
+    def bytes_of(self, tier: str, kind: str) -> int:
+        """As `held`."""
+        for name, known in ((kind, KINDS), (tier, self.tiers)):
+            if name not in known:
+                raise KeyError(f"no figure for {kind!r} on {tier!r}: known instead of {name!r}: {', '.join(known)}")
+        return self.held.get((tier, kind), 0)
+
+    @property
+    def below(self) -> bool:
+        """Whether any tile of any kind is not on the device."""
+        return any(tier != "device" for tier, kind in self.held if kind in STATE_KINDS)
 
     @property
     def landing_bytes(self) -> int:
-        """On a device apart, where gradients leave from."""
+        """On a device apart: where gradients leave from, and where that of one unit's whole tiles is widened."""
         own = sum(self.units[i].spec.numel for i in self.own_landings)
-        return (LANDING_BUFFERS * self.landing_numel + own) * self.landing_itemsize
-
-    def scratch_bytes(self, units: Sequence[UnitPlan]) -> int:
-        """In which a device apart widens the gradient of one unit's whole tiles."""
-        widest = max((unit.whole_numel for unit in units), default=0)
-        return GRADIENT_BYTES * widest if self.landing_itemsize < GRADIENT_BYTES else 0
+        widest = max((run.unit.whole_numel for run in self.runs), default=0)
+        widened = FP32_BYTES * widest if self.landing_itemsize < FP32_BYTES else 0
+        return (LANDING_BUFFERS * self.landing_numel + own) * self.landing_itemsize + widened
 
     @property
     def buffer_bytes(self) -> int:
@@ -164,34 +201,120 @@ class StorePlan:
     @property
     def arena_bytes(self) -> int:
         """The arena, rounding of its blocks included."""
-        return self.buffer_bytes + sum(self.unit_bytes(unit) for unit in self.units)
+        blocks = ((run.count, tier, n) for run in self.runs for tier, n in self._blocks(run.unit))
+        return self.buffer_bytes + sum(count * Arena.rounded(n) for count, tier, n in blocks if not tier.stored)
 
-    def unit_bytes(self, unit: UnitPlan) -> int:
-        """What lies in the arena of one unit, slots apart."""
-        total = Arena.rounded(unit.memory_numel(unit.parameter_tiers) * unit.spec.dtype.itemsize)
+    def extent_bytes(self, tier: str) -> int:
+        """All extents on a stored tier, rounding included."""
+        blocks = ((run.count, n) for run in self.runs for where, n in self._blocks(run.unit) if where == tier)
+        return sum(count * round_up(n, self.alignment) for count, n in blocks)
+
+    def _blocks(self, unit: UnitPlan) -> Iterator[tuple[Tier, int]]:
+        """(tier, bytes) of each extent and each block of the arena that one unit takes, slots apart."""
+        yield Tier.HOST, unit.memory_numel(unit.parameter_tiers) * unit.spec.dtype.itemsize
+        for tier, start, stop in unit.stored(unit.parameter_tiers):
+            yield tier, (stop - start) * unit.spec.dtype.itemsize
         if unit.trainable:
-            total += Arena.rounded(unit.memory_numel(unit.gradient_tiers) * self.gradient_itemsize)
-        for record, tier in zip(unit.records, unit.state_tiers, strict=True):
-            if record is not None and tier != Tier.NVME:
-                total += Arena.rounded(record.nbytes)
-        return total
+            yield Tier.HOST, unit.memory_numel(unit.gradient_tiers) * self.gradient_itemsize
+        for tile, record, _, gradient, state in unit.rows():
+            if record is not None:
+                yield state, record.nbytes
+            if tile.trainable and gradient.stored:
+                yield gradient, tile.numel * self.gradient_itemsize
 
-    @property
-    def nvme_bytes(self) -> int:
-        """All extents, rounding included."""
-        total = 0
-        for unit in self.units:
-            tiers = unit.parameter_tiers
-            behind = unit.spec.numel - unit.device_numel(tiers) - unit.memory_numel(tiers)
-            total += round_up(behind * unit.spec.dtype.itemsize, self.alignment)
-            for tile, record, gradient, state in zip(
-                unit.tiles, unit.records, unit.gradient_tiers, unit.state_tiers, strict=True
-            ):
-                if record is not None and state == Tier.NVME:
-                    total += round_up(record.nbytes, self.alignment)
-                if tile.trainable and gradient == Tier.NVME:
-                    total += round_up(tile.numel * self.gradient_itemsize, self.alignment)
-        return total
+
+class Shards:
+    """Shards that are cut into tiles once and can be placed many times. Those that are alike are counted together.
+
+    `shards`: each with how many of its kind there are in a row. The rest is as `plan_store` has it.
+    """
+
+    def __init__(
+        self,
+        shards: Iterable[tuple[ShardSpec, int]],
+        step: UpdateStep,
+        *,
+        tile_numel: int,
+        prefetch_bytes: int = 0,
+        shard_count: int = 1,
+        alignment: int = PAGE_BYTES,
+        landing_dtype: torch.dtype | None = None,
+        gradient_itemsize: int = FP32_BYTES,
+        tiers: tuple[Tier, ...] = TIERS,
+    ) -> None:
+        check_tile_numel(tile_numel)
+        self._step, self._tile_numel, self._alignment = step, tile_numel, max(alignment, PAGE_BYTES)
+        self._prefetch_bytes, self._gradient_itemsize = prefetch_bytes // max(1, shard_count), gradient_itemsize
+        self._landing_dtype, self._apart = landing_dtype, landing_dtype is not None
+        self._tiers = tiers
+        self._records: dict[tuple[int, torch.dtype], Record] = {}
+        self.cut: list[UnitRun] = []
+        self.numel = 0
+        for number, (spec, count) in enumerate(shards):
+            tiles = cut(number, spec, tile_numel)
+            self.cut.append(UnitRun(UnitPlan(spec, tiles, (), (), (), (), self._apart), count, self.numel))
+            self.numel += count * spec.numel
+
+    def place(self, placements: Mapping[str, Placement], slots: int | None) -> StorePlan:
+        """The plan of these placements, by kind. Raises PlacementError for one that cannot be, or too few `slots`."""
+        if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < MINIMUM_SLOTS):
+            raise PlacementError(f"slots={slots!r}: at least {MINIMUM_SLOTS} (a read, an update and a write at a time)")
+        fractions = [shares(placements[kind], kind, self._tiers) for kind in STATE_KINDS]
+        edges = {bound * self.numel for kind in fractions for bound in accumulate(kind.values()) if 0 < bound < 1}
+        runs = [placed for run in self.cut for placed in self._placed(run, fractions, edges)]
+        states, gradients = Counter[int](), Counter[int]()  # stored tiles by the bytes that they take of a slot
+        for run in runs:
+            for tile, record, _, gradient, state in run.unit.rows():
+                if record is not None and state.stored:
+                    states[record.nbytes] += run.count
+                if tile.trainable and gradient.stored:
+                    gradients[round_up(tile.numel * self._gradient_itemsize, self._alignment)] += run.count
+        largest = max((run.unit.parameter_bytes for run in runs if run.unit.streamed), default=0)
+        plan = StorePlan(
+            runs=tuple(runs),
+            tile_numel=self._tile_numel,
+            alignment=self._alignment,
+            state_slots=_slots(states, slots),
+            state_slot_bytes=max(states, default=0),
+            gradient_slots=_slots(gradients, slots),
+            gradient_slot_bytes=max(gradients, default=0),
+            unit_slots=0,
+            unit_slot_bytes=round_up(largest, self._alignment),
+            own_slots=(),
+            gradient_itemsize=self._gradient_itemsize,
+            tiers=self._tiers,
+        )
+        own, shared = _unit_slots(plan.units, self._prefetch_bytes)
+        plan = replace(plan, own_slots=own, unit_slots=shared)
+        return plan if self._landing_dtype is None else _apart(plan, self._landing_dtype, self._step)
+
+    def _placed(
+        self, run: UnitRun, fractions: Sequence[Mapping[Tier, float]], edges: Iterable[float]
+    ) -> Iterator[UnitRun]:
+        """Parts of the run in which no placement changes but in a part of one unit, with their tiers and records."""
+        spec, tiles = run.unit.spec, run.unit.tiles
+        ends = {0, run.count}
+        for edge in edges:
+            at = int((edge - run.start) // spec.numel) if spec.numel else 0
+            ends |= {end for end in range(at - 1, at + 3) if 0 < end < run.count}
+        for first, stop in pairwise(sorted(ends)):
+            start = run.start + first * spec.numel
+            parameters, gradients, states = (
+                tuple(tier_at((start + tile.start + tile.numel / 2) / self.numel, kind) for tile in tiles)
+                for kind in fractions
+            )
+            records = tuple(self._record(tile, spec.dtype, tier) for tile, tier in zip(tiles, states, strict=True))
+            unit = UnitPlan(spec, tiles, records, parameters, gradients, states, self._apart)
+            yield UnitRun(unit, stop - first, start)
+
+    def _record(self, tile: Tile, dtype: torch.dtype, state: Tier) -> Record | None:
+        """None where no element has a state, or a device apart keeps it."""
+        if not tile.trainable or (self._apart and state == Tier.DEVICE):
+            return None
+        key = (tile.numel, dtype)
+        if key not in self._records:
+            self._records[key] = record_of(self._step, *key, self._alignment)
+        return self._records[key] if self._records[key].nbytes else None
 
 
 def plan_store(
@@ -208,66 +331,45 @@ def plan_store(
     shard_count: int = 1,
     alignment: int = PAGE_BYTES,
     landing_dtype: torch.dtype | None = None,
-    gradient_itemsize: int = GRADIENT_BYTES,
+    gradient_itemsize: int = FP32_BYTES,
+    tiers: tuple[Tier, ...] = TIERS,
 ) -> StorePlan:
     """Cut, place and count. `step` is bound already.
 
-    `slots`: of states and of gradients each; None: a quarter of what is on nvme, at least 3, fewer where `host_bytes`
+    `slots`: of states and of gradients each; None: a quarter of what is stored, at least 3, fewer where `host_bytes`
     is short. `landing_dtype`: with a device apart from the host, the reduce dtype of what comes from it.
-    `gradient_itemsize`: as the function of that name gives it. Raises PlacementError, or BudgetError when `host_bytes`
-    is too small even with 3 slots.
+    `gradient_itemsize`: bytes that are kept of an element (`ElementBytes.gradient`). `tiers`: all there are, fast to
+    slow. Raises PlacementError, or BudgetError when `host_bytes` is too small even with 3 slots.
     """
-    check_tile_numel(tile_numel)
-    if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < MINIMUM_SLOTS):
-        raise PlacementError(f"slots={slots!r}: at least {MINIMUM_SLOTS} (a read, an update and a write at a time)")
-    alignment = max(alignment, PAGE_BYTES)
-    apart = landing_dtype is not None
-    if apart:
-        check_device_shares(parameters, gradients, optimizer)
-    units = _place_units(specs, step, (parameters, gradients, optimizer), tile_numel, alignment, apart)
-    states = [r.nbytes for u in units for r, t in zip(u.records, u.state_tiers, strict=True) if r and t == Tier.NVME]
-    swapped_gradients = [
-        round_up(tile.numel * gradient_itemsize, alignment)
-        for unit in units
-        for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True)
-        if tile.trainable and tier == Tier.NVME
-    ]
-    own, shared = _unit_slots(units, prefetch_bytes // max(1, shard_count))
-    largest = max((u.parameter_bytes for u in units if u.streamed), default=0)
-    plan = StorePlan(
-        units=units,
+    if landing_dtype is not None:
+        check_device_shares(parameters, gradients, optimizer, tiers)
+    shards = Shards(
+        ((spec, 1) for spec in specs),
+        step,
         tile_numel=tile_numel,
+        prefetch_bytes=prefetch_bytes,
+        shard_count=shard_count,
         alignment=alignment,
-        state_slots=_slots(states, slots),
-        state_slot_bytes=max(states, default=0),
-        gradient_slots=_slots(swapped_gradients, slots),
-        gradient_slot_bytes=max(swapped_gradients, default=0),
-        unit_slots=shared,
-        unit_slot_bytes=round_up(largest, alignment),
-        own_slots=own,
+        landing_dtype=landing_dtype,
         gradient_itemsize=gradient_itemsize,
-        **(_apart(units, landing_dtype, step) if landing_dtype is not None else {}),
+        tiers=tiers,
     )
+    plan = shards.place({"parameters": parameters, "gradients": gradients, "optimizer": optimizer}, slots)
     return plan if host_bytes is None else _fit(plan, host_bytes, fixed=slots is not None)
 
 
-def gradient_itemsize(reduce_dtype: torch.dtype, accumulate: int | None) -> int:
-    """Bytes that are kept of an element of a gradient, of which `accumulate` reach the store before a step.
-
-    One alone stays as it came. What is added to it is summed in fp32. None: it is not known how many.
-    """
-    return reduce_dtype.itemsize if accumulate == 1 else GRADIENT_BYTES
-
-
-def check_device_shares(parameters: Placement, gradients: Placement, optimizer: Placement) -> None:
+def check_device_shares(
+    parameters: Placement, gradients: Placement, optimizer: Placement, tiers: Sequence[Tier] = TIERS
+) -> None:
     """Raises PlacementError unless tiles whose states are on a device apart have everything else there too."""
-    below, states = shares(gradients, "gradients"), shares(optimizer, "optimizer")[Tier.DEVICE]
-    if not math.isclose(below[Tier.DEVICE], states, abs_tol=1e-6):
+    placements = zip((parameters, gradients, optimizer), STATE_KINDS, strict=True)
+    values, below, states = (shares(placement, kind, tiers)[Tier.DEVICE] for placement, kind in placements)
+    if not math.isclose(below, states, abs_tol=1e-6):
         raise PlacementError(
             f"gradients={gradients!r} and optimizer={optimizer!r}: on a device apart a tile's gradient is where its "
             f'states are; give both the same share of "device" ({states:g})'
         )
-    if shares(parameters, "parameters")[Tier.DEVICE] < states - 1e-6:
+    if values < states - 1e-6:
         raise PlacementError(
             f"parameters={parameters!r} and optimizer={optimizer!r}: states on the device need their parameters there; "
             f'give parameters at least {states:g} of "device"'
@@ -283,8 +385,9 @@ def lands_apart(numel: int, largest: int, itemsize: int, encloses: bool) -> bool
     return encloses or numel * itemsize <= min(largest * itemsize // 16, SMALL_UNIT_BYTES)
 
 
-def _apart(units: Sequence[UnitPlan], dtype: torch.dtype, step: UpdateStep) -> dict[str, Any]:
-    """What a device apart needs: where gradients pass through, where the host updates parameters that live there."""
+def _apart(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePlan:
+    """With what a device apart needs: where gradients pass through, where the host updates parameters living there."""
+    units = [run.unit for run in plan.runs]
     below = [unit for unit in units if unit.trainable and unit.whole_numel < unit.spec.numel]
     tile = max((tile.numel for unit in below for tile in unit.tiles), default=0)
     homes = [
@@ -294,51 +397,18 @@ def _apart(units: Sequence[UnitPlan], dtype: torch.dtype, step: UpdateStep) -> d
         if unit.whole_numel < tile.stop <= unit.device_numel(unit.parameter_tiers)
     ]
     largest = max((unit.spec.numel for unit in below if not unit.spec.encloses), default=0)
-    return {
-        "landing_numel": largest,
-        "landing_itemsize": dtype.itemsize,
-        "own_landings": tuple(
-            i
-            for i, unit in enumerate(units)
-            if unit.trainable
-            and unit.whole_numel < unit.spec.numel
-            and lands_apart(unit.spec.numel, largest, dtype.itemsize, unit.spec.encloses)
-        ),
-        "staging_slots": STAGING_SLOTS if below else 0,
-        "staging_slot_bytes": round_up(tile * dtype.itemsize, PAGE_BYTES),
-        "state_itemsize": 4 * (len(step.state_names()) + any(unit.spec.dtype != torch.float32 for unit in units)),
-        "mirror_slots": MIRROR_SLOTS if homes else 0,
-        "mirror_slot_bytes": round_up(max(homes, default=0), PAGE_BYTES),
-    }
-
-
-def _place_units(
-    specs: Sequence[ShardSpec],
-    step: UpdateStep,
-    placements: tuple[Placement, Placement, Placement],
-    tile_numel: int,
-    alignment: int,
-    apart: bool,
-) -> tuple[UnitPlan, ...]:
-    tiles = [cut(number, spec, tile_numel) for number, spec in enumerate(specs)]
-    sizes = [tile.numel for unit in tiles for tile in unit]
-    flat = [place(where, sizes, kind) for where, kind in zip(placements, KINDS, strict=False)]
-    cache: dict[tuple[int, torch.dtype], Record] = {}
-    units, at = [], 0
-    for spec, unit in zip(specs, tiles, strict=True):
-        records: list[Record | None] = []
-        tiers = [kind[at : at + len(unit)] for kind in flat]
-        for tile, state in zip(unit, tiers[2], strict=True):
-            if apart and state == Tier.DEVICE:
-                records.append(None)  # its states are the device's own
-                continue
-            key = (tile.numel, spec.dtype)
-            if tile.trainable and key not in cache:
-                cache[key] = record_of(step, *key, alignment)
-            records.append(cache[key] if tile.trainable and cache[key].nbytes else None)
-        units.append(UnitPlan(spec, unit, tuple(records), tiers[0], tiers[1], tiers[2], apart))
-        at += len(unit)
-    return tuple(units)
+    own = {id(u) for u in below if lands_apart(u.spec.numel, largest, dtype.itemsize, u.spec.encloses)}
+    return replace(
+        plan,
+        landing_numel=largest,
+        landing_itemsize=dtype.itemsize,
+        own_landings=tuple(i for i, unit in enumerate(plan.units) if id(unit) in own),
+        staging_slots=STAGING_SLOTS if below else 0,
+        staging_slot_bytes=round_up(tile * dtype.itemsize, PAGE_BYTES),
+        state_values=len(step.state_names()),
+        mirror_slots=MIRROR_SLOTS if homes else 0,
+        mirror_slot_bytes=round_up(max(homes, default=0), PAGE_BYTES),
+    )
 
 
 def _unit_slots(units: Sequence[UnitPlan], prefetch_bytes: int) -> tuple[tuple[int, ...], int]:
@@ -362,12 +432,12 @@ def _unit_slots(units: Sequence[UnitPlan], prefetch_bytes: int) -> tuple[tuple[i
     return tuple(sorted(own)), min(len(sizes) - len(own), max(1, ahead) + 2)
 
 
-def _slots(sizes: Sequence[int], wanted: int | None) -> int:
-    """A quarter of the bytes, at least 3, never more than there are tiles."""
-    if not sizes:
+def _slots(tiles: Counter[int], wanted: int | None) -> int:
+    """A quarter of the bytes, at least 3, never more than there are tiles. `tiles`: how many there are of each size."""
+    if not tiles:
         return 0
-    quarter = -(-sum(sizes) // (4 * max(sizes)))
-    return min(len(sizes), max(MINIMUM_SLOTS, quarter if wanted is None else wanted))
+    quarter = -(-sum(size * count for size, count in tiles.items()) // (4 * max(tiles)))
+    return min(tiles.total(), max(MINIMUM_SLOTS, quarter if wanted is None else wanted))
 
 
 def _fit(plan: StorePlan, host_bytes: int, *, fixed: bool) -> StorePlan:
