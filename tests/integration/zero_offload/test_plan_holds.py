@@ -184,6 +184,25 @@ def test_with_a_device_apart_on_two_ranks(ranks, placement):
     assert ranks(2).run(check_apart, placement, torch.bfloat16, 2) == [True, True]
 
 
+def test_what_is_added_to_sums_on_a_device_apart_is_planned():
+    """The second gradient of a unit that is wholly there cannot come in the memory of the sum."""
+    gpu = Hardware(device="cuda", device_gib=4, host_gib=8, nvme_gib=8)
+    half = dict.fromkeys(("parameters", "gradients", "optimizer"), {"device": 0.5, "host": 0.5})
+    model, step = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)), TorchStep("fp32")
+    optimizer = torch.optim.AdamW(model.parameters())
+    step.bind(optimizer)
+    one, two = (plan(model, gpu, **half, step=step, shard_count=1, tile_numel=MI, accumulate=n) for n in (1, 2))
+    with simulated_device():
+        store = TieredStore(plan=two, step=step, streams=streams())
+        optimizer = zero_core.shard(model, optimizer, store=store)
+        for _ in range(2):
+            nn.Sequential(*model)(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        used = zero_core.handle(model).engine.pool.peak_nbytes
+        optimizer.close()
+    assert 0 < used <= two.bytes_of("device", "buffers") - one.bytes_of("device", "buffers")
+
+
 class Uneven(nn.Module):
     """Units of several sizes, a small one, a frozen one, and parameters of the model's own."""
 

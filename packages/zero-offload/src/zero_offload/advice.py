@@ -13,12 +13,12 @@ from contextlib import contextmanager
 import torch
 
 from .errors import OffloadError, gib
+from .planning.budgets import contents
 from .planning.planner import Plan
-from .tiles.footprint import KINDS
+from .tiles.footprint import KINDS, STATE_KINDS
 
 __all__ = ["OutOfMemoryError", "explained"]
 
-STATES = KINDS[:3]
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _AMOUNT = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 _SAID = {  # what torch's allocators say of themselves
@@ -84,13 +84,11 @@ def _text(plan: Plan, tier: str, said: Mapping[str, int], error: BaseException) 
 def _given(plan: Plan, where: str, tiers: tuple[str, ...]) -> str:
     """ "the plan gave it 12.1 GiB of 79.0 GiB (activations 10.3 GiB, buffers 1.8 GiB)"."""
     parts = {kind: sum(plan.bytes_of(tier, kind) for tier in tiers) for kind in (*KINDS, "activations")}
-    ranked = sorted(((nbytes, kind) for kind, nbytes in parts.items() if nbytes), reverse=True)
-    contents = ", ".join(f"{kind} {gib(nbytes)}" for nbytes, kind in ranked)
     budget = plan.budgets.of(where) if plan.budgets else None
     return (
         f"the plan gave it {gib(sum(parts.values()))}"
         + (f" of {gib(budget)}" if budget else "")
-        + (f" ({contents})" if contents else "")
+        + (f" ({contents(parts)})" if any(parts.values()) else "")
     )
 
 
@@ -98,7 +96,7 @@ def _ways(plan: Plan, tiers: tuple[str, ...], said: Mapping[str, int]) -> list[s
     """What to change, the largest gain first; what it is worth where the plan knows."""
     gains: list[tuple[int, str]] = []
     below = {"device": "host", "host": "nvme"}[tiers[-1]]
-    for kind in STATES:
+    for kind in STATE_KINDS:
         held = sum(plan.bytes_of(tier, kind) for tier in tiers)
         gains.append((held, f"offload.{kind}={below} ({gib(held)})"))
     activations = sum(plan.bytes_of(tier, "activations") for tier in tiers)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from .errors import PlacementError
 from .tier import TIERS, Tier
 
-__all__ = ["Placement", "place", "shares", "tier_at"]
+__all__ = ["Placement", "device_share", "place", "shares", "tier_at"]
 
 Placement = str | Mapping[str, float]
 
@@ -56,9 +57,10 @@ def place(placement: Placement, sizes: Sequence[int], kind: str, tiers: Sequence
 
 def tier_at(middle: float, fractions: Mapping[Tier, float]) -> Tier:
     """The tier of a tile whose middle has the fraction `middle` of all elements before it."""
-    bound = 0.0
-    for tier in fractions:
-        bound += fractions[tier]
-        if middle < bound or math.isclose(bound, 1.0, abs_tol=1e-6):
-            break
-    return tier
+    bounds = zip(fractions, accumulate(fractions.values()), strict=True)
+    return next(tier for tier, bound in bounds if middle < bound or math.isclose(bound, 1.0, abs_tol=1e-6))
+
+
+def device_share(placement: Placement) -> float:
+    """The fraction on the device."""
+    return placement.get("device", 0.0) if isinstance(placement, Mapping) else float(placement == "device")

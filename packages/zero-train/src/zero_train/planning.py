@@ -6,7 +6,6 @@ The arithmetic, and the decision that a tier is too small, are zero_offload.plan
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -167,12 +166,7 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
 
 def _table(plan: zero_offload.Plan) -> list[str]:
     """Returns the lines of the plan's table: the GiB of a rank, a row for each tier, `-` for a budget not known."""
-    kinds = (*checks.STATE_KINDS, "buffers", "activations")
-    rows: list[Sequence[str]] = [("GiB", *kinds, "total", "budget")]
-    for tier in checks.TIERS:
-        figures = [*(plan.bytes_of(tier, kind) for kind in kinds), plan.total(tier)]
-        budget = plan.budgets.of(tier) if plan.budgets else None
-        rows.append((tier, *(f"{n / GIB:.3f}" for n in figures), f"{budget / GIB:.1f}" if budget else "-"))
+    rows = plan.table()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 

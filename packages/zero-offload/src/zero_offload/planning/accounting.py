@@ -32,7 +32,7 @@ from ..tiles.footprint import Shards, StorePlan
 from ..tiles.tile import round_up
 from .sizes import ModelSizes, UnitSizes
 
-__all__ = ["TIERS", "Account", "AdamLayout", "Held", "Shape", "account", "shards_of", "update_bytes"]
+__all__ = ["Account", "AdamLayout", "Held", "Shape", "account", "shards_of", "update_bytes"]
 
 Held = Mapping[tuple[str, str], int]  # bytes by tier and kind
 

@@ -1,32 +1,16 @@
-"""What each tier may hold, the memory that is nobody's state (buffers, activations), and the refusals.
-
-Integers only. Owns `Budgets`, `PlanError` and the sum of what a rank holds; the store's part of it is a `StorePlan`'s.
-
-[Note: Buffers]
-    device  zero-core's pool: on several ranks units that are gathered and gradients on their way
-            (`zero_core.runtime.rehearsal` has its size), and whole gradients that wait for the step, at stage 1 and
-            under `no_sync`.
-            On a device apart with a store below it units have memory of their own instead: the one in use with those
-            fetched ahead (in backward the one before it is still open then), and those that stay. There the gradient of
-            the unit whose backward runs is one of two landing buffers, as the one before it is on its way to the host;
-            and autograd has just made a parameter's.
-            Parameters that are not sharded: integer and quantised ones
-    host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
-            from a device apart, and the rounding of blocks to pages
-Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
-"""
+"""What each tier may hold, what unsharded units and activations take, and the refusals. Integers only."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import BudgetError, gib
-from ..tier import Tier
-from ..tiles.footprint import SMALL_UNIT_BYTES, SPILL_PIECE_BYTES, SPILL_SLOTS, STATE_KINDS, StorePlan
-from .accounting import TIERS, Held, Shape
-from .hardware import Hardware
+from ..tier import TIERS
+from ..tiles.footprint import SMALL_UNIT_BYTES, STATE_KINDS, StorePlan
+from .accounting import Held, Shape
+from .hardware import GIB, Hardware, TierFigures
 from .sizes import ModelSizes
 
 POLICIES = ("keep", "recompute", "host", "nvme")
@@ -51,68 +35,30 @@ class PlanError(BudgetError, ValueError):
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes a rank may use on each tier. `shared`: the device tier is host memory and counts against `host`."""
+    """Bytes a rank may use on each tier. `shared`: the device tier is host memory and counts against `host`.
+
+    `tiers`: the other stored ones.
+    """
 
     device: int
     host: int
     nvme: int
     shared: bool
+    tiers: Mapping[str, TierFigures] = field(default_factory=dict)
 
     @classmethod
     def of_rank(cls, hardware: Hardware, host_bytes: int | None = None) -> Budgets:
         host = hardware.host_bytes if host_bytes is None else host_bytes
-        return cls(hardware.device_bytes, host, hardware.nvme_bytes, hardware.shares_host)
+        return cls(hardware.device_bytes, host, hardware.nvme_bytes, hardware.shares_host, hardware.tiers)
 
     def of(self, tier: str) -> int | None:
-        """Bytes of `tier`; None for a device that has no budget of its own."""
+        """Bytes of `tier`; None for one that has no budget of its own."""
+        if tier not in TIERS:
+            figures = self.tiers[tier]
+            return None if figures.gib is None else int(figures.gib * GIB * figures.ratio)
         if tier == "device" and self.shared:
             return None
         return int(getattr(self, tier))
-
-
-def held_bytes(
-    sizes: ModelSizes,
-    shape: Shape,
-    plan: StorePlan,
-    *,
-    pooled: int,
-    whole: int,
-    tokens: int,
-    activations: Sequence[str],
-) -> Held:
-    """What one rank holds: the store's `plan`, the buffers beside it, and activations.
-
-    `pooled`: bytes of zero-core's pool, but for whole parameters. `whole`: of parameters that stages 0 to 2 keep
-    unsharded. `tokens`: of a micro-batch.
-    """
-    held = dict(plan.held)
-    element, units = shape.element, [run.unit for run in plan.runs]
-    device = plan.bytes_of("device", "buffers") + sum(sizes.not_sharded.values())
-    trained = [unit for unit in sizes.units if any(p.trained for p in unit.parameters)]
-    if shape.apart and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
-        made = max((p.numel for unit in trained for p in unit.parameters if p.trained), default=0)
-        device += pooled + made * shape.parameter_dtype.itemsize
-        if shape.arriving > 1:  # what is added to a sum on the device comes in other memory than the sum's
-            whole_units = (u.spec.numel for u in units if u.trainable and u.whole_numel == u.spec.numel)
-            device += max(whole_units, default=0) * shape.shard_count * element.gradient(1)
-    else:
-        device += max(pooled, max((unit.numel for unit in trained), default=0) * element.gradient(1))
-    if shape.stage == 3 and plan.below and shape.apart:
-        device += unsharded_bytes(sizes, shape)
-    if not plan.below:  # zero-core's own store widens a gradient, and has a master of what is frozen
-        if not shape.apart:
-            device += element.widened * max((unit.spec.numel for unit in units), default=0)
-        device += element.master * sum(run.count * run.unit.spec.numel for run in plan.runs if not run.unit.trainable)
-    memory = ("host",) if shape.apart else ("host", "device")
-    states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
-    spill = SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in activations else 0  # what checkpoints travel through
-    held |= {("device", "buffers"): device, ("host", "buffers"): plan.arena_bytes - states + spill}
-    if whole:
-        # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
-        kept = plan.below or not shape.apart or not element.master
-        held["device", "parameters"] = whole + (plan.bytes_of("device", "parameters") if kept else 0)
-    activated = activation_bytes(sizes, activations, tokens)
-    return held | {(tier, "activations"): nbytes for tier, nbytes in activated.items()}
 
 
 def held_back_bytes(plan: StorePlan, shape: Shape) -> int:
@@ -157,7 +103,7 @@ def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) ->
     before a block is recomputed.
     """
     chosen = Counter(policy for unit, policy in zip(sizes.units, policies, strict=True) if unit.is_block)
-    found: dict[str, int] = {tier: sizes.checkpoint_bytes_per_token * tokens * chosen[tier] for tier in TIERS[1:]}
+    found = {tier: sizes.checkpoint_bytes_per_token * tokens * chosen[tier] for tier in ("host", "nvme")}
     working = sizes.working_bytes_per_token if chosen["keep"] < chosen.total() else 0
     found["device"] = tokens * (
         chosen["keep"] * sizes.saved_bytes_per_token
@@ -169,34 +115,45 @@ def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) ->
 
 def needed_bytes(held: Held, budgets: Budgets) -> dict[str, int]:
     """Bytes by tier that has a budget, device counted as host where they share."""
-    totals: dict[str, int] = dict.fromkeys(TIERS, 0)
-    for (tier, _), nbytes in held.items():
-        totals[tier] += nbytes
-    if budgets.shared:
-        totals["host"] += totals.pop("device")
-    return totals
+    tiers = (*TIERS, *(tier for tier in budgets.tiers if tier not in TIERS))
+    return {tier: sum(_kinds(tier, held, budgets).values()) for tier in tiers if budgets.of(tier) is not None}
+
+
+def _kinds(tier: str, held: Held, budgets: Budgets) -> Counter[str]:
+    """Bytes by kind that count against the budget of `tier`."""
+    counted = {tier: 1.0}
+    if tier == "host":
+        counted |= {"device": 1.0} if budgets.shared else {}
+        counted |= {name: 1 / figures.ratio for name, figures in budgets.tiers.items() if figures.in_host_memory}
+    kinds = Counter[str]()
+    for (where, kind), nbytes in held.items():
+        kinds[kind] += int(nbytes * counted.get(where, 0))
+    return kinds
 
 
 def check(held: Held, held_back: int, budgets: Budgets, hardware: Hardware) -> None:
-    """Raise `PlanError` for the first tier (device, host, nvme) that is too small."""
+    """Raise `PlanError` for the first tier (device, host, nvme, then the others) that is too small."""
     for tier, needed in needed_bytes(held, budgets).items():
         budget = budgets.of(tier)
         assert budget is not None
         if needed > budget:
-            tiers = ("device", "host") if budgets.shared and tier == "host" else (tier,)
-            kinds = Counter[str]()
-            for (where, kind), nbytes in held.items():
-                kinds[kind] += nbytes if where in tiers else 0
-            ranked = sorted(((nbytes, kind) for kind, nbytes in kinds.items() if nbytes), reverse=True)
-            what = ", ".join(f"{kind} {gib(nbytes)}" for nbytes, kind in ranked)
-            ways = _ways_out(tier, kinds, held_back if "device" in tiers else 0, budgets, hardware)
-            raise PlanError(tier, needed, budget, what, ways)
+            kinds, on_device = _kinds(tier, held, budgets), tier == "device" or (tier == "host" and budgets.shared)
+            ways = _ways_out(tier, kinds, held_back if on_device else 0, budgets, hardware)
+            raise PlanError(tier, needed, budget, contents(kinds), ways)
+
+
+def contents(kinds: Mapping[str, int]) -> str:
+    """Returns "optimizer 12.0 GiB, buffers 1.0 GiB", the largest first, from bytes by kind."""
+    ranked = sorted(((nbytes, kind) for kind, nbytes in kinds.items() if nbytes), reverse=True)
+    return ", ".join(f"{kind} {gib(nbytes)}" for nbytes, kind in ranked)
 
 
 def _ways_out(tier: str, kinds: Mapping[str, int], held_back: int, budgets: Budgets, hardware: Hardware) -> str:
     """What to change, the nearest remedy first. `kinds`: bytes that `tier` would hold."""
     if tier == "nvme":
         return "give more nvme paths or room (hardware.nvme_gib, hardware.nvme_paths), or train on more nodes"
+    if tier in budgets.tiers:
+        return f"give it more room (hardware.tiers.{tier}.gib), or place less there"
     below = "host" if tier == "device" else "nvme"
     largest = max(STATE_KINDS, key=lambda kind: kinds[kind])
     ways = []

@@ -12,16 +12,17 @@ import mmap
 import os
 import platform
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero_core.device import indexed
 
-from ..protocols import ByteStore, UpdateStep
+from ..protocols import ByteStore, SegmentStep, UpdateStep
+from ..tiles.tile import View
 from .accounting import Shape, update_bytes
 from .hardware import GB, GIB, Hardware
 from .probing_device import best, device_figures, least_seconds
@@ -94,53 +95,36 @@ def nvme_figures(nvme: ByteStore) -> dict[str, float]:
     buffers = memory.split(BLOCK_BYTES)
     nvme.reserve(2 * BLOCKS * BLOCK_BYTES)
     extents = [nvme.allocate(BLOCK_BYTES) for _ in range(2 * BLOCKS)]
-    first, second = extents[:BLOCKS], extents[BLOCKS:]
-    half = BLOCKS // 2
-    try:
-        _transfer(nvme.write, extents, buffers * 2)  # the first write of a file is another thing: it makes the file
-        total = BLOCKS * BLOCK_BYTES
-        write = _best(lambda: _transfer(nvme.write, first, buffers))
-        read = _best(lambda: _transfer(nvme.read, second, buffers))
+    first, second, half = extents[:BLOCKS], extents[BLOCKS:], BLOCKS // 2
 
-        def both() -> None:
-            tickets = [nvme.write(e, b) for e, b in zip(first[:half], buffers[:half], strict=True)]
-            tickets += [nvme.read(e, b) for e, b in zip(second[half:], buffers[half:], strict=True)]
+    def gbps(writes: Sequence[Any], reads: Sequence[Any]) -> float:
+        def work() -> None:
+            tickets = [nvme.write(extent, buffer) for extent, buffer in zip(writes, buffers, strict=False)]
+            tickets += [nvme.read(extent, buffer) for extent, buffer in zip(reads, reversed(buffers), strict=False)]
             for ticket in tickets:
                 ticket.wait()
 
-        mixed = _best(both)
+        return BLOCKS * BLOCK_BYTES / least_seconds(work, ROUNDS) / GB
+
+    try:
+        # The first write of a file is another thing: it makes the file.
+        for ticket in [nvme.write(extent, buffer) for extent, buffer in zip(extents, buffers * 2, strict=True)]:
+            ticket.wait()
+        rates = {
+            "nvme_write_gbps": gbps(first, ()),
+            "nvme_read_gbps": gbps((), second),
+            "nvme_mixed_gbps": gbps(first[:half], second[half:]),
+        }
     finally:
         for extent in extents:
             nvme.free(extent)
-    figures: dict[str, float] = {
-        "nvme_read_gbps": _figure(total / read / GB),
-        "nvme_write_gbps": _figure(total / write / GB),
-        "nvme_mixed_gbps": _figure(total / mixed / GB),
-    }
     paths = [Path(path) for path in getattr(nvme, "paths", ())]
-    if paths and all(path.exists() for path in paths):
-        figures["nvme_gib"] = round(min(shutil.disk_usage(path).free for path in paths) / GIB, 2)
-        figures["nvme_paths"] = len(paths)
-        for rate in ("nvme_read_gbps", "nvme_write_gbps", "nvme_mixed_gbps"):
-            figures[rate] = _figure(figures[rate] / len(paths))  # the description is of one path
-    return figures
-
-
-class _Tile:
-    """What `UpdateStep.update` wants of a tile, all in ordinary memory."""
-
-    def __init__(self, step: UpdateStep, numel: int, dtype: torch.dtype) -> None:
-        self.states: dict[str, Tensor] = {
-            f.name: torch.zeros(f.numel, dtype=f.dtype) for f in step.layout(numel, dtype)
-        }
-        self.parameter = torch.zeros(numel, dtype=dtype)
-        self.gradient = torch.full((numel,), 1e-3)
-        step.initialise(self, torch.linspace(-1, 1, numel))
-
-
-class _Segment:
-    def __init__(self, numel: int, options: dict[str, Any]) -> None:
-        self.start, self.stop, self.options, self.step = 0, numel, options, 1
+    if not paths or not all(path.exists() for path in paths):
+        return {name: _figure(rate) for name, rate in rates.items()}
+    room = round(min(shutil.disk_usage(path).free for path in paths) / GIB, 2)
+    # The description is of one path.
+    each = {name: _figure(rate / len(paths)) for name, rate in rates.items()}
+    return {"nvme_gib": room, "nvme_paths": len(paths), **each}
 
 
 def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> float:
@@ -148,18 +132,21 @@ def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> f
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     step.bind(optimizer)
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    tiles = [_Tile(step, UPDATE_NUMEL, parameter_dtype) for _ in range(count)]
-    segment = _Segment(UPDATE_NUMEL, options)
+    segment = SegmentStep(0, UPDATE_NUMEL, options, 1)
+    tiles = []
+    for _ in range(count):
+        states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in step.layout(UPDATE_NUMEL, parameter_dtype)}
+        parameter, gradient = torch.zeros(UPDATE_NUMEL, dtype=parameter_dtype), torch.full((UPDATE_NUMEL,), 1e-3)
+        tiles.append(View(states, parameter, gradient))
+        step.initialise(tiles[-1], torch.linspace(-1, 1, UPDATE_NUMEL))
 
     def update() -> None:
         for tile in tiles:
             step.update(tile, [segment], 1.0)
 
     update()
-    moved = count * update_bytes(
-        Shape(parameter_dtype=parameter_dtype, reduce_dtype=torch.float32, step=step), UPDATE_NUMEL
-    )
-    return moved / _best(update) / GB
+    shape = Shape(parameter_dtype=parameter_dtype, reduce_dtype=torch.float32, step=step)
+    return count * update_bytes(shape, UPDATE_NUMEL) / least_seconds(update, ROUNDS) / GB
 
 
 def compute_tflops(device: torch.device, dtype: torch.dtype, hidden_size: int, tokens: int) -> float:
@@ -190,17 +177,7 @@ def compute_tflops(device: torch.device, dtype: torch.dtype, hidden_size: int, t
     if apart:
         return _figure(DEVICE_BLOCKS * flop / best(queued) / 1e12)
     block()
-    return _figure(flop / _best(block) / 1e12)
-
-
-def _transfer(request: Callable[[Any, Any], Any], extents: Sequence[Any], buffers: Sequence[Tensor]) -> None:
-    for ticket in [request(extent, buffer) for extent, buffer in zip(extents, buffers, strict=True)]:
-        ticket.wait()
-
-
-def _best(work: Callable[[], None]) -> float:
-    """Least seconds of a few rounds."""
-    return least_seconds(work, ROUNDS)
+    return _figure(flop / least_seconds(block, ROUNDS) / 1e12)
 
 
 def _figure(value: float) -> float:

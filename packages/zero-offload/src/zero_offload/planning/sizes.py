@@ -57,14 +57,10 @@ class UnitSizes:
     def compute_numel(self) -> int:
         return self.numel if self.matmul_numel is None else self.matmul_numel
 
-    def layout(self, dtype: torch.dtype, shard_count: int) -> UnitLayout:
-        """The flat storage, as zero-core lays it out."""
-        slots = [(parameter.name, (parameter.numel,)) for parameter in self.parameters]
-        return UnitLayout.build(self.name, slots, itemsize=dtype.itemsize, shard_count=shard_count)
-
     def shard(self, dtype: torch.dtype, shard_count: int, rank: int) -> ShardSpec:
         """What zero-core would give a store to keep of this unit on `rank`."""
-        layout = self.layout(dtype, shard_count)
+        slots = [(parameter.name, (parameter.numel,)) for parameter in self.parameters]
+        layout = UnitLayout.build(self.name, slots, itemsize=dtype.itemsize, shard_count=shard_count)
         trained = {parameter.name: parameter.trained for parameter in self.parameters}
         segments = tuple(
             Segment(piece.shard_start, piece.shard_stop, 0 if trained[piece.slot.name] else None, piece.slot.name)

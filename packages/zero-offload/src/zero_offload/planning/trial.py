@@ -1,6 +1,19 @@
-"""One model on one hardware while placements and slots are tried: what each trial costs, and the best that fits.
+"""One model while placements and slots are tried: what a rank holds with each, and the best that fits.
 
-Owns no rule of choice (`automatic`), no bytes (`accounting`) and no seconds (`prediction`): it puts them together.
+Integers only. The store's part is a `StorePlan`'s, the rule of choice `automatic`'s; here are the buffers beside it.
+
+[Note: Buffers]
+    device  zero-core's pool: on several ranks units that are gathered and gradients on their way
+            (`zero_core.runtime.rehearsal` has its size), and whole gradients that wait for the step, at stage 1 and
+            under `no_sync`.
+            On a device apart with a store below it units have memory of their own instead: the one in use with those
+            fetched ahead (in backward the one before it is still open then), and those that stay. There the gradient of
+            the unit whose backward runs is one of two landing buffers, as the one before it is on its way to the host;
+            and autograd has just made a parameter's.
+            Parameters that are not sharded: integer and quantised ones
+    host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
+            from a device apart, and the rounding of blocks to pages
+Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
 """
 
 from __future__ import annotations
@@ -14,12 +27,10 @@ from zero_core.runtime.rehearsal import UnitSize, pooled_bytes
 
 from ..placement import Placement
 from ..tier import Tier
-from ..tiles.footprint import MINIMUM_SLOTS, STATE_KINDS, StorePlan
-from .accounting import Account, Held, Shape, shards_of
+from ..tiles.footprint import MINIMUM_SLOTS, SPILL_PIECE_BYTES, SPILL_SLOTS, STATE_KINDS, StorePlan
+from .accounting import Held, Shape, shards_of
 from .automatic import choose, choose_activations
-from .budgets import Budgets, held_bytes, needed_bytes
-from .hardware import Hardware
-from .prediction import Prediction, predict
+from .budgets import Budgets, activation_bytes, needed_bytes, unsharded_bytes
 from .sizes import ModelSizes
 
 __all__ = ["Trial"]
@@ -44,7 +55,7 @@ class Trial:
         self.policies = choose_activations(activations, sizes, tokens, self._room(everything))
 
     def best(self, slots: int | None) -> tuple[StorePlan, dict[str, Placement]]:
-        """The fastest placement that fits, and with it as many slots as do, up to a quarter of what is on nvme."""
+        """The fastest placement that fits, and with it as many slots as do, up to a quarter of what is stored."""
         least = slots if slots is not None or self.budgets is None else MINIMUM_SLOTS
         tile = self.shape.tile_numel / max(1, self._shards.numel)
         place = self._shards.place
@@ -60,36 +71,41 @@ class Trial:
             plan = place(placements, max(MINIMUM_SLOTS, min(most, MINIMUM_SLOTS + room // slot_bytes)))
         return plan, placements
 
-    def predicted(
-        self, plan: StorePlan, counted: Account, held: Held, hardware: Hardware, tokens: int
-    ) -> Prediction | None:
-        return predict(
-            self.sizes,
-            self.shape,
-            counted,
-            held,
-            hardware,
-            tokens=tokens,
-            recomputed=_recomputed(self.sizes, self.policies),
-            slot_fraction=_slot_fraction(plan),
-        )
-
     def held(self, plan: StorePlan) -> Held:
-        """What the rank holds in all, by tier and kind."""
-        shape = self.shape
-        swaps_in = plan.below and shape.apart
+        """What the rank holds: the store's `plan`, the buffers beside it, and activations."""
+        sizes, shape, element = self.sizes, self.shape, self.shape.element
+        held, units, below = dict(plan.held), [run.unit for run in plan.runs], plan.below
+        swaps_in = below and shape.apart
         whole = 0  # bytes of parameters that stages 0 to 2 keep unsharded, where that is not the store's own memory
         if shape.stage < 3 and (shape.shard_count > 1 or swaps_in):
             whole = self._shards.numel * shape.shard_count * shape.parameter_dtype.itemsize
-        return held_bytes(
-            self.sizes,
-            shape,
-            plan,
-            pooled=self._pool(plan, swaps_in) - (0 if swaps_in else whole),
-            whole=whole,
-            tokens=self._tokens,
-            activations=self.policies,
-        )
+            # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
+            kept = below or not shape.apart or not element.master
+            held["device", "parameters"] = whole + (plan.bytes_of("device", "parameters") if kept else 0)
+        pooled = self._pool(plan, swaps_in) - (0 if swaps_in else whole)
+        device = plan.bytes_of("device", "buffers") + sum(sizes.not_sharded.values())
+        trained = [unit for unit in sizes.units if any(p.trained for p in unit.parameters)]
+        if shape.apart and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
+            made = max((p.numel for unit in trained for p in unit.parameters if p.trained), default=0)
+            device += pooled + made * shape.parameter_dtype.itemsize
+            if shape.arriving > 1:  # what is added to a sum on the device comes in other memory than the sum's
+                sums = (unit.spec.numel for unit in units if unit.trainable and unit.whole_numel == unit.spec.numel)
+                device += max(sums, default=0) * shape.shard_count * element.gradient(1)
+        else:
+            device += max(pooled, max((unit.numel for unit in trained), default=0) * element.gradient(1))
+        if shape.stage == 3 and swaps_in:
+            device += unsharded_bytes(sizes, shape)
+        if not below:  # zero-core's own store widens a gradient, and has a master of what is frozen
+            if not shape.apart:
+                device += element.widened * max((unit.spec.numel for unit in units), default=0)
+            frozen = sum(run.count * run.unit.spec.numel for run in plan.runs if not run.unit.trainable)
+            device += element.master * frozen
+        memory = ("host",) if shape.apart else ("host", "device")
+        states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
+        spill = SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in self.policies else 0  # what checkpoints travel through
+        held |= {("device", "buffers"): device, ("host", "buffers"): plan.arena_bytes - states + spill}
+        activations = activation_bytes(sizes, self.policies, self._tokens)
+        return held | {(tier, "activations"): nbytes for tier, nbytes in activations.items()}
 
     def _pool(self, plan: StorePlan, swaps_in: bool) -> int:
         """Bytes of zero-core's pool. `swaps_in`: units have memory of their own."""
@@ -100,7 +116,7 @@ class Trial:
         elif shape.apart or not plan.below:  # zero-core's own store keeps a sum in other memory than what it lends
             lends = int(shape.arriving == 1 or shape.reduce_dtype.itemsize == FP32_BYTES)
         else:
-            lends = int(Tier.NVME not in tiers)
+            lends = int(not any(tier.stored for tier in tiers))
         if (swaps_in, lends) not in self._pooled:
             units = []
             for run in self._shards.cut:
@@ -137,15 +153,3 @@ class Trial:
         device, host = (sum(plan.bytes_of(tier, kind) for kind in STATE_KINDS) for tier in ("device", "host"))
         host = self.budgets.host - host - (device if self.budgets.shared else 0)
         return replace(self.budgets, device=max(0, self.budgets.device - device), host=max(0, host))
-
-
-def _slot_fraction(plan: StorePlan) -> float:
-    """The share of the states on nvme that slots hold at once."""
-    on_nvme = plan.bytes_of("nvme", "optimizer")
-    return min(1.0, plan.state_slots * plan.state_slot_bytes / on_nvme) if on_nvme else 0.0
-
-
-def _recomputed(sizes: ModelSizes, policies: Sequence[str]) -> float:
-    """The share of the model's compute that backward does again."""
-    again = sum(u.compute_numel for u, policy in zip(sizes.units, policies, strict=True) if policy != "keep")
-    return again / sizes.compute_numel if sizes.compute_numel else 0.0

@@ -162,11 +162,12 @@ class DeviceTier:
 
     def refresh(self, tile: Tile) -> None:
         """The mirror's values go home."""
-        mirror = self._mirrors.find(tile)
+        mirror = self._mirrors.hold(tile, "refresh")  # and held for good if Ctrl-C comes between a copy and its mark
         assert mirror is not None
         values = self._values(mirror)
         mark = self._streams.copy("swap_in", self._home(tile), values, (self._fresh[tile.unit],))
         self._fresh[tile.unit] = mirror.leaving[None] = mark
+        mirror.holders.clear()
         self._mirrors.give(mirror)
         self.up_bytes += values.nbytes
 

@@ -26,7 +26,7 @@ from zero_core.store import ShardSpec
 
 from ..arena import PAGE_BYTES, Arena
 from ..errors import BudgetError, PlacementError, gib
-from ..placement import Placement, shares, tier_at
+from ..placement import Placement, device_share, shares, tier_at
 from ..protocols import UpdateStep
 from ..tier import TIERS, Tier
 from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
@@ -173,7 +173,7 @@ class StorePlan:
     @property
     def below(self) -> bool:
         """Whether any tile of any kind is not on the device."""
-        return any(tier != "device" for tier, kind in self.held if kind in STATE_KINDS)
+        return any(tier != Tier.DEVICE for run in self.runs for _, _, *tiers in run.unit.rows() for tier in tiers)
 
     @property
     def landing_bytes(self) -> int:
@@ -270,6 +270,7 @@ class Shards:
                 if tile.trainable and gradient.stored:
                     gradients[round_up(tile.numel * self._gradient_itemsize, self._alignment)] += run.count
         largest = max((run.unit.parameter_bytes for run in runs if run.unit.streamed), default=0)
+        own, shared = _unit_slots([run.unit for run in runs for _ in range(run.count)], self._prefetch_bytes)
         plan = StorePlan(
             runs=tuple(runs),
             tile_numel=self._tile_numel,
@@ -278,14 +279,12 @@ class Shards:
             state_slot_bytes=max(states, default=0),
             gradient_slots=_slots(gradients, slots),
             gradient_slot_bytes=max(gradients, default=0),
-            unit_slots=0,
+            unit_slots=shared,
             unit_slot_bytes=round_up(largest, self._alignment),
-            own_slots=(),
+            own_slots=own,
             gradient_itemsize=self._gradient_itemsize,
             tiers=self._tiers,
         )
-        own, shared = _unit_slots(plan.units, self._prefetch_bytes)
-        plan = replace(plan, own_slots=own, unit_slots=shared)
         return plan if self._landing_dtype is None else _apart(plan, self._landing_dtype, self._step)
 
     def _placed(
@@ -342,7 +341,7 @@ def plan_store(
     slow. Raises PlacementError, or BudgetError when `host_bytes` is too small even with 3 slots.
     """
     if landing_dtype is not None:
-        check_device_shares(parameters, gradients, optimizer, tiers)
+        check_device_shares(parameters, gradients, optimizer)
     shards = Shards(
         ((spec, 1) for spec in specs),
         step,
@@ -358,18 +357,15 @@ def plan_store(
     return plan if host_bytes is None else _fit(plan, host_bytes, fixed=slots is not None)
 
 
-def check_device_shares(
-    parameters: Placement, gradients: Placement, optimizer: Placement, tiers: Sequence[Tier] = TIERS
-) -> None:
+def check_device_shares(parameters: Placement, gradients: Placement, optimizer: Placement) -> None:
     """Raises PlacementError unless tiles whose states are on a device apart have everything else there too."""
-    placements = zip((parameters, gradients, optimizer), STATE_KINDS, strict=True)
-    values, below, states = (shares(placement, kind, tiers)[Tier.DEVICE] for placement, kind in placements)
-    if not math.isclose(below, states, abs_tol=1e-6):
+    states = device_share(optimizer)
+    if not math.isclose(device_share(gradients), states, abs_tol=1e-6):
         raise PlacementError(
             f"gradients={gradients!r} and optimizer={optimizer!r}: on a device apart a tile's gradient is where its "
             f'states are; give both the same share of "device" ({states:g})'
         )
-    if values < states - 1e-6:
+    if device_share(parameters) < states - 1e-6:
         raise PlacementError(
             f"parameters={parameters!r} and optimizer={optimizer!r}: states on the device need their parameters there; "
             f'give parameters at least {states:g} of "device"'
@@ -464,10 +460,9 @@ def _fit(plan: StorePlan, host_bytes: int, *, fixed: bool) -> StorePlan:
             "or raise host_bytes"
         )
     while plan.arena_bytes > host_bytes:
-        if plan.state_slots >= plan.gradient_slots and plan.state_slots > smallest.state_slots:
-            plan = replace(plan, state_slots=plan.state_slots - 1)
-        elif plan.gradient_slots > smallest.gradient_slots:
-            plan = replace(plan, gradient_slots=plan.gradient_slots - 1)
+        states, gradients = plan.state_slots, plan.gradient_slots
+        if gradients > smallest.gradient_slots and (gradients > states or states == smallest.state_slots):
+            plan = replace(plan, gradient_slots=gradients - 1)
         else:
-            plan = replace(plan, state_slots=plan.state_slots - 1)
+            plan = replace(plan, state_slots=states - 1)
     return plan
