@@ -101,7 +101,7 @@ def test_update_in_backward_reads_the_next_unit_ahead() -> None:
     driver.store.wait()
     # Tiles are in hand before their update, at most one a slot; which were read in this backward, and which had
     # been in the last, depends on when slots fell free.
-    in_hand = [slot.key for slot in driver.store._states.slots if slot.wanted]
+    in_hand = [slot.key for slot in driver.store._states.slots if slot.due is not None]
     assert 1 <= len(in_hand) <= driver.store.describe().state_slots
     assert {kind for kind, _, _ in nvme.log[seen:]} <= {"read"}
     driver.store.close()
@@ -173,7 +173,7 @@ def test_an_updated_unit_is_handed_over_from_memory() -> None:
     driver.store.parameters(0)
     driver.store.release(0)
     driver.store.wait()
-    assert "parameters of u0" not in {event.unit for event in driver.store.timeline.events if event.kind == "swap_in"}
+    assert "parameters of u0" not in {event.unit for event in driver.store.timeline.events() if event.kind == "swap_in"}
     driver.store.close()
 
 

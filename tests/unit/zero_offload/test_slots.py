@@ -111,7 +111,7 @@ class World:
             slot = self.slots.hold(value, holder)
             slot = slot or self.slots.try_take(value, holder, fill=self.fill, steal=kind == "use")
             if slot is not None and not holder:
-                self.slots.keep(slot)
+                self.slots.keep(slot, due=self.slots.tick())
             self.must_not_wait = False
         elif kind == "take":
             try:
@@ -130,7 +130,7 @@ class World:
     def release(self, slot: Slot[Cell]) -> None:
         slot.wait_filled()
         assert slot.memory.content == (slot.key, self.truth[slot.key])
-        self.slots.keep(slot, TRAINING, wanted=False)
+        self.slots.keep(slot, TRAINING)
 
     def change(self, slot: Slot[Cell]) -> None:
         slot.wait_changeable("all")
@@ -138,11 +138,12 @@ class World:
         self.truth[slot.key] += 1
         slot.memory.content = (slot.key, self.truth[slot.key])
         slot.leaving["all"] = self.stored[slot.key].write(slot.memory, "a value")
-        self.slots.keep(slot, UPDATE) if self.kept else self.slots.give(slot, UPDATE)
+        self.slots.keep(slot, UPDATE, due=self.slots.tick()) if self.kept else self.slots.give(slot, UPDATE)
 
     def state(self) -> object:
         """What the future depends on."""
-        order = sorted(slot.used for slot in self.slots)
+        used = sorted(slot.used for slot in self.slots)
+        due = sorted(slot.due for slot in self.slots if slot.due is not None)
         lag = {value: self.truth[value] - self.disk[value] for value in VALUES}
         numbers = {id(transfer): number for number, transfer in enumerate(self.flying)}
         return (
@@ -152,8 +153,8 @@ class World:
                 (
                     slot.key,
                     tuple(sorted(slot.holders)),
-                    slot.wanted,
-                    order.index(slot.used),
+                    used.index(slot.used),
+                    -1 if slot.due is None else due.index(slot.due),
                     tuple(numbers.get(id(each), -1) for each in slot.filling),
                     tuple(numbers.get(id(each), -1) for each in slot.leaving.values()),
                     slot.memory.content
@@ -194,18 +195,16 @@ def test_no_order_of_events_breaks_an_invariant(slots: int, depth: int, kept: bo
     assert len(seen) > 1000  # it did explore
 
 
-@pytest.mark.parametrize("last_in_first_out", [False, True])
-def test_what_is_needed_last_goes_first(last_in_first_out: bool) -> None:
-    """`a` is held, `b` and `c` are wanted in turn, `d` is not wanted. Fails if the order of eviction changes."""
-    slots = Slots([Cell() for _ in range(4)], last_in_first_out=last_in_first_out)
+def test_what_is_needed_last_goes_first() -> None:
+    """`a`, `b` and `c` are wanted in turn, `d` is not wanted. Fails if the order of eviction changes."""
+    slots = Slots([Cell() for _ in range(4)])
     held = {value: slots.take(value) for value in "abcd"}
-    for value in "abc":
-        slots.keep(held[value])
-    slots.keep(held["d"], wanted=False)
+    for value, due in ("a", 2), ("b", 3), ("c", 1), ("d", None):
+        slots.keep(held[value], due=due)
     assert slots.idle(steal=False) == [held["d"]]
-    assert "".join(slot.key for slot in slots.idle()) == ("dabc" if last_in_first_out else "dcba")
+    assert "".join(slot.key for slot in slots.idle()) == "dbac"
     assert slots.try_take("e") is held["d"] and slots.try_take("f") is None
-    assert slots.try_take("f", steal=True) is held["a" if last_in_first_out else "c"]
+    assert slots.try_take("f", steal=True) is held["b"]
 
 
 def test_an_error_in_flight_is_raised_by_whoever_takes_the_slot_and_then_it_is_free() -> None:

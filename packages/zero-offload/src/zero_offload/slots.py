@@ -50,8 +50,8 @@ class Slot(Generic[Memory]):
     memory: Memory
     key: Any = None  # hashable
     holders: set[str] = field(default_factory=set)
-    wanted: bool = False
-    used: int = 0  # by the pool's clock
+    due: Any = None  # when its values are needed next, in an order of the pool's users; None: nobody wants them
+    used: int = 0  # when it was last let go of, by the pool's clock
     filling: list[Moving] = field(default_factory=list)
     leaving: dict[Hashable, Moving] = field(default_factory=dict)  # by the part of the slot, None: all of it
 
@@ -84,7 +84,6 @@ Fill = Callable[[Slot[Memory]], object]
 class Slots(Generic[Memory]):
     """A pool of equal slots. `condition` guards it; without one, a single thread uses it at a time.
 
-    last_in_first_out: wanted values are needed in the reverse of the order in which they were kept, not in that order.
     blocked: called under the condition while every slot is held; it waits for a change, or raises.
     follow: called for what is in flight in the place of waiting for it; the slot's next use is ordered after it.
     """
@@ -94,14 +93,12 @@ class Slots(Generic[Memory]):
         memories: Iterable[Memory],
         condition: threading.Condition | None = None,
         *,
-        last_in_first_out: bool = False,
         blocked: Callable[[], object] | None = None,
         follow: Callable[[Any], object] | None = None,
     ) -> None:
         self._slots = [Slot(memory) for memory in memories]
         self._by_key: dict[Hashable, Slot[Memory]] = {}
         self._condition = condition or threading.Condition(threading.RLock())
-        self._direction = 1 if last_in_first_out else -1
         self._blocked, self._follow = blocked or self._all_held, follow
         self._clock = 0
 
@@ -113,8 +110,10 @@ class Slots(Generic[Memory]):
 
     def idle(self, *, steal: bool = True) -> list[Slot[Memory]]:
         """The slots that nobody holds, in the order in which they are evicted; wanted ones only with `steal`."""
-        idle = [slot for slot in self._slots if not slot.holders and (steal or not slot.wanted)]
-        return sorted(idle, key=lambda s: (s.key is not None, s.wanted, s.used * (self._direction if s.wanted else 1)))
+        idle = [slot for slot in self._slots if not slot.holders]
+        unwanted = sorted((s for s in idle if s.due is None), key=lambda s: (s.key is not None, s.used))
+        wanted = sorted((s for s in idle if s.due is not None), key=lambda s: s.due, reverse=True)
+        return [*unwanted, *wanted] if steal else unwanted
 
     def find(self, key: Hashable) -> Slot[Memory] | None:
         """The slot that has the values of `key`, or soon will."""
@@ -154,7 +153,7 @@ class Slots(Generic[Memory]):
         while True:
             with self._condition:
                 idle = self.idle(steal=steal())
-                slot = self.try_take(key, holder, fill=fill, steal=bool(idle) and idle[0].wanted)
+                slot = self.try_take(key, holder, fill=fill, steal=bool(idle) and idle[0].due is not None)
                 if slot is not None:
                     return slot
                 moving = idle[0].moving() if idle else []
@@ -184,20 +183,23 @@ class Slots(Generic[Memory]):
                 raise
         return slot
 
-    def keep(self, slot: Slot[Memory], holder: str = "", *, wanted: bool = True) -> None:
-        """The holder lets go. The slot has its values until it is evicted, as late as possible if they are `wanted`."""
+    def keep(self, slot: Slot[Memory], holder: str = "", *, due: Any = None) -> None:
+        """The holder lets go. The slot has its values until it is evicted: see `idle`."""
         with self._condition:
             slot.holders.discard(holder)
-            slot.wanted = wanted
-            self._clock += 1
-            slot.used = self._clock
+            slot.due, slot.used = due, self.tick()
             self._condition.notify_all()
+
+    def tick(self) -> int:
+        """A number larger than all before: the `due` of what is needed in the order in which it was kept."""
+        self._clock += 1
+        return self._clock
 
     def give(self, slot: Slot[Memory], holder: str = "") -> None:
         """The holder lets go of a slot whose values nobody will ask for."""
         with self._condition:
             self._forget(slot)
-            self.keep(slot, holder, wanted=False)
+            self.keep(slot, holder)
 
     def drain(self) -> None:
         """Return when nothing is in flight. Raises the first error, after everything has ended."""
@@ -229,7 +231,7 @@ class Slots(Generic[Memory]):
 
     def _forget(self, slot: Slot[Memory]) -> None:
         self._by_key.pop(slot.key, None)
-        slot.key, slot.wanted = None, False
+        slot.key, slot.due = None, None
 
     def _all_held(self) -> None:
         raise AssertionError(f"all {len(self)} slots are held by whoever wants another one")

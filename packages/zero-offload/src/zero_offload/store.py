@@ -336,6 +336,7 @@ class TieredStore:
         """Learn what the next updates read: this order again, or, unit by unit, what followed this unit last time."""
         if len(order) != 1 or len(self._plan.units) == 1:
             self._order, self._early_asked = list(order), False
+            self._gradients.expect(order)
             return
         if order[0] in self._order:
             at = self._order.index(order[0])

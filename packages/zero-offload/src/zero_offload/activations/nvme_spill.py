@@ -82,7 +82,7 @@ class NvmeSpill:
         self._piece_bytes = round_up(piece_bytes, nvme.alignment)
         self.host_bytes = slots * Arena.rounded(self._piece_bytes)  # of the slots
         memory, stop, release = self._memory()
-        self._slots = Slots(memory.split(Arena.rounded(self._piece_bytes)), last_in_first_out=True)
+        self._slots = Slots(memory.split(Arena.rounded(self._piece_bytes)))
         self._unused: dict[int, list[Stored]] = {}  # by their size
         self._all: list[Stored] = []
         self._last: weakref.ref[OnNvme] | None = None
@@ -144,7 +144,7 @@ class NvmeSpill:
             slot.wait_filled()
             slot.leaving["write"] = spilled.stored.write(*self._transfer(spilled, slot))
         finally:
-            self._slots.keep(slot)
+            self._slots.keep(slot, due=-self._slots.tick())  # backward wants first what was packed last
 
     def load(self, spilled: OnNvme) -> Tensor:
         """The tensor again; begins to read the one that was packed before it."""
@@ -163,7 +163,7 @@ class NvmeSpill:
                 if copied is not None:
                     slot.leaving["copy"] = copied
             finally:
-                self._slots.keep(slot, wanted=False)  # backward is done with it
+                self._slots.keep(slot)  # backward is done with it
         self._read_ahead(spilled)
 
     def _read_ahead(self, spilled: OnNvme) -> None:
@@ -175,7 +175,8 @@ class NvmeSpill:
             if self._slots.find(piece) is None:
                 if not self._slots.idle(steal=False):
                     return
-                self._slots.keep(self._slots.take(piece, fill=partial(self._read, before)))
+                ahead = self._slots.take(piece, fill=partial(self._read, before))
+                self._slots.keep(ahead, due=-self._slots.tick())
 
     def _read(self, spilled: OnNvme, slot: Slot[Tensor]) -> None:
         slot.filling.append(spilled.stored.read(*self._transfer(spilled, slot)))

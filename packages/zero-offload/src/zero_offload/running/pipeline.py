@@ -237,7 +237,7 @@ class Pipeline:
             loaded.state = self.states.begin_read(tile, wait=wait)
             if loaded.state is None:
                 if loaded.gradient is not None:
-                    self.gradients.slots.keep(loaded.gradient, wanted=False)
+                    self.gradients.keep(tile, loaded.gradient)
                 return None
         if task.reads:
             self.parameters.fetch(tile)

@@ -76,6 +76,7 @@ class GradientStore:
         self._plan, self._step, self._monitor, self.dtype = plan, step, monitor, dtype
         self._stored = StoredTiles("gradient", arena, plan.gradient_slots, plan.gradient_slot_bytes, monitor)
         self.slots = self._stored.slots
+        self._order: dict[int, int] = {}
         self._held = [Held.NONE] * len(plan.units)
         self._expected = [False] * len(plan.units)  # a gradient was checked, and may not be added yet
         self._above = [unit.whole_numel for unit in plan.units]  # leading elements, kept on a device apart
@@ -155,6 +156,8 @@ class GradientStore:
     def discard(self) -> None:
         self._held = [Held.NONE] * len(self._held)
         self._expected = [False] * len(self._held)
+        for slot in self.slots.idle():
+            self.slots.give(slot)
         for sums in self._sums:
             sums[:] = [0.0] * len(sums)
 
@@ -248,7 +251,7 @@ class GradientStore:
 
     def _slot(self, hand: _Hand, tile: Tile) -> Slot[Block]:
         """A slot for the tile, whose values may still be there."""
-        slot = self.slots.hold(tile) or self.slots.try_take(tile)
+        slot = self.slots.hold(tile) or self.slots.try_take(tile, steal=True)
         if slot is None:
             with self._monitor.exposed(str(tile)):
                 slot = self.slots.take(tile)
@@ -258,15 +261,16 @@ class GradientStore:
     def _there(self, hand: _Hand, tile: Tile, dtype: torch.dtype, following: Tile | None = None) -> Block:
         """The tile's values in a slot. The `following` tile is read meanwhile, if there is a slot without waiting."""
         if tile not in hand:
-            slot = self.begin_read(tile, dtype, wait=False)
+            slot = self.begin_read(tile, dtype, wait=False, steal=True)
             if slot is None:
                 with self._monitor.exposed(str(tile)):
                     slot = self.begin_read(tile, dtype, wait=True)
             assert slot is not None
             hand[tile] = slot
-        ahead = self.begin_read(following, dtype, wait=False) if following is not None else None
-        if following is not None and ahead is not None:
-            hand[following] = ahead
+        if following is not None:
+            ahead = self.begin_read(following, dtype, wait=False, steal=True)
+            if ahead is not None:
+                hand[following] = ahead
         return self._changeable(hand[tile], tile).memory
 
     def _changeable(self, slot: Slot[Block], tile: Tile) -> Slot[Block]:
@@ -293,9 +297,9 @@ class GradientStore:
         assert memory is not None
         return memory.view(dtype, tile.numel, (tile.start - self._above[tile.unit]) * dtype.itemsize)
 
-    def begin_read(self, tile: Tile, dtype: torch.dtype, *, wait: bool) -> Slot[Block] | None:
-        """A held slot with the tile's gradient under way, or there already. None: `wait` is off and no slot is free."""
-        return self._stored.begin_read(tile, self._nbytes(tile, dtype), wait=wait)
+    def begin_read(self, tile: Tile, dtype: torch.dtype, *, wait: bool, steal: bool = False) -> Slot[Block] | None:
+        """As that of `StoredTiles`."""
+        return self._stored.begin_read(tile, self._nbytes(tile, dtype), wait=wait, steal=steal)
 
     def _nbytes(self, tile: Tile, dtype: torch.dtype) -> int:
         return round_up(tile.numel * dtype.itemsize, self._plan.alignment)
@@ -303,7 +307,15 @@ class GradientStore:
     def _write_back(self, hand: _Hand, tile: Tile, values: Tensor) -> None:
         """Begin to write the tile. Its values stay in the slot for the update, until another tile needs it."""
         self._stored.begin_write(tile, hand[tile], self._nbytes(tile, values.dtype))
-        self.slots.keep(hand.pop(tile), wanted=False)
+        self.keep(tile, hand.pop(tile))
+
+    def keep(self, tile: Tile, slot: Slot[Block]) -> None:
+        """Let go of a slot whose values the update wants, in the order of the last one."""
+        self.slots.keep(slot, due=(self._order.get(tile.unit, tile.unit), tile.index))
+
+    def expect(self, order: Sequence[int]) -> None:
+        """The order of units in updates to come."""
+        self._order = {unit: position for position, unit in enumerate(order)}
 
 
 def _widen(block: Block, dtype: torch.dtype, numel: int) -> None:

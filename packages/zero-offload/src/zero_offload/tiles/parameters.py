@@ -76,7 +76,7 @@ class ParameterStore:
         with self._monitor.condition:
             slot = slots.find(i) or slots.try_take(i, fill=partial(self._read, i))
             if slot is not None:
-                slots.keep(slot)
+                slots.keep(slot, due=slots.tick())
 
     def acquire(self, i: int) -> Tensor:
         """With a storage of its own, valid until release(i)."""
@@ -90,7 +90,7 @@ class ParameterStore:
         if slot is None:
             with self._monitor.exposed(unit.spec.name):
                 slot = slots.take(i, USED, fill=read, blocked=partial(self._wait_for_idle, i))
-        slot.wanted = False
+        slot.due = None
         try:
             if not slot.filled():
                 with self._monitor.exposed(unit.spec.name):
@@ -121,7 +121,7 @@ class ParameterStore:
         with self._monitor.condition:
             slot = self._slots(i).find(i)
             if slot is not None and USED in slot.holders:
-                self._slots(i).keep(slot, USED, wanted=slot.wanted)
+                self._slots(i).keep(slot, USED, due=slot.due)
 
     def _wait_for_idle(self, i: int) -> None:
         """Sleep until the update thread lets go of a slot. Raises BudgetError where only the caller could."""
@@ -243,7 +243,7 @@ class ParameterStore:
         with self._monitor.condition:
             slot = self._slots(i).find(i)
             if slot is not None:
-                self._slots(i).keep(slot, UPDATED, wanted=wanted)
+                self._slots(i).keep(slot, UPDATED, due=self._slots(i).tick() if wanted else None)
             self._monitor.condition.notify_all()
 
     # -- attach, checkpoints ------------------------------------------------------------------------------------

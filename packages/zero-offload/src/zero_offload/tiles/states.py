@@ -53,7 +53,11 @@ class StateStore:
                 slot = self.begin_read(tile, wait=False)
                 if slot is None:
                     return
-                self.slots.keep(slot)
+                self.keep(slot)
+
+    def keep(self, slot: Slot[Block]) -> None:
+        """What was read stays in its slot, as if read ahead."""
+        self.slots.keep(slot, due=self.slots.tick())
 
     def drop_early(self, keep: Sequence[Tile] = ()) -> None:
         """Free the slots of what was read ahead, `keep` apart: the order was not the one expected, or values change."""

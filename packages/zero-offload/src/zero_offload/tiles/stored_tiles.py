@@ -20,8 +20,11 @@ class StoredTiles(dict[Tile, Stored]):
         blocks = [arena.take(nbytes) for _ in range(count)]
         self.slots: Slots[Block] = Slots(blocks, monitor.condition, blocked=monitor.wait_for_change)
 
-    def begin_read(self, tile: Tile, nbytes: int, *, wait: bool) -> Slot[Block] | None:
-        """A held slot with the tile under way, or there already. None: `wait` is off and no slot is free."""
+    def begin_read(self, tile: Tile, nbytes: int, *, wait: bool, steal: bool = False) -> Slot[Block] | None:
+        """A held slot with the tile under way, or there already. None: `wait` is off and no slot is free.
+
+        `steal`: a slot with what is wanted later is free too. Whoever waits gets one of these, if there is no other.
+        """
         slot = self.slots.hold(tile)
         if slot is not None:
             return slot
@@ -30,7 +33,8 @@ class StoredTiles(dict[Tile, Stored]):
         def fill(slot: Slot[Block]) -> None:
             slot.filling.append(self[tile].read(slot.memory.raw(0, nbytes), f"{self._what} of {tile}"))
 
-        return (self.slots.take if wait else self.slots.try_take)(tile, fill=fill)
+        slot = self.slots.try_take(tile, fill=fill, steal=steal)
+        return self.slots.take(tile, fill=fill) if slot is None and wait else slot
 
     def begin_write(self, tile: Tile, slot: Slot[Block], nbytes: int) -> None:
         """Begin to write the tile from the slot, which its holder has yet to let go of."""

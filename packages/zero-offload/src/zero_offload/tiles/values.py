@@ -129,5 +129,5 @@ class Values:
             if slot is not None and change:  # it ended early: where they are stored they are what they were
                 self._states.slots.give(slot)
             elif slot is not None:
-                self._states.slots.keep(slot)
+                self._states.keep(slot)
             self._parameters.end_update(tile.unit, wanted=False)
