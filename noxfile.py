@@ -169,6 +169,13 @@ def native(session: nox.Session) -> None:
 
 
 @nox.session
+def change(session: nox.Session) -> None:
+    """What one new file is enough for: a toy backend added to a copy of zero-nvme, through the conformance suites."""
+    everything(session, extras=("pybind11", "cmake", "ninja"))
+    session.run("python", "-m", "tests.conformance.zero_nvme.toy_backend", *session.posargs)
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """An sdist and a wheel of each package, under dist/."""
     session.install("--quiet", "build")

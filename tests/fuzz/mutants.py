@@ -26,7 +26,7 @@ def _overwriting(reducer: Reducer, unit: Unit) -> None:
         return
     reduction = unit.gradient.reduce()
     reducer.finish()
-    reducer._under_way = reduction
+    reducer._under_way = reduction, None
     if reducer._ranks.size == 1:
         reducer.finish()
 

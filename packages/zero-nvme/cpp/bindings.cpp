@@ -274,6 +274,11 @@ PYBIND11_MODULE(_native, m) {
         return py::buffer_info(reinterpret_cast<std::uint8_t*>(self.data()), static_cast<py::ssize_t>(self.nbytes()));
       });
 
+  m.def("backends", [] {
+    std::vector<std::string> names;
+    for (const RegisteredBackend& entry : backends()) names.emplace_back(entry.name);
+    return names;
+  });
   m.def("address_of", &address_of, py::arg("object"));
   m.def("has_checksum", &has_checksum);
   m.def("checksum",

@@ -32,7 +32,7 @@ ATTEMPTS = 4
 
 
 def build(sanitizer: str, folder: pathlib.Path) -> pathlib.Path:
-    """The package with a sanitized extension, in a folder to put on PYTHONPATH."""
+    """The package with an extension of its own, sanitized if `sanitizer` is not empty, in a folder for PYTHONPATH."""
     python = sys.executable
     pybind11 = subprocess.check_output([python, "-m", "pybind11", "--cmakedir"], text=True).strip()
     subprocess.run(

@@ -1,4 +1,4 @@
-"""DeviceStore, and a store that copies from pinned memory, keep the promises of ShardStore on any device."""
+"""DeviceStore, a store that copies from pinned memory, and torch's collectives keep their promises on any device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.device.zero_core import runs
+from zero_core.comm import TorchCollectives
 from zero_core.optim.device_store import DeviceStore
-from zero_core.testing import ShardStoreSuite
+from zero_core.testing import CollectivesSuite, ShardStoreSuite
 
 
 class OnDevice(ShardStoreSuite):
@@ -32,3 +33,12 @@ class TestDeviceStoreFused(OnDevice):
 class TestStoreThatSwapsIn(OnDevice):
     def make_store(self):
         return runs.swapping(self.device, late_cycles=2_000_000)
+
+
+class TestTorchCollectives(CollectivesSuite):
+    collectives = TorchCollectives
+
+    @pytest.fixture(autouse=True)
+    def _on_devices(self, device, device_ranks):
+        self.device_type, self.ranks = device.type, (device_ranks.size,)
+        self.pool = lambda size: device_ranks

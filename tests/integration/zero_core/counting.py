@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zero_core
 from tests import models
 from zero_core import memory
-from zero_core.comm.collectives import Ranks
+from zero_core.comm.ranks import Ranks
 from zero_core.optim.device_store import DeviceStore
 
 WORLD = 512
@@ -86,8 +86,7 @@ def held(handle: zero_core.Handle) -> Counter[str]:
         states = tensors(dict(shard.optimizer.state))
         found["optimizer"] += sum(t.nbytes for t in states if t.dim())
     for unit in handle.units:
-        found["parameters"] += unit._memory.nbytes if unit._pooled and unit._memory is not None else 0
-        found["parameters"] += unit.nbytes if unit._owns else 0
+        found["parameters"] += unit.nbytes if unit.residency.value in ("unsharding", "unsharded") else 0
         found["gradients"] += unit.gradient.kept.nbytes if unit.gradient.kept is not None else 0
     return found
 

@@ -209,12 +209,12 @@ def watch(handle: Any) -> None:
     ranks.all_gather, ranks.reduce_scatter, ranks.average_replicas = all_gather, reduce_scatter, average_replicas
     pool.take, pool.give, pool.drop = taking, giving, dropping
     for unit in handle.units:
-        _watch_unit(unit, store, unit._own)
+        _watch_unit(unit, store)
 
 
-def _watch_unit(unit: Any, store: OrderedStore, own: Any) -> None:
-    begin, free, prefetch, enter, leave, collect = (
-        own.begin, own.free, unit.prefetch, unit.enter, unit.leave, unit.gradient.collect,
+def _watch_unit(unit: Any, store: OrderedStore) -> None:
+    take, free, prefetch, enter, leave, collect = (
+        unit._take, unit._free, unit.prefetch, unit.enter, unit.leave, unit.gradient.collect,
     )  # fmt: skip
 
     def use() -> None:
@@ -222,9 +222,10 @@ def _watch_unit(unit: Any, store: OrderedStore, own: Any) -> None:
         key = key_of(memory) if key_of(memory) in store.memory else ("lent", unit.index)
         store.memory.access(key, store.streams.now)
 
-    def allocating(**options: Any) -> None:
-        store.memory.allocate(key_of(unit.flat))
-        begin(**options)
+    def allocating() -> None:
+        if unit._brings_memory:
+            store.memory.allocate(key_of(unit.flat))
+        take()
 
     def freeing() -> None:
         store.memory.free(key_of(unit.flat))
@@ -253,5 +254,5 @@ def _watch_unit(unit: Any, store: OrderedStore, own: Any) -> None:
         if current is not None and key_of(current) in store.memory:
             store.memory.access(key_of(current), store.streams.now)
 
-    own.begin, own.free = allocating, freeing
+    unit._take, unit._free = allocating, freeing
     unit.prefetch, unit.enter, unit.leave, unit.gradient.collect = ahead, using, used, collecting

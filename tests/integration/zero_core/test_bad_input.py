@@ -427,17 +427,24 @@ def test_every_rank_is_told_where_the_ranks_crossed(ranks, way, stage):
 
 
 def read_the_state_late() -> list[str]:
-    """Rank 1 comes half a second later: what rank 0 was told in between, which must not end anything."""
+    """Rank 1 comes when rank 0 was told something: what rank 0 was told, which must not end anything."""
     patience.SECONDS = 0.1
     told: list[str] = []
+    store = dist.distributed_c10d._get_default_store()
+
+    def emit(record: logging.LogRecord) -> None:
+        told.append(record.getMessage())
+        if "all_gather of 'embed'" in told[-1]:
+            store.set("told", "")
+
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = emit
     logging.getLogger("zero_core").addHandler(handler)
     try:
         model, _ = sharded()
-        told.clear()
         if dist.get_rank() == 1:
-            time.sleep(0.5)
+            store.wait(["told"])
+            store.delete_key("told")
         model.state_dict()
     finally:
         patience.SECONDS = 5.0

@@ -12,9 +12,9 @@ from zero_core.errors import GradientError
 SIZES = pytest.mark.parametrize("size", [1, 2])
 
 
-def sharded():
+def sharded(**options):
     model = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
-    return model, zero_core.shard(model, toys.sgd(model.parameters()))
+    return model, zero_core.shard(model, toys.sgd(model.parameters()), **options)
 
 
 def backward(model, *used):
@@ -63,3 +63,16 @@ def leave_zeros():
 @SIZES
 def test_gradients_of_zeros_are_refused_where_torch_would_step_them(ranks, size):
     ranks(size).run(leave_zeros)
+
+
+def leave_zeros_of_what_was_updated():
+    model, optimizer = sharded(update_in_backward=True)
+    backward(model, 0, 1)
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(GradientError, match=r"decay\. Leave set_to_none at True"):
+        optimizer.step()
+
+
+@SIZES
+def test_gradients_of_zeros_are_refused_also_after_an_update_in_backward(ranks, size):
+    ranks(size).run(leave_zeros_of_what_was_updated)

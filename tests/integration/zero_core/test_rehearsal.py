@@ -8,7 +8,7 @@ from torch import nn
 
 import zero_core
 from tests.covers import pairwise
-from zero_core.runtime.rehearsal import UnitSize, pooled_bytes
+from zero_core.runtime.rehearsal import Rehearsal, UnitSize
 
 
 class Uneven(nn.Module):
@@ -53,10 +53,10 @@ def held(stage, accumulate, no_sync, dtype, ahead):
     handle = zero_core.handle(model)
     size, sharded = handle.ranks.size, handle.ranks.shard.size
     arriving = 1 if size > 1 and (no_sync or stage == 1) else accumulate
-    rehearsed = pooled_bytes(
+    rehearsed = Rehearsal(
         sizes(model), stage, shard_count=sharded, replicas=size // sharded, reduce_itemsize=dtype.itemsize,
         accumulate=accumulate, no_sync=no_sync, lends=0 if arriving > 1 and dtype != torch.float32 else 1, **options,
-    )  # fmt: skip
+    ).pooled_bytes()  # fmt: skip
     found = handle.engine.pool.peak_nbytes
     optimizer.close()
     return found, rehearsed

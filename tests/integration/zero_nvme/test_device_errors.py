@@ -11,7 +11,7 @@ import zero_nvme
 from tests.integration.zero_nvme.faults import loop_device, small_zram
 
 MIB = 1 << 20
-NATIVE = ("io_uring", "libaio", "threads")
+NATIVE = [name for name in zero_nvme.BACKENDS if name != "aiofiles"]
 
 
 @pytest.mark.parametrize("backend", zero_nvme.BACKENDS)

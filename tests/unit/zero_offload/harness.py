@@ -5,6 +5,7 @@ Tiles have `tests.chunks.TILE` elements, so whoever uses these does so inside `s
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.chunks import TILE
-from zero_core.store import GroupStep, Segment, ShardSpec, StoreContext
+from zero_core.store import GroupStep, NullObserver, Observer, Segment, ShardSpec, StoreContext
 from zero_offload import MemoryByteStore, TieredStore, TorchStep
 
 from . import simulated
@@ -48,6 +49,7 @@ class Driver:
     numels: Sequence[int] = NUMELS
     frozen: Sequence[int] = (2,)
     prefetch_bytes: int = 0
+    observer: Observer = field(default_factory=NullObserver)
     optimizer_class: Any = torch.optim.AdamW
     options: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "weight_decay": 0.1})
     losses: list[float] = field(default_factory=list)
@@ -61,7 +63,12 @@ class Driver:
         self.optimizer = self.optimizer_class([{"params": [one]}, {"params": [two], "lr": 2e-2}], **self.options)
         generator = torch.Generator().manual_seed(0)
         self.initial = [torch.randn(numel, generator=generator) for numel in self.numels]
-        context = StoreContext(torch.device("cpu"), reduce_dtype=self.reduce_dtype, prefetch_bytes=self.prefetch_bytes)
+        context = StoreContext(
+            torch.device("cpu"),
+            reduce_dtype=self.reduce_dtype,
+            prefetch_bytes=self.prefetch_bytes,
+            observer=self.observer,
+        )
         self.store.attach(self.specs, self.optimizer, lambda i: self.initial[i].clone(), context=context)
 
     @property
@@ -106,6 +113,15 @@ class Driver:
         steps = [[self.step_number] * len(spec.segments) for spec in self.specs]
         order = self.units if order is None else order
         self.store.update(self.groups(), min(1.0, self.max_norm / (squared**0.5 + 1e-6)), order, steps)
+
+    def updated(self, i: int) -> int:
+        """How many tiles of unit i the store has updated since it was attached, by the spans of its timeline."""
+        events = self.store.timeline.events()
+        return sum(event.kind == "update" and event.unit.endswith(f" of u{i}") for event in events)
+
+    def behind(self, i: int) -> bool:
+        """Whether tiles of unit i are still to be updated, where every update() so far had a gradient of it."""
+        return self.updated(i) < self.step_number * len(self.store.describe().units[i].tiles)
 
     def step(self, accumulate: int = 1) -> None:
         for micro_batch in range(accumulate):
@@ -166,6 +182,11 @@ def make(
     nvme = MemoryByteStore() if nvme is None else nvme or None  # False: none
     store = TieredStore(nvme=nvme, streams=simulated.streams(), **by_kind, **arguments)
     return Driver(store, **(driver or {}))
+
+
+def threads(name: str) -> set[threading.Thread]:
+    """The running threads of this name."""
+    return {thread for thread in threading.enumerate() if thread.name == name}
 
 
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:

@@ -39,13 +39,13 @@ class _Copy:
         self._streams.asked()
         with self._streams.lock:
             while not self.made:
-                self._streams.lanes[self._lane].popleft()._make()
+                self._streams.lanes[self._lane].popleft().make()
 
     def reads(self, memory: Tensor) -> bool:
         start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         return self._source.data_ptr() < stop and self._source.data_ptr() + self._source.nbytes > start
 
-    def _make(self) -> None:
+    def make(self) -> None:
         for mark in self._after:
             mark.wait()
         assert self._into.untyped_storage().nbytes(), "a copy into memory that was freed"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
-import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,16 +19,21 @@ from zero_offload.activations.nvme_spill import NvmeSpill
 from zero_offload.testing import FaultyByteStore
 from zero_offload.tier import Transfers
 
-from .harness import TILE, make
+from .harness import TILE, make, threads
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def join_closing() -> None:
     """Wait for the thread that ends a forgotten store."""
-    for thread in threading.enumerate():
-        if thread.name == "zero-offload close":
-            thread.join()
+    for thread in threads("zero-offload close"):
+        thread.join()
+
+
+def mapped(address: int) -> bool:
+    """Whether this process has memory at `address`."""
+    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
 
 
 @pytest.mark.timeout(60)
@@ -54,16 +59,20 @@ def test_a_byte_store_closed_under_an_update_is_an_error_and_not_a_hang() -> Non
 def test_close_gives_the_memory_back_though_the_store_is_still_named() -> None:
     driver = make({"host": 0.5, "nvme": 0.5})
     driver.step()
-    mapping = weakref.ref(driver.store._arena._memory)
+    driver.store.wait()
+    address = driver.store.parameters(0).data_ptr()
+    driver.store.release(0)
+    assert mapped(address)
     driver.store.close()
     gc.collect()
-    assert mapping() is None
+    assert not mapped(address)
     assert driver.store.stats()["host_bytes"] == driver.store.describe().arena_bytes
 
 
 @pytest.mark.timeout(60)
 def test_a_store_forgotten_on_its_own_update_thread_is_shut_down_by_another() -> None:
     nvme, go, collected = MemoryByteStore(), threading.Event(), threading.Event()
+    others = threads("zero-offload update")
 
     class Collects(TorchStep):
         def update(self, tile: Any, segments: Any, scale: float) -> None:
@@ -76,7 +85,7 @@ def test_a_store_forgotten_on_its_own_update_thread_is_shut_down_by_another() ->
     driver.forward()
     driver.backward()
     driver.update()
-    thread, freed = driver.store._pipeline._thread, []
+    [thread], freed = threads("zero-offload update") - others, []
     free = nvme.free
     nvme.free = lambda extent: (freed.append(thread.is_alive()), free(extent))  # type: ignore[assignment, func-returns-value]
     driver.store.cycle = driver.store  # type: ignore[attr-defined]  # only the collector ends it
@@ -90,7 +99,7 @@ def test_a_store_forgotten_on_its_own_update_thread_is_shut_down_by_another() ->
     thread.join()
     join_closing()
     assert freed and not any(freed)  # extents were given back when nothing could write to them any more
-    assert nvme._used == 0
+    assert nvme.used_bytes == 0
 
 
 @pytest.mark.timeout(60)
@@ -98,9 +107,19 @@ def test_a_store_forgotten_inside_a_lock_of_its_byte_store_does_not_wait_for_its
     class Collects(MemoryByteStore):
         armed = False
 
-        def _check_room(self, wanted: int) -> None:
-            if self.armed:  # allocate() holds its lock here
-                gc.collect()
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+        def allocate(self, nbytes: int) -> Any:
+            with self.lock:
+                if self.armed:
+                    gc.collect()
+                return super().allocate(nbytes)
+
+        def free(self, extent: Any) -> None:
+            with self.lock:
+                super().free(extent)
 
     nvme = Collects()
     driver = make("nvme", nvme)
@@ -114,21 +133,21 @@ def test_a_store_forgotten_inside_a_lock_of_its_byte_store_does_not_wait_for_its
     finally:
         gc.enable()
     join_closing()
-    assert nvme._used == extent.nbytes
+    assert nvme.used_bytes == extent.nbytes
 
 
 def test_forgotten_activations_give_their_extents_back() -> None:
     store = MemoryByteStore()
     spill = NvmeSpill(Transfers(store, Timeline()), slots=2, piece_bytes=4096)
     packed = [spill.pack(torch.ones(5000), "unit") for _ in range(3)]
-    assert store._used > 0
+    assert store.used_bytes > 0
     del spill
     gc.collect()
     assert torch.equal(packed[0].load(), torch.ones(5000))  # whoever can ask keeps it alive
     packed.clear()
     gc.collect()
     join_closing()
-    assert store._used == 0
+    assert store.used_bytes == 0
 
 
 class Interrupting(FaultyByteStore):
@@ -139,8 +158,11 @@ class Interrupting(FaultyByteStore):
     def interrupt(self, after: int = 0) -> None:
         self.countdown = after
 
-    def _submit(self, kind: str, extent: Any, buffer: Any, offset: int) -> Any:
-        return _Interrupting(self, super()._submit(kind, extent, buffer, offset))
+    def read(self, extent: Any, buffer: Any, offset: int = 0) -> Any:
+        return _Interrupting(self, super().read(extent, buffer, offset))
+
+    def write(self, extent: Any, buffer: Any, offset: int = 0) -> Any:
+        return _Interrupting(self, super().write(extent, buffer, offset))
 
 
 class _Interrupting:

@@ -83,7 +83,7 @@ def test_a_failing_write_at_attach_is_raised_there_and_gives_everything_back() -
     nvme.fail("write", after=2)
     with pytest.raises(SwapError, match="writing"):
         make("nvme", nvme)
-    assert inner._used == 0
+    assert inner.used_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -147,21 +147,21 @@ def test_an_extent_that_cannot_be_had_leaves_nothing_behind() -> None:
         """Another process takes the space between reserve and allocate."""
 
         def allocate(self, nbytes: int) -> Any:
-            if self._used:
+            if self.used_bytes:
                 raise OSError(28, "No space left on device", "/mnt/nvme0")
             return super().allocate(nbytes)
 
     nvme = FillsUp()
     with pytest.raises(OSError, match="No space left"):
         make("nvme", nvme, driver=HALF)
-    assert nvme._used == 0
+    assert nvme.used_bytes == 0
 
 
 def test_a_budget_too_small_is_refused_before_anything_is_reserved() -> None:
     nvme = MemoryByteStore()
     with pytest.raises(BudgetError, match="host tier needs .* budget is .* missing; lower it with"):
         make("nvme", nvme, host_bytes=10 * TILE, driver=HALF)
-    assert nvme._used == 0
+    assert nvme.used_bytes == 0
 
 
 def test_holding_every_unit_slot_is_an_error_and_not_a_hang() -> None:
@@ -261,7 +261,7 @@ def test_the_interpreter_may_end_in_mid_update(ending: str, interpreter: Any) ->
         driver.forward()
         driver.backward()
         driver.update()
-        print("behind", driver.store._pipeline.behind(0), flush=True)
+        print("behind", driver.behind(0), flush=True)
         go.set()
         {ending}
         """)

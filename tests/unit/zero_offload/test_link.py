@@ -106,8 +106,16 @@ def test_a_copy_begins_on_the_update_thread_when_the_unit_is_done() -> None:
 
 
 def test_what_was_dropped_is_not_copied_and_not_waited_for() -> None:
+    class Tickets(FaultyByteStore):
+        """Remembers the tickets of its reads."""
+
+        def read(self, extent: Any, buffer: Any, offset: int = 0) -> Any:
+            reads.append(super().read(extent, buffer, offset))
+            return reads[-1]
+
+    reads: list[Any] = []
     with simulated_device():
-        nvme = FaultyByteStore(MemoryByteStore())
+        nvme = Tickets(MemoryByteStore())
         placement = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
         driver = make(placement, nvme, driver={"numels": (TILE // 2,) * 6, "frozen": ()})
         driver.store.wait()
@@ -117,7 +125,8 @@ def test_what_was_dropped_is_not_copied_and_not_waited_for() -> None:
         driver.store.swap_in(0, out).drop()  # no slot has it any more, and its read never ends
         assert driver.store.stats()["link_up_bytes"] == before
         nvme.release()
-        while not driver.store._parameters.arrived(0):
+        assert reads
+        while not all(read.done() for read in reads):
             driver.store.prefetch(0)
         driver.store.prefetch(0)  # begins what can begin
         assert driver.store.stats()["link_up_bytes"] == before
@@ -192,7 +201,7 @@ class Held:
 
 
 def gradients_while_the_thread_is_held(units: list[int]) -> list[torch.Tensor]:
-    """Gradients of `units`: two that the thread finds together, the rest while it adds the first; then a step."""
+    """Gradients of `units`: the first, the others while the thread adds it, which then finds them together; a step."""
     driver = make("host", driver={"numels": (TILE // 2,) * 4, "frozen": ()})
     driver.forward()
     held = Held(driver)
@@ -204,11 +213,9 @@ def gradients_while_the_thread_is_held(units: list[int]) -> list[torch.Tensor]:
         lent = driver.store.gradient_buffer(i)
         driver.store.accept_gradient(i, values if lent is None else lent.copy_(values))
 
-    with driver.store._monitor.condition:
-        for number, i in enumerate(units[:2]):
-            accept(number, i)
+    accept(0, units[0])
     assert held.inside.wait(60)
-    for number, i in enumerate(units[2:], 2):
+    for number, i in enumerate(units[1:], 1):
         accept(number, i)
     held.gate.set()
     driver.update()
@@ -306,21 +313,25 @@ def test_the_threads_end_with_the_store() -> None:
     assert not [t for t in threading.enumerate() if t.name in ("zero-offload gradients", "zero-offload update")]
 
 
+def norms(driver: Driver) -> int:
+    """How many gradients were added, by the spans of the timeline."""
+    return sum(event.kind == "norm" for event in driver.store.timeline.events())
+
+
+@pytest.mark.timeout(60)
 def test_the_training_thread_never_waits_for_the_thread_that_adds() -> None:
     """First gradients are copied from where they landed while none has been added yet."""
     numels = (TILE // 2,) * 6
     with simulated_device():
         driver = make("host", driver={"numels": numels, "frozen": ()})
-        driver.forward()
-        held = Held(driver)
-        driver.backward()
-        assert not driver.store._monitor.blocked and driver.store._link is not None
-        assert driver.store._link.down._under_way == [1] * 6
-        assert held.inside.wait(60)
-        held.gate.set()
-        driver.update()
-        driver.store.wait()
-        assert driver.store._link.down._under_way == [0] * 6  # the next ones go straight to their place again
+        for number in (1, 2):  # the second time after an update: gradients go straight to their place again
+            driver.forward()
+            added, held = norms(driver), Held(driver)
+            driver.backward()
+            assert driver.store.stats()["link_down_bytes"] == number * 2 * sum(numels) and norms(driver) == added
+            assert held.inside.wait(60)
+            held.gate.set()
+            driver.update()
         driver.store.close()
 
 

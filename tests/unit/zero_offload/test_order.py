@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from zero_core.store import NullObserver, Observer
 from zero_offload import MemoryByteStore, TorchStep
 from zero_offload.running.pipeline import MOST_STARTED
 from zero_offload.testing import FaultyByteStore
@@ -59,7 +62,7 @@ def test_tiles_that_are_there_are_updated_while_the_next_one_is_read() -> None:
     nvme.hold()
     driver.update()
     driver.store.parameters(0)  # both of unit 0's tiles are in memory
-    assert step.most == 2 and driver.store._pipeline.behind(1)
+    assert step.most == 2 and driver.behind(1)
     driver.store.release(0)
     nvme.release()
     driver.store.wait()
@@ -71,6 +74,7 @@ def test_tiles_that_are_there_are_updated_while_the_next_one_is_read() -> None:
 def test_what_was_started_is_done_before_a_failure_is_told() -> None:
     class Fails(LateStep):
         def start(self, tile: Any, segments: Any, scale: float) -> Any:
+            self.thread = threading.current_thread()
             if len(self.under_way) == 2:
                 raise ValueError("no third")
             return super().start(tile, segments, scale)
@@ -80,7 +84,7 @@ def test_what_was_started_is_done_before_a_failure_is_told() -> None:
     driver.step()
     with pytest.raises(ValueError, match="no third"):
         driver.store.wait()
-    driver.store._pipeline._thread.join()
+    step.thread.join()
     assert not step.under_way
     driver.store.close()
 
@@ -99,10 +103,11 @@ def test_update_in_backward_reads_the_next_unit_ahead() -> None:
     seen = len(nvme.log)
     driver.store.accept_gradient(3, torch.ones(NUMELS[3], dtype=torch.bfloat16))
     driver.store.wait()
-    # Tiles are in hand before their update, at most one a slot; which were read in this backward, and which had
-    # been in the last, depends on when slots fell free.
-    in_hand = [slot.key for slot in driver.store._states.slots if slot.due is not None]
-    assert 1 <= len(in_hand) <= driver.store.describe().state_slots
+    # Tiles are read before their update, at most one a slot; which were read in this backward, and which had been in
+    # the last, depends on when slots fell free.
+    reads = [kind for kind, _, _ in nvme.log].count("read")
+    assert reads > sum(driver.updated(i) for i in driver.units)
+    assert len(nvme.log[seen:]) <= driver.store.describe().state_slots
     assert {kind for kind, _, _ in nvme.log[seen:]} <= {"read"}
     driver.store.close()
 
@@ -133,7 +138,7 @@ def test_parameters_wait_for_their_own_unit_only() -> None:
     driver.update()
     driver.store.parameters(0)  # its two tiles need no transfer any more; the writes are held
     driver.store.release(0)
-    assert driver.store._pipeline.behind(3)
+    assert driver.behind(3)
     waiter = threading.Timer(0.2, nvme.release)
     waiter.start()
     driver.store.parameters(3)
@@ -167,13 +172,17 @@ def test_an_updated_unit_is_handed_over_from_memory() -> None:
     driver.forward()
     driver.backward()
     driver.store.wait()
+
+    def reads_of_the_first() -> int:
+        events = driver.store.timeline.events()
+        return sum((event.kind, event.unit) == ("swap_in", "parameters of u0") for event in events)
+
+    before = reads_of_the_first()
     driver.update()
-    driver.store._monitor.wait_until(lambda: not driver.store._pipeline.behind(0), "u0")
-    driver.store.timeline.clear()
     driver.store.parameters(0)
     driver.store.release(0)
-    driver.store.wait()
-    assert "parameters of u0" not in {event.unit for event in driver.store.timeline.events() if event.kind == "swap_in"}
+    driver.store.wait()  # then a read that it began is in the timeline
+    assert reads_of_the_first() == before
     driver.store.close()
 
 
@@ -195,18 +204,28 @@ def test_no_request_overtakes_a_write_of_the_same_bytes() -> None:
     driver.store.close()
 
 
-def three_slots_of_six_units() -> tuple[FaultyByteStore, Driver]:
+def three_slots_of_six_units(observer: Observer | None = None) -> tuple[FaultyByteStore, Driver]:
     """Parameters on nvme, after one forward; nothing is held back yet."""
     nvme = FaultyByteStore(MemoryByteStore())
     placement = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
-    driver = make(placement, nvme, driver={"numels": (TILE // 2,) * 6, "frozen": ()})
+    options = {"numels": (TILE // 2,) * 6, "frozen": (), "observer": observer or NullObserver()}
+    driver = make(placement, nvme, driver=options)
     driver.forward()
     return nvme, driver
 
 
 @pytest.mark.timeout(60)
 def test_prefetch_waits_for_nothing_and_a_wait_for_a_slot_s_write_is_exposed() -> None:
-    nvme, driver = three_slots_of_six_units()
+    class Releases:
+        """Nothing else ends the wait, and only a wait that is counted has a span."""
+
+        @contextmanager
+        def span(self, kind: str, unit: str) -> Iterator[None]:
+            if kind == "wait" and unit == "u5":
+                nvme.release()
+            yield
+
+    nvme, driver = three_slots_of_six_units(Releases())
     for i in (2, 1, 0):
         driver.store.accept_gradient(i, driver.gradient(i))
     driver.store.wait()
@@ -218,14 +237,6 @@ def test_prefetch_waits_for_nothing_and_a_wait_for_a_slot_s_write_is_exposed() -
     seen, exposed = len(nvme.log), driver.store.stats()["exposed_seconds"]
     driver.store.prefetch(5)
     assert len(nvme.log) == seen
-    monitor = driver.store._monitor
-    count = monitor.exposed
-
-    def released(what: str) -> Any:
-        nvme.release()  # nothing else ends the wait, and only a wait that is counted comes by here
-        return count(what)
-
-    monitor.exposed = released  # type: ignore[method-assign]
     driver.store.parameters(5)
     assert driver.store.stats()["exposed_seconds"] > exposed
     driver.store.close()
@@ -247,7 +258,7 @@ def test_the_update_waits_for_a_slot_s_write_without_holding_the_training_thread
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.1  # the update thread sleeps
-    assert driver.store._pipeline.behind(3)
+    assert driver.behind(3)
     nvme.release()
     driver.everything()
     driver.store.close()

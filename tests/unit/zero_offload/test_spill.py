@@ -132,17 +132,17 @@ def test_batches_of_many_lengths_take_the_room_of_the_longest(store, spill, leng
         for k in (3, 2, 1, 0):
             assert torch.equal(packed[k].load(), torch.full((1024 * length,), float(k)))
         del packed
-    assert store._used == spill.extent_bytes <= 4 * 4096 * max(lengths)
+    assert store.used_bytes == spill.extent_bytes <= 4 * 4096 * max(lengths)
 
 
 @pytest.mark.parametrize("kind", ["nvme", "queued"])
 def test_closing_gives_extents_back_and_ends_use(kind, store, nvme):
     spill = on_nvme(kind, nvme, slots=2)
     packed = spill.pack(torch.ones(5000), "unit")
-    assert store._used == 20480
+    assert store.used_bytes == 20480
     spill.close()
     spill.close()
-    assert store._used == 0 and spill.host_bytes == 0
+    assert store.used_bytes == 0 and spill.host_bytes == 0
     with pytest.raises(ClosedError):
         packed.load()
 
@@ -269,11 +269,11 @@ def test_a_queued_spill_that_is_forgotten_gives_its_memory_and_extents_back(nvme
     streams = SimulatedStreams(torch.empty(0, dtype=torch.uint8))
     spill = QueuedSpill(nvme, streams, slots=2, piece_bytes=PIECE)
     spill.pack(torch.ones(5000), "unit").load()
-    assert store._used and len(streams.registered) == 2
+    assert store.used_bytes and len(streams.registered) == 2
     del spill
     for _ in range(200):
         gc.collect()
-        if not store._used and len(streams.registered) == 1:
+        if not store.used_bytes and len(streams.registered) == 1:
             return
         time.sleep(0.02)
     raise AssertionError("still held")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from typing import Any
 
@@ -16,7 +15,7 @@ from zero_offload import BudgetError, ClosedError, MemoryByteStore, OffloadError
 from zero_offload.planning.accounting import Shape
 from zero_offload.testing import FaultyByteStore
 
-from .harness import NUMELS, TILE, Driver, make, make_specs, same
+from .harness import NUMELS, TILE, Driver, make, make_specs, same, threads
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -273,7 +272,7 @@ def test_two_stores_on_one_byte_store_do_not_meet() -> None:
     pair[0].store.close()
     assert same(pair[1].everything(), expected)
     pair[1].store.close()
-    assert nvme._used == 0  # every extent came back
+    assert nvme.used_bytes == 0  # every extent came back
     alone.store.close()
 
 
@@ -321,18 +320,17 @@ def test_a_device_without_streams_is_refused() -> None:
 
 
 def test_a_forgotten_store_ends_its_thread_and_gives_extents_back() -> None:
-    nvme = MemoryByteStore()
+    nvme, others = MemoryByteStore(), threads("zero-offload update")
     driver = make("nvme", nvme)
     driver.step()
-    thread, ghost = driver.store._pipeline._thread, weakref.ref(driver.store)
+    [thread], ghost = threads("zero-offload update") - others, weakref.ref(driver.store)
     del driver
     gc.collect()
     assert ghost() is None
-    for closing in threading.enumerate():
-        if closing.name == "zero-offload close":
-            closing.join()
-    assert thread is not None and not thread.is_alive()
-    assert nvme._used == 0
+    for closing in threads("zero-offload close"):
+        closing.join()
+    assert not thread.is_alive()
+    assert nvme.used_bytes == 0
 
 
 def test_an_empty_shard_takes_part() -> None:

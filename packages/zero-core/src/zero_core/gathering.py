@@ -13,7 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .errors import GradientError, ZeroError
 from .optim.optimizer import ShardedOptimizer
 from .runtime.hooks import Engine
-from .runtime.parameter import home_of
 from .runtime.place import Place
 from .runtime.unit import Unit
 
@@ -28,13 +27,14 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
     master: parameters are the fp32 masters inside, whatever their dtype. An exception inside discards what was written.
     Raises ZeroError for a module without sharded parameters.
     """
-    units = _units_of(module)
-    if not units:
+    places = [p.__dict__["_zero_home"] for p in module.parameters() if "_zero_home" in p.__dict__]
+    if not places:
         raise ZeroError(f"{type(module).__name__} has no sharded parameter: call zero_core.shard first")
-    engine = units[0][0]
+    engine: Engine = places[0].engine
     if engine.busy:
         raise ZeroError("gathered() inside forward or backward: a parameter used there gathers itself")
-    opened = [unit for _, unit in units if unit.users == 0]
+    units = {id(place.unit): place.unit for place in places}.values()
+    opened = [unit for unit in sorted(units, key=lambda unit: unit.index) if unit.users == 0]
     with torch.no_grad():
         for unit in opened:
             unit.unshard(copy=True)
@@ -48,7 +48,7 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
     except BaseException:
         for unit in opened:
             _hide_master(unit) if master else None
-            _close(engine, unit)
+            _close(unit)
         raise
     finally:
         engine.gathered -= 1
@@ -56,17 +56,7 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
     with torch.no_grad():
         _count_writes(engine, opened)
         for unit in opened:
-            _keep(engine, unit, master)
-
-
-def _units_of(module: nn.Module) -> list[tuple[Engine, Unit]]:
-    found: dict[int, tuple[Engine, Unit]] = {}
-    for parameter in module.parameters():
-        if "_zero_home" in parameter.__dict__:
-            place = home_of(parameter)
-            assert isinstance(place, Place)
-            found[id(place.unit)] = (place.engine, place.unit)
-    return [found[key] for key in sorted(found, key=lambda k: found[k][1].index)]
+            _keep(unit, master)
 
 
 def _refuse_without_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -97,7 +87,7 @@ def _count_writes(engine: Engine, units: Sequence[Unit]) -> None:
             unit.overwritten(k)
 
 
-def _close(engine: Engine, unit: Unit) -> None:
+def _close(unit: Unit) -> None:
     unit.leave()
     unit.reshard()
 
@@ -108,7 +98,8 @@ def whole_master(unit: Unit) -> Tensor:
     if unit.ranks.shard.size == 1:
         return part
     whole = torch.empty(unit.layout.numel, dtype=torch.float32, device=unit.ranks.device)
-    unit.ranks.wait(unit.ranks.all_gather(whole, part, unit.name, unit.index), "all_gather", unit.name)
+    work = unit.ranks.all_gather(whole, part, unit.name, unit.index, exact=True)
+    unit.ranks.wait(work, "all_gather", unit.name)
     return whole
 
 
@@ -123,7 +114,7 @@ def _hide_master(unit: Unit) -> None:
         parameter.data = view
 
 
-def _keep(engine: Engine, unit: Unit, master: bool) -> None:
+def _keep(unit: Unit, master: bool) -> None:
     """Take rank 0's values; write those of this rank's slice that changed, so the other masters keep all their bits."""
     dtype = torch.float32 if master else unit.dtype
     whole = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.ranks.device)
@@ -135,7 +126,7 @@ def _keep(engine: Engine, unit: Unit, master: bool) -> None:
         for parameter, view in zip(unit.parameters, unit.views, strict=True):
             if parameter.dtype == view.dtype and parameter.shape == view.shape:
                 parameter.data = view  # it may have been given other memory, by p.data = tensor or model.to("cpu:0")
-    _close(engine, unit)
+    _close(unit)
     unit.ranks.broadcast(whole, unit.name)
     start, stop = unit.layout.shard_range(unit.ranks.shard.rank)
-    unit.keep(whole[start:stop])
+    unit.keep(whole[start:stop], master=master)

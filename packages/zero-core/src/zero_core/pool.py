@@ -92,6 +92,11 @@ class Pool:
         """Back from the taker."""
         self._shelf.give(self._lent.pop(tensor.untyped_storage()._cdata))
 
+    def give_if_lent(self, tensor: Tensor) -> None:
+        """Back from the taker, unless it is not the pool's."""
+        if tensor.untyped_storage()._cdata in self._lent:
+            self.give(tensor)
+
     def drop(self, tensor: Tensor) -> None:
         """Back from the taker, and not wanted again: its memory is freed."""
         buffer = self._lent.pop(tensor.untyped_storage()._cdata)

@@ -17,16 +17,20 @@ from torch.nn.parameter import UninitializedParameter
 
 from .building.init import Initialiser, become
 from .building.wrapping import UnitPlan, not_sharded, plan_units, unit_modules
-from .comm.collectives import Ranks
+from .comm.collectives import CollectivesFactory
+from .comm.ranks import Ranks
 from .device import has_streams, indexed
 from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
 from .layout import UnitLayout
+from .optim.backward_updates import UpdatesInBackward
 from .optim.carried import carry_over
 from .optim.device_store import DeviceStore
 from .optim.handover import Handover
 from .optim.optimizer import ShardedOptimizer
 from .pool import Pool
-from .runtime.hooks import Engine, Node
+from .runtime.attaching import Node
+from .runtime.context import UnitContext
+from .runtime.hooks import Engine
 from .runtime.parameter import set_home, sharded_class
 from .runtime.place import Place
 from .runtime.retired import retire, wrapped_in
@@ -88,6 +92,7 @@ def shard(
     store: ShardStore | None = None,
     observer: Observer | None = None,
     device: torch.device | str | None = None,
+    collectives: CollectivesFactory | None = None,
 ) -> ShardedOptimizer:
     """Shard `model` in place and return the optimizer that takes the place of `optimizer`. Collective.
 
@@ -100,6 +105,7 @@ def shard(
     arrives; not with clipping, loss scaling or stage 1. store: None is a DeviceStore. observer: told of every span.
     device: where to compute, buffers go along; None: where the parameters are. A model that does not fit there stays in
     host memory, or in deferred_init(), until shard takes it; then say device.
+    collectives: makes what moves values between the ranks of a group, see comm.Collectives; None: by its backend.
     What `optimizer` keeps already (it has stepped, or was loaded) moves into the store, rank 0's to every rank.
     Raises ZeroError, StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
     """
@@ -110,38 +116,39 @@ def shard(
         _check_update_in_backward(stage, max_grad_norm, scale)
     observer = observer or NullObserver()
     where = _compute_device(model, device, mesh)
-    ranks = Ranks.build(mesh, sharded=STAGES[stage].sharded, device=where)
+    pool = Pool(where)
+    ranks = Ranks.build(mesh, pool, sharded=STAGES[stage].sharded, device=where, collectives=collectives)
     ranks.meet("shard")
     initialiser = Initialiser(model)
     plans = plan_units(model, units)
     if device is not None:
         _move_buffers(model, where)
-    made = _Maker(model, optimizer, ranks, plans, param_dtype, reduce_dtype, store or DeviceStore(), observer)
-    made.build_units()
+    store = store or DeviceStore()
+    context = UnitContext(ranks, store, pool, observer)
+    made = _Maker(model, optimizer, plans, param_dtype, reduce_dtype, context)
     made.compare(stage, max_grad_norm)
+    updates = UpdatesInBackward(made.units, context, optimizer.param_groups) if update_in_backward else None
     engine = Engine(
-        model, made.units, ranks, made.store, made.pool, STAGES[stage],
-        prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes, loss_scale=scale,
+        model, made.units, context, STAGES[stage],
+        prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes, loss_scale=scale, max_grad_norm=max_grad_norm,
+        begin_update=updates.begin if updates is not None else None,
     )  # fmt: skip
-    unit_bytes = [unit.nbytes for unit in made.units]
     handover = Handover(made.units)
     try:
-        lent = lent_bytes(unit_bytes, prefetch_bytes, resident_bytes, ranks.shard.size)
+        lent = lent_bytes([unit.nbytes for unit in made.units], prefetch_bytes, resident_bytes, ranks.shard.size)
         made.attach_store(initialiser, handover, stage, lent)
         for unit in made.units:
             for k, parameter in enumerate(unit.parameters):
                 set_home(parameter, Place(engine, unit, k))
-        carry_over(optimizer, made.units, made.store, ranks)
+        carry_over(optimizer, made.units, store, ranks)
         engine.attach(made.nodes(unit_modules(model, units)))
-        sharded = ShardedOptimizer(optimizer, engine, max_grad_norm=max_grad_norm, observer=observer)
+        sharded = ShardedOptimizer(optimizer, engine, updates, observer)
     except BaseException as error:
         engine.detach()
-        handover.undo(error, made.store)
+        handover.undo(error, store)
         raise
     initialiser.release()
-    if update_in_backward:
-        engine.reducer.update = sharded.update_one
-    model.__dict__[_HANDLE] = Handle(model, tuple(made.units), made.store, sharded, ranks, stage, engine)
+    model.__dict__[_HANDLE] = Handle(model, tuple(made.units), store, sharded, ranks, stage, engine)
     optimizer.__dict__["_zero_sharded"] = True
     retire(optimizer)
     return sharded
@@ -150,12 +157,8 @@ def shard(
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside only accumulate, in fp32 on each rank; the first backward or step() outside reduces the sum."""
-    reducer = handle(model).engine.reducer
-    before, reducer.synchronising = reducer.synchronising, False
-    try:
+    with handle(model).engine.reducer.no_sync():
         yield
-    finally:
-        reducer.synchronising = before
 
 
 def units(model: nn.Module) -> tuple[Unit, ...]:
@@ -170,44 +173,23 @@ class _Maker:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        ranks: Ranks,
         plans: list[UnitPlan],
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
-        store: ShardStore,
-        observer: Observer,
+        context: UnitContext,
     ) -> None:
-        self.model, self.optimizer, self.ranks, self.plans = model, optimizer, ranks, plans
-        self.store, self.observer = store, observer
-        self.pool = Pool(ranks.device)
+        self.model, self.optimizer, self.plans, self.context = model, optimizer, plans, context
+        self.ranks = context.ranks
+        found = [param_dtype or next(iter(plan.parameters.values())).dtype for plan in plans]
+        self.reduce_dtype = reduce_dtype or (found[0] if len(set(found)) == 1 else torch.float32)
+        groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.units: list[Unit] = []
-        self._param_dtype = param_dtype
-        dtypes = {self._dtype(plan) for plan in plans}
-        self.reduce_dtype = reduce_dtype or (dtypes.pop() if len(dtypes) == 1 else torch.float32)
-
-    def _dtype(self, plan: UnitPlan) -> torch.dtype:
-        return self._param_dtype or next(iter(plan.parameters.values())).dtype
-
-    def build_units(self) -> None:
-        groups = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
-        for index, plan in enumerate(self.plans):
-            dtype = self._dtype(plan)
+        for index, (plan, dtype) in enumerate(zip(plans, found, strict=True)):
             shapes = [(name, tuple(p.shape)) for name, p in plan.parameters.items()]
             layout = UnitLayout.build(plan.name, shapes, itemsize=dtype.itemsize, shard_count=self.ranks.shard.size)
-            self.units.append(
-                Unit(
-                    index,
-                    layout,
-                    list(plan.parameters.values()),
-                    [groups.get(id(p)) for p in plan.parameters.values()],
-                    dtype=dtype,
-                    reduce_dtype=self.reduce_dtype,
-                    ranks=self.ranks,
-                    store=self.store,
-                    pool=self.pool,
-                    observer=self.observer,
-                )
-            )
+            parameters = list(plan.parameters.values())
+            places = [groups.get(id(p)) for p in parameters]
+            self.units.append(Unit(index, layout, parameters, places, dtype, self.reduce_dtype, context))
 
     def compare(self, stage: int, max_grad_norm: float | None) -> None:
         """The same on every rank? Else the first collective would be of two sizes, which ends a process of gloo's."""
@@ -255,17 +237,17 @@ class _Maker:
             reduce_dtype=self.reduce_dtype,
             prefetch_bytes=prefetch_bytes,
             keeps_parameters=STAGES[stage].keeps_parameters,
-            observer=self.observer,
+            observer=self.context.observer,
             rescue=handover.give_back,
             not_sharded={name: p.nbytes for name, p in not_sharded(self.model).items()},
         )
-        self.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)
+        self.context.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)
 
     def _spec(self, unit: Unit) -> ShardSpec:
         groups = {slot.name: group for slot, group in zip(unit.layout.slots, unit.groups, strict=True)}
         segments = tuple(
-            Segment(piece.shard_start, piece.shard_stop, groups[piece.slot.name], piece.slot.name)
-            for piece in unit.layout.pieces(self.ranks.shard.rank)
+            Segment(p.shard_start, p.shard_stop, groups[p.slot.name], p.slot.name, p.slot.shape, p.slot_start)
+            for p in unit.layout.pieces(self.ranks.shard.rank)
         )
         return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, self.plans[unit.index].encloses)
 

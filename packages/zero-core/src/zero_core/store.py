@@ -19,7 +19,6 @@ __all__ = [
     "GroupStep",
     "NullObserver",
     "Observer",
-    "ProfilerObserver",
     "ScalarStates",
     "Segment",
     "ShardSpec",
@@ -45,24 +44,21 @@ class NullObserver:
         return nullcontext()
 
 
-class ProfilerObserver:
-    """Marks every span for torch's profiler."""
-
-    def span(self, kind: str, unit: str) -> AbstractContextManager[None]:
-        return torch.autograd.profiler.record_function(f"zero::{kind}::{unit}")
-
-
 @dataclass(frozen=True)
 class Segment:
     """Elements [start, stop) of a shard which belong to ONE parameter, `name`.
 
     `group` is the index of the parameter's optimizer group; None: frozen, and there is no state. Padding is in none.
+    `shape` is the parameter's, and `offset` the element of the flattened parameter with which the segment begins:
+    `layout.boxes(shape, offset, offset + stop - start)` are the rows that it holds. None: the shape is not known.
     """
 
     start: int
     stop: int
     group: int | None
     name: str
+    shape: tuple[int, ...] | None = None
+    offset: int = 0
 
 
 @dataclass(frozen=True)

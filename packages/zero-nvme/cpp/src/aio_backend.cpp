@@ -8,8 +8,8 @@
 #include <system_error>
 #include <thread>
 
+#include "zero_nvme/backend.hpp"
 #include "zero_nvme/event.hpp"
-#include "zero_nvme/transfer.hpp"
 
 namespace zero_nvme {
 namespace {
@@ -103,8 +103,10 @@ class AioBackend final : public Backend {
   std::size_t in_flight_ = 0;
 };
 
-}  // namespace
+const RegisteredBackend registered("libaio", 20, [](const BackendArguments& arguments) -> std::unique_ptr<Backend> {
+  return std::make_unique<AioBackend>(arguments.depth);
+});
 
-std::unique_ptr<Backend> make_aio_backend(unsigned depth) { return std::make_unique<AioBackend>(depth); }
+}  // namespace
 
 }  // namespace zero_nvme

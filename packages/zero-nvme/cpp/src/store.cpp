@@ -23,17 +23,6 @@ StripeMap::Place StripeMap::place(std::uint64_t offset) const {
   return {path, unit_of_path * unit_bytes_ + within, unit_bytes_ - within};
 }
 
-namespace {
-
-std::unique_ptr<Backend> make_backend(const Options& options, int fd) {
-  if (options.backend == "io_uring") return make_uring_backend(fd, options.limits.depth);
-  if (options.backend == "libaio") return make_aio_backend(options.limits.depth);
-  if (options.backend == "threads") return make_threads_backend(options.threads);
-  throw std::invalid_argument("no native backend is called " + options.backend);
-}
-
-}  // namespace
-
 Store::Store(const std::vector<PathFile>& files, StripeMap stripes, const Options& options)
     : stripes_(std::move(stripes)), gate_(std::make_shared<Gate>(options.max_requests)) {
   const Limits& limits = options.limits;
@@ -43,7 +32,7 @@ Store::Store(const std::vector<PathFile>& files, StripeMap stripes, const Option
   for (const PathFile& file : files) {
     if (limits.block_bytes % file.alignment != 0) throw std::invalid_argument("block_bytes must be a multiple of the alignment");
     paths_.push_back(std::make_unique<PathQueue>(static_cast<std::uint32_t>(paths_.size()), file,
-                                                 make_backend(options, file.fd), limits));
+                                                 make_backend(options.backend, {file.fd, limits.depth, options.threads}), limits));
   }
 }
 

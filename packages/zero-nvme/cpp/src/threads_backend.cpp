@@ -7,8 +7,8 @@
 #include <mutex>
 #include <thread>
 
+#include "zero_nvme/backend.hpp"
 #include "zero_nvme/event.hpp"
-#include "zero_nvme/transfer.hpp"
 
 namespace zero_nvme {
 namespace {
@@ -91,8 +91,10 @@ class ThreadsBackend final : public Backend {
   std::vector<std::thread> workers_;
 };
 
-}  // namespace
+const RegisteredBackend registered("threads", 30, [](const BackendArguments& arguments) -> std::unique_ptr<Backend> {
+  return std::make_unique<ThreadsBackend>(arguments.threads);
+});
 
-std::unique_ptr<Backend> make_threads_backend(unsigned threads) { return std::make_unique<ThreadsBackend>(threads); }
+}  // namespace
 
 }  // namespace zero_nvme

@@ -6,9 +6,9 @@
 #include <system_error>
 #include <thread>
 
+#include "zero_nvme/backend.hpp"
 #include "zero_nvme/event.hpp"
 #include "zero_nvme/ring.hpp"
-#include "zero_nvme/transfer.hpp"
 
 namespace zero_nvme {
 namespace {
@@ -111,10 +111,10 @@ class UringBackend final : public Backend {
   std::vector<Completion> refused_;
 };
 
-}  // namespace
+const RegisteredBackend registered("io_uring", 10, [](const BackendArguments& arguments) -> std::unique_ptr<Backend> {
+  return std::make_unique<UringBackend>(arguments.fd, arguments.depth);
+});
 
-std::unique_ptr<Backend> make_uring_backend(int fd, unsigned depth) {
-  return std::make_unique<UringBackend>(fd, depth);
-}
+}  // namespace
 
 }  // namespace zero_nvme

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BACKENDS = ("io_uring", "libaio", "threads", "aiofiles")  # in the order in which "auto" tries them
+from zero_nvme.extension import native
+
+BACKENDS = (*(native.backends() if native is not None else ()), "aiofiles")  # as "auto" tries them
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Options:
     """The most requests that may be incomplete. The next read or write waits until one of them completes."""
 
     def __post_init__(self) -> None:
-        if self.backend != "auto" and self.backend not in BACKENDS:
+        unknown = self.backend not in ("auto", *BACKENDS)
+        if unknown and native is not None:  # else the probe says that the extension, which knows the names, is missing
             raise ValueError(f"backend={self.backend!r} does not exist; choose auto or one of {', '.join(BACKENDS)}")
         if self.block_bytes <= 0 or self.block_bytes % 4096 or self.block_bytes > 1 << 30:
             raise ValueError(f"block_bytes={self.block_bytes} must be a multiple of 4096, from 4096 to 1 GiB")

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from zero_nvme.buffers import as_memory, empty
 from zero_nvme.errors import BackendUnavailable, NvmeError
+from zero_nvme.extension import native
 from zero_nvme.filesystem import open_folders, open_path, size_of
 from zero_nvme.io_queue import IOQueue
 from zero_nvme.options import BACKENDS, Options
@@ -27,6 +28,8 @@ def choose(targets: Sequence[str], options: Options, *, reading: bool = False) -
     or the folder is full.
     """
     failures: list[str] = []
+    if native is None and options.backend == "auto":
+        failures.append("zero_nvme._native: ENOSYS")
     for direct in (True, False) if options.direct is None else (options.direct,):
         for backend in BACKENDS if options.backend == "auto" else (options.backend,):
             if direct and backend == "aiofiles":

@@ -63,7 +63,8 @@ def bytes_of(buffer: Any) -> Tensor:
 class MemoryByteStore:
     """Extents are plain tensors. `asynchronous`: one thread serves requests in order, so that tickets can be pending.
 
-    `capacity_bytes`: beyond it `reserve` and `allocate` raise BudgetError; None: no limit.
+    `capacity_bytes`: beyond it `reserve` and `allocate` raise BudgetError; None: no limit. `used_bytes`: what is
+    allocated and not freed.
     """
 
     def __init__(self, capacity_bytes: int | None = None, *, asynchronous: bool = True, alignment: int = 4096) -> None:
@@ -71,7 +72,7 @@ class MemoryByteStore:
         self.capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self._memory: dict[int, Tensor] = {}
-        self._next = self._used = 0
+        self._next = self.used_bytes = 0
         self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-store") if asynchronous else None
 
@@ -84,18 +85,18 @@ class MemoryByteStore:
             raise ValueError(f"an extent of {nbytes} bytes")
         size = -(-nbytes // self.alignment) * self.alignment
         with self._lock:
-            self._check_room(self._used + size)
+            self._check_room(self.used_bytes + size)
             extent = MemoryExtent(self._next, size)
             self._memory[extent.offset_bytes] = torch.zeros(size, dtype=torch.uint8)
             self._next += size
-            self._used += size
+            self.used_bytes += size
         return extent
 
     def free(self, extent: MemoryExtent) -> None:
         with self._lock:
             if self._memory.pop(extent.offset_bytes, None) is None:
                 raise ValueError(f"extent at {extent.offset_bytes} is not allocated")
-            self._used -= extent.nbytes
+            self.used_bytes -= extent.nbytes
 
     def read(self, extent: MemoryExtent, buffer: Any, offset: int = 0) -> Ticket:
         memory, target = self._range(extent, buffer, offset)

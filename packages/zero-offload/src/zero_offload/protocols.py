@@ -110,7 +110,10 @@ class TileView(StateTile, Protocol):
 
 
 class UpdateSegment(Protocol):
-    """Elements [start, stop) of a tile which share their options and their step number."""
+    """Elements [start, stop) of a tile which share their options and their step number.
+
+    They are of one parameter of `shape` (None: not known), and begin with element `offset` of it, flattened.
+    """
 
     @property
     def start(self) -> int: ...
@@ -124,6 +127,12 @@ class UpdateSegment(Protocol):
     @property
     def step(self) -> int: ...
 
+    @property
+    def shape(self) -> tuple[int, ...] | None: ...
+
+    @property
+    def offset(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class SegmentStep:
@@ -133,6 +142,8 @@ class SegmentStep:
     stop: int
     options: Mapping[str, Any]
     step: int
+    shape: tuple[int, ...] | None = None
+    offset: int = 0
 
 
 @runtime_checkable

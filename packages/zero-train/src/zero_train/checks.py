@@ -49,6 +49,8 @@ def values(config: Config) -> None:
         raise ConfigError(f"precision.loss_scale={scale} must be a positive number, dynamic or null")
     if config.hardware.device is not None:
         _device(config.hardware.device)
+    if config.io.backend != "auto" and importlib.util.find_spec("zero_nvme") is not None:
+        _backend(config.io.backend)
     for name, given in config.offload.tiers.items():
         if not (isinstance(given, Mapping) and "." in str(given.get("_target_", ""))):
             raise ConfigError(
@@ -233,6 +235,15 @@ def _device(name: str) -> None:
             f"hardware.device={name} is not a type of device for which this torch has streams; "
             "choose cpu, cuda, xpu, or one that an installed package adds to torch by its entry point torch.backends"
         )
+
+
+def _backend(name: str) -> None:
+    """Raises ConfigError unless zero_nvme, which knows its backends, has one of this name."""
+    zero_nvme = loaded("zero_nvme")
+    try:
+        zero_nvme.Options(backend=name)
+    except ValueError as error:
+        raise choices("io.backend", name, ("auto", *zero_nvme.BACKENDS)) from error
 
 
 def _named(key: str, value: object, allowed: Sequence[object]) -> None:

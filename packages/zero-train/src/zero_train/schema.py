@@ -181,8 +181,8 @@ class OffloadConfig:
 class IoConfig:
     """Says how the slab is read and written."""
 
-    backend: str = _one_of("auto", "io_uring", "libaio", "threads", "aiofiles", default="auto")
-    """auto, io_uring, libaio, threads or aiofiles. auto prints which one it chose and why."""
+    backend: str = "auto"
+    """auto, or one of zero_nvme.BACKENDS, such as io_uring or threads. auto prints which one it chose and why."""
     allow_memory: bool = False
     """Accept a path on a filesystem in memory (tmpfs), which is useful for tests only."""
 

@@ -1,1 +1,7 @@
-"""Collectives between ranks, as torch's or as messages, and what is said when ranks leave the common order."""
+"""Collectives between ranks: the protocol, and torch's and messages as its implementations."""
+
+from .collectives import Axis, Collectives, CollectivesFactory, Work
+from .native import TorchCollectives
+from .peers import MessageCollectives
+
+__all__ = ["Axis", "Collectives", "CollectivesFactory", "MessageCollectives", "TorchCollectives", "Work"]

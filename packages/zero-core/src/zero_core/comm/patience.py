@@ -21,7 +21,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from itertools import count
 from types import FrameType
 from typing import Any
@@ -34,7 +33,6 @@ __all__ = ["SECONDS", "Patience"]
 SECONDS = 5.0  # until a wait is told; a rank may take longer, which is why it is only told
 _LOG = logging.getLogger("zero_core")
 _KEPT = 1024  # calls that are compared: a few steps of a large model
-_TAG = (1 << 30) + 1  # of a message that nobody sends
 _OWN = (
     os.path.dirname(torch.__file__),
     os.path.dirname(os.path.dirname(__file__)),
@@ -107,15 +105,6 @@ class Patience:
             dist.distributed_c10d._get_default_store().set(f"{self._key}/{self._rank}", written)
         if self.crossing() is not None and _waits.get(thread) is wait:
             self._break_off()
-
-
-def break_off(groups: list[Any]) -> None:
-    """Let every wait in these groups of gloo's fail, here and, because connections close, on the other ranks."""
-    for group in groups:
-        peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-        with suppress(RuntimeError):
-            work: Any = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_TAG)
-            work.wait(timedelta(milliseconds=1))
 
 
 def _text(collective: str, unit: str) -> str:

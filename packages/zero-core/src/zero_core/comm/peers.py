@@ -1,4 +1,4 @@
-"""Collectives as tagged messages between peers, for gloo. Owns what goes to whom; what it is for is `collectives`'s.
+"""Collectives as tagged messages between peers, for gloo. Owns what goes to whom; what it is for is `ranks`'s.
 
 [Note: messages on gloo]
 gloo pairs the n-th collective of one rank with the n-th of another, whatever they are. Where one rank then sends more
@@ -15,119 +15,116 @@ each adds up its own in fp32, in the order of the ranks, rounding once. It costs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..pool import Pool
 from ..precision import mean_of_rows
+from .collectives import Axis
 
-__all__ = ["Averaging", "Axis", "Exchange", "Gathering", "add_up", "broadcast"]
+__all__ = ["MessageCollectives"]
 
-
-@dataclass
-class Axis:
-    """One dimension of the mesh: this rank's place in it. `group` None: a single rank, no collective is called."""
-
-    group: Any
-    rank: int
-    size: int
-
-    def others(self) -> list[int]:
-        """The ranks to send to, in an order that loads every link equally; reversed, those to hear from."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
+_NO_TAG = (1 << 30) + 1  # of a message that nobody sends
 
 
-class Gathering:
-    """rows[r] <- `part` of rank r, on every rank."""
+class Messages:
+    """Sends and receives under way. `then` is called when they have arrived."""
 
-    def __init__(self, rows: Sequence[Tensor], part: Tensor, axis: Axis, tag: int) -> None:
-        self._works = _swap([part] * axis.size, rows, axis, tag)
+    def __init__(self, works: Sequence[Any], then: Callable[[], None] | None = None) -> None:
+        self._works, self._then = works, then
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+        if self._then is not None:
+            self._then()
 
 
-class Exchange:
-    """part (n,) <- the mean of this rank's row of `whole` (ranks * n,) over the ranks, made when it is waited for."""
+class MessageCollectives:
+    """See the notes above. A reduction takes a buffer of the pool until it is waited for."""
 
-    def __init__(self, part: Tensor, whole: Tensor, axis: Axis, tag: int, pool: Pool) -> None:
-        self._part, self._pool, self._size = part, pool, axis.size
-        self._slices = pool.take(whole.numel(), whole.dtype)
-        rows = self._slices.view(axis.size, -1)
-        self._works = _swap(whole.view(axis.size, -1).unbind(), rows.unbind(), axis, tag)
+    def __init__(self, axis: Axis, pool: Pool) -> None:
+        self._group, self._rank, self._size = axis.group, axis.rank, axis.size
+        self._pool = pool
 
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        mean_of_rows(self._slices.view(self._size, -1), self._part)
-        self._pool.give(self._slices)
+    def all_gather(self, whole: Tensor, part: Tensor, tag: int, *, exact: bool) -> Messages:
+        return Messages(self._swap([part] * self._size, whole.view(self._size, -1).unbind(), tag))
 
+    def arrives_as(self, part: Tensor) -> Tensor:
+        return part
 
-class Averaging:
-    """values (n,) <- their mean over the ranks: each adds up a slice, then slices are gathered."""
+    def reduce_scatter(self, part: Tensor, whole: Tensor, tag: int) -> Messages:
+        return self._averaged(whole.view(self._size, -1).unbind(), part, tag)
 
-    def __init__(self, values: Tensor, axis: Axis, tag: int, pool: Pool) -> None:
-        self._axis, self._tag, self._pool = axis, tag, pool
-        self._slices = values.tensor_split(axis.size)
-        own = self._slices[axis.rank]
-        self._buffer = pool.take(axis.size * own.numel(), own.dtype)
-        self._rows = self._buffer.view(axis.size, -1)
-        self._works = _swap(self._slices, self._rows.unbind(), axis, tag)
+    def all_reduce(self, values: Tensor, tag: int) -> Messages:
+        """Each rank adds up a slice, then slices are gathered."""
+        slices = values.tensor_split(self._size)
+        own = slices[self._rank]
+        return self._averaged(slices, own, tag, lambda: Messages(self._swap([own] * self._size, slices, tag)).wait())
 
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        own = self._slices[self._axis.rank]
-        if own.numel():
-            mean_of_rows(self._rows, own)
-        self._pool.give(self._buffer)
-        Gathering(self._slices, own, self._axis, self._tag).wait()
+    def sum(self, values: Tensor, tag: int) -> None:
+        """Added in the order of the ranks: the same bits on each."""
+        rows = values.new_empty(self._size, *values.shape).unbind()
+        Messages(self._swap([values] * self._size, rows, tag)).wait()
+        values.copy_(rows[0])
+        for row in rows[1:]:
+            values.add_(row)
 
+    def broadcast(self, values: Tensor, source: int, tag: int) -> None:
+        """Along a binomial tree."""
+        place, step = (self._rank - source) % self._size, 1
+        while step < self._size and not place & step:
+            step <<= 1
+        if place:
+            self._receive(values, (self._rank - step) % self._size, tag).wait()
+        works = []
+        while step := step >> 1:
+            if place + step < self._size:
+                works.append(self._send(values, (self._rank + step) % self._size, tag))
+        Messages(works).wait()
 
-def add_up(values: Tensor, axis: Axis, tag: int) -> None:
-    """values <- their sum over the ranks, added in the order of the ranks: the same bits on each."""
-    rows = values.new_empty(axis.size, *values.shape).unbind()
-    Gathering(rows, values, axis, tag).wait()
-    values.copy_(rows[0])
-    for row in rows[1:]:
-        values.add_(row)
+    def break_off(self) -> None:
+        """Let gloo fail its connections: here and, because they close, on the other ranks."""
+        with suppress(RuntimeError):
+            self._receive(torch.empty(1), (self._rank + 1) % self._size, _NO_TAG).wait(timedelta(milliseconds=1))
 
+    def _averaged(
+        self, outgoing: Sequence[Tensor], own: Tensor, tag: int, then: Callable[[], None] | None = None
+    ) -> Messages:
+        """own (n,) <- the mean of what every rank sends to this one."""
+        buffer = self._pool.take(self._size * own.numel(), own.dtype)
+        rows = buffer.view(self._size, -1)
+        works = self._swap(outgoing, rows.unbind(), tag)
 
-def broadcast(values: Tensor, source: int, axis: Axis, tag: int) -> None:
-    """values <- rank `source`'s, along a binomial tree."""
-    place, step = (axis.rank - source) % axis.size, 1
-    flat = values if values.is_contiguous() else values.contiguous()
-    if not flat.numel():
-        return
-    while step < axis.size and not place & step:
-        step <<= 1
-    if place:
-        work: Any = dist.irecv(flat, group=axis.group, group_src=(axis.rank - step) % axis.size, tag=tag)
-        work.wait()
-    works: list[Any] = []
-    while step := step >> 1:
-        if place + step < axis.size:
-            works.append(dist.isend(flat, group=axis.group, group_dst=(axis.rank + step) % axis.size, tag=tag))
-    for work in works:
-        work.wait()
-    if flat is not values:
-        values.copy_(flat)
+        def add_up() -> None:
+            if own.numel():
+                mean_of_rows(rows, own)
+            self._pool.give(buffer)
+            if then is not None:
+                then()
 
+        return Messages(works, add_up)
 
-def _swap(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis, tag: int) -> list[Any]:
-    """Post outgoing[r] to every rank r and incoming[r] from it, and copy this rank's own."""
-    works: list[Any] = []
-    for other in reversed(axis.others()):
-        if incoming[other].numel():
-            works.append(dist.irecv(incoming[other], group=axis.group, group_src=other, tag=tag))
-    for other in axis.others():
-        if outgoing[other].numel():
-            works.append(dist.isend(outgoing[other], group=axis.group, group_dst=other, tag=tag))
-    if incoming[axis.rank].data_ptr() != outgoing[axis.rank].data_ptr():
-        incoming[axis.rank].copy_(outgoing[axis.rank])
-    return works
+    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Any]:
+        """Post outgoing[r] to every rank r and incoming[r] from it, and copy this rank's own.
+
+        The order of the ranks loads every link equally.
+        """
+        others = [(self._rank + step) % self._size for step in range(1, self._size)]
+        works = [self._receive(incoming[other], other, tag) for other in reversed(others) if incoming[other].numel()]
+        works += [self._send(outgoing[other], other, tag) for other in others if outgoing[other].numel()]
+        if incoming[self._rank].data_ptr() != outgoing[self._rank].data_ptr():
+            incoming[self._rank].copy_(outgoing[self._rank])
+        return works
+
+    def _send(self, values: Tensor, to: int, tag: int) -> Any:
+        return dist.isend(values, group=self._group, group_dst=to, tag=tag)
+
+    def _receive(self, values: Tensor, source: int, tag: int) -> Any:
+        return dist.irecv(values, group=self._group, group_src=source, tag=tag)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Ranks
+from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError, ZeroError
 from ..runtime.unit import Unit
 from ..store import ScalarStates, ShardStore
@@ -77,9 +77,7 @@ def _put(unit: Unit, k: int, name: str, value: Tensor, store: ShardStore, ranks:
             f"keep (it keeps {', '.join(store.state_names())}): {_WAY_OUT}"
         )
     whole = ranks.broadcast(value.detach().to(ranks.device, torch.float32).contiguous(), unit.name).reshape(-1)
-    for piece in unit.layout.pieces(ranks.shard.rank):
-        if piece.slot is slot:
-            store.write_state(unit.index, name, piece.shard_start, whole[piece.slot_start : piece.slot_stop])
+    unit.write_part(name, k, whole)
 
 
 def _put_number(unit: Unit, k: int, name: str, number: float, store: ShardStore, ranks: Ranks) -> None:
@@ -88,6 +86,6 @@ def _put_number(unit: Unit, k: int, name: str, number: float, store: ShardStore,
             f"{type(store).__name__} does not keep {name!r} of {unit.layout.slots[k].name}: {_WAY_OUT}"
         )
     number = float(ranks.broadcast(torch.tensor(number, dtype=torch.float64, device=ranks.device), unit.name))
-    for segment, piece in enumerate(unit.layout.pieces(ranks.shard.rank)):
-        if piece.slot is unit.layout.slots[k]:
+    for segment, place in enumerate(unit.segment_slots()):
+        if place == k:
             store.write_scalar(unit.index, segment, name, number)

@@ -71,20 +71,16 @@ class DeviceStore:
         self._check()
 
     def parameters(self, i: int) -> Tensor:
-        self._check()
-        return self._shards[i].lend_parameter()
+        return self._shard(i).lend_parameter()
 
     def release(self, i: int) -> None:
-        self._check()
-        self._shards[i].take_back_parameter()
+        self._shard(i).take_back_parameter()
 
     def gradient_buffer(self, i: int) -> Tensor | None:
-        self._check()
-        return self._shards[i].lend()
+        return self._shard(i).lend()
 
     def accept_gradient(self, i: int, gradient: Tensor) -> None:
-        self._check()
-        self._shards[i].accept(gradient)
+        self._shard(i).accept(gradient)
 
     def discard_gradients(self) -> None:
         self._check()
@@ -92,8 +88,7 @@ class DeviceStore:
             shard.gradient = None
 
     def discard_gradient(self, i: int, start: int, stop: int) -> None:
-        self._check()
-        gradient = self._shards[i].gradient
+        gradient = self._shard(i).gradient
         if gradient is not None:
             gradient[start:stop].zero_()
 
@@ -122,23 +117,19 @@ class DeviceStore:
         return self._names
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        self._check()
-        return self._shards[i].read(self._known(name), start, stop)
+        return self._shard(i).read(self._known(name), start, stop)
 
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
-        self._check()
-        self._shards[i].write(self._known(name), start, values)
+        self._shard(i).write(self._known(name), start, values)
 
     def scalar_names(self) -> tuple[str, ...]:
         return self._scalars
 
     def read_scalar(self, i: int, k: int, name: str) -> float | None:
-        self._check()
-        return self._shards[i].read_scalar(k, name)
+        return self._shard(i).read_scalar(k, name)
 
     def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
-        self._check()
-        self._shards[i].write_scalar(k, name, value)
+        self._shard(i).write_scalar(k, name, value)
 
     def close(self) -> None:
         self._shards.clear()
@@ -148,6 +139,10 @@ class DeviceStore:
     def _check(self) -> None:
         if self._closed:
             raise StoreError("the DeviceStore is closed: its optimizer's close() was called")
+
+    def _shard(self, i: int) -> _Shard:
+        self._check()
+        return self._shards[i]
 
     def _known(self, name: str) -> str:
         if name not in self._names:

@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -225,7 +226,7 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
         for g, params in sorted(members.items())
     ]
     if not made:
-        return _NoOptimizer()
+        return SimpleNamespace(param_groups=[], state={}, step=lambda: None)
     accepted = inspect.signature(type(optimizer).__init__).parameters
     defaults = {k: v for k, v in optimizer.defaults.items() if k in accepted}
     try:
@@ -244,14 +245,3 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
     clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     clone.__dict__.pop("step", None)  # what a scheduler has put around the user's
     return clone
-
-
-class _NoOptimizer:
-    """What a unit without optimized parameters has."""
-
-    def __init__(self) -> None:
-        self.param_groups: list[dict[str, Any]] = []
-        self.state: dict[Any, Any] = {}
-
-    def step(self) -> None:
-        pass

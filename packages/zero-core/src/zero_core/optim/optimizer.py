@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ChangedParameterError, CollectiveError, GradientError, UnsupportedOptimizerError, ZeroError
+from ..runtime.gradient import Leftover
 from ..runtime.hooks import Engine, in_backward
-from ..runtime.unit import Unit
-from ..store import GroupStep, Observer, ScalarStates
+from ..store import Observer, ScalarStates
+from .backward_updates import UpdatesInBackward, frozen
 from .carried import put_states
 
 __all__ = ["ShardedOptimizer"]
@@ -29,7 +29,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, *, max_grad_norm: float | None, observer: Observer
+        self, optimizer: torch.optim.Optimizer, engine: Engine, updates: UpdatesInBackward | None, observer: Observer
     ) -> None:
         self._sealed = False
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
@@ -38,14 +38,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups  # the same objects: a scheduler on the old one still works
         self._sealed = True
         self.engine = engine
-        self.max_grad_norm = max_grad_norm
         self.grad_norm = math.nan
         self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # what was carried over
-        self._updated: dict[int, list[int]] = {}  # units, and which parameters, updated in backward since the last step
-        self._squared: Tensor | None = (
-            None  # () float64, device: of what update_in_backward updated since the last step
-        )
-        self._observer = observer
+        self._updates, self._observer = updates, observer
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -72,14 +67,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._refuse_stepped()
             engine.settle()
             engine.reducer.reduce_kept()
-            if engine.reducer.update is not None:
-                self._finish_updates()
+            if self._updates is not None:
+                self.grad_norm = self._exchange_norm(self._updates.squared)
+                self._updates.finish()
+                self._count()
                 return loss
             self.grad_norm = self._exchange_norm(engine.store.gradient_norm_squared)
             scale = self._coefficient(self.grad_norm)
             if scale is not None:
                 self._update(scale)
         return loss
+
+    def _count(self) -> None:
+        self.engine.forget_passes()
+        self.step_count += 1
 
     def _refuse_while_busy(self) -> None:
         if self.engine.busy:
@@ -88,8 +89,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _refuse_stepped(self) -> None:
         """torch keeps a gradient after step(): adds to it, and steps it once more. Ours are consumed."""
         for unit in self.engine.units:
-            if "stepped" in unit.gradient.leftover:
-                name = unit.layout.slots[unit.gradient.leftover.index("stepped")].name
+            if Leftover.STEPPED in unit.gradient.leftover:
+                name = unit.layout.slots[unit.gradient.leftover.index(Leftover.STEPPED)].name
                 raise GradientError(
                     f"the gradients of the last step() were not zeroed (that of {name}, for one): torch would add to "
                     "them, and a sharded optimizer has consumed them. Call optimizer.zero_grad() after each step()"
@@ -112,7 +113,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         engine, ranks = self.engine, self.engine.ranks
         unseen = engine.writes.unseen_count()
+        zeros = sum(unit.gradient.zeros for unit in engine.units)
         if ranks.size == 1:
+            self._refuse_zeros(zeros)
             if unseen is None:
                 return float(squared), []
             total, count = torch.stack([squared, unseen]).tolist()
@@ -121,11 +124,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         digests = [float(ranks.digest), float(engine.writes.digest)]
         late = [float(flag) for flag in engine.reducer.late()]
         used = [float(flag) for unit in engine.units for flag in unit.gradient.used]
-        zeros = sum(
-            left == "zeroed" and not used
-            for u in engine.units
-            for left, used in zip(u.gradient.leftover, u.gradient.used, strict=True)
-        )
         mine = ranks.numbers([0.0, 0.0, float(zeros), *digests, *(digest * digest for digest in digests), *late, *used])
         if ranks.replicate.rank == 0:  # replicas hold the same gradients
             mine[0] = squared
@@ -168,7 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _undone(self) -> str:
-        return "" if self.engine.reducer.update is not None else "Nothing was updated. "
+        return "" if self._updates is not None else "Nothing was updated. "
 
     def _coefficient(self, norm: float) -> float | None:
         """What gradients are multiplied by; as torch: max_norm / (norm + 1e-6), at most 1. None: skip this step."""
@@ -195,81 +193,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update(self, scale: float) -> None:
         engine = self.engine
         steps: list[Sequence[int]] = []
-        zeros = [
-            left and not used
-            for u in engine.units
-            for left, used in zip(u.gradient.leftover, u.gradient.used, strict=True)
-        ]
-        self._refuse_zeros(sum(map(bool, zeros)))
         for unit in engine.units:
-            for k in _stepped(unit):
+            for k in unit.stepped():
                 unit.overwritten(k)
-            steps.append(_count_step(unit))
-        engine.store.update(self._groups(), scale, engine.next_use(), steps)
-        engine.forget_passes()
-        self.step_count += 1
+            steps.append(unit.count_step(Leftover.STEPPED))
+        engine.store.update(frozen(self.param_groups), scale, engine.next_use(), steps)
+        self._count()
 
     def _refuse_zeros(self, count: float) -> None:
         """What zero_grad(set_to_none=False) left, and no backward has reached since: torch would step zeros."""
         if count:
             raise GradientError(
                 "zero_grad(set_to_none=False) left gradients of zeros to parameters that no backward has reached since "
-                f"({int(count)}, over all ranks): torch would step them, with momentum and weight decay. Nothing was "
-                "updated. Leave set_to_none at True"
+                f"({int(count)}, over all ranks): torch would step them, with momentum and weight decay. "
+                f"{self._undone}Leave set_to_none at True"
             )
-
-    def _groups(self) -> list[GroupStep]:
-        return [GroupStep(_frozen(group)) for group in self.param_groups]
-
-    def update_one(self, unit: Unit) -> Callable[[], None]:
-        """update_in_backward: the unit's reduction has begun. Returns what updates it when its shard is the store's.
-
-        Collective on several ranks: the host has to know which parameters to skip. The exchange is begun here and read
-        there, about a unit later, so that the host waits for no kernel that was queued since.
-        """
-        flags = None
-        if self.engine.ranks.size > 1:
-            mine = self.engine.ranks.numbers([float(flag) for flag in unit.gradient.used])
-            flags = self.engine.ranks.later(self.engine.ranks.sum_everywhere(mine, unit.name))
-        return partial(self._update_one, unit, flags)
-
-    def _update_one(self, unit: Unit, flags: Callable[[], list[float]] | None) -> None:
-        engine = self.engine
-        if unit.index in self._updated:
-            raise GradientError(
-                f"a gradient reached unit {unit.name!r}, which was updated in backward since the last step() already: "
-                "there was a second backward, or a use outside of its module. Leave update_in_backward out"
-            )
-        self._updated[unit.index] = []
-        with torch.no_grad():
-            if flags is not None:
-                unit.gradient.used = [flag > 0 for flag in flags()]
-            squared = engine.store.gradient_norm_squared()
-            self._squared = squared.clone() if self._squared is None else self._squared + squared
-            self._updated[unit.index] = _stepped(unit)
-            unit.reshard()
-            unit.changed()
-            steps = [
-                _count_step(each, "updated") if each is unit else [0] * len(segment_slots(each))
-                for each in engine.units
-            ]
-            engine.store.update(self._groups(), 1.0, [unit.index], steps)
-
-    def _finish_updates(self) -> None:
-        """The step of update_in_backward: all but late gradients has been updated; the norm of it is exchanged."""
-        self.grad_norm = self._exchange_norm(self._updated_squares)
-        self._squared = None
-        for index, ks in self._updated.items():  # not before: a use outside of the module may be still to come
-            for k in ks:
-                self.engine.units[index].overwritten(k)
-        self._updated.clear()
-        for unit in self.engine.units:
-            unit.gradient.leftover = ["" if left == "updated" else left for left in unit.gradient.leftover]
-        self.engine.forget_passes()
-        self.step_count += 1
-
-    def _updated_squares(self) -> Tensor:
-        return self._squared if self._squared is not None else self.engine.ranks.numbers([0.0])[0]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients.
@@ -279,7 +217,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if in_backward():
             raise ZeroError("zero_grad() inside backward: call it between steps")
-        self.engine.discard_gradients("" if set_to_none else "zeroed")
+        self.engine.discard_gradients(Leftover.NOTHING if set_to_none else Leftover.ZEROED)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_sealed", False):
@@ -375,28 +313,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer over {len(self.engine.units)} units, {super().__repr__()}"
-
-
-def segment_slots(unit: Unit) -> list[int]:
-    """For each segment of the unit's shard on this rank, the index of its parameter in the unit."""
-    places = {id(slot): k for k, slot in enumerate(unit.layout.slots)}
-    return [places[id(piece.slot)] for piece in unit.layout.pieces(unit.ranks.shard.rank)]
-
-
-def _stepped(unit: Unit) -> list[int]:
-    """Which parameters a step changes."""
-    return [k for k, group in enumerate(unit.groups) if unit.gradient.used[k] and group is not None]
-
-
-def _count_step(unit: Unit, leftover: str = "stepped") -> list[int]:
-    """Count a step of every parameter that was used; its number for each segment, 0 for those that were not."""
-    stepped = _stepped(unit)
-    for k in stepped:
-        unit.steps[k] += 1
-    numbers = [unit.steps[k] if k in stepped else 0 for k in segment_slots(unit)]
-    unit.gradient.consumed(leftover)
-    return numbers
-
-
-def _frozen(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}

@@ -2,23 +2,66 @@
 
 Owns what arrived since the last step, and which memory it lies in. When a gradient is complete is `hooks`'s to say, and
 what becomes of it `reducer`'s.
+
+[Note: the gradient of a step]
+    NONE      no gradient has arrived since the last step
+    OWED      every rank keeps one that is not reduced (stage 1, no_sync), also where nothing arrived on this rank
+    REDUCED   the store has what arrived, and nothing is owed
+
+                keep()              reduce()
+        NONE ────────────> OWED ────────────────> REDUCED <┐
+         │                  ^ └── keep()            │ │ └──┘ reduce()
+         │                  └──────── keep() ───────┘ │
+         └────────────────── reduce() ────────────────┘
+
+        discard() leads to NONE from everywhere, and consumed(), the step's, from NONE and REDUCED: what is owed
+        would be lost.
+
+The states are the same on every rank, because all ranks reduce in the same order. What this rank holds is its own:
+`current` is this backward's gradient, `kept` the sum of what earlier ones left. What is kept and not owed came late,
+perhaps on this rank only, and is reduced at the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.collectives import Ranks
 from ..errors import GradientError
 from ..layout import UnitLayout
-from ..pool import Pool
-from ..store import Observer, ShardStore
+from .context import UnitContext
+from .states import moved
 
-__all__ = ["Reduction", "UnitGradient"]
+__all__ = ["TRANSITIONS", "GradientState", "Leftover", "Reduction", "UnitGradient"]
+
+
+class GradientState(Enum):
+    """How far the gradient of a unit has come since the last step: see [Note: the gradient of a step]."""
+
+    NONE = "none"
+    OWED = "owed"
+    REDUCED = "reduced"
+
+
+TRANSITIONS = {  # what each starts from, and where it leads
+    "keep": (set(GradientState), GradientState.OWED),
+    "reduce": (set(GradientState), GradientState.REDUCED),
+    "consumed": ({GradientState.NONE, GradientState.REDUCED}, GradientState.NONE),
+    "discard": (set(GradientState), GradientState.NONE),
+}
+
+
+class Leftover(Enum):
+    """What zero_grad() has not cleared of a parameter: torch would add to it, and step it again."""
+
+    NOTHING = ""
+    STEPPED = "stepped"
+    ZEROED = "zeroed"
+    UPDATED = "updated"  # until step(), by an update in backward
 
 
 class UnitGradient:
@@ -30,28 +73,20 @@ class UnitGradient:
         layout: UnitLayout,
         parameters: Sequence[nn.Parameter],
         groups: Sequence[int | None],
-        *,
         dtype: torch.dtype,
-        ranks: Ranks,
-        store: ShardStore,
-        pool: Pool,
-        observer: Observer,
+        context: UnitContext,
     ) -> None:
         self.index, self.layout, self.name = index, layout, layout.name
         self.parameters, self.groups, self.dtype = parameters, groups, dtype
-        self.ranks, self.store, self.pool, self.observer = ranks, store, pool, observer
+        self.ranks, self.store, self.pool, self.observer = context.ranks, context.store, context.pool, context.observer
+        self.state = GradientState.NONE
         self.used = [False] * len(parameters)  # since the last step, on this rank
-        self.arrived = False  # a gradient since the last step, on every rank
-        # What zero_grad() has not cleared: torch would add to it, and step it again. "stepped", "zeroed" or nothing;
-        # "updated" until step(), by an update in backward.
-        self.leftover: list[str] = [""] * len(parameters)
+        self.leftover = [Leftover.NOTHING] * len(parameters)
         self.dropped: set[int] = set()  # parameters whose `.grad` was set to None after it arrived
-        self.current: Tensor | None = None  # (numel,) reduce dtype: this backward's, not reduced
-        self.filled: set[int] = set()
+        self.current: Tensor | None = None  # (numel,) reduce dtype: this backward's, the pool's memory or the store's
+        self.filled: set[int] = set()  # which parameters `current` has
         self.kept: Tensor | None = None  # (numel,) reduce dtype, fp32 once added to: earlier backwards', not reduced
-        self.owing = False  # a backward kept its gradient, on every rank, also where nothing arrived
         self._accumulates = False  # a kept gradient was added to once: fp32 from the first on, and no other memory
-        self._lent = False  # the memory of `current` is the store's
         edges = [slot.offset for slot in layout.slots[1:]] + [layout.numel]
         self._pads = [(s.stop, edge) for s, edge in zip(layout.slots, edges, strict=True) if s.stop < edge]
 
@@ -69,10 +104,7 @@ class UnitGradient:
                 f"{slot.name} has a gradient of layout {gradient.layout}, and shards are dense: build the module with "
                 "sparse=False (nn.Embedding, nn.EmbeddingBag)"
             )
-        if self.current is None:
-            self.current = self._memory()
-            self.filled.clear()
-        into = self.current[slot.offset : slot.stop].view(slot.shape)
+        into = self._begun()[slot.offset : slot.stop].view(slot.shape)
         with torch.no_grad():  # backward(create_graph=True) runs with gradients enabled
             into.add_(gradient) if k in self.filled else into.copy_(gradient)
         self.filled.add(k)
@@ -80,36 +112,34 @@ class UnitGradient:
 
     def _memory(self) -> Tensor:
         """The store's own memory where nothing happens between here and there, else a pooled buffer."""
-        self._lent = False
-        if self.ranks.size == 1:
-            lent = self.store.gradient_buffer(self.index)
-            if lent is not None:
-                self._lent = True
-                return lent
-        return self.pool.take(self.layout.numel, self.dtype)
+        lent = self.store.gradient_buffer(self.index) if self.ranks.size == 1 else None
+        return self.pool.take(self.layout.numel, self.dtype) if lent is None else lent
 
-    def whole(self) -> Tensor:
-        """The flat gradient with zeros where nothing arrived: unused parameters, frozen ones, padding."""
+    def _begun(self) -> Tensor:
         if self.current is None:
-            self.current = self._memory()
-            self.filled.clear()
+            self.current, self.filled = self._memory(), set()
+        return self.current
+
+    def _complete(self) -> Tensor:
+        """Takes `current`, with zeros where nothing arrived: unused parameters, frozen ones, padding."""
+        whole = self._begun()
         for k, slot in enumerate(self.layout.slots):
             if k not in self.filled:
-                self.current[slot.offset : slot.stop].zero_()
-                self.filled.add(k)
+                whole[slot.offset : slot.stop].zero_()
         for start, stop in self._pads:
-            self.current[start:stop].zero_()
-        return self.current
+            whole[start:stop].zero_()
+        self.current = None
+        return whole
 
     def holds(self, k: int) -> bool:
         """Whether parameter k may have a gradient, which on several ranks may be another rank's."""
         anywhere = self.used[k] or (self.arrived and self.ranks.size > 1)
         there = anywhere and k not in self.dropped
-        return (there or bool(self.leftover[k])) and self.groups[k] is not None
+        return (there or self.leftover[k] is not Leftover.NOTHING) and self.groups[k] is not None
 
     def drop(self, k: int) -> None:
         """`p.grad = None`: the parameter is not stepped, nor counted in the norm. See forget_dropped."""
-        self.leftover[k] = ""
+        self.leftover[k] = Leftover.NOTHING
         self.dropped.add(k)
         self.used[k] = False
 
@@ -125,92 +155,104 @@ class UnitGradient:
                     self.store.discard_gradient(self.index, piece.shard_start, piece.shard_stop)
         self.dropped.clear()
 
-    def consumed(self, leftover: str = "") -> None:
-        """Every gradient was stepped or discarded. leftover: what torch would still have where there was one."""
-        kept = [leftover if used or left else "" for used, left in zip(self.used, self.leftover, strict=True)]
-        self.leftover = kept
+    def consumed(self, leftover: Leftover) -> None:
+        """The step has used every gradient. leftover: what torch would still have where there was one."""
+        self._move("consumed")
+        self._clear(leftover)
+
+    def discard(self, leftover: Leftover) -> None:
+        """Forget every gradient that the store does not have yet. leftover: as in `consumed`."""
+        self._move("discard")
+        self.drop_current()
+        if self.kept is not None:
+            self.pool.give(self.kept)
+            self.kept = None
+        self._clear(leftover)
+
+    def _clear(self, leftover: Leftover) -> None:
+        for k, left in enumerate(self.leftover):
+            if self.used[k] or left is not Leftover.NOTHING:
+                self.leftover[k] = leftover
         self.used = [False] * len(self.used)
-        self.arrived = False
         self.dropped.clear()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether there is a gradient since the last step, on some rank."""
+        return self.state is not GradientState.NONE
 
     @property
     def late(self) -> bool:
         """Whether a gradient is kept that came after its backward's reduction, on this rank at least."""
-        return self.kept is not None and not self.owing
+        return self.kept is not None and self.state is not GradientState.OWED
 
-    def keep(self, *, late: bool = False) -> None:
-        """Add this backward's gradient to the local fp32 sum; nothing is reduced. late: see `Reducer.retire_late`."""
+    @property
+    def zeros(self) -> int:
+        """How many parameters have zeros in torch: zero_grad(set_to_none=False) left them, and nothing arrived."""
+        return sum(left is Leftover.ZEROED and not used for left, used in zip(self.leftover, self.used, strict=True))
+
+    def keep(self) -> None:
+        """Add this backward's gradient to the local fp32 sum. Nothing is reduced, but owed."""
+        self._move("keep")
+        self.keep_late()
+
+    def keep_late(self) -> None:
+        """Add this backward's gradient, if there is one, to the sum, owed or not: see `Reducer.retire_late`."""
         self.forget_dropped()
-        if not late:
-            self.owing = self.arrived = True
         if self.current is None:
             return
-        whole = self.whole()
-        if self.kept is None:
-            if self._accumulates and whole.dtype != torch.float32:
-                self.kept = self.pool.take(self.layout.numel, torch.float32).copy_(whole)
-                self.drop_current()
-            else:  # the first keeps its dtype: nothing has been added yet
-                self.kept, self.current = whole, None
-                self.filled.clear()
+        whole = self._complete()
+        if self.kept is None and (whole.dtype == torch.float32 or not self._accumulates):
+            self.kept = whole  # the first keeps its dtype: nothing has been added yet
             return
-        if self.kept.dtype != torch.float32:
-            wide = self.pool.take(self.layout.numel, torch.float32).copy_(self.kept)
-            self.pool.drop(self.kept)
-            self.kept, self._accumulates = wide, True
-        self.kept.add_(whole)
-        self.drop_current()
+        if self.kept is None:
+            self.kept = self.pool.take(self.layout.numel, torch.float32).copy_(whole)
+        else:
+            if self.kept.dtype != torch.float32:
+                wide = self.pool.take(self.layout.numel, torch.float32).copy_(self.kept)
+                self.pool.drop(self.kept)
+                self.kept, self._accumulates = wide, True
+            self.kept.add_(whole)
+        self.pool.give_if_lent(whole)
 
     def drop_current(self) -> None:
         """Forget this backward's gradient."""
-        if self.current is not None and not self._lent:
-            self.pool.give(self.current)
-        self.current = None
-        self.filled.clear()
-
-    def drop_kept(self) -> None:
-        self.owing = False
-        if self.kept is not None:
-            self.pool.give(self.kept)
-            self.kept = None
+        if self.current is not None:
+            self.pool.give_if_lent(self.current)
+            self.current = None
 
     def reduce(self) -> Reduction:
         """Begin the collective that turns the whole gradient into this rank's shard of the mean."""
         self.forget_dropped()
-        self.arrived = True
-        if self.kept is not None:
-            if self.current is not None:
-                self.keep()
-            if self.kept.dtype != self.dtype:
-                self.current = self._memory().copy_(self.kept)
-                self.drop_kept()
-            else:
-                self.current, self.kept = self.kept, None
-            self.filled = set(range(len(self.parameters)))
-        whole = self.whole()
-        self.owing = False
-        self.current = None
-        self.filled.clear()
-        return Reduction(self, whole, self._lent)
+        self._move("reduce")
+        if self.kept is None:
+            return Reduction(self, self._complete())
+        self.keep_late()
+        whole, self.kept = self.kept, None
+        if whole.dtype == self.dtype:
+            return Reduction(self, whole)
+        narrow = self._memory().copy_(whole)
+        self.pool.give(whole)
+        return Reduction(self, narrow)
+
+    def _move(self, by: str) -> None:
+        self.state = moved(self.name, self.state, by, TRANSITIONS)
 
 
 class Reduction:
     """A unit's gradient on its way to the store."""
 
-    def __init__(self, of: UnitGradient, whole: Tensor, lent: bool) -> None:
-        self.of, self.whole, self.lent = of, whole, lent
-        self.part, self._pooled = whole, False
-        self.update: Callable[[], None] | None = None  # what to call when the shard is the store's
+    def __init__(self, of: UnitGradient, whole: Tensor) -> None:
+        self.of, self.whole, self.part = of, whole, whole
         self._work: Any = None
         ranks = of.ranks
         with of.observer.span("reduce", of.name):
             if ranks.shard.size > 1:
                 out = of.store.gradient_buffer(of.index)
-                self._pooled = out is None
                 self.part = of.pool.take(of.layout.shard_numel, of.dtype) if out is None else out
-                self._work = ranks.reduce_scatter(self.part, whole, of.name, of.index, of.pool)
+                self._work = ranks.reduce_scatter(self.part, whole, of.name, of.index)
             elif ranks.replicate.size > 1:
-                self._work = ranks.average_replicas(whole, of.name, of.index, of.pool)
+                self._work = ranks.average_replicas(whole, of.name, of.index)
 
     def finish(self) -> None:
         """Wait, average over replicas, hand the shard to the store."""
@@ -218,10 +260,8 @@ class Reduction:
         with of.observer.span("reduce", of.name):
             ranks.wait(self._work, "reduce_scatter" if ranks.shard.size > 1 else "all_reduce", of.name)
             if ranks.shard.size > 1 and ranks.replicate.size > 1:
-                work = ranks.average_replicas(self.part, of.name, of.index, of.pool)
+                work = ranks.average_replicas(self.part, of.name, of.index)
                 ranks.wait(work, "all_reduce", of.name)
         of.store.accept_gradient(of.index, self.part)
-        if self._pooled:
-            of.pool.give(self.part)
-        if not self.lent:
-            of.pool.give(self.whole)
+        of.pool.give_if_lent(self.part)
+        of.pool.give_if_lent(self.whole)  # the same as the part where nothing is scattered: given once

@@ -7,7 +7,6 @@ gradient goes is `reducer`'s, when the optimizer runs `optimizer`'s; [Note: the 
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.collectives import Ranks
-from ..errors import ChangedParameterError, ZeroError
-from ..pool import Pool
-from ..store import ShardStore
-from .outputs import hook_outputs, not_traced, outside_transforms, unwrapped
-from .parameter import keep_state_dict, refuse_copies
+from ..errors import ZeroError
+from .attaching import Attachment, Node
+from .context import UnitContext
+from .gradient import Leftover
+from .outputs import hook_outputs, outside_transforms
 from .recompute import Recomputations
 from .reducer import Reducer
 from .residency import Residency
@@ -31,19 +29,7 @@ from .stages import StageRow
 from .unit import Unit
 from .writes import Writes
 
-__all__ = ["Engine", "Node", "in_backward"]
-
-_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # of torch.export and make_fx
-
-
-@dataclasses.dataclass(frozen=True)
-class Node:
-    """A module that opens units."""
-
-    index: int
-    name: str
-    module: nn.Module
-    units: tuple[int, ...]
+__all__ = ["Engine", "in_backward"]
 
 
 @dataclasses.dataclass
@@ -52,21 +38,6 @@ class _Backward:
 
     current: Pass | None = None
     passes: list[Pass] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Collector:
-    """Hands a parameter's gradient to its engine. Weakly: Python's collector does not see through a hook that autograd
-    holds, and a model that leads back to itself through one is never freed."""
-
-    engine: weakref.ref[Engine]
-    unit: int
-    k: int
-
-    def __call__(self, parameter: Tensor) -> None:
-        engine = self.engine()
-        if engine is not None:  # else model and optimizer are gone, and nothing can step with it
-            engine.collect(engine.units[self.unit], self.k)
 
 
 def in_backward() -> bool:
@@ -81,20 +52,20 @@ class Engine:
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        ranks: Ranks,
-        store: ShardStore,
-        pool: Pool,
+        context: UnitContext,
         stage: StageRow,
         *,
         prefetch_bytes: int,
         resident_bytes: int,
         loss_scale: LossScale | None,
+        max_grad_norm: float | None,
+        begin_update: Callable[[Unit], Callable[[], None]] | None,
     ) -> None:
-        self.model, self.units, self.ranks, self.store, self.pool, self.stage = model, units, ranks, store, pool, stage
-        self.prefetch_bytes, self.loss_scale = prefetch_bytes, loss_scale
-        self.max_grad_norm: float | None = None
+        self.model, self.units, self.stage = model, units, stage
+        self.ranks, self.store, self.pool = context.ranks, context.store, context.pool
+        self.prefetch_bytes, self.loss_scale, self.max_grad_norm = prefetch_bytes, loss_scale, max_grad_norm
         self.residents = Residents(resident_bytes)
-        self.reducer = Reducer(units, ranks, store, keeps=stage.keeps_gradients)
+        self.reducer = Reducer(units, context, keeps=stage.keeps_gradients, begin_update=begin_update)
         self.nodes: list[Node] = []
         self.forecasts: dict[tuple[int, bool], Forecast] = {}
         self._forecast = Forecast()
@@ -103,48 +74,18 @@ class Engine:
         self._live: list[Pass] = []  # passes with a graph, for recomputations that no output hook announced
         self._backward: _Backward | None = None
         self._recomputed = Recomputations()
-        self.writes = Writes(ranks)
+        self.writes = Writes(context.ranks)
         self.gathered = 0  # how many `gathered` blocks are open
-        self._handles: list[Any] = []
         self._keeping = stage.keeps_parameters  # memory stays between uses
-        self._owners: list[tuple[str, nn.Module, str, Tensor | None]] = []
-
-    # -- attaching -------------------------------------------------------------------------------------------------
+        self._attachment = Attachment(model, units)
 
     def attach(self, nodes: Sequence[Node]) -> None:
         """Put the hooks on the modules and on the parameters."""
         self.nodes = list(nodes)
-        for node in self.nodes:
-            before, after = partial(self._before, node), partial(self._after, node)
-            self._handles += [
-                node.module.register_forward_pre_hook(not_traced(before, node.module), prepend=True),
-                node.module.register_forward_hook(not_traced(after, node.module), always_call=True),
-            ]
-            refuse_copies(node.module)
-        mine = {id(p) for unit in self.units for p in unit.parameters}
-        for module in self.model.modules():
-            if any(id(parameter) in mine for parameter in module._parameters.values()):
-                self._handles.append(module.register_state_dict_post_hook(keep_state_dict))
-        self._owners = [
-            (f"{path}.{key}".lstrip("."), module, key, parameter)
-            for path, module in self.model.named_modules()
-            for key, parameter in module._parameters.items()
-            if id(parameter) in mine
-        ]
-        for unit in self.units:
-            for k, parameter in enumerate(unit.parameters):
-                if unit.groups[k] is None:
-                    continue
-                wanted = parameter.requires_grad
-                parameter.requires_grad_(True)  # the hook can only be put where a gradient can arrive
-                hook = _Collector(weakref.ref(self), unit.index, k)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-                parameter.requires_grad_(wanted)
+        self._attachment.attach(self.nodes, self._before, self._after, self.collect)
 
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._attachment.detach()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -194,29 +135,13 @@ class Engine:
         if self._backward is not None:
             self.abandon_backward()
         if node.module is self.model:
-            self._check_owners()
+            self._attachment.check()
         grad = torch.is_grad_enabled()
         self._forecast = self.forecasts.setdefault((node.index, grad), Forecast())
         self._forecast.begin()
         self._pass = Pass(grad)
         if grad:
             self._live = [*self._live[-15:], self._pass]
-
-    def _check_owners(self) -> None:
-        if torch.jit.is_tracing() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS):
-            raise ZeroError(
-                "a sharded model cannot be traced, exported or run on fake tensors: its parameters have no memory "
-                "between uses. Do it before zero_core.shard, or with a plain model that loads its state_dict()"
-            )
-        for name, module, key, parameter in self._owners:
-            found = module._parameters.get(key)
-            if found is parameter or (found is not None and not isinstance(unwrapped(found), nn.Parameter)):
-                continue  # torch.func.functional_call puts plain tensors there, which need nobody's memory
-            raise ChangedParameterError(
-                f"{name} is not the parameter that was sharded: the module was moved or exported, or the parameter "
-                "replaced, after zero_core.shard; do it before, write values inside zero_core.gathered, or give "
-                "torch.func.functional_call values, {name: parameter.detach()}"
-            )
 
     def _end_pass(self) -> None:
         assert self._pass is not None
@@ -257,7 +182,7 @@ class Engine:
         budget = self.prefetch_bytes
         for u in upcoming:
             unit = self.units[u]
-            if unit.residency is Residency.UNSHARDED:
+            if unit.residency.whole:
                 continue
             if budget <= 0 or (budget < unit.nbytes and budget < self.prefetch_bytes):
                 if self.prefetch_bytes > 0:
@@ -357,7 +282,7 @@ class Engine:
         self.reducer.finish()
         for unit in self.units:
             unit.gradient.drop_current()
-            if unit.users and unit.residency is Residency.UNSHARDED:
+            if unit.users and unit.residency.whole:
                 unit.users = 1
                 self._leave(unit)  # torch keeps what a recomputation wrote before the error
             unit.seal()
@@ -443,10 +368,7 @@ class Engine:
         unit.epochs[k] += 1
         flat = values.detach().reshape(-1)
         self.writes.note(unit.layout.slots[k].name, flat)
-        for piece in unit.layout.pieces(self.ranks.shard.rank):
-            if piece.slot is unit.layout.slots[k]:
-                part = flat[piece.slot_start : piece.slot_stop].float()
-                self.store.write_state(unit.index, "master", piece.shard_start, part)
+        unit.write_part("master", k, flat)
 
     # -- around a step -----------------------------------------------------------------------------------------------
 
@@ -469,7 +391,7 @@ class Engine:
             unit.seal()
             unit.reshard()
 
-    def discard_gradients(self, leftover: str = "") -> None:
+    def discard_gradients(self, leftover: Leftover = Leftover.NOTHING) -> None:
         if self._backward is not None:
             self.abandon_backward()  # a reduction of it may still be under way
         self.reducer.discard(leftover)

@@ -5,31 +5,51 @@ Owns that decision and the dropping of gradients. When a gradient is complete is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from ..comm.collectives import Ranks
-from ..store import ShardStore
-from .gradient import Reduction
+from .context import UnitContext
+from .gradient import GradientState, Leftover, Reduction
 from .unit import Unit
 
 __all__ = ["Reducer"]
 
 
 class Reducer:
-    """The gradients of one sharded model. keeps: whole gradients stay until the step (stage 1)."""
+    """The gradients of one sharded model.
 
-    def __init__(self, units: Sequence[Unit], ranks: Ranks, store: ShardStore, *, keeps: bool) -> None:
-        self._units, self._ranks, self._store, self._keeps = units, ranks, store, keeps
-        self._under_way: Reduction | None = None
-        self.synchronising = True  # False inside no_sync
-        self.update: Callable[[Unit], Callable[[], None]] | None = None  # update_in_backward, see `_accept`
-        self._updating: Callable[[], None] | None = None
+    keeps: whole gradients stay until the step (stage 1). begin_update: called when the reduction of a unit has begun,
+    returns what updates the unit once its shard is the store's (update_in_backward), see `_accept`.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        context: UnitContext,
+        *,
+        keeps: bool,
+        begin_update: Callable[[Unit], Callable[[], None]] | None,
+    ) -> None:
+        self._units, self._ranks, self._store, self._keeps = units, context.ranks, context.store, keeps
+        self._begin_update = begin_update
+        self._synchronising = True  # False inside no_sync
+        self._under_way: tuple[Reduction, Callable[[], None] | None] | None = None
+        self._updating: Callable[[], None] | None = None  # of the unit that was accepted last
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are kept and not reduced."""
+        before, self._synchronising = self._synchronising, False
+        try:
+            yield
+        finally:
+            self._synchronising = before
 
     def retire(self, unit: Unit) -> None:
         """This backward's gradient of the unit is complete."""
         if not unit.trainable:
             return
-        if self._ranks.size > 1 and (self._keeps or not self.synchronising):
+        if self._ranks.size > 1 and (self._keeps or not self._synchronising):
             unit.gradient.keep()
         else:
             self._reduce(unit)
@@ -42,7 +62,7 @@ class Reducer:
         if self._ranks.size == 1:
             self._reduce(unit)
         elif unit.gradient.current is not None:
-            unit.gradient.keep(late=True)
+            unit.gradient.keep_late()
 
     def late(self) -> list[bool]:
         """For each unit, whether this rank keeps a late gradient."""
@@ -58,13 +78,12 @@ class Reducer:
     def _reduce(self, unit: Unit) -> None:
         if self._ranks.size == 1 and unit.gradient.current is None:
             return
-        if self._under_way is not None and self._under_way.of is unit.gradient:
+        if self._under_way is not None and self._under_way[0].of is unit.gradient:
             self.finish()  # a second reduction of it would begin in the memory that the first one still uses
         reduction = unit.gradient.reduce()
-        if self.update is not None:
-            reduction.update = self.update(unit)
+        update = None if self._begin_update is None else self._begin_update(unit)
         self._accept()
-        self._under_way = reduction
+        self._under_way = reduction, update
         if self._ranks.size == 1:
             self._accept()
 
@@ -83,9 +102,9 @@ class Reducer:
         if self._under_way is None:
             return
         self._update()  # before the store has another gradient: the norm is of what it has
-        reduction, self._under_way = self._under_way, None
+        (reduction, update), self._under_way = self._under_way, None
         reduction.finish()
-        self._updating = reduction.update
+        self._updating = update
         if not getattr(self._store, "swaps_in", False):
             self._update()
 
@@ -98,24 +117,22 @@ class Reducer:
         """Reduce what stage 1 and no_sync kept, in the order of backward; forget what was dropped."""
         for unit in reversed(self._units):
             unit.gradient.forget_dropped()
-            if unit.gradient.owing:
+            if unit.gradient.state is GradientState.OWED:
                 self._reduce(unit)
         self.finish()
 
-    def discard(self, leftover: str = "") -> None:
+    def discard(self, leftover: Leftover = Leftover.NOTHING) -> None:
         """Forget every gradient. leftover: see `UnitGradient.consumed`."""
         self._updating = None
         for unit in self._units:
-            unit.gradient.drop_current()
-            unit.gradient.drop_kept()
-            unit.gradient.consumed(leftover)
+            unit.gradient.discard(leftover)
         self._store.discard_gradients()
 
     def drop(self, unit: Unit, k: int) -> bool:
         """Drop one parameter's gradient; whether any is left."""
         gradient = unit.gradient
-        if gradient.leftover[k] and not (gradient.used[k] or gradient.arrived):
-            gradient.leftover[k] = ""  # the step has consumed it: nothing of it is left to discard
+        if gradient.leftover[k] is not Leftover.NOTHING and not (gradient.used[k] or gradient.arrived):
+            gradient.leftover[k] = Leftover.NOTHING  # the step has consumed it: nothing of it is left to discard
             return True
         gradient.drop(k)
         # the unit first: it answers at once while its others are held, so zero_grad() over n parameters is not n * n

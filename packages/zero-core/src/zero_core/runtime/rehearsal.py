@@ -7,14 +7,14 @@ result to the run's. A unit is used once a pass, in the order given. Every micro
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from ..pool import Buffer, Shelf
 from .residents import Residents
 from .stages import STAGES
 
-__all__ = ["UnitSize", "pooled_bytes"]
+__all__ = ["Rehearsal", "UnitSize"]
 
 
 @dataclass(frozen=True)
@@ -28,45 +28,6 @@ class UnitSize:
     itemsize: int
     trainable: bool = True
     encloses: bool = False
-
-
-def pooled_bytes(
-    units: Iterable[UnitSize],
-    stage: int,
-    *,
-    shard_count: int,
-    replicas: int = 1,
-    reduce_itemsize: int,
-    accumulate: int = 1,
-    no_sync: bool = False,
-    prefetch_bytes: int = 0,
-    resident_bytes: int = 0,
-    lends: int = 0,
-    gathers: bool = True,
-    exchanges: bool = True,
-) -> int:
-    """Most bytes of the pool of one rank of shard_count x replicas, in steps of `accumulate` micro-batches.
-
-    no_sync: all micro-batches but the last are inside `zero_core.no_sync`. lends: of how many gradients a step the
-    store brings the memory (`gradient_buffer`); a store that only keeps sums apart brings that of the first. gathers:
-    units are gathered into the pool; False where they have memory of their own. exchanges: the ranks add up what they
-    exchanged, as on gloo; False: the backend reduces, as NCCL does.
-    """
-    rank = _Rank([_Unit(size) for size in units], shard_count, replicas)
-    rank.keeping, rank.keeps = STAGES[stage].keeps_parameters, STAGES[stage].keeps_gradients
-    rank.gathers, rank.exchanges, rank.lends = gathers and shard_count > 1, exchanges, lends
-    rank.reduce_itemsize, rank.prefetch_bytes, rank.residents = (
-        reduce_itemsize,
-        prefetch_bytes,
-        Residents(resident_bytes),
-    )
-    several = min(accumulate, 3)  # the fourth micro-batch, and any after it, takes what the third took
-    for step in range(2):
-        for micro in range(several):
-            rank.forward(foreseen=step + micro > 0)
-            rank.backward(held_back=no_sync and micro + 1 < several)
-        rank.step()
-    return rank.shelf.peak_nbytes
 
 
 class _Unit:
@@ -84,24 +45,48 @@ class _Unit:
         self.arrived = 0  # gradients that went to the store in this step
 
 
-class _Rank:
-    keeping: bool
-    keeps: bool
-    gathers: bool
-    exchanges: bool
-    lends: int
-    reduce_itemsize: int
-    prefetch_bytes: int
-    residents: Residents
+@dataclass
+class Rehearsal:
+    """Steps of `accumulate` micro-batches on one rank of shard_count x replicas.
 
-    def __init__(self, units: Sequence[_Unit], shard_count: int, replicas: int) -> None:
-        self.units, self.shard_count, self.replicas, self.size = units, shard_count, replicas, shard_count * replicas
-        self.roots = [unit for unit in units if unit.size.encloses]
-        self.passing = [unit for unit in units if not unit.size.encloses]
+    no_sync: all micro-batches but the last are inside `zero_core.no_sync`. lends: of how many gradients a step the
+    store brings the memory (`gradient_buffer`); a store that only keeps sums apart brings that of the first. gathers:
+    units are gathered into the pool; False where they have memory of their own. exchanges: the ranks add up what they
+    exchanged, as on gloo; False: the backend reduces, as NCCL does.
+    """
+
+    sizes: Iterable[UnitSize]
+    stage: int
+    _: KW_ONLY
+    shard_count: int
+    reduce_itemsize: int
+    replicas: int = 1
+    accumulate: int = 1
+    no_sync: bool = False
+    prefetch_bytes: int = 0
+    resident_bytes: int = 0
+    lends: int = 0
+    gathers: bool = True
+    exchanges: bool = True
+
+    def pooled_bytes(self) -> int:
+        """Most bytes of the rank's pool."""
+        self.size, self.row = self.shard_count * self.replicas, STAGES[self.stage]
+        self.residents = Residents(self.resident_bytes)
+        self.units = [_Unit(size) for size in self.sizes]
+        self.roots = [unit for unit in self.units if unit.size.encloses]
+        self.passing = [unit for unit in self.units if not unit.size.encloses]
         self.shelf = Shelf()
-        self.sharded = len(units)  # how many are
+        self.sharded = len(self.units)  # how many are
         self.under_way: list[Buffer] = []  # of the reduction that was begun last
         self.averaging = 0  # bytes that it takes of the pool at its end, to average over replicas
+        several = min(self.accumulate, 3)  # the fourth micro-batch, and any after it, takes what the third took
+        for step in range(2):
+            for micro in range(several):
+                self.forward(foreseen=step + micro > 0)
+                self.backward(held_back=self.no_sync and micro + 1 < several)
+            self.step()
+        return self.shelf.peak_nbytes
 
     def forward(self, *, foreseen: bool) -> None:
         """`foreseen`: a pass went before, so that units can be gathered ahead."""
@@ -147,7 +132,7 @@ class _Rank:
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def gather(self, unit: _Unit) -> None:
-        if self.gathers and unit.gathered is None:
+        if self.gathers and self.shard_count > 1 and unit.gathered is None:
             unit.gathered = self.shelf.take(unit.nbytes)
             self.sharded -= 1
 
@@ -159,7 +144,7 @@ class _Rank:
     def prefetch(self, order: Sequence[_Unit], following: int) -> None:
         """Units of `order` from number `following` on, as many as the bytes allow and one at least."""
         budget = self.prefetch_bytes
-        while self.gathers and self.sharded and following < len(order):
+        while self.gathers and self.shard_count > 1 and self.sharded and following < len(order):
             unit, following = order[following], following + 1
             if unit.ready:
                 continue
@@ -170,7 +155,7 @@ class _Rank:
 
     def leave(self, unit: Any) -> None:  # as much of a zero_core.runtime.unit.Unit as Residents asks for
         unit.users -= 1
-        if not self.keeping:
+        if not self.row.keeps_parameters:
             leaving: Any
             for leaving in self.residents.admit(unit, evict=True):
                 if leaving.users == 0:
@@ -190,7 +175,7 @@ class _Rank:
             unit.gradient = self.shelf.take(unit.size.numel * self.reduce_itemsize)
 
     def close(self, unit: _Unit, held_back: bool) -> None:
-        if unit.gradient is not None and self.size > 1 and (self.keeps or held_back):
+        if unit.gradient is not None and self.size > 1 and (self.row.keeps_gradients or held_back):
             self.keep(unit)
         elif unit.size.trainable:
             self.reduce(unit)

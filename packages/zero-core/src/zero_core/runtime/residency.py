@@ -1,37 +1,75 @@
-"""Where the memory of one unit's parameters is: sharded, on its way, or there. Knows neither visits nor gradients.
+"""Where the memory of one unit's parameters is. Knows neither visits nor gradients.
+
+[Note: residency]
+    SHARDED      this rank has its shard, which is the store's. No memory
+    UNSHARDING   memory of the whole unit is being filled
+    UNSHARDED    that memory is under the parameters
+    LENT         the store's own memory is under the parameters. One shard only, and nobody pays twice
+
+              _begin()               _arrive()
+    SHARDED ────────────> UNSHARDING ────────────> UNSHARDED
+     ^ │ ^                    │                        │
+     │ │ └────── _end() ──────┴──────── _end() ────────┘      _end() also where _begin() or _arrive() failed
+     │ │
+     │ └───── _lend() ─────> LENT
+     └─────── _end() ─────────┘
 
 [Note: memory under existing views]
 `flat` is a storage of zero bytes between uses, and the parameters are views of it. To unshard, memory is put *under*
 the storage (`_swap_data_ptr_` with an alias of a pooled buffer, or of the very tensor that the store lent), so no view
 is re-pointed, nothing is copied and no version counter moves. Tensors that autograd saved share the storage and follow.
-Where the store copies into what it is given, and on a torch that cannot swap, the memory is the unit's own: own_memory.
+Where the store copies into what it is given, and on a torch that cannot swap, the storage gets memory of its own and is
+freed again with `resize_`. On CUDA that is the caching allocator's work, which hands the same blocks out again.
+
+[Note: a copy, then a gather into the same memory]
+A store that swaps in (`store.SwapsIn`) copies into memory that it is given: on several shards into this rank's slice of
+the unit's memory, which is also the gather's input. Which stream each of them is on is in [Note: streams].
+
+    one shard     swap_in(whole) .................................... wait
+    several       swap_in(slice)   wait, all_gather(whole, slice) ... wait
+                  | _begin                                            | _arrive
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Ranks
 from ..layout import UnitLayout
-from ..pool import Pool
-from ..store import Observer, ShardStore
-from .own_memory import OwnMemory
+from ..store import Arrival, SwapsIn
+from .context import UnitContext
+from .states import moved
 
-__all__ = ["Residency", "UnitMemory"]
+__all__ = ["TRANSITIONS", "Residency", "UnitMemory"]
 
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # torch >= 2.12
 
 
 class Residency(Enum):
-    """Who pays: SHARDED nobody; the others the whole unit's bytes (on one shard, what the store lent, if it did)."""
+    """What is under the parameters of a unit: see [Note: residency]."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
+    LENT = "lent"
+
+    @property
+    def whole(self) -> bool:
+        """Whether the parameters can be used."""
+        return self in (Residency.UNSHARDED, Residency.LENT)
+
+
+TRANSITIONS = {  # what each starts from, and where it leads
+    "begin": ({Residency.SHARDED}, Residency.UNSHARDING),
+    "arrive": ({Residency.UNSHARDING}, Residency.UNSHARDED),
+    "lend": ({Residency.SHARDED}, Residency.LENT),
+    "end": ({Residency.UNSHARDING, Residency.UNSHARDED, Residency.LENT}, Residency.SHARDED),
+}
 
 
 def _storage(flat: Tensor) -> Any:
@@ -56,73 +94,21 @@ def _take_away(flat: Tensor) -> None:
 class UnitMemory:
     """Flat storage of one dtype, (layout.numel,), that has memory only while it is wanted."""
 
-    def __init__(
-        self,
-        index: int,
-        layout: UnitLayout,
-        *,
-        dtype: torch.dtype,
-        ranks: Ranks,
-        store: ShardStore,
-        pool: Pool,
-        observer: Observer,
-    ) -> None:
+    def __init__(self, index: int, layout: UnitLayout, dtype: torch.dtype, context: UnitContext) -> None:
         self.index, self.layout, self.name, self.dtype = index, layout, layout.name, dtype
-        self.ranks, self.store, self.pool, self.observer = ranks, store, pool, observer
+        self.ranks, self.store, self.pool, self.observer = context.ranks, context.store, context.pool, context.observer
         self.residency = Residency.SHARDED
-        self._memory: Tensor | None = None
-        self._pooled = False  # the memory is a buffer of the pool, not the store's
-        self._work: Any = None
-        self._owns = False  # the memory under `flat` is its own: neither the store's nor the pool's
-        self.flat = torch.empty(layout.numel, dtype=dtype, device=ranks.device)
+        self._memory: Tensor | None = None  # the pool's; None: the storage's own, or the store's
+        self._arrival: Arrival | None = None  # of what the store copies in
+        self._shard: Tensor | None = None  # lent by the store, while it is copied, gathered or used
+        self._work: Any = None  # the gather
+        self.flat = torch.empty(layout.numel, dtype=dtype, device=context.ranks.device)
         self.views = [self.flat.data[s.offset : s.stop].view(s.shape) for s in layout.slots]
-        self._own = OwnMemory(self.flat, index, layout, ranks=ranks, store=store, observer=observer)
         _take_away(self.flat)
 
     @property
     def nbytes(self) -> int:
         return self.layout.numel * self.dtype.itemsize
-
-    def prefetch(self) -> None:
-        """Start to unshard. On one shard whose memory the store lends there is nothing to start but the store."""
-        if self.residency is not Residency.SHARDED:
-            return
-        if self.ranks.shard.size == 1 and not self._swaps_in:
-            self.store.prefetch(self.index)
-            return
-        if self._brings_memory:
-            self._begin_own()
-            if self.ranks.shard.size > 1:
-                self._own.proceed()
-            return
-        with self.ranks.side.after_current(), self.observer.span("wait", self.name):
-            shard = self.store.parameters(self.index)
-        try:
-            self._memory, self._pooled = self.pool.take(self.layout.numel, self.dtype), True
-            with self.ranks.side.after_current(), self.observer.span("gather", self.name):
-                self._work = self.ranks.all_gather(self._memory, shard, self.name, self.index)
-        except BaseException:
-            self._abandon_gather()
-            raise
-        self.residency = Residency.UNSHARDING
-
-    def _end_gather(self) -> None:
-        """Wait for the gather and give the shard back, also where the gather failed: then the unit is sharded."""
-        try:
-            self.ranks.wait(self._work, "all_gather", self.name)
-        except BaseException:
-            self._abandon_gather()
-            raise
-        self._work = None
-        self.store.release(self.index)
-
-    def _abandon_gather(self) -> None:
-        """Give back what a gather that failed had taken. Its memory is not used again: the gather may still write."""
-        memory, self._memory, self._work = self._memory, None, None
-        self.residency = Residency.SHARDED
-        if memory is not None:
-            self.pool.drop(memory)
-        self.store.release(self.index)
 
     @property
     def _swaps_in(self) -> bool:
@@ -130,62 +116,133 @@ class UnitMemory:
 
     @property
     def _brings_memory(self) -> bool:
-        """Whether the memory is the unit's own at each use: the store copies into it, or torch cannot swap it."""
+        """Whether the storage has memory of its own: the store copies into it, or torch cannot swap it."""
         return self._swaps_in or not _CAN_SWAP
 
-    def _begin_own(self) -> None:
-        self._own.begin(swaps_in=self._swaps_in)
-        self._owns, self.residency = True, Residency.UNSHARDING
+    def prefetch(self) -> None:
+        """Start to unshard. On one shard whose memory the store lends there is nothing to start but the store."""
+        if self.residency is not Residency.SHARDED:
+            return
+        if self.ranks.shard.size == 1 and not self._swaps_in:
+            self.store.prefetch(self.index)
+        else:
+            self._begin()
 
     def unshard(self, *, copy: bool = False) -> None:
         """Bring the memory in, whatever the state. The parameters' class is left as it is.
 
         copy: never the store's own memory, also on one shard, so that writes can be taken back.
         """
-        if self.residency is Residency.UNSHARDED:
-            if not copy or self._pooled or self._owns:
-                return
-            self.reshard()
-        if self._owns or self._brings_memory:
-            if self.residency is Residency.SHARDED:
-                self._begin_own()
-            self._own.finish()
-            self.residency = Residency.UNSHARDED
-            return
-        if self.ranks.shard.size == 1:
-            with self.observer.span("wait", self.name):
-                self._memory = self.store.parameters(self.index)
-            self._pooled = copy
-            if copy:
-                try:
-                    self._memory = self.pool.take(self.layout.numel, self.dtype).copy_(self._memory)
-                finally:
-                    self.store.release(self.index)
-        else:
-            self.prefetch()
-            with self.observer.span("gather", self.name):
-                self._end_gather()
-        assert self._memory is not None
-        _put_under(self.flat, self._memory)
-        self.residency = Residency.UNSHARDED
+        if copy and self.residency is Residency.LENT:
+            self._end()
+        if self.residency is Residency.SHARDED:
+            if self.ranks.shard.size == 1 and not copy and not self._brings_memory:
+                self._lend()
+            else:
+                self._begin()
+        if self.residency is Residency.UNSHARDING:
+            self._arrive()
 
     def reshard(self) -> None:
         """Take the memory out; ends a gather or a copy under way."""
-        if self.residency is Residency.SHARDED:
-            return
-        if self._owns:
-            self._own.abandon()
-            self._own.free()
-            self._owns, self.residency = False, Residency.SHARDED
-            return
-        assert self._memory is not None
         if self.residency is Residency.UNSHARDING:
-            self._end_gather()
-        else:
+            with self._ending_on_error():
+                self._end_gather()
+        if self.residency is not Residency.SHARDED:
+            self._end()
+
+    def _move(self, by: str) -> None:
+        self.residency = moved(self.name, self.residency, by, TRANSITIONS)
+
+    def _lend(self) -> None:
+        with self.observer.span("wait", self.name):
+            self._shard = self.store.parameters(self.index)
+        self._move("lend")
+        _put_under(self.flat, self._shard)
+
+    def _begin(self) -> None:
+        self._move("begin")
+        with self._ending_on_error():
+            self._take()
+            if self._swaps_in:
+                start, stop = self.layout.shard_range(self.ranks.shard.rank)
+                self._arrival = cast(SwapsIn, self.store).swap_in(self.index, self._whole[start:stop])
+            if self.ranks.shard.size > 1:
+                with self.ranks.side.after_current():
+                    part = self._await_shard()
+                    with self.observer.span("gather", self.name):
+                        self._work = self.ranks.all_gather(self._whole, part, self.name, self.index)
+
+    def _arrive(self) -> None:
+        """The current stream goes on when the whole unit is there."""
+        with self._ending_on_error():
+            if self.ranks.shard.size > 1:
+                with self.observer.span("gather", self.name):
+                    self._end_gather()
+            else:
+                shard = self._await_shard()
+                if self._shard is not None:
+                    self._whole.copy_(shard)
+        self._release_shard()
+        if self._memory is not None:
+            _put_under(self.flat, self._memory)
+        self._move("arrive")
+
+    def _end(self, *, failed: bool = False) -> None:
+        """failed: the pool does not lend the memory again, as a gather that failed may still write into it."""
+        if self._arrival is not None:
+            self._arrival.drop()
+            self._arrival = None
+        memory, self._memory, self._work = self._memory, None, None
+        if self.residency is Residency.LENT:
             _take_away(self.flat)
-        if self._pooled:
-            self.pool.give(self._memory)
+        elif memory is None:
+            self._free()
         else:
+            if self.residency is Residency.UNSHARDED:
+                _take_away(self.flat)
+            self.pool.drop(memory) if failed else self.pool.give(memory)
+        self._release_shard()
+        self._move("end")
+
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._end(failed=True)
+            raise
+
+    def _take(self) -> None:
+        if self._brings_memory:
+            self.flat.untyped_storage().resize_(self.nbytes)
+        else:
+            self._memory = self.pool.take(self.layout.numel, self.dtype)
+
+    def _free(self) -> None:
+        self.flat.untyped_storage().resize_(0)
+
+    @property
+    def _whole(self) -> Tensor:
+        """(numel,) what is being filled. It has a version counter of its own: autograd sees no write."""
+        return self.flat.data if self._memory is None else self._memory
+
+    def _await_shard(self) -> Tensor:
+        """This rank's shard, copied into the unit's memory or lent by the store."""
+        with self.observer.span("wait", self.name):
+            if self._arrival is None:
+                self._shard = self.store.parameters(self.index)
+                return self._shard
+            self._arrival.wait()
+            self._arrival = None
+        start, stop = self.layout.shard_range(self.ranks.shard.rank)
+        return self._whole[start:stop]
+
+    def _release_shard(self) -> None:
+        if self._shard is not None:
+            self._shard = None
             self.store.release(self.index)
-        self._memory = None
-        self.residency = Residency.SHARDED
+
+    def _end_gather(self) -> None:
+        work, self._work = self._work, None
+        self.ranks.wait(work, "all_gather", self.name)

@@ -98,7 +98,6 @@ class Forecast:
     def __init__(self) -> None:
         self._record: list[int] = []
         self._position = 0
-        self._following = True
         self.misses = 0
 
     @property
@@ -108,7 +107,6 @@ class Forecast:
 
     def begin(self) -> None:
         self._position = 0
-        self._following = True
 
     def used(self, unit: int) -> None:
         """Tell which unit is really used now; finds its place in the record again if the guess was wrong."""

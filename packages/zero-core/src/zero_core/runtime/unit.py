@@ -20,15 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ..comm.collectives import Ranks
 from ..errors import ChangedParameterError
 from ..layout import UnitLayout
-from ..pool import Pool
 from ..precision import round_to
-from ..store import Observer, ShardStore
-from .gradient import UnitGradient
+from .context import UnitContext
+from .gradient import Leftover, UnitGradient
 from .parameter import sharded_class
-from .residency import UnitMemory
+from .residency import Residency, UnitMemory
 
 __all__ = ["Unit"]
 
@@ -44,20 +42,13 @@ class Unit(UnitMemory):
         layout: UnitLayout,
         parameters: Sequence[nn.Parameter],
         groups: Sequence[int | None],
-        *,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
-        ranks: Ranks,
-        store: ShardStore,
-        pool: Pool,
-        observer: Observer,
+        context: UnitContext,
     ) -> None:
-        super().__init__(index, layout, dtype=dtype, ranks=ranks, store=store, pool=pool, observer=observer)
+        super().__init__(index, layout, dtype, context)
         self.parameters, self.groups = tuple(parameters), tuple(groups)
-        self.gradient = UnitGradient(
-            index, layout, self.parameters, self.groups,
-            dtype=reduce_dtype, ranks=ranks, store=store, pool=pool, observer=observer,
-        )  # fmt: skip
+        self.gradient = UnitGradient(index, layout, self.parameters, self.groups, reduce_dtype, context)
         self._classes = [type(parameter) for parameter in self.parameters]  # nn.Parameter, or the user's subclass
         self.trainable = any(group is not None for group in groups)
         self.users = 0  # open visits; the class of the parameters is nn.Parameter while there is one
@@ -85,7 +76,7 @@ class Unit(UnitMemory):
         mine = self.flat.detach()[start:stop].clone()
         if self.keeps_writes:
             self.changed()
-        elif self._pooled or self._owns:
+        elif self.residency is Residency.UNSHARDED:
             self.keep(mine)
         else:
             self.changed()
@@ -161,6 +152,30 @@ class Unit(UnitMemory):
         if self.users:
             self._versions[k] += 1  # no visit wrote it
 
+    def write_part(self, name: str, k: int, whole: Tensor) -> None:
+        """This rank's part of state `name` of parameter k goes to the store. whole: all of it, flattened."""
+        for piece in self.layout.pieces(self.ranks.shard.rank):
+            if piece.slot is self.layout.slots[k]:
+                part = whole[piece.slot_start : piece.slot_stop].float()
+                self.store.write_state(self.index, name, piece.shard_start, part)
+
+    def segment_slots(self) -> list[int]:
+        """For each segment of the unit's shard on this rank, the index of its parameter in the unit."""
+        places = {id(slot): k for k, slot in enumerate(self.layout.slots)}
+        return [places[id(piece.slot)] for piece in self.layout.pieces(self.ranks.shard.rank)]
+
+    def stepped(self) -> list[int]:
+        """Which parameters a step changes."""
+        return [k for k, group in enumerate(self.groups) if self.gradient.used[k] and group is not None]
+
+    def count_step(self, leftover: Leftover) -> list[int]:
+        """Count a step of every parameter that was used; its number for each segment, 0 for those that were not."""
+        stepped = self.stepped()
+        for k in stepped:
+            self.steps[k] += 1
+        self.gradient.consumed(leftover)
+        return [self.steps[k] if k in stepped else 0 for k in self.segment_slots()]
+
     def checksum(self) -> Tensor:
         """() int64: of the unit's memory, read as integers in rows of `_ROW`; rows and columns count by their place."""
         words = self.flat.detach().view(torch.int64)
@@ -169,10 +184,11 @@ class Unit(UnitMemory):
         weighed = [(each * torch.arange(1, 1 + each.numel(), device=each.device)).sum() for each in sums]
         return weighed[0] * 31 + weighed[1] * 37 + weighed[2]
 
-    def keep(self, mine: Tensor) -> None:
+    def keep(self, mine: Tensor, *, master: bool = False) -> None:
         """Write this rank's slice (shard_numel,) to the store where it changed, so that other masters keep their bits.
 
-        mine: in the unit's dtype, or fp32 masters. Not for what was written into the store's own memory.
+        mine: in the unit's dtype, as it was gathered; master: it is the fp32 masters. Not for what was written into the
+        store's own memory.
         """
         self.changed()
         old = self.store.read_state(self.index, "master", 0, self.layout.shard_numel).to(mine.device)
@@ -180,6 +196,8 @@ class Unit(UnitMemory):
         if mine.dtype != torch.float32:
             rounded = torch.empty_like(mine)
             round_to(old, rounded)
+        if not master:
+            rounded = self.ranks.arrives_as(rounded)
         changed = mine != rounded
         if bool(changed.any()):
             self.store.write_state(self.index, "master", 0, torch.where(changed, mine.float(), old))

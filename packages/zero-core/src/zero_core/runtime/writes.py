@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Ranks
+from ..comm.ranks import Ranks
 
 __all__ = ["Writes"]
 

@@ -1,4 +1,4 @@
-"""Tools for tests of zero-core and its siblings: ranks kept across tests, a store's conformance. Imports no pytest."""
+"""Tools for tests of zero-core and its siblings: ranks kept across tests, suites of conformance. Imports no pytest."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from ..device import backend_of
+from .collectives import CollectivesSuite
 from .conformance import ShardStoreSuite
 
-__all__ = ["LocalRank", "RankError", "RankPool", "ShardStoreSuite"]
+__all__ = ["CollectivesSuite", "LocalRank", "RankError", "RankPool", "ShardStoreSuite"]
 
 
 class RankError(AssertionError):

@@ -16,10 +16,10 @@
 #include <thread>
 #include <vector>
 
+#include "zero_nvme/backend.hpp"
 #include "zero_nvme/memory.hpp"
 #include "zero_nvme/request.hpp"
 #include "zero_nvme/statistics.hpp"
-#include "zero_nvme/transfer.hpp"
 
 namespace zero_nvme {
 
@@ -87,7 +87,6 @@ class PathQueue {
   std::unique_ptr<Block> take_block();
   void put_back(std::unique_ptr<Block> block);
   bool cut(Span& span, Block& block);
-  void cut_bounced(Span& span, Block& block);
   void launch(std::unique_ptr<Block> block);
   void advance(Block& block);
   void settle(const Completion& completion);

@@ -30,7 +30,7 @@ class StripeMap {
 };
 
 struct Options {
-  std::string backend;  // io_uring, libaio or threads
+  std::string backend;  // the name of a RegisteredBackend
   Limits limits;
   unsigned threads;
   std::size_t max_requests;

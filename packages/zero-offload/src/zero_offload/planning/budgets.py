@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ..errors import BudgetError, gib
 from ..tier import TIERS
@@ -80,16 +82,10 @@ def unsharded_bytes(sizes: ModelSizes, shape: Shape) -> int:
     large = [size for size, passes in zip(nbytes, passing, strict=True) if passes]
     most = 0
     for order in (large, large[::-1]):
-        stop, ahead = 0, 0  # `ahead`: of the units after `start` up to `stop`
-        for start, size in enumerate(order):
-            if stop <= start:
-                stop, ahead = start + 1, 0
-            else:
-                ahead -= size
-            while stop < len(order) and (stop == start + 1 or ahead + order[stop] <= shape.prefetch_bytes):
-                ahead += order[stop]
-                stop += 1
-            most = max(most, size + ahead)
+        ends = [0, *accumulate(order)]
+        for start in range(len(order)):
+            fetched = bisect_right(ends, ends[start + 1] + shape.prefetch_bytes) - 1
+            most = max(most, ends[min(len(order), max(start + 2, fetched))] - ends[start])
     most += sum(size for size, passes in zip(nbytes, passing, strict=True) if not passes)
     if shape.shard_count > 1:
         most += max(nbytes, default=0)

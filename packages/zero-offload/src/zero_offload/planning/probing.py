@@ -132,7 +132,7 @@ def update_gbps(step: UpdateStep, parameter_dtype: torch.dtype, count: int) -> f
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     step.bind(optimizer)
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    segment = SegmentStep(0, UPDATE_NUMEL, options, 1)
+    segment = SegmentStep(0, UPDATE_NUMEL, options, step=1)
     tiles = []
     for _ in range(count):
         states = {f.name: torch.zeros(f.numel, dtype=f.dtype) for f in step.layout(UPDATE_NUMEL, parameter_dtype)}

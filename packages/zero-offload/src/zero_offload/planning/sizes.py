@@ -63,7 +63,10 @@ class UnitSizes:
         layout = UnitLayout.build(self.name, slots, itemsize=dtype.itemsize, shard_count=shard_count)
         trained = {parameter.name: parameter.trained for parameter in self.parameters}
         segments = tuple(
-            Segment(piece.shard_start, piece.shard_stop, 0 if trained[piece.slot.name] else None, piece.slot.name)
+            Segment(
+                *(piece.shard_start, piece.shard_stop, 0 if trained[piece.slot.name] else None, piece.slot.name),
+                *(piece.slot.shape, piece.slot_start),
+            )
             for piece in layout.pieces(rank)
         )
         return ShardSpec(self.name, layout.shard_numel, dtype, segments, self.encloses)

@@ -13,8 +13,10 @@ tell the ends: the first unit's update and copy have nothing to hide behind, nor
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,6 @@ def _leads(sizes: Sequence[int], prefetch_bytes: int) -> list[int]:
 
     -1: the first, which waits for nobody.
     """
-    leads, lead, ahead = list[int](), 0, 0
-    for k, size in enumerate(sizes):
-        if k == 0:
-            leads.append(-1)
-            continue
-        ahead += size  # of the units lead + 1 … k
-        while lead < k - 1 and ahead > prefetch_bytes:
-            lead += 1
-            ahead -= sizes[lead]
-        leads.append(lead)
-    return leads
+    ends = [0, *accumulate(sizes)]
+    enough = (bisect_left(ends, end - prefetch_bytes) - 1 for end in ends[1:])
+    return [min(k - 1, max(0, lead)) for k, lead in enumerate(enough)]

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zero_core.memory import FP32_BYTES
-from zero_core.runtime.rehearsal import UnitSize, pooled_bytes
+from zero_core.runtime.rehearsal import Rehearsal, UnitSize
 
 from ..placement import Placement
 from ..tier import Tier
@@ -123,7 +123,7 @@ class Trial:
                 spec = run.unit.spec
                 size = UnitSize(spec.numel * shape.shard_count, spec.dtype.itemsize, run.unit.trainable, spec.encloses)
                 units += [size] * min(run.count, self._most_in_a_row(size))
-            self._pooled[swaps_in, lends] = pooled_bytes(
+            self._pooled[swaps_in, lends] = Rehearsal(
                 units,
                 shape.stage,
                 shard_count=shape.shard_count,
@@ -136,7 +136,7 @@ class Trial:
                 lends=lends,
                 gathers=not swaps_in,
                 exchanges=not shape.apart,
-            )
+            ).pooled_bytes()
         return self._pooled[swaps_in, lends]
 
     def _most_in_a_row(self, size: UnitSize) -> int:

@@ -149,7 +149,7 @@ class Pipeline:
         self._monitor.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        self.states.drop_early()
+        self.states.expect(())
         for slots in (self.states.slots, self.gradients.slots, self.parameters):
             try:
                 slots.drain()
@@ -197,8 +197,7 @@ class Pipeline:
     def _run(self, job: UpdateJob) -> None:
         waiting, ahead, started = deque(job.tasks), deque[_Loaded](), deque[_Started]()
         if len({task.tile.unit for task in job.tasks}) > 1:  # else what was read ahead is for the jobs that follow
-            soonest = [task.tile for task in job.tasks if self.states.stored(task.tile)][: len(self.states.slots)]
-            self.states.drop_early(keep=soonest)
+            self.states.expect([task.tile for task in job.tasks])
         most = len(self.states.slots) + len(self.gradients.slots) + 4  # where no slot bounds it: into the next unit
         try:
             while waiting or ahead or started:

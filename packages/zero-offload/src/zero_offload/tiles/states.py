@@ -1,6 +1,12 @@
 """Optimizer states by tier: records in host memory, or stored ones that pass through slots.
 
 Owns the records and where they are kept. The arithmetic is the UpdateStep's.
+
+[Note: what stays in slots]
+Every step updates the same tiles in the same order, t0 to tn. If all slots took turns, each of them would be read anew
+in every step: least recently used is the worst choice for a cycle. What is needed last, seen from a tile that was just
+updated, is that tile itself (Belady's MIN). So the first tiles keep their slots from one step to the next, and all
+others pass through the few slots that are left. With s slots, s - PASSING_SLOTS records need not be read in a step.
 """
 
 from __future__ import annotations
@@ -19,11 +25,14 @@ from .tile import Record, Tile
 
 __all__ = ["StateStore"]
 
+PASSING_SLOTS = 3  # a read, an update and a write at a time
+
 
 class StateStore:
     """The update thread's, except while it is idle."""
 
     def __init__(self, plan: StorePlan, arena: Arena, stores: Stores, monitor: Monitor) -> None:
+        self._resident: set[Tile] = set()
         self._records: dict[Tile, Record] = {}
         self._memory: dict[Tile, Block] = {}
         self._stored = StoredTiles("states", arena, plan.state_slots, plan.state_slot_bytes, monitor)
@@ -59,11 +68,12 @@ class StateStore:
         """What was read stays in its slot, as if read ahead."""
         self.slots.keep(slot, due=self.slots.tick())
 
-    def drop_early(self, keep: Sequence[Tile] = ()) -> None:
-        """Free the slots of what was read ahead, `keep` apart: the order was not the one expected, or values change."""
-        kept = set(keep)
+    def expect(self, tiles: Sequence[Tile]) -> None:
+        """An update of `tiles` in this order begins, and others like it will follow. Slots of other tiles are free."""
+        passing = [tile for tile in tiles if self.stored(tile)][: len(self.slots)]
+        self._resident = set(passing[: len(self.slots) - PASSING_SLOTS])
         for slot in self.slots.idle():
-            if slot.key is not None and slot.key not in kept:
+            if slot.key not in passing:
                 self.slots.give(slot)
 
     def views(self, tile: Tile, slot: Slot[Block] | None) -> Mapping[str, Tensor]:
@@ -72,6 +82,9 @@ class StateStore:
         return {} if block is None else self._records[tile].views(block)
 
     def write_back(self, tile: Tile, slot: Slot[Block]) -> None:
-        """Begin to write the record back; the slot is free when that is done."""
+        """Begin to write the record back. Unless it stays for the next update, the slot is free when that is done."""
         self._stored.begin_write(tile, slot, self._records[tile].nbytes)
-        self.slots.give(slot)
+        if tile in self._resident:
+            self.keep(slot)
+        else:
+            self.slots.give(slot)

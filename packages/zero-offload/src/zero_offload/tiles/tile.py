@@ -114,8 +114,8 @@ def segment_steps(
             continue
         start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
         if start < stop:
-            options = groups[segment.group].options
-            found.append(SegmentStep(start - tile.start, stop - tile.start, options, step))
+            options, offset = groups[segment.group].options, segment.offset + start - segment.start
+            found.append(SegmentStep(start - tile.start, stop - tile.start, options, step, segment.shape, offset))
     return tuple(found)
 
 

@@ -1,0 +1,216 @@
+"""The ranks of a sharded model and the collectives between them. One call each; no unit's state, no schedule.
+
+[Note: crossing collectives]
+Two ranks that call collectives of one size in different orders exchange wrong data without an error. Every collective
+here therefore extends a short digest (which unit, which kind, in which order). The digests ride with the norm's
+all-reduce, and `step()` raises before it updates anything if they differ. On gloo such ranks wait for each other
+instead, and `patience` raises on each, see [Note: messages on gloo] and [Note: crossing ranks].
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..device import backend_in, has_streams
+from ..errors import CollectiveError, StageError
+from ..pool import Pool
+from ..streams import Side
+from .collectives import Axis, Collectives, CollectivesFactory, Work
+from .native import TorchCollectives
+from .patience import Patience
+from .peers import MessageCollectives
+
+__all__ = ["BY_BACKEND", "Ranks"]
+
+BY_BACKEND: dict[str, CollectivesFactory] = {"gloo": MessageCollectives}  # of other backends: TorchCollectives
+
+_DIGEST_BITS = 20  # squares of digests are summed over ranks in float64: exact below 2^53
+
+
+class Ranks:
+    """A mesh (replicate, shard): parameters are cut along `shard`, gradients are averaged over both.
+
+    collectives: makes what moves values in each group; None: what `BY_BACKEND` has for the group's backend.
+    """
+
+    def __init__(
+        self,
+        shard: Axis,
+        replicate: Axis,
+        rank: int,
+        size: int,
+        pool: Pool,
+        device: torch.device,
+        collectives: CollectivesFactory | None = None,
+    ) -> None:
+        self.shard, self.replicate = shard, replicate
+        self.rank, self.size = rank, size
+        self.device = device
+        self.side = Side(device)  # where gathers ahead wait, see [Note: streams]
+        self.digest = 0
+        self.sent_numel: Counter[str] = Counter()  # elements this rank sends, by collective; a ring's share
+        self._everyone = Axis(dist.group.WORLD if size > 1 else None, rank, size)
+        self._of_group: dict[int, Collectives] = {}
+        for axis in (shard, replicate, self._everyone):
+            if axis.group is not None and id(axis.group) not in self._of_group:
+                make = collectives or BY_BACKEND.get(backend_in(axis.group, device), TorchCollectives)
+                self._of_group[id(axis.group)] = make(axis, pool)
+        self.patience = Patience(rank, size, self._break_off)
+
+    @classmethod
+    def build(
+        cls,
+        mesh: Any,
+        pool: Pool,
+        *,
+        sharded: bool,
+        device: torch.device,
+        collectives: CollectivesFactory | None = None,
+    ) -> Ranks:
+        """From a DeviceMesh of one or two dimensions, the default process group, or nothing at all."""
+        alone = Axis(None, 0, 1)
+        if mesh is None:
+            if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+                return cls(alone, alone, 0, 1, pool, device)
+            axis = Axis(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+            pair = (axis, alone) if sharded else (alone, axis)
+            return cls(*pair, axis.rank, axis.size, pool, device, collectives)
+        axes = [Axis(mesh.get_group(d), mesh.get_local_rank(d), mesh.size(d)) for d in range(mesh.ndim)]
+        axes = [axis if axis.size > 1 else alone for axis in axes]
+        if mesh.ndim == 1:
+            shard, replicate = (axes[0], alone) if sharded else (alone, axes[0])
+        elif mesh.ndim == 2 and sharded:
+            replicate, shard = axes
+        else:
+            raise StageError(
+                f"mesh of {mesh.ndim} dimensions {tuple(mesh.mesh.shape)}: give one dimension, or two "
+                "(replicate, shard) with stage 1, 2 or 3"
+            )
+        size = mesh.mesh.numel()
+        if size not in (1, dist.get_world_size()):
+            raise StageError(f"mesh of {size} ranks in a world of {dist.get_world_size()}: it must hold every rank")
+        return cls(shard, replicate, dist.get_rank() if size > 1 else 0, size, pool, device, collectives)
+
+    def fold(self, value: int) -> None:
+        """Extend the digest by something that every rank must do in the same order."""
+        self.digest = (self.digest * 31 + value) % (1 << _DIGEST_BITS)
+
+    @contextmanager
+    def _naming(self, collective: str, unit: str, index: int) -> Iterator[int]:
+        """Call a collective inside. Yields the tag of its messages."""
+        self.fold(index * 8 + len(collective) + 1)
+        self.patience.called(collective, unit)
+        try:
+            with self.patience.waiting(collective, unit):
+                yield zlib.crc32(f"{collective} of {unit}".encode()) >> 2
+        except RuntimeError as error:
+            raise self.failure(collective, unit, error) from error
+
+    def failure(self, collective: str, unit: str, error: BaseException) -> CollectiveError:
+        reason = f"{error}. A rank stopped, or left the common order of units"
+        with suppress(RuntimeError, OSError):  # the store is gone with the rank that has it
+            reason = self.patience.crossing() or reason
+        return CollectiveError(
+            f"{collective} of unit {unit!r} failed on rank {self.rank} of {self.size}: {reason}; every rank must run "
+            "the same units in the same order (zero_core.gathered avoids that)"
+        )
+
+    def wait(self, work: Any, collective: str, unit: str) -> None:
+        """Wait for an asynchronous collective; its failure names the unit."""
+        if work is None:
+            return
+        try:
+            with self.patience.waiting(collective, unit):
+                work.wait()
+        except RuntimeError as error:
+            raise self.failure(collective, unit, error) from error
+
+    def meet(self, what: str) -> None:
+        """Wait until every rank has made this call."""
+        self.sum_everywhere(self.numbers([0.0]), what)
+
+    def all_gather(self, whole: Tensor, part: Tensor, unit: str, index: int, *, exact: bool = False) -> Work:
+        """whole (shard.size * n,) <- part (n,) of every shard rank; returns the work to wait for.
+
+        exact: with all bits; else as `arrives_as` says.
+        """
+        self.sent_numel["all_gather"] += part.numel() * (self.shard.size - 1)
+        with self._naming("all_gather", unit, index) as tag:
+            return self._over(self.shard).all_gather(whole, part, tag, exact=exact)
+
+    def arrives_as(self, part: Tensor) -> Tensor:
+        """(n,) what every shard rank has of this rank's `part` after it was gathered. Not collective."""
+        return part if self.shard.size == 1 else self._over(self.shard).arrives_as(part)
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor, unit: str, index: int) -> Work:
+        """part (n,) <- this rank's slice of the mean of `whole` over the shard ranks; returns the work to wait for."""
+        self.sent_numel["reduce_scatter"] += part.numel() * (self.shard.size - 1)
+        with self._naming("reduce_scatter", unit, index) as tag:
+            return self._over(self.shard).reduce_scatter(part, whole, tag)
+
+    def average_replicas(self, values: Tensor, unit: str, index: int) -> Work:
+        """values (n,) <- their mean over the replicas; returns the work to wait for."""
+        self.sent_numel["all_reduce"] += 2 * values.numel() * (self.replicate.size - 1) // self.replicate.size
+        with self._naming("all_reduce", unit, index) as tag:
+            return self._over(self.replicate).all_reduce(values, tag)
+
+    def numbers(self, values: Sequence[float]) -> Tensor:
+        """(n,) float64 on the device. The host does not wait for it: from memory that is not pinned, it would."""
+        if not has_streams(self.device):
+            return torch.tensor(values, dtype=torch.float64, device=self.device)
+        return torch.tensor(values, dtype=torch.float64, pin_memory=True).to(self.device, non_blocking=True)
+
+    def later(self, values: Tensor) -> Callable[[], list[float]]:
+        """What reads `values` (n,) on the host, which then waits for what is queued by now and for nothing after it."""
+        if not has_streams(self.device):
+            return values.tolist
+        module = torch.get_device_module(self.device)
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        copied = module.Event()
+        copied.record(module.current_stream(self.device))
+
+        def read() -> list[float]:
+            copied.synchronize()
+            return host.tolist()
+
+        return read
+
+    def sum_everywhere(self, values: Tensor, what: str) -> Tensor:
+        """values <- their sum over all ranks of the mesh, in place."""
+        if self.size > 1:
+            with self._naming("all_reduce", what, 0) as tag:
+                self._over(self._everyone).sum(values, tag)
+        return values
+
+    def agree(self, value: int, what: str) -> bool:
+        """Whether all ranks of the mesh have the same `value`, of which the lowest bits are compared."""
+        value %= 1 << _DIGEST_BITS
+        sums = self.numbers([value, value * value])
+        total, squares = self.sum_everywhere(sums, what).tolist()
+        return squares * self.size == total * total
+
+    def broadcast(self, values: Tensor, unit: str, source: int = 0) -> Tensor:
+        """values <- rank `source`'s, in place."""
+        if self.size > 1 and values.numel():
+            with self._naming("broadcast", unit, 0) as tag:
+                flat = values.contiguous()
+                self._over(self._everyone).broadcast(flat, source, tag)
+                if flat is not values:
+                    values.copy_(flat)
+        return values
+
+    def _over(self, axis: Axis) -> Collectives:
+        return self._of_group[id(axis.group)]
+
+    def _break_off(self) -> None:
+        for each in self._of_group.values():
+            each.break_off()

@@ -1,0 +1,87 @@
+"""update_in_backward: a unit is updated when its gradient is the store's, before the next one's arrives.
+
+Owns what was updated since the last step, and the norm of it. When a gradient is complete is `reducer`'s to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import GradientError
+from ..runtime.context import UnitContext
+from ..runtime.gradient import Leftover
+from ..runtime.unit import Unit
+from ..store import GroupStep
+
+__all__ = ["UpdatesInBackward", "frozen"]
+
+
+class UpdatesInBackward:
+    """Updates units one by one, with the options that `param_groups` have then."""
+
+    def __init__(self, units: Sequence[Unit], context: UnitContext, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        self._units, self._ranks, self._store, self._param_groups = units, context.ranks, context.store, param_groups
+        self._updated: dict[int, list[int]] = {}  # units, and which parameters, since the last step
+        self._squared = context.ranks.numbers([0.0])[0]  # () float64, device: of the gradients of these
+
+    def begin(self, unit: Unit) -> Callable[[], None]:
+        """The unit's reduction has begun. Returns what updates it when its shard is the store's.
+
+        Collective on several ranks: the host has to know which parameters to skip. The exchange is begun here and read
+        there, about a unit later, so that the host waits for no kernel that was queued since.
+        """
+        flags = None
+        if self._ranks.size > 1:
+            mine = self._ranks.numbers([float(flag) for flag in unit.gradient.used])
+            flags = self._ranks.later(self._ranks.sum_everywhere(mine, unit.name))
+        return partial(self._update, unit, flags)
+
+    @torch.no_grad()
+    def _update(self, unit: Unit, flags: Callable[[], list[float]] | None) -> None:
+        if unit.index in self._updated:
+            raise GradientError(
+                f"a gradient reached unit {unit.name!r}, which was updated in backward since the last step() already: "
+                "there was a second backward, or a use outside of its module. Leave update_in_backward out"
+            )
+        self._updated[unit.index] = []
+        if flags is not None:
+            unit.gradient.used = [flag > 0 for flag in flags()]
+        self._squared = self._squared + self._store.gradient_norm_squared()
+        self._updated[unit.index] = unit.stepped()
+        unit.reshard()
+        unit.changed()
+        steps = [
+            each.count_step(Leftover.UPDATED) if each is unit else [0] * len(each.segment_slots())
+            for each in self._units
+        ]
+        self._store.update(frozen(self._param_groups), 1.0, [unit.index], steps)
+
+    def squared(self) -> Tensor:
+        """() float64, device: the sum of this rank's squared gradients that were updated since the last step."""
+        return self._squared
+
+    def finish(self) -> None:
+        """The step: autograd learns of what was updated. Not before, as a use outside of the module might come."""
+        for index, ks in self._updated.items():
+            for k in ks:
+                self._units[index].overwritten(k)
+        for unit in self._units:
+            unit.gradient.leftover = [
+                Leftover.NOTHING if left is Leftover.UPDATED else left for left in unit.gradient.leftover
+            ]
+        self._updated.clear()
+        self._squared = torch.zeros_like(self._squared)
+
+
+def frozen(param_groups: Iterable[Mapping[str, Any]]) -> list[GroupStep]:
+    """What the groups' options are now."""
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value
+
+    return [GroupStep({k: copied(v) for k, v in group.items() if k != "params"}) for group in param_groups]

@@ -1,0 +1,113 @@
+"""The hooks on a model's modules and parameters, and whether it still has the parameters that were sharded.
+
+Owns what was attached. What the hooks do is `hooks`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ChangedParameterError, ZeroError
+from .outputs import not_traced, unwrapped
+from .parameter import keep_state_dict, refuse_copies
+from .unit import Unit
+
+__all__ = ["Attachment", "Node"]
+
+_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # of torch.export and make_fx
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A module that opens units."""
+
+    index: int
+    name: str
+    module: nn.Module
+    units: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collector:
+    """Tells of a complete gradient. Weakly: Python's collector does not see through a hook that autograd holds, and a
+    model that leads back to itself through one is never freed."""
+
+    collect: weakref.WeakMethod[Callable[[Unit, int], None]]
+    unit: weakref.ref[Unit]
+    k: int
+
+    def __call__(self, parameter: Tensor) -> None:
+        collect, unit = self.collect(), self.unit()
+        if collect is not None and unit is not None:  # else model and optimizer are gone, and nothing can step with it
+            collect(unit, self.k)
+
+
+class Attachment:
+    """What is attached to one sharded model."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self._model, self._units = model, units
+        mine = {id(p) for unit in units for p in unit.parameters}
+        self._owners = [
+            (f"{path}.{key}".lstrip("."), module, key, parameter)
+            for path, module in model.named_modules()
+            for key, parameter in module._parameters.items()
+            if id(parameter) in mine
+        ]
+        self._handles: list[Any] = []
+
+    def attach(
+        self,
+        nodes: Sequence[Node],
+        before: Callable[..., Any],
+        after: Callable[..., Any],
+        collect: Callable[[Unit, int], None],
+    ) -> None:
+        """Let `before` and `after` be called around each node's forward, with the node, and `collect` with a unit and
+        the number of its parameter whose gradient is complete."""
+        for node in nodes:
+            self._handles += [
+                node.module.register_forward_pre_hook(not_traced(partial(before, node), node.module), prepend=True),
+                node.module.register_forward_hook(not_traced(partial(after, node), node.module), always_call=True),
+            ]
+            refuse_copies(node.module)
+        for module in {id(module): module for _, module, _, _ in self._owners}.values():
+            self._handles.append(module.register_state_dict_post_hook(keep_state_dict))
+        for unit in self._units:
+            for k, parameter in enumerate(unit.parameters):
+                if unit.groups[k] is None:
+                    continue
+                wanted = parameter.requires_grad
+                parameter.requires_grad_(True)  # the hook can only be put where a gradient can arrive
+                hook = _Collector(weakref.WeakMethod(collect), weakref.ref(unit), k)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                parameter.requires_grad_(wanted)
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def check(self) -> None:
+        """Raise if the model is traced, or has another parameter where one was sharded."""
+        if torch.jit.is_tracing() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS):
+            raise ZeroError(
+                "a sharded model cannot be traced, exported or run on fake tensors: its parameters have no memory "
+                "between uses. Do it before zero_core.shard, or with a plain model that loads its state_dict()"
+            )
+        for name, module, key, parameter in self._owners:
+            found = module._parameters.get(key)
+            if found is parameter or (found is not None and not isinstance(unwrapped(found), nn.Parameter)):
+                continue  # torch.func.functional_call puts plain tensors there, which need nobody's memory
+            raise ChangedParameterError(
+                f"{name} is not the parameter that was sharded: the module was moved or exported, or the parameter "
+                "replaced, after zero_core.shard; do it before, write values inside zero_core.gathered, or give "
+                "torch.func.functional_call values, {name: parameter.detach()}"
+            )

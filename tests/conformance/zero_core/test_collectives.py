@@ -1,0 +1,32 @@
+"""Both implementations that zero-core has keep the promises of Collectives."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_core.comm import Collectives, MessageCollectives, TorchCollectives
+from zero_core.comm.ranks import BY_BACKEND
+from zero_core.testing import CollectivesSuite
+
+
+class OnGloo(CollectivesSuite):
+    @pytest.fixture(autouse=True)
+    def _pools(self, group_of):
+        self.pool = group_of
+
+
+class TestMessages(OnGloo):
+    collectives = MessageCollectives
+
+
+class TestTorch(OnGloo):
+    collectives = TorchCollectives
+
+
+def test_gloo_has_messages():
+    assert BY_BACKEND == {"gloo": MessageCollectives}
+
+
+@pytest.mark.parametrize("kind", [MessageCollectives, TorchCollectives])
+def test_they_satisfy_the_protocol(kind):
+    assert issubclass(kind, Collectives)

@@ -1,0 +1,166 @@
+"""The residency of a unit: every sequence of calls, on one and two shards, with every kind of store and of failure.
+
+Fails if a call takes a unit through a transition that is not declared, if a declared one is never taken, or if memory
+or a lease of the store outlives the state that pays for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero_core.layout import UnitLayout
+from zero_core.pool import Pool
+from zero_core.runtime import residency
+from zero_core.runtime.context import UnitContext
+from zero_core.runtime.residency import TRANSITIONS, Residency, UnitMemory
+from zero_core.store import NullObserver
+from zero_core.streams import Side
+
+CALLS = ("prefetch", "unshard", "copy", "reshard")
+FAILURES = ("", "store", "pool", "gather", "wait")
+
+
+class Refused(Exception):
+    pass
+
+
+class World:
+    """A store, a pool and ranks of `shards` shards; the next call of `refused` raises."""
+
+    def __init__(self, shards: int, swaps_in: bool) -> None:
+        self.refused, self.leases, self.arrivals = "", 0, 0
+        self.swaps_in = swaps_in
+        self.device = torch.device("cpu")
+        self.shard = SimpleNamespace(rank=0, size=shards)
+        self.side = Side(self.device)
+        self.pool = Pool(self.device)
+        self._take, self.pool.take = self.pool.take, self.take  # type: ignore[method-assign]
+        self.layout = UnitLayout.build("unit", [("weight", (64,))], itemsize=4, shard_count=shards)
+        self.values = torch.arange(float(self.layout.numel))
+
+    def may(self, what: str) -> None:
+        if self.refused == what:
+            self.refused = ""
+            raise Refused(what)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self.may("pool")
+        return self._take(numel, dtype)
+
+    # -- the store
+
+    def prefetch(self, i: int) -> None:
+        self.may("store")
+
+    def parameters(self, i: int) -> Tensor:
+        self.may("store")
+        self.leases += 1
+        return self.values[: self.layout.shard_numel]
+
+    def release(self, i: int) -> None:
+        self.leases -= 1
+
+    def swap_in(self, i: int, out: Tensor) -> Any:
+        self.may("store")
+        self.arrivals += 1
+        return SimpleNamespace(wait=lambda: self.arrive(out), drop=lambda: self.arrive(None))
+
+    def arrive(self, out: Tensor | None) -> None:
+        if out is not None:
+            self.may("wait")
+            out.copy_(self.values[: out.numel()])
+        self.arrivals -= 1
+
+    # -- the ranks
+
+    def all_gather(self, whole: Tensor, part: Tensor, unit: str, index: int) -> str:
+        self.may("gather")
+        whole.copy_(self.values)
+        return "work"
+
+    def wait(self, work: Any, collective: str, unit: str) -> None:
+        if work is not None:
+            self.may("wait")
+
+
+class Watched(UnitMemory):
+    """Notes every transition."""
+
+    seen: set[tuple[Residency, str]]
+
+    def _move(self, by: str) -> None:
+        self.seen.add((self.residency, by))
+        super()._move(by)
+
+
+def drive(world: World, calls: tuple[tuple[str, str], ...], seen: set[tuple[Residency, str]]) -> None:
+    fakes: Any = world
+    unit = Watched(0, world.layout, torch.float32, UnitContext(fakes, fakes, world.pool, NullObserver()))
+    unit.seen = seen
+    for call, world.refused in calls:
+        wanted = {"prefetch": unit.prefetch, "unshard": unit.unshard, "reshard": unit.reshard}
+        try:
+            unit.unshard(copy=True) if call == "copy" else wanted[call]()
+        except Refused:
+            assert unit.residency is Residency.SHARDED, (calls, unit.residency)
+        else:
+            assert call == "prefetch" or unit.residency.whole == (call != "reshard"), (calls, unit.residency)
+            assert not (call == "copy" and unit.residency is Residency.LENT), calls
+        check(world, unit)
+    world.refused = ""
+    unit.reshard()
+    check(world, unit)
+
+
+def check(world: World, unit: UnitMemory) -> None:
+    state, lent = unit.residency, len(world.pool._lent)
+    own = state in (Residency.UNSHARDING, Residency.UNSHARDED) and unit._brings_memory
+    pays = state in (Residency.UNSHARDING, Residency.UNSHARDED) and not own
+    assert lent == pays, (state, lent)
+    assert world.leases <= 1 and (state in (Residency.LENT, Residency.UNSHARDING) or not world.leases), state
+    assert (state is Residency.LENT) <= world.leases and (state is Residency.UNSHARDING or not world.arrivals), state
+    assert unit.flat.untyped_storage().nbytes() == (unit.nbytes if own or state.whole else 0), state
+    if state.whole:
+        assert torch.equal(unit.flat, world.values[: unit.layout.numel])
+
+
+def sequences() -> Iterator[tuple[tuple[str, str], ...]]:
+    """Four calls that succeed; and one that fails in any way between two that do. One call leads to every state."""
+    calls = [(call, "") for call in CALLS]
+    yield from itertools.product(calls, repeat=4)
+    yield from itertools.product(calls, itertools.product(CALLS, FAILURES), calls)
+
+
+def every_sequence(shards: int, swaps_in: bool) -> set[tuple[Residency, str]]:
+    seen: set[tuple[Residency, str]] = set()
+    for calls in sequences():
+        drive(World(shards, swaps_in), calls, seen)
+    return seen
+
+
+def test_no_sequence_of_calls_leaves_the_declared_transitions_or_memory_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = set()
+    for can_swap in {residency._CAN_SWAP, False}:
+        monkeypatch.setattr(residency, "_CAN_SWAP", can_swap)
+        for shards, swaps_in in itertools.product((1, 2), (False, True)):
+            seen |= every_sequence(shards, swaps_in)
+    declared = {(old, by) for by, (sources, _) in TRANSITIONS.items() for old in sources}
+    if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        declared -= {(Residency.SHARDED, "lend"), (Residency.LENT, "end")}
+    assert seen == declared
+
+
+def test_a_transition_that_is_not_declared_names_the_unit_and_both_states() -> None:
+    world: Any = World(1, False)
+    unit = UnitMemory(0, world.layout, torch.float32, UnitContext(world, world, world.pool, NullObserver()))
+    with pytest.raises(AssertionError, match=r"'unit' goes from Residency.SHARDED to Residency.UNSHARDED"):
+        unit._move("arrive")
