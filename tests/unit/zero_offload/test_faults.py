@@ -46,7 +46,8 @@ def only_close_works(driver: Driver, error: type[BaseException]) -> None:
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_an_io_error_in_the_background_names_file_offset_and_tile(kind: str) -> None:
     nvme = FaultyByteStore(MemoryByteStore(), path="/mnt/nvme0/slab")
-    driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, driver=HALF)
+    halves = {"numels": (TILE // 2,) * 4, "frozen": ()}  # more than there are slots, so that they are read
+    driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, slots=3, driver=halves)
     driver.step()
     driver.store.wait()
     nvme.fail(kind, after=1)

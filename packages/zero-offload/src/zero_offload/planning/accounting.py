@@ -4,11 +4,11 @@ All figures are one rank's. What each tier holds is the `StorePlan`'s: the plann
 would build from.
 
 [Note: What a step moves on a stored tier]
-    optimizer    the record of every trained tile is read once and written once
+    optimizer    the record of every trained tile is written once, and read once unless it stays in a slot
     parameters   read for each forward and each backward (stage 3), trained tiles written once by the update. Units that
                  are still in a slot are not read again, so the reads are an upper bound
     gradients    the first that arrives in a step writes the reduce dtype, each later one reads what is there and writes
-                 fp32; the update reads the last form
+                 fp32; the update reads the last form, but for the few tiles that are still in slots
     setup        writes parameters and records once
 Extents are rounded up to the store's alignment, so what is moved is a multiple of it.
 """
@@ -28,7 +28,7 @@ from zero_core.store import ShardSpec, lent_bytes
 
 from ..protocols import Field
 from ..tier import TIERS, Tier
-from ..tiles.footprint import Shards, StorePlan
+from ..tiles.footprint import Shards, StorePlan, resident_slots
 from ..tiles.tile import round_up
 from .sizes import ModelSizes, UnitSizes
 
@@ -130,7 +130,7 @@ class Account:
 
 def account(plan: StorePlan, shape: Shape) -> Account:
     """Add up what a step moves of the store's plan."""
-    updated, extents = Counter[str](), Counter[tuple[str, str]]()
+    updated, extents, records = Counter[str](), Counter[tuple[str, str]](), 0
     size, align = shape.parameter_dtype.itemsize, plan.alignment
     on_device = device_update_bytes(shape, plan.state_values)
     for run in plan.runs:
@@ -145,14 +145,17 @@ def account(plan: StorePlan, shape: Shape) -> Account:
                 extents[gradient, "summed"] += count * round_up(tile.numel * FP32_BYTES, align)
             if record is not None:
                 updated["device" if state == Tier.DEVICE else "host"] += count * update_bytes(shape, tile.numel)
-    moved = {}
+                records += count * state.stored
+    moved, resident = {}, resident_slots(plan.state_slots, records) * plan.state_slot_bytes  # those of the first tiers
     for tier in plan.tiers:
         if tier.stored:
             kinds = ("all parameters", "parameters", "reduced", "summed")
             whole, parameters, reduced, summed = (extents[tier, kind] for kind in kinds)
             optimizer, later = plan.bytes_of(tier, "optimizer"), shape.arriving - 1
+            kept = min(optimizer, resident)
+            resident -= kept
             moved[str(tier)] = {
-                "optimizer_read": optimizer,
+                "optimizer_read": optimizer - kept,
                 "optimizer_write": optimizer,
                 "forward_read": whole * shape.accumulate,
                 "backward_read": whole * shape.accumulate,

@@ -41,6 +41,7 @@ __all__ = [
     "UnitRun",
     "check_device_shares",
     "plan_store",
+    "resident_slots",
 ]
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
@@ -426,6 +427,11 @@ def _unit_slots(units: Sequence[UnitPlan], prefetch_bytes: int) -> tuple[tuple[i
         room -= size
         ahead += room >= 0
     return tuple(sorted(own)), min(len(sizes) - len(own), max(1, ahead) + 2)
+
+
+def resident_slots(slots: int, tiles: int) -> int:
+    """Slots whose tile stays from one update to the next, of `slots` through which so many tiles pass."""
+    return slots if slots >= tiles else max(0, slots - MINIMUM_SLOTS)
 
 
 def _slots(tiles: Counter[int], wanted: int | None) -> int:

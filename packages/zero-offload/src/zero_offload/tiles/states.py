@@ -6,7 +6,8 @@ Owns the records and where they are kept. The arithmetic is the UpdateStep's.
 Every step updates the same tiles in the same order, t0 to tn. If all slots took turns, each of them would be read anew
 in every step: least recently used is the worst choice for a cycle. What is needed last, seen from a tile that was just
 updated, is that tile itself (Belady's MIN). So the first tiles keep their slots from one step to the next, and all
-others pass through the few slots that are left. With s slots, s - PASSING_SLOTS records need not be read in a step.
+others pass through the few slots that are left. With s slots, s - 3 records need not be read in a step, and
+none where there is a slot for each.
 """
 
 from __future__ import annotations
@@ -19,13 +20,11 @@ from ..arena import Arena, Block
 from ..monitor import Monitor
 from ..slots import Slot
 from ..tier import Stores
-from .footprint import StorePlan
+from .footprint import StorePlan, resident_slots
 from .stored_tiles import StoredTiles
 from .tile import Record, Tile
 
 __all__ = ["StateStore"]
-
-PASSING_SLOTS = 3  # a read, an update and a write at a time
 
 
 class StateStore:
@@ -70,10 +69,11 @@ class StateStore:
 
     def expect(self, tiles: Sequence[Tile]) -> None:
         """An update of `tiles` in this order begins, and others like it will follow. Slots of other tiles are free."""
-        passing = [tile for tile in tiles if self.stored(tile)][: len(self.slots)]
-        self._resident = set(passing[: len(self.slots) - PASSING_SLOTS])
+        stored = [tile for tile in tiles if self.stored(tile)]
+        soonest = stored[: len(self.slots)]
+        self._resident = set(stored[: resident_slots(len(self.slots), len(stored))])
         for slot in self.slots.idle():
-            if slot.key not in passing:
+            if slot.key not in soonest:
                 self.slots.give(slot)
 
     def views(self, tile: Tile, slot: Slot[Block] | None) -> Mapping[str, Tensor]:
