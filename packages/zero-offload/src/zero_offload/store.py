@@ -46,8 +46,6 @@ class TieredStore:
     """Keeps a rank's shards on the tiers given, per kind: "device", "host", "nvme", one of `tiers`, or fractions.
 
     nvme: a ByteStore such as zero_nvme.Slab; needed as soon as anything is on nvme. Its owner closes it.
-    tiers: more ByteStores, each by the name that placements give it, from fast to slow. They come between "host" and
-        "nvme". A store that is slower than nvme follows "nvme", which is given here then.
     step: an UpdateStep such as zero_optim_cpu.CpuStep; None: the slow reference, TorchStep.
     plan: a zero_offload.Plan; its placement, tile size and slots take the place of those arguments.
     tile_numel: elements of a tile, a multiple of 1 << 20.
@@ -57,6 +55,8 @@ class TieredStore:
     accumulate: gradients of a unit that reach the store before a step; `plan` has its own. 1: a gradient takes the
         reduce dtype's bytes, and a second one before step() raises OffloadError; None, or more: 4 an element, for sums.
     streams: makes the Streams of a device apart from the host memory that they copy from; None: the compute device's.
+    tiers: more ByteStores, each by the name that placements give it, from fast to slow. They come between "host" and
+        "nvme". A store that is slower than nvme follows "nvme", which is given here then.
 
     On the CPU the device tier is host memory. On a device apart a tile's gradient is on the device iff its states are;
     its update then runs there, by torch's own optimizer, and has that one's bits, not the step's.
@@ -68,7 +68,6 @@ class TieredStore:
         gradients: Placement = "host",
         optimizer: Placement = "host",
         nvme: ByteStore | None = None,
-        tiers: Mapping[str, ByteStore] | None = None,
         step: UpdateStep | None = None,
         plan: Any = None,
         tile_numel: int = 1 << 22,
@@ -77,6 +76,7 @@ class TieredStore:
         overlap: bool = True,
         accumulate: int | None = None,
         streams: Callable[[Tensor], Streams] | None = None,
+        tiers: Mapping[str, ByteStore] | None = None,
     ) -> None:
         self._arguments: dict[str, Any] = dict(
             parameters=parameters, gradients=gradients, optimizer=optimizer, tile_numel=tile_numel, slots=slots,
