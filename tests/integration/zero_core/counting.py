@@ -46,11 +46,10 @@ def prepare() -> None:
     """Let meta tensors pass where their memory or values would be asked for."""
     dist.init_process_group("fake", rank=7, world_size=WORLD, store=FakeStore())
     sharding: Any = sys.modules["zero_core.sharding"]
-    sharding._compute_device = lambda model, device, mesh: torch.device("meta")
     sharding.Initialiser = NoValues
     memory_of_units: Any = sys.modules["zero_core.runtime.residency"]
-    memory_of_units._put_under = lambda flat, memory: None
-    memory_of_units._take_away = lambda flat: None
+    memory_of_units.put_under = lambda flat, memory: None
+    memory_of_units.take_away = lambda flat: None
 
     def alone(self: Ranks, values: Tensor, what: str) -> Tensor:
         return values if values.is_meta else values.mul_(self.size)  # the fake group adds nothing up
@@ -96,7 +95,7 @@ def check(stage: int, dtype: torch.dtype, accumulate: int, no_sync: bool = False
     model = large_llama()
     optimizer = zero_core.shard(
         model, torch.optim.AdamW(model.parameters()), stage=stage, param_dtype=dtype, store=MetaStore(),
-        prefetch_bytes=1 << 30,
+        prefetch_bytes=1 << 30, device="meta",
     )  # fmt: skip
     handle, tokens = zero_core.handle(model), torch.zeros(1, 8, dtype=torch.int64, device="meta")
     most: Counter[str] = Counter()
@@ -142,7 +141,7 @@ def compare_held(
     }
     least, estimate = (memory.estimate(numel, WORLD, stage, **options) for numel in (exact, padded))  # type: ignore[arg-type]
     # A torch that cannot put the store's memory under the unit's storage copies it, which stage 0 keeps until the step.
-    copies = padded * dtype.itemsize if stage == 0 and not sys.modules["zero_core.runtime.residency"]._CAN_SWAP else 0
+    copies = padded * dtype.itemsize if stage == 0 and not sys.modules["zero_core.runtime.residency"].CAN_SWAP else 0
     for kind in ("parameters", "gradients", "optimizer"):
         low, high = (getattr(e, f"{kind}_bytes") for e in (least, estimate))
         high += copies if kind == "parameters" else 0
@@ -159,7 +158,7 @@ def check_residency() -> None:
     """What stays unsharded between forward and backward is gathered once a step instead of twice."""
     model = large_llama()
     optimizer = zero_core.shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), store=MetaStore(), resident_bytes=1 << 40
+        model, torch.optim.SGD(model.parameters(), lr=0.1), store=MetaStore(), resident_bytes=1 << 40, device="meta"
     )
     ranks = zero_core.handle(model).ranks
     for _ in range(2):

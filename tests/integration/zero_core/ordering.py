@@ -223,7 +223,7 @@ def _watch_unit(unit: Any, store: OrderedStore) -> None:
         store.memory.access(key, store.streams.now)
 
     def allocating() -> None:
-        if unit._brings_memory:
+        if unit.brings_memory:
             store.memory.allocate(key_of(unit.flat))
         take()
 

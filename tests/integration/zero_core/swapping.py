@@ -42,7 +42,7 @@ class LateArrival:
 
     def _copy(self) -> None:
         with torch.no_grad():
-            self._out.copy_(self._store._shards[self._i].parameter)
+            self._out.copy_(self._store.source(self._i))
 
 
 class ThreadArrival(LateArrival):
@@ -88,8 +88,12 @@ class SwappingStore(DeviceStore):
 
     def swap_in(self, i: int, out: Tensor) -> LateArrival:
         self._check()
-        assert out.is_contiguous() and out.shape == self._shards[i].parameter.shape
+        assert out.is_contiguous() and out.shape == self.source(i).shape
         return (FailingArrival if self.fail_at == i else self.arrival)(self, i, out)
+
+    def source(self, i: int) -> Tensor:
+        """What arrivals of unit i copy."""
+        return self._shards[i].parameter
 
     def begun(self, arrival: LateArrival, i: int) -> None:
         assert i not in self.under_way.values(), f"unit {i} is under way twice"

@@ -53,7 +53,7 @@ class Waits:
 def failing(where: str, swap: bool = True) -> tuple[list[float], list[str]]:
     """Losses of a model, before each of which a forward failed in another unit; and what was not given back."""
     rank, _ = toys.world()
-    can_swap, residency._CAN_SWAP = residency._CAN_SWAP, residency._CAN_SWAP and swap
+    can_swap, residency.CAN_SWAP = residency.CAN_SWAP, residency.CAN_SWAP and swap
     torch.manual_seed(0)
     model, store = toys.Stack(), Lending()
     optimizer = zero_core.shard(model, toys.adamw(model.parameters()), store=store)
@@ -79,7 +79,7 @@ def failing(where: str, swap: bool = True) -> tuple[list[float], list[str]]:
         zero_core.handle(model).settle()
         complaints += [f"unit {i} is held after {victim}" for i, n in store.held.items() if n]
         complaints += [f"{u.name} after {victim}: {u.residency}" for u in units if u.residency is not Residency.SHARDED]
-        if units[0].pool._lent:
+        if units[0].pool.lent:
             complaints.append(f"memory is lent after {victim}")
         loss = toys.loss_of(model, toys.data(1, rank))
         loss.backward()
@@ -87,7 +87,7 @@ def failing(where: str, swap: bool = True) -> tuple[list[float], list[str]]:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()
-    residency._CAN_SWAP = can_swap
+    residency.CAN_SWAP = can_swap
     return losses, complaints
 
 

@@ -76,7 +76,7 @@ def nothing_stays(stage):
         for unit in zero_core.units(model):
             assert unit.residency.value == "sharded" and unit.flat.untyped_storage().nbytes() == 0
             assert unit.gradient.current is None and unit.gradient.kept is None and unit.users == 0
-        assert not zero_core.handle(model).engine.pool._lent
+        assert not zero_core.handle(model).engine.pool.lent
 
 
 @SIZES

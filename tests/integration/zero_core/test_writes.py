@@ -350,7 +350,7 @@ def test_writes_into_a_state_dict_and_into_several_views_at_once(ranks, size):
 
 
 def test_writes_inside_a_forward_are_kept_on_a_torch_that_cannot_swap(monkeypatch):
-    monkeypatch.setattr(zero_core.runtime.residency, "_CAN_SWAP", False)
+    monkeypatch.setattr(zero_core.runtime.residency, "CAN_SWAP", False)
     train(Clamped, {})
     train(Renormalised, {"stage": 0})
 

@@ -27,7 +27,7 @@ def full_at(monkeypatch):
     """`full_at(n)`: the n-th forward finds no room."""
 
     def at(number):
-        real, calls = loop._loss, []
+        real, calls = loop.loss_of, []
 
         def loss(*arguments):
             calls.append(0)
@@ -35,7 +35,7 @@ def full_at(monkeypatch):
                 raise torch.OutOfMemoryError(MESSAGE)
             return real(*arguments)
 
-        monkeypatch.setattr(loop, "_loss", loss)
+        monkeypatch.setattr(loop, "loss_of", loss)
 
     return at
 

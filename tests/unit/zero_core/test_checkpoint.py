@@ -451,7 +451,7 @@ def test_a_random_state_from_before_the_key_was_neutral_still_loads(tmp_path: Pa
     """Checkpoints carried the state of a GPU's generator under "cuda"; they load on that device and on any other."""
     model, optimizer = make(0)
     old = {"torch": torch.get_rng_state(), "python": random.getstate(), "cuda": torch.arange(16, dtype=torch.uint8)}
-    monkeypatch.setattr(checkpoint, "_random_state", lambda device: old)
+    monkeypatch.setattr(checkpoint, "random_state_of", lambda device: old)
     checkpoint.save(tmp_path, model, optimizer)
     expected = torch.rand(3)
     checkpoint.load(tmp_path, model, optimizer)
@@ -459,5 +459,5 @@ def test_a_random_state_from_before_the_key_was_neutral_still_loads(tmp_path: Pa
 
     restored = []
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *given: restored.append(given))
-    checkpoint._restore_random_state(old, torch.device("cuda", 1))
+    checkpoint.restore_random_state(old, torch.device("cuda", 1))
     assert restored == [(old["cuda"], torch.device("cuda", 1))]

@@ -49,7 +49,7 @@ class World:
     def fold(self, value: int) -> None:
         pass
 
-    def average_replicas(self, values: Tensor, unit: str, index: int, pool: Pool) -> None:
+    def average_replicas(self, values: Tensor, unit: str, index: int) -> None:
         pass
 
     def wait(self, work: Any, collective: str, unit: str) -> None:
@@ -118,7 +118,7 @@ def drive(world: World, calls: tuple[str, ...], seen: set[tuple[GradientState, s
 def check(world: World, gradient: UnitGradient, calls: Any, current: Any, kept: list[float]) -> None:
     assert (gradient.current is None) == (current is None), calls
     pooled = gradient.current is not None and gradient.current is not world.memory
-    assert len(world.pool._lent) == pooled + (gradient.kept is not None), calls
+    assert world.pool.lent == pooled + (gradient.kept is not None), calls
     assert gradient.kept is not None or kept == list(ZEROS), calls
 
 

@@ -120,8 +120,8 @@ def drive(world: World, calls: tuple[tuple[str, str], ...], seen: set[tuple[Resi
 
 
 def check(world: World, unit: UnitMemory) -> None:
-    state, lent = unit.residency, len(world.pool._lent)
-    own = state in (Residency.UNSHARDING, Residency.UNSHARDED) and unit._brings_memory
+    state, lent = unit.residency, world.pool.lent
+    own = state in (Residency.UNSHARDING, Residency.UNSHARDED) and unit.brings_memory
     pays = state in (Residency.UNSHARDING, Residency.UNSHARDED) and not own
     assert lent == pays, (state, lent)
     assert world.leases <= 1 and (state in (Residency.LENT, Residency.UNSHARDING) or not world.leases), state
@@ -149,8 +149,8 @@ def test_no_sequence_of_calls_leaves_the_declared_transitions_or_memory_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = set()
-    for can_swap in {residency._CAN_SWAP, False}:
-        monkeypatch.setattr(residency, "_CAN_SWAP", can_swap)
+    for can_swap in {residency.CAN_SWAP, False}:
+        monkeypatch.setattr(residency, "CAN_SWAP", can_swap)
         for shards, swaps_in in itertools.product((1, 2), (False, True)):
             seen |= every_sequence(shards, swaps_in)
     declared = {(old, by) for by, (sources, _) in TRANSITIONS.items() for old in sources}

@@ -28,21 +28,19 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_reads_whole_tensors_as_the_package_wrote_them(folder: Path) -> None:
-    index = safetensors.open_index(folder)
-    assert set(index.entries) == set(TENSORS)
-    with safetensors.Reader() as reader:
-        for name, expected in TENSORS.items():
-            entry = index.entries[name]
-            got = reader.read(entry, 0, entry.numel).view(entry.shape)
-            assert got.dtype == expected.dtype and torch.equal(got, expected), name
+    entries, reader = safetensors.open_index(folder), safetensors.Reader()
+    assert set(entries) == set(TENSORS)
+    for name, expected in TENSORS.items():
+        entry = entries[name]
+        got = reader.read(entry, 0, entry.numel).view(entry.shape)
+        assert got.dtype == expected.dtype and torch.equal(got, expected), name
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 60), (7, 8), (13, 41), (59, 60)])
 def test_a_slice_reads_its_own_bytes_and_no_others(folder: Path, start: int, stop: int) -> None:
-    entry = safetensors.open_index(folder).entries["a"]
-    with safetensors.Reader() as reader:
-        assert torch.equal(reader.read(entry, start, stop), TENSORS["a"].view(-1)[start:stop])
-        assert reader.read_bytes == 4 * (stop - start)
+    entry, reader = safetensors.open_index(folder)["a"], safetensors.Reader()
+    assert torch.equal(reader.read(entry, start, stop), TENSORS["a"].view(-1)[start:stop])
+    assert reader.read_bytes == 4 * (stop - start)
 
 
 def test_the_package_reads_what_we_write_in_parts(tmp_path: Path) -> None:
@@ -66,7 +64,7 @@ def test_the_package_reads_what_we_write_in_parts(tmp_path: Path) -> None:
 def test_written_data_is_converted_and_aligned(tmp_path: Path) -> None:
     with safetensors.Writer(tmp_path / "x.safetensors", {"w": (torch.bfloat16, (4,))}) as writer:
         writer.write("w", 0, torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    entry = safetensors.open_index(tmp_path / "x.safetensors").entries["w"]
+    entry = safetensors.open_index(tmp_path / "x.safetensors")["w"]
     assert entry.start_bytes % 64 == 0
     assert torch.equal(safetensors.Reader().read(entry, 0, 4), torch.tensor([1.0, 2, 3, 4]).bfloat16())
 
@@ -85,7 +83,7 @@ def test_a_sharded_index_is_followed(tmp_path: Path) -> None:
     weight_map = {"a": "one.safetensors", "b": "two.safetensors"}
     (tmp_path / safetensors.INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
     index = safetensors.open_index(tmp_path)
-    assert {n: e.path.name for n, e in index.entries.items()} == weight_map
+    assert {n: e.path.name for n, e in index.items()} == weight_map
 
 
 def test_an_incomplete_index_names_what_is_absent(tmp_path: Path) -> None:
@@ -112,7 +110,7 @@ def test_a_file_cut_short_is_named(folder: Path, keep: int) -> None:
 
 
 def test_a_file_cut_after_it_was_opened_is_an_error_not_a_short_tensor(folder: Path) -> None:
-    entry = safetensors.open_index(folder).entries["a"]
+    entry = safetensors.open_index(folder)["a"]
     with open(folder / "model.safetensors", "r+b") as file:
         file.truncate(entry.start_bytes + 100)
     with pytest.raises(PretrainedError, match="wanted 240 bytes, got 100"):

@@ -14,7 +14,7 @@ from zero_nvme.extents import Extent
 
 @pytest.fixture(params=["in use", "zlib"])
 def checksum(request):
-    function = checksums.checksum if request.param == "in use" else checksums._by_zlib
+    function = checksums.checksum if request.param == "in use" else checksums.by_zlib
 
     def of(data):
         memory = as_memory(data, writable=False)

@@ -64,7 +64,7 @@ def test_units_have_memory_beside_parameters_that_live_on_a_device_apart():
 def test_everything_that_fits_stays_fast():
     gpu = Hardware(device="cuda", device_gib=80, host_gib=512, nvme_gib=1000)
     found = plan(LLAMA, gpu, tokens=2048)
-    assert all(found.placements[kind] == "device" for kind in STATES)
+    assert all(found.placements[kind] == {"device": 1.0} for kind in STATES)
     assert not found.needs_store
     assert plan(LLAMA, gpu, optimizer="host").needs_store and plan(LLAMA, LAPTOP).needs_store
     assert all(plan(LLAMA, LAPTOP).placements[kind] == {"host": 1.0} for kind in STATES)

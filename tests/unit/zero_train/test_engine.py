@@ -28,7 +28,7 @@ def auto():
 
 def test_what_fits_on_a_gpu_is_given_no_store(auto):
     composed, draft, plan = auto(8)
-    assert dict(plan.placements) == dict.fromkeys(("parameters", "gradients", "optimizer"), "device")
+    assert dict(plan.placements) == dict.fromkeys(("parameters", "gradients", "optimizer"), {"device": 1.0})
     assert not plan.needs_store
     assert engine.make_store(composed, draft, plan, None) is None
 

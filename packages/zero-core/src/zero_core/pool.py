@@ -69,6 +69,11 @@ class Pool:
         return self._shelf.nbytes
 
     @property
+    def lent(self) -> int:
+        """How many of the buffers are lent."""
+        return len(self._lent)
+
+    @property
     def peak_nbytes(self) -> int:
         """The most that `nbytes` ever was."""
         return self._shelf.peak_nbytes

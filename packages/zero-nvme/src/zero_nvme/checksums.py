@@ -19,11 +19,11 @@ from zero_nvme.extents import Extent
 CHUNK_BYTES = 1 << 20
 
 
-def _by_zlib(address: int, nbytes: int) -> list[int]:
+def by_zlib(address: int, nbytes: int) -> list[int]:
     return [zlib.crc32(bytes_at(Memory(address, nbytes, None)))]
 
 
-checksum = native.checksum if native is not None and native.has_checksum() else _by_zlib
+checksum = native.checksum if native is not None and native.has_checksum() else by_zlib
 
 
 class Checksums:

@@ -6,7 +6,6 @@ checked by the planner, see planning.py.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
 import os
@@ -22,9 +21,6 @@ from zero_train.schema import Config
 STATE_KINDS = ("parameters", "gradients", "optimizer")
 ACTIVATIONS = ("keep", "recompute", "host", "nvme")
 EXTRAS = {"zero_nvme": "nvme", "zero_optim_cpu": "cpu", "transformers": "hf"}
-
-# f_type of statfs(2) where the filesystem is memory.
-_MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 
 
 def values(config: Config) -> None:
@@ -181,15 +177,10 @@ def free_bytes(folder: Path) -> int:
 
 
 def memory_filesystem(folder: Path) -> str | None:
-    """Returns the name of the filesystem of `folder` if it lives in memory, else None.
-
-    Asks statfs(2), because opening a file with O_DIRECT succeeds on tmpfs too.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    buffer = (ctypes.c_long * 64)()  # struct statfs: its first word is f_type, on every 64-bit Linux
-    if libc.statfs(os.fsencode(folder), ctypes.byref(buffer)) != 0:
-        return None
-    return _MEMORY_FILESYSTEMS.get(buffer[0] & 0xFFFFFFFF)
+    """Returns the name of the filesystem of `folder` if it lives in memory, else None. Needs zero_nvme."""
+    filesystem = loaded("zero_nvme").filesystem
+    name: str = filesystem.filesystem_name(os.fspath(folder))
+    return name if name in filesystem.IN_MEMORY else None
 
 
 def run_folder(config: Config) -> None:

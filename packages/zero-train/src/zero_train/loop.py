@@ -155,7 +155,7 @@ class Loop:
         waits = holds_back(self._config) and micro + 1 < run.accumulate
         with zero_core.no_sync(model) if waits else nullcontext():
             with self._phase("forward"):
-                loss = _loss(model, tokens, targets)
+                loss = loss_of(model, tokens, targets)
             with self._phase("backward"):
                 (loss / run.accumulate).backward()
         return loss.detach()
@@ -174,7 +174,7 @@ class Loop:
                 self._config.data.sequence_length,
             )
             with torch.no_grad():
-                total += _loss(model, tokens.to(ranks.device), targets.to(ranks.device)).item()
+                total += loss_of(model, tokens.to(ranks.device), targets.to(ranks.device)).item()
             if signal := ranks.most(self._interrupt.signal):
                 break
         model.train()
@@ -212,5 +212,5 @@ def peak_rss_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
 
 
-def _loss(model: torch.nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+def loss_of(model: torch.nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(models.logits(model, tokens).flatten(0, 1), targets.flatten())

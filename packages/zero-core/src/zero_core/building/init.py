@@ -24,12 +24,12 @@ __all__ = ["Initialiser", "become", "deferred_init", "materialise"]
 class Initialiser:
     """Knows the first value of every parameter of a model. Make it before anything in the model is changed.
 
-    group: ranks that must hold the same model; their seeds are compared (a collective, where a deferred parameter is).
+    All ranks must hold the same model: their seeds are compared (a collective, where a deferred parameter is).
     Raises DeferredInitError naming parameters that are on meta without a recording, or that nothing initialises, and
     where ranks entered `deferred_init` with different seeds.
     """
 
-    def __init__(self, model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._recordings: dict[int, Recording] = {}
         self._names: dict[int, str] = {}
         self._owners: list[nn.Module] = []
@@ -63,12 +63,12 @@ class Initialiser:
         if uninitialised:
             raise DeferredInitError(f"nothing initialises {_listed(uninitialised)}: {_WAY_OUT}")
         if self._recordings and dist.is_available() and dist.is_initialized():
-            self._compare_seeds(group)
+            self._compare_seeds()
 
-    def _compare_seeds(self, group: dist.ProcessGroup | None) -> None:
+    def _compare_seeds(self) -> None:
         mine = sorted(set().union(*(r.seeds() for r in self._recordings.values())))
-        seeds: list[list[int]] = [[]] * dist.get_world_size(group)
-        dist.all_gather_object(seeds, mine, group=group)
+        seeds: list[list[int]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(seeds, mine)
         if any(other != seeds[0] for other in seeds):
             raise DeferredInitError(
                 f"ranks built the model with different seeds, {seeds}: call torch.manual_seed with one seed on every "
@@ -144,9 +144,7 @@ _WAY_OUT = "initialise it where the module is built, or give it values with load
 
 
 def _has_nan(value: Tensor) -> bool:
-    if value.dtype.itemsize > 1 and bool(
-        value.sum().isfinite()
-    ):  # one pass, and nothing is written; 8 bits have no sum
+    if value.dtype.itemsize > 1 and value.sum().isfinite():  # one pass, and nothing is written; 8 bits have no sum
         return False
     return bool(value.isnan().any())
 

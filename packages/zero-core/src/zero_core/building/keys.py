@@ -95,27 +95,27 @@ def match(model: nn.Module, shapes: Shapes, rename: Callable[[str], str] | None 
     any of its names. Buffers that the file lacks are not missing: they were built with the model.
     """
     tiles = _tiles(model)
-    base = getattr(model, "base_model_prefix", "")
+    spell = _spellings(getattr(model, "base_model_prefix", ""), rename)
     ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     parts: dict[str, tuple[Part, ...]] = {}
     missing, mismatched = [], []
     used: set[str] = set()
     for named in named_tensors(model):
         wanted = tuple(named.tensor.shape)
-        if named.name in tiles:
-            found = _find_tile(*tiles[named.name], shapes, _spellings(base, rename))
-        else:
-            found = _find(named.names, wanted, shapes, _spellings(base, rename))
+        runs, whole = tiles.get(named.name, ((), wanted))
+        found = _find((runs[0].name,) if runs else named.names, whole, shapes, spell)
+        if runs and found.parts:
+            found = _Found(tuple(Part(found.parts[0].name, run.start, run.numel) for run in runs), found.seen)
         used.update(found.seen)
         if found.wrong is not None:
             mismatched.append(f"{named.name}: file {found.wrong}, model {wanted}")
         elif found.parts:
             parts[named.name] = found.parts
             # the file may hold the tied weight under its other names too
-            used.update(s for n in named.names for s in _spellings(base, rename)(n) if s in shapes)
+            used.update(s for n in named.names for s in spell(n) if s in shapes)
         elif not named.is_buffer:
             missing.append(named.name)
-    known_buffers = {s for n, _ in model.named_buffers(remove_duplicate=False) for s in _spellings(base, rename)(n)}
+    known_buffers = {s for n, _ in model.named_buffers(remove_duplicate=False) for s in spell(n)}
     unexpected = [
         n for n in shapes if n not in used and n not in known_buffers and not any(p.search(n) for p in ignored)
     ]
@@ -198,13 +198,3 @@ def _tiles(model: nn.Module) -> dict[str, tuple[tuple[Part, ...], tuple[int, ...
             if tile.bias is not None:
                 found[f"{dot}tiles.{index}.bias"] = ((Part(f"{dot}bias", low, high - low),), (module.out_features,))
     return found
-
-
-def _find_tile(
-    runs: tuple[Part, ...], whole: tuple[int, ...], shapes: Shapes, spell: Callable[[str], list[str]]
-) -> _Found:
-    found = _find((runs[0].name,), whole, shapes, spell)
-    if not found.parts:
-        return found
-    parts = tuple(Part(found.parts[0].name, run.start, run.numel) for run in runs)
-    return _Found(parts, found.seen)

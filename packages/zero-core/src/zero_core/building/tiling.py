@@ -73,30 +73,16 @@ class TiledLinear(nn.Module):
         if linear.weight.is_meta:
             with continue_recording(linear):
                 return cls.from_linear(linear, out_splits=out_splits, in_splits=in_splits)
-        tiled = cls._shaped_like(linear, out_splits, in_splits)
+        weight, bias = linear.weight, linear.bias
+        tiled = cls(
+            linear.in_features, linear.out_features, bias is not None,
+            out_splits=out_splits, in_splits=in_splits, device=weight.device, dtype=weight.dtype,
+        )  # fmt: skip
         with torch.no_grad():
             for tile, (low, high), (start, stop) in tiled.placed():
-                tile.weight.copy_(as_made(linear, linear.weight)[low:high, start:stop])
+                tile.weight.requires_grad_(weight.requires_grad).copy_(as_made(linear, weight)[low:high, start:stop])
                 if tile.bias is not None:
-                    tile.bias.copy_(as_made(linear, linear.bias)[low:high])
-        return tiled
-
-    @classmethod
-    def _shaped_like(cls, linear: nn.Linear, out_splits: int, in_splits: int) -> TiledLinear:
-        bias, weight = linear.bias is not None, linear.weight
-        tiled = cls(
-            linear.in_features,
-            linear.out_features,
-            bias,
-            out_splits=out_splits,
-            in_splits=in_splits,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
-        for tile in tiled.tiles:
-            tile.weight.requires_grad_(weight.requires_grad)
-            if tile.bias is not None:
-                tile.bias.requires_grad_(linear.bias.requires_grad)
+                    tile.bias.requires_grad_(bias.requires_grad).copy_(as_made(linear, bias)[low:high])
         return tiled.train(linear.training)
 
     def placed(self) -> list[tuple[_Tile, tuple[int, int], tuple[int, int]]]:

@@ -1,7 +1,7 @@
 """`save` and `load` of a sharded run, through torch.distributed.checkpoint, at any world size, stage and store.
 
 Owns what belongs to a run besides tensors: steps, groups, random state, scheduler, loss scale, the user's own. Boxes
-are `checkpoint_plan`'s, files `checkpoint_files`'s.
+are `plan`'s, files `files`'s.
 
 A checkpoint is a folder that stock `torch.distributed.checkpoint` reads, laid out as
 `{"model": get_model_state_dict(m), "optim": get_optimizer_state_dict(m, o)}` is, plus objects of ours under "zero.":
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -35,7 +35,7 @@ from ..device import has_streams
 from ..errors import CheckpointError, ZeroError
 from .files import StreamingReader, StreamingWriter
 from .match import FORMAT, STATE, Finder, groups_of, options_of, steps_of, unpickle
-from .plan import TILE_NUMEL, Contents, Sliced, StreamingLoadPlanner, StreamingSavePlanner, Wanted
+from .plan import TILE_NUMEL, Contents, StreamingLoadPlanner, StreamingSavePlanner, Wanted
 from .shards import MASTER, ShardSlice, ShardView, clean_name, view_of
 
 __all__ = ["Loaded", "load", "save"]
@@ -67,12 +67,11 @@ def save(
     Raises CheckpointError naming the path where a rank cannot write.
     """
     view = _view(model, optimizer)
-    view.meet("checkpoint.save")
+    view.ranks.meet("checkpoint.save")
     names = named_tensors(model)
     contents = _contents(view, names, with_optimizer=optimizer is not None, tile_numel=tile_numel)
-    contents.objects[STATE] = (("zero", "state"), _run_state(view, optimizer, scheduler, extra))
-    rank = view.ranks.rank
-    contents.objects[f"zero.rng.{rank}"] = (("zero", f"rng.{rank}"), _random_state(view.ranks.device))
+    contents.add(_run_state(view, optimizer, scheduler, extra), *STATE.split("."))
+    contents.add(random_state_of(view.ranks.device), "zero", f"rng.{view.ranks.rank}")
     aliases = {f"model.{clean_name(a)}": f"model.{clean_name(n.name)}" for n in names for a in n.aliases}
     with _unwrapped(Path(folder)):
         dcp.save(
@@ -107,7 +106,7 @@ def load(
     a tensor that is damaged, when it comes to it.
     """
     view = _view(model, optimizer)
-    view.meet("checkpoint.load")
+    view.ranks.meet("checkpoint.load")
     names = named_tensors(model)
     states = tuple(s for s in view.store.state_names() if s != MASTER) if optimizer is not None else None
     finder = Finder(Path(folder), view, names, states, strict, model_key, optimizer_key)
@@ -136,7 +135,7 @@ def load(
     if scheduler is not None and run:
         scheduler.load_state_dict(run["scheduler"])
     if random_state and (own := small.objects.get(f"zero.rng.{view.ranks.rank}")) is not None:
-        _restore_random_state(unpickle(own), view.ranks.device)
+        restore_random_state(unpickle(own), view.ranks.device)
     return Loaded(step, run.get("extra") if run else None, bool(run), run.get("world_size") if run else None)
 
 
@@ -195,37 +194,32 @@ def _read(
 
 
 def _contents(view: ShardView, names: Sequence[Named], *, with_optimizer: bool, tile_numel: int) -> Contents:
-    contents = Contents(view, [], {}, {}, tile_numel)
+    contents = Contents(view, tile_numel)
     states = [s for s in view.store.state_names() if s != MASTER] if with_optimizer else []
     for part in view.slices():
         name = clean_name(part.name)
-        contents.sliced.append(Sliced(f"model.{name}", ("model", name), part, MASTER))
+        contents.add_slice(part, MASTER, "model", name)
         if view.handle.units[part.unit].groups[part.index] is not None:
             for state in states:
-                path = ("optim", "state", name, state)
-                contents.sliced.append(Sliced(".".join(path), path, part, state))
+                contents.add_slice(part, state, "optim", "state", name, state)
     for named in names:
         if view.is_first and (named.is_whole or named.tensor.numel() == 0):  # an empty parameter is in nobody's slice
             name = clean_name(named.name)
             value = named.tensor if named.is_whole else torch.empty(named.tensor.shape)
-            contents.tensors[f"model.{name}"] = (("model", name), value)
+            contents.add(value, "model", name)
             if named.is_whole or not named.tensor.requires_grad or not with_optimizer:
                 continue
             kept = dict.fromkeys(states, value) | dict.fromkeys(view.scalar_names, torch.zeros(()))
             for state, empty in kept.items():
-                contents.tensors[f"optim.state.{name}.{state}"] = (("optim", "state", name, state), empty)
+                contents.add(empty, "optim", "state", name, state)
     if with_optimizer:
         for part, scalar, number in _scalars(view):
-            path = ("optim", "state", clean_name(part.name), scalar)
-            contents.tensors[".".join(path)] = (path, torch.tensor(number))
+            contents.add(torch.tensor(number), "optim", "state", clean_name(part.name), scalar)
         for name, step in steps_of(view).items():
-            path = ("optim", "state", name, "step")
-            contents.tensors[".".join(path)] = (path, torch.tensor(float(step)))
+            contents.add(torch.tensor(float(step)), "optim", "state", name, "step")
         for i, group in enumerate(groups_of(view)):
-            for key, value in group.items():
-                entry = ("optim", "param_groups", str(i), key)
-                into: dict[str, Any] = contents.tensors if isinstance(value, Tensor) else contents.objects
-                into[".".join(entry)] = (entry, value)
+            for key, option in group.items():
+                contents.add(option, "optim", "param_groups", str(i), key)
     return contents
 
 
@@ -257,14 +251,14 @@ def _run_state(view: ShardView, optimizer: Any, scheduler: Any, extra: Any) -> d
     }
 
 
-def _random_state(device: torch.device) -> dict[str, Any]:
+def random_state_of(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if has_streams(device):
         state["device"] = (device.type, torch.get_device_module(device).get_rng_state(device))
     return state
 
 
-def _restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, own = state.get("device") or ("cuda", state.get("cuda"))  # the key of older checkpoints

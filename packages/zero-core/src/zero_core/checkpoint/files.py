@@ -1,6 +1,6 @@
 """The files of a checkpoint: torch.distributed.checkpoint's format, one tensor alive at a time, complete or absent.
 
-Owns reading and writing; what is written and where it goes is `checkpoint_plan`'s. The stock writer keeps every tensor
+Owns reading and writing; what is written and where it goes is `plan`'s. The stock writer keeps every tensor
 of a file until the file ends, its `finish` leaves a moment without a manifest, and the stock reader reads a stored
 chunk again for every box of it.
 
@@ -16,7 +16,7 @@ import io
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +38,7 @@ from torch.futures import Future
 
 from ..errors import CheckpointError
 
-__all__ = ["MANIFEST", "StreamingReader", "StreamingWriter"]
+__all__ = ["MANIFEST", "StreamingReader", "StreamingWriter", "narrowed"]
 
 MANIFEST = ".metadata"
 _SUFFIX = ".distcp"
@@ -128,28 +128,21 @@ class StreamingReader(FileSystemReader):
             _check_files(self._folder, metadata)
         except CheckpointError as error:
             self.failure = error
-            metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta())
+            metadata = Metadata({}, storage_data={})
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        wanted: dict[tuple[str, int], list[ReadItem]] = {}
+        wanted: dict[str, dict[int, list[ReadItem]]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]
-            wanted.setdefault((info.relative_path, info.offset), []).append(item)
-        file, path = None, ""
-        try:
-            for (name, _), items in sorted(wanted.items(), key=lambda entry: entry[0]):
-                if name != path:
-                    if file is not None:
-                        file.close()
-                    file, path = open(self._folder / name, "rb"), name
-                self._read_one(file, items, planner)
-        finally:
-            if file is not None:
-                file.close()
+            wanted.setdefault(info.relative_path, {}).setdefault(info.offset, []).append(item)
+        for name, in_file in sorted(wanted.items()):
+            with open(self._folder / name, "rb") as file:
+                for _, items in sorted(in_file.items()):
+                    self._read_one(file, items, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -172,12 +165,14 @@ class StreamingReader(FileSystemReader):
             name = items[0].storage_index.fqn
             raise CheckpointError(f"{self._folder / info.relative_path}: {name} is damaged: {error}") from error
         for item in items:
-            values = stored
-            for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                values = values.narrow(dimension, start, length)
             target = planner.resolve_tensor(item)
-            target.copy_(values)
+            target.copy_(narrowed(stored, item.storage_offsets, item.lengths))
             planner.commit_tensor(item, target)
+
+
+def narrowed(tensor: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """The box of the tensor that begins at `starts`."""
+    return tensor[tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))]
 
 
 class _Slice(io.RawIOBase):

@@ -144,12 +144,12 @@ class Finder:
         for part in self._view.slices():
             fqn = self.found.get(part.name)
             if fqn is not None:
-                wanted.append(Sliced(fqn, (), part, MASTER))
+                wanted.append(Sliced(fqn, part, MASTER))
             unit = self._view.handle.units[part.unit]
             if part.name in self._state_name and (steps[part.name] or unit.steps[part.index]):
                 prefix = self._state_name[part.name]
                 fqns = {s: f"{prefix}.{s}" for s in self._states or ()}
-                wanted += [Sliced(f, (), part, s) for s, f in fqns.items() if f in metadata.state_dict_metadata]
+                wanted += [Sliced(f, part, s) for s, f in fqns.items() if f in metadata.state_dict_metadata]
         return wanted
 
     def foreign_groups(self, small: StreamingLoadPlanner) -> list[dict[str, Any]]:

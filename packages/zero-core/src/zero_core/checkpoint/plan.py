@@ -8,14 +8,16 @@ is cut into n-dimensional boxes of at most a tile; one box is alive at a time, i
 from __future__ import annotations
 
 import io
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, LoadPlan, LoadPlanner, SavePlan
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan, SavePlan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -30,6 +32,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ..errors import CheckpointError
 from ..layout import Box, boxes
 from ..store import CHUNK_NUMEL
+from .files import narrowed
 from .shards import ShardSlice, ShardView
 
 __all__ = ["TILE_NUMEL", "Contents", "Sliced", "StreamingLoadPlanner", "StreamingSavePlanner", "tile_boxes"]
@@ -42,7 +45,6 @@ class Sliced:
     """This rank's slice of one parameter's master or state, under the name that the checkpoint has for it."""
 
     fqn: str
-    path: tuple[str, ...]  # the same as nested keys
     part: ShardSlice
     state: str
 
@@ -52,32 +54,31 @@ class Contents:
     """Everything one rank writes. Tensors and objects that several ranks list are written by one of them."""
 
     view: ShardView
-    sliced: list[Sliced]
-    tensors: dict[str, tuple[tuple[str, ...], Tensor]]  # fqn -> path, small whole tensors: buffers, steps
-    objects: dict[str, tuple[tuple[str, ...], Any]]
     tile_numel: int = TILE_NUMEL
+    sliced: list[Sliced] = field(default_factory=list)
+    whole: dict[str, Any] = field(default_factory=dict)  # fqn -> a small whole tensor (buffer, step), or an object
+    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)  # fqn -> the same as nested keys
+
+    def add(self, value: Any, *path: str) -> None:
+        self.whole[self._name(path)] = value
+
+    def add_slice(self, part: ShardSlice, state: str, *path: str) -> None:
+        self.sliced.append(Sliced(self._name(path), part, state))
+
+    def _name(self, path: tuple[str, ...]) -> str:
+        fqn = ".".join(path)
+        self.paths[fqn] = path
+        return fqn
 
 
 def tile_boxes(shape: Sequence[int], start: int, stop: int, tile_numel: int) -> Iterator[Box]:
     """Cut [start, stop) of a row-major tensor into boxes of at most `tile_numel` elements, each contiguous in it."""
-    for box in boxes(shape, start, stop):
-        if box.numel <= tile_numel:
-            yield box
-            continue
-        cut = next(d for d, size in enumerate(box.sizes) if size > 1)
-        inner = box.numel // box.sizes[cut]
-        if inner > tile_numel:  # not even one row: row by row, each along its next dimension
-            for row in range(box.sizes[cut]):
-                begin = box.start + row * inner
-                yield from tile_boxes(shape, begin, begin + inner, tile_numel)
-            continue
-        step = tile_numel // inner
-        for first in range(0, box.sizes[cut], step):
-            size = min(step, box.sizes[cut] - first)
-            offsets, sizes = list(box.offsets), list(box.sizes)
-            offsets[cut] += first
-            sizes[cut] = size
-            yield Box(tuple(offsets), tuple(sizes), box.start + first * inner)
+    rows = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)  # elements of a row in each dimension
+    row = max(numel for numel in rows if numel <= tile_numel)
+    step = tile_numel // row * row
+    edges = [start, *range(start // step * step + step, stop, step), stop]
+    for low, high in itertools.pairwise(edges):
+        yield from boxes(shape, low, high)
 
 
 class StreamingSavePlanner(DefaultSavePlanner):
@@ -90,18 +91,19 @@ class StreamingSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         contents = self._contents
-        items = [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO) for fqn in contents.objects]
-        for fqn, (_, tensor) in contents.tensors.items():
-            offsets = (0,) * tensor.dim()
-            items.append(_write_item(fqn, offsets, tuple(tensor.shape), tensor.shape, tensor.dtype, whole=True))
+        items = []
+        for fqn, value in contents.whole.items():
+            if isinstance(value, Tensor):
+                offsets = (0,) * value.dim()
+                items.append(_write_item(fqn, offsets, value.shape, value.shape, value.dtype, whole=True))
+            else:
+                items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
         for sliced in contents.sliced:
             part = sliced.part
             for box in tile_boxes(part.shape, part.start, part.stop, contents.tile_numel):
                 self._boxes[sliced.fqn, box.offsets] = (sliced, box)
                 items.append(_write_item(sliced.fqn, box.offsets, box.sizes, part.shape, torch.float32, whole=False))
-        paths = {sliced.fqn: sliced.path for sliced in contents.sliced}
-        paths |= {fqn: path for fqn, (path, _) in (*contents.tensors.items(), *contents.objects.items())}
-        self.plan = SavePlan(items, planner_data=paths)
+        self.plan = SavePlan(items, planner_data=contents.paths)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -113,10 +115,10 @@ class StreamingSavePlanner(DefaultSavePlanner):
         fqn, offset = write_item.index.fqn, write_item.index.offset
         if write_item.type == WriteItemType.BYTE_IO:
             stream = io.BytesIO()
-            torch.save(self._contents.objects[fqn][1], stream)
+            torch.save(self._contents.whole[fqn], stream)
             return stream
         if write_item.type == WriteItemType.TENSOR:
-            return self._contents.tensors[fqn][1].detach().cpu().contiguous().clone()
+            return self._contents.whole[fqn].detach().cpu().contiguous().clone()
         assert offset is not None
         sliced, box = self._boxes[fqn, tuple(offset)]
         values = self._contents.view.read(sliced.part, sliced.state, box.start, box.start + box.numel)
@@ -132,7 +134,7 @@ def _write_item(
     return WriteItem(MetadataIndex(fqn, torch.Size(offsets)), kind, tensor_data=data)
 
 
-class StreamingLoadPlanner(LoadPlanner):
+class StreamingLoadPlanner(DefaultLoadPlanner):
     """Plans the boxes that this rank holds; writes each into the store as soon as it is read.
 
     plan: given the checkpoint's metadata, says what to read; raises CheckpointError where it does not fit the model, or
@@ -140,20 +142,16 @@ class StreamingLoadPlanner(LoadPlanner):
     """
 
     def __init__(self, view: ShardView, plan: Callable[[Metadata], Wanted], tile_numel: int = TILE_NUMEL) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._view, self._plan_wanted, self._tile_numel = view, plan, tile_numel
         self._boxes: dict[tuple[str, tuple[int, ...]], tuple[Sliced, Box]] = {}
         self.tensors: dict[str, Tensor] = {}
         self.objects: dict[str, Any] = {}
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        assert metadata is not None
-        self._metadata = metadata
-
     def create_local_plan(self) -> LoadPlan:
-        wanted = self._plan_wanted(self._metadata)
-        stored = self._metadata.state_dict_metadata
+        assert self.metadata is not None
+        wanted = self._plan_wanted(self.metadata)
+        stored = self.metadata.state_dict_metadata
         items: list[ReadItem] = []
         for sliced in wanted.sliced:
             items += self._items_of(sliced, stored[sliced.fqn])
@@ -184,12 +182,6 @@ class StreamingLoadPlanner(LoadPlanner):
             )
         return items
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.objects[read_item.dest_index.fqn] = value
 
@@ -198,9 +190,7 @@ class StreamingLoadPlanner(LoadPlanner):
         whole = self.tensors.get(read_item.dest_index.fqn)
         if whole is None:
             return torch.empty(read_item.lengths, dtype=torch.float32)
-        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            whole = whole.narrow(dimension, start, length)
-        return whole
+        return narrowed(whole, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         index = read_item.dest_index
@@ -214,10 +204,7 @@ class StreamingLoadPlanner(LoadPlanner):
             return
         # A box cut across its rows, as tensor parallelism does: read, patch, write back, still one box alive.
         whole = self._view.read(sliced.part, sliced.state, box.start, box.start + box.numel).view(box.sizes)
-        target = whole
-        for dimension, (first, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dimension, first, length)
-        target.copy_(tensor)
+        narrowed(whole, read_item.dest_offsets, read_item.lengths).copy_(tensor)
         self._view.write(sliced.part, sliced.state, box.start, whole.reshape(-1))
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import bisect
 import copy
+import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,29 +44,32 @@ class PretrainedReport:
     read_bytes: int = 0  # by this rank, so far: a deferred model's weights are read by shard()
 
 
-class _FileValues:
-    """A parameter laid end to end from parts of file tensors. Fills `deferred.Source`."""
+class _Laid:
+    """A parameter laid end to end from parts of file tensors."""
 
-    def __init__(self, reader: Reader, parts: Sequence[Part], entries: Mapping[str, Entry]) -> None:
-        self._reader, self._parts, self._entries = reader, parts, entries
-        self._starts, total = [], 0
-        for part in parts:
-            self._starts.append(total)
-            total += part.numel
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._starts = [0, *itertools.accumulate(part.numel for part in parts)]
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """Elements [start, stop) of the row-major parameter: file tensor, elements [from, to) of it, in order."""
+        for at in range(bisect.bisect_right(self._starts, start) - 1, bisect.bisect_left(self._starts, stop)):
+            part, begin = self._parts[at], self._starts[at]
+            yield part.name, part.start + max(start - begin, 0), part.start + min(stop - begin, part.numel)
+
+
+@dataclass
+class _FileValues:
+    """Fills `replay.Source`."""
+
+    laid: _Laid
+    reader: Reader
+    entries: Mapping[str, Entry]
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the row-major parameter, in the file's dtype."""
-        pieces = []
-        at = max(bisect.bisect_right(self._starts, start) - 1, 0)
-        while at < len(self._parts) and self._starts[at] < stop:
-            part, begin = self._parts[at], self._starts[at]
-            low, high = max(start - begin, 0), min(stop - begin, part.numel)
-            if low < high:
-                pieces.append(self._reader.read(self._entries[part.name], part.start + low, part.start + high))
-            at += 1
-        if len(pieces) == 1:
-            return pieces[0]
-        return torch.cat(pieces) if pieces else torch.empty(0)
+        pieces = [self.reader.read(self.entries[name], *span) for name, *span in self.laid.pieces(start, stop)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [torch.empty(0)])
 
 
 def load_pretrained(
@@ -84,18 +89,18 @@ def load_pretrained(
     model to the file's, where they differ. Ties, base-model prefixes, tiled linears and fused experts need none.
     Raises PretrainedError naming every mismatched shape and, if `strict`, every missing and unexpected name.
     """
-    index = open_index(folder)
-    found = match(model, {name: entry.shape for name, entry in index.entries.items()}, rename)
+    entries = open_index(folder)
+    found = match(model, {name: entry.shape for name, entry in entries.items()}, rename)
     complaints = [f"shapes differ: {'; '.join(found.mismatched)}"] if found.mismatched else []
     if strict:
         complaints += [f"missing from the files: {', '.join(found.missing)}"] if found.missing else []
         complaints += [f"not in the model: {', '.join(found.unexpected)}"] if found.unexpected else []
     if complaints:
         way_out = "" if found.mismatched else "; pass rename= where names differ, or strict=False to go on without"
-        raise PretrainedError(f"{index.folder} does not fit {type(model).__name__}: {' | '.join(complaints)}{way_out}")
+        raise PretrainedError(f"{folder} does not fit {type(model).__name__}: {' | '.join(complaints)}{way_out}")
     tensors = named_tensors(model)
     reader = Reader()
-    values = {name: _FileValues(reader, parts, index.entries) for name, parts in found.parts.items()}
+    values = {name: _FileValues(_Laid(parts), reader, entries) for name, parts in found.parts.items()}
     _fill(model, tensors, values)
     ties = tuple((alias, t.name) for t in tensors if not t.is_buffer for alias in t.aliases)
     return PretrainedReport(tuple(found.parts), found.missing, found.unexpected, ties, reader.read_bytes)
@@ -154,25 +159,22 @@ def save_pretrained(
     folder, view = Path(folder), view_of(model)
     files = _plan_files(model, dtype, max_file_bytes)
     first = view is None or view.is_first
+    meet = (lambda what: None) if view is None else view.ranks.meet
     if first:
         folder.mkdir(parents=True, exist_ok=True)
         for name, tensors in files.items():
             Writer(folder / f"{name}.partial", tensors).close()
-    if view is not None:
-        view.meet("save_pretrained")
-    writers = {name: Writer(folder / f"{name}.partial", tensors, create=False) for name, tensors in files.items()}
-    by_tensor = {tensor: writers[name] for name, tensors in files.items() for tensor in tensors}
-    try:
+    meet("save_pretrained")
+    with ExitStack() as stack:
+        by_tensor: dict[str, Writer] = {}
+        for name, tensors in files.items():
+            writer = stack.enter_context(Writer(folder / f"{name}.partial", tensors, create=False))
+            by_tensor |= dict.fromkeys(tensors, writer)
         _write_values(model, view, by_tensor)
-    finally:
-        for writer in writers.values():
-            writer.close()
-    if view is not None:
-        view.meet("save_pretrained")
+    meet("save_pretrained")
     if first:
         _publish(model, folder, files)
-    if view is not None:
-        view.meet("save_pretrained")
+    meet("save_pretrained")
 
 
 def _plan_files(model: nn.Module, dtype: torch.dtype | None, max_file_bytes: int) -> dict[str, dict[str, _Kind]]:
@@ -196,19 +198,14 @@ def _plan_files(model: nn.Module, dtype: torch.dtype | None, max_file_bytes: int
 
 @torch.no_grad()
 def _write_values(model: nn.Module, view: ShardView | None, writers: Mapping[str, Writer]) -> None:
-    written = whole_tensors(model)
+    laid = {name: _Laid(parts) for name, (parts, _, _) in whole_tensors(model).items()}
     first = view is None or view.is_first
 
     def put(name: str, start: int, values: Tensor) -> None:
         """Elements of the parameter `name` from `start` on, to wherever they lie in the files."""
-        begin = 0
-        for part in written[name][0]:
-            low, high = max(start - begin, 0), min(start + values.numel() - begin, part.numel)
-            if low < high:
-                writers[part.name].write(
-                    part.name, part.start + low, values[begin + low - start : begin + high - start]
-                )
-            begin += part.numel
+        for into, low, high in laid[name].pieces(start, start + values.numel()):
+            part, values = values.tensor_split([high - low])
+            writers[into].write(into, low, part)
 
     initialiser = Initialiser(model) if view is None else None
     for named in named_tensors(model):

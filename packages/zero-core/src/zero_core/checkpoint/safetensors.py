@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import PretrainedError
 
-__all__ = ["DTYPES", "Entry", "Index", "Reader", "Writer", "layout_entries", "memory_of", "open_index"]
+__all__ = ["DTYPES", "Entry", "Reader", "Writer", "layout_entries", "memory_of", "open_index"]
 
 DTYPES = {
     "F64": torch.float64,
@@ -61,14 +61,6 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Index:
-    """Every tensor of a folder, by name."""
-
-    folder: Path
-    entries: Mapping[str, Entry]
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -112,14 +104,14 @@ def _entry(path: Path, name: str, fields: Mapping[str, Any], data_start: int) ->
     return entry
 
 
-def open_index(folder: str | os.PathLike[str]) -> Index:
-    """All tensors of a Hugging Face folder: model.safetensors, its sharded index, or any *.safetensors; or one file.
+def open_index(folder: str | os.PathLike[str]) -> dict[str, Entry]:
+    """All tensors, by name, of a Hugging Face folder (model.safetensors, its sharded index, or any) or of one file.
 
     Raises PretrainedError naming files that the index wants and the folder lacks, and tensors its files do not hold.
     """
     folder = Path(folder)
     if folder.is_file():
-        return Index(folder.parent, read_header(folder))
+        return read_header(folder)
     index_path = folder / INDEX_NAME
     if index_path.is_file():
         weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
@@ -131,7 +123,7 @@ def open_index(folder: str | os.PathLike[str]) -> Index:
         lost = [n for n, f in weight_map.items() if n not in headers[f]]
         if lost:
             raise PretrainedError(f"{index_path} promises tensors that its files lack: {', '.join(lost[:8])}")
-        return Index(folder, {n: headers[f][n] for n, f in weight_map.items()})
+        return {n: headers[f][n] for n, f in weight_map.items()}
     single = folder / SINGLE_NAME
     paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
@@ -145,7 +137,7 @@ def open_index(folder: str | os.PathLike[str]) -> Index:
                     f"{name} is both in {merged[name].path.name} and in {path.name}, without an index"
                 )
             merged[name] = entry
-    return Index(folder, merged)
+    return merged
 
 
 class Reader:
@@ -176,15 +168,6 @@ class Reader:
             done += got
         self.read_bytes += done
         return values
-
-    def close(self) -> None:
-        _close_all(self._files)
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _close_all(files: dict[Path, io.FileIO]) -> None:

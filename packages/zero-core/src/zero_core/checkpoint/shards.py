@@ -55,19 +55,10 @@ class ShardView:
     def slices(self) -> Iterator[ShardSlice]:
         """This rank's, in the store's order. Frozen parameters too; they have a master and no other state."""
         for unit in self.handle.units:
-            places = {slot.name: k for k, slot in enumerate(unit.layout.slots)}
-            for segment, piece in enumerate(unit.layout.pieces(self.ranks.shard.rank)):
-                slot = piece.slot
-                yield ShardSlice(
-                    slot.name,
-                    slot.shape,
-                    piece.slot_start,
-                    piece.slot_stop,
-                    unit.index,
-                    places[slot.name],
-                    segment,
-                    piece.shard_start,
-                )
+            pieces = unit.layout.pieces(self.ranks.shard.rank)
+            for segment, (piece, k) in enumerate(zip(pieces, unit.segment_slots(), strict=True)):
+                where = unit.index, k, segment, piece.shard_start
+                yield ShardSlice(piece.slot.name, piece.slot.shape, piece.slot_start, piece.slot_stop, *where)
 
     def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the parameter's `state`: (stop - start,) fp32 on the CPU, memory of its own."""
@@ -111,10 +102,6 @@ class ShardView:
         rounded = torch.empty(stop - start, dtype=dtype)
         round_to(master, rounded)
         return rounded
-
-    def meet(self, what: str) -> None:
-        """Wait until every rank has made this call."""
-        self.ranks.meet(what)
 
 
 def view_of(model: nn.Module) -> ShardView | None:

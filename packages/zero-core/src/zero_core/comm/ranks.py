@@ -108,30 +108,29 @@ class Ranks:
         """Call a collective inside. Yields the tag of its messages."""
         self.fold(index * 8 + len(collective) + 1)
         self.patience.called(collective, unit)
+        with self._waiting(collective, unit):
+            yield zlib.crc32(f"{collective} of {unit}".encode()) >> 2
+
+    @contextmanager
+    def _waiting(self, collective: str, unit: str) -> Iterator[None]:
+        """What fails inside names the unit."""
         try:
             with self.patience.waiting(collective, unit):
-                yield zlib.crc32(f"{collective} of {unit}".encode()) >> 2
+                yield
         except RuntimeError as error:
-            raise self.failure(collective, unit, error) from error
-
-    def failure(self, collective: str, unit: str, error: BaseException) -> CollectiveError:
-        reason = f"{error}. A rank stopped, or left the common order of units"
-        with suppress(RuntimeError, OSError):  # the store is gone with the rank that has it
-            reason = self.patience.crossing() or reason
-        return CollectiveError(
-            f"{collective} of unit {unit!r} failed on rank {self.rank} of {self.size}: {reason}; every rank must run "
-            "the same units in the same order (zero_core.gathered avoids that)"
-        )
+            reason = f"{error}. A rank stopped, or left the common order of units"
+            with suppress(RuntimeError, OSError):  # the store is gone with the rank that has it
+                reason = self.patience.crossing() or reason
+            raise CollectiveError(
+                f"{collective} of unit {unit!r} failed on rank {self.rank} of {self.size}: {reason}; every rank must "
+                "run the same units in the same order (zero_core.gathered avoids that)"
+            ) from error
 
     def wait(self, work: Any, collective: str, unit: str) -> None:
         """Wait for an asynchronous collective; its failure names the unit."""
-        if work is None:
-            return
-        try:
-            with self.patience.waiting(collective, unit):
+        if work is not None:
+            with self._waiting(collective, unit):
                 work.wait()
-        except RuntimeError as error:
-            raise self.failure(collective, unit, error) from error
 
     def meet(self, what: str) -> None:
         """Wait until every rank has made this call."""

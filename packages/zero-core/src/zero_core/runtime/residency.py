@@ -47,7 +47,7 @@ from .states import moved
 
 __all__ = ["TRANSITIONS", "Residency", "UnitMemory"]
 
-_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # torch >= 2.12
+CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # torch >= 2.12; tests turn it off
 
 
 class Residency(Enum):
@@ -76,15 +76,15 @@ def _storage(flat: Tensor) -> Any:
     return flat.untyped_storage()  # Any: the swap is private
 
 
-def _put_under(flat: Tensor, memory: Tensor) -> None:
+def put_under(flat: Tensor, memory: Tensor) -> None:
     """Give `flat`, of zero bytes, the memory of a contiguous tensor of its size."""
     with torch.inference_mode(False):
         alias = torch._C._from_dlpack(torch._C._to_dlpack(memory.detach()))
         _storage(flat)._swap_data_ptr_(alias.untyped_storage())
 
 
-def _take_away(flat: Tensor) -> None:
-    if _CAN_SWAP:
+def take_away(flat: Tensor) -> None:
+    if CAN_SWAP:
         empty = torch.UntypedStorage(0, device=flat.device)
         _storage(flat)._swap_data_ptr_(empty)
     else:
@@ -104,7 +104,7 @@ class UnitMemory:
         self._work: Any = None  # the gather
         self.flat = torch.empty(layout.numel, dtype=dtype, device=context.ranks.device)
         self.views = [self.flat.data[s.offset : s.stop].view(s.shape) for s in layout.slots]
-        _take_away(self.flat)
+        take_away(self.flat)
 
     @property
     def nbytes(self) -> int:
@@ -115,9 +115,9 @@ class UnitMemory:
         return getattr(self.store, "swaps_in", False)  # a store knows when it is attached, and most have no such thing
 
     @property
-    def _brings_memory(self) -> bool:
+    def brings_memory(self) -> bool:
         """Whether the storage has memory of its own: the store copies into it, or torch cannot swap it."""
-        return self._swaps_in or not _CAN_SWAP
+        return self._swaps_in or not CAN_SWAP
 
     def prefetch(self) -> None:
         """Start to unshard. On one shard whose memory the store lends there is nothing to start but the store."""
@@ -136,7 +136,7 @@ class UnitMemory:
         if copy and self.residency is Residency.LENT:
             self._end()
         if self.residency is Residency.SHARDED:
-            if self.ranks.shard.size == 1 and not copy and not self._brings_memory:
+            if self.ranks.shard.size == 1 and not copy and not self.brings_memory:
                 self._lend()
             else:
                 self._begin()
@@ -158,7 +158,7 @@ class UnitMemory:
         with self.observer.span("wait", self.name):
             self._shard = self.store.parameters(self.index)
         self._move("lend")
-        _put_under(self.flat, self._shard)
+        put_under(self.flat, self._shard)
 
     def _begin(self) -> None:
         self._move("begin")
@@ -185,7 +185,7 @@ class UnitMemory:
                     self._whole.copy_(shard)
         self._release_shard()
         if self._memory is not None:
-            _put_under(self.flat, self._memory)
+            put_under(self.flat, self._memory)
         self._move("arrive")
 
     def _end(self, *, failed: bool = False) -> None:
@@ -195,12 +195,12 @@ class UnitMemory:
             self._arrival = None
         memory, self._memory, self._work = self._memory, None, None
         if self.residency is Residency.LENT:
-            _take_away(self.flat)
+            take_away(self.flat)
         elif memory is None:
             self._free()
         else:
             if self.residency is Residency.UNSHARDED:
-                _take_away(self.flat)
+                take_away(self.flat)
             self.pool.drop(memory) if failed else self.pool.give(memory)
         self._release_shard()
         self._move("end")
@@ -214,7 +214,7 @@ class UnitMemory:
             raise
 
     def _take(self) -> None:
-        if self._brings_memory:
+        if self.brings_memory:
             self.flat.untyped_storage().resize_(self.nbytes)
         else:
             self._memory = self.pool.take(self.layout.numel, self.dtype)

@@ -139,7 +139,7 @@ class Unit(UnitMemory):
     def keeps_writes(self) -> bool:
         """Whether what a forward writes goes into the masters themselves, so that nothing can be lost."""
         masters = getattr(self.store, "lends_masters", False) and self.dtype == torch.float32
-        return masters and not self._brings_memory and self.ranks.size == 1
+        return masters and not self.brings_memory and self.ranks.size == 1
 
     def changed(self) -> None:
         """The values of every parameter are others now."""

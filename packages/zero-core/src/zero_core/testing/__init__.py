@@ -69,7 +69,7 @@ class RankPool:
     ) -> None:
         self.size, self.device, self.backend, self.start_method = size, device, backend, start_method
         self.imports = tuple(imports)
-        self._collective_timeout_seconds = collective_timeout_seconds
+        self._timeout = timedelta(seconds=collective_timeout_seconds)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -114,8 +114,8 @@ class RankPool:
         context: Any = multiprocessing.get_context(self.start_method)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            arguments: tuple[Any, ...] = (theirs, rank, self.size, rendezvous, self._collective_timeout_seconds)
-            arguments += (self.backend, self.device, self.imports)
+            group = {"rank": rank, "world_size": self.size, "init_method": rendezvous, "timeout": self._timeout}
+            arguments = theirs, self.backend, group, self.device, self.imports
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -125,10 +125,6 @@ class RankPool:
     def _kill(self) -> None:
         for process in self._processes:
             process.kill()
-        self._forget()
-
-    def _forget(self) -> None:
-        for process in self._processes:
             process.join(10)
         for pipe in self._pipes:
             pipe.close()
@@ -148,16 +144,7 @@ class RankPool:
         self._kill()
 
 
-def _serve(
-    pipe: Connection,
-    rank: int,
-    size: int,
-    rendezvous: str,
-    timeout_seconds: float,
-    backend: str | None,
-    device: str,
-    imports: Sequence[str],
-) -> None:
+def _serve(pipe: Connection, backend: str | None, group: dict[str, Any], device: str, imports: Sequence[str]) -> None:
     """The life of one rank: join, answer until told to stop, leave."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -165,14 +152,8 @@ def _serve(
     for module in imports:
         importlib.import_module(module)
     if device != "cpu":
-        torch.get_device_module(device).set_device(rank)
-    dist.init_process_group(
-        backend or backend_of(device),
-        init_method=rendezvous,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+        torch.get_device_module(device).set_device(group["rank"])
+    dist.init_process_group(backend or backend_of(device), **group)
     while True:
         try:
             message = pickle.loads(pipe.recv_bytes())

@@ -84,9 +84,7 @@ class ShardStoreSuite:
         with _Trial(self, torch.float32, torch.float32) as trial:
             trial.give_gradients(0)
             trial.give_gradients(1)
-            expected = sum(float(sum_of_squares(g)) for g in trial.gradients if g is not None)
-            found = float(trial.store.gradient_norm_squared())
-            assert abs(found - expected) <= 1e-12 * expected, (found, expected)
+            trial.compare_norm()
 
     def test_norm_of_a_nan_is_not_finite(self) -> None:
         with _Trial(self, torch.float32, torch.float32) as trial:
@@ -114,9 +112,7 @@ class ShardStoreSuite:
                         trial.give_gradients(seed, poison=float("inf"))
                     trial.discard(1, 0, 700)  # with all that is not finite
                     trial.discard(0, 128, 320)
-                    expected = sum(float(sum_of_squares(g)) for g in trial.gradients if g is not None)
-                    found = float(trial.store.gradient_norm_squared())
-                    assert abs(found - expected) <= 1e-12 * expected, (found, expected)
+                    trial.compare_norm()
                     trial.update(1.0, skip=((0, 1), (1, 0)))
                     trial.compare_parameters()
 
@@ -343,6 +339,11 @@ class _Trial:
             expected = torch.empty(_SIZES[i], dtype=self.dtype, device=self.suite.device)
             round_to(self.whole[i], expected)
             self._compare(spec, found, expected, exact, "parameters")
+
+    def compare_norm(self) -> None:
+        expected = sum(float(sum_of_squares(g)) for g in self.gradients if g is not None)
+        found = float(self.store.gradient_norm_squared())
+        assert abs(found - expected) <= 1e-12 * expected, (found, expected)
 
     def compare_states(self) -> None:
         self.store.wait()

@@ -16,7 +16,7 @@ Extents are rounded up to the store's alignment, so what is moved is a multiple 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from zero_core.memory import FP32_BYTES, ElementBytes
-from zero_core.store import ShardSpec, lent_bytes
+from zero_core.store import lent_bytes
 
 from ..protocols import Field
 from ..tier import TIERS, Tier
@@ -93,13 +93,11 @@ def shards_of(sizes: ModelSizes, shape: Shape) -> Shards:
     def alike(unit: UnitSizes) -> object:
         return (unit.encloses, *((parameter.numel, parameter.trained) for parameter in unit.parameters))
 
-    def specs() -> Iterator[tuple[ShardSpec, int]]:
-        for _, units in groupby(sizes.units, alike):
-            first, *others = units
-            # Rank 0's shard is never smaller than another's: padding is at the end.
-            yield first.shard(shape.parameter_dtype, shape.shard_count, 0), 1 + len(others)
-
-    found = list(specs())
+    found = []
+    for _, units in groupby(sizes.units, alike):
+        first, *others = units
+        # Rank 0's shard is never smaller than another's: padding is at the end.
+        found.append((first.shard(shape.parameter_dtype, shape.shard_count, 0), 1 + len(others)))
     whole = (spec.numel * shape.shard_count * spec.dtype.itemsize for spec, _ in found)
     return Shards(
         found,

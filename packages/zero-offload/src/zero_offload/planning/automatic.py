@@ -39,10 +39,6 @@ def choose(
     """
     if budgets is None:
         return {kind: given.get(kind, "host") for kind in STATE_KINDS}
-    if not budgets.shared and all(given.get(kind, "device") == "device" for kind in STATE_KINDS[1:]):
-        everything = {kind: given.get(kind, "device") for kind in STATE_KINDS}
-        if all(total <= (budgets.of(tier) or 0) for tier, total in needed_bytes(cost(everything), budgets).items()):
-            return everything
     # Tiles up to ends["device"], a fraction of all elements, lie on the device, up to ends["host"] on host.
     on_device = 0.0 if budgets.shared else 1.0
     ends = {kind: {"device": on_device, "host": 1.0} for kind in DEMOTED if kind not in given}

@@ -211,8 +211,8 @@ def plan(
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
     """
-    tiers = tiers_with(hardware.tiers if hardware else ())
-    given = _given(tiers, parameters=parameters, gradients=gradients, optimizer=optimizer)
+    tiers, apart = tiers_with(hardware.tiers if hardware else ()), hardware is not None and not hardware.shares_host
+    given = _given(tiers, apart, parameters=parameters, gradients=gradients, optimizer=optimizer)
     if accumulate < 1 or tokens < 0:
         raise ValueError(
             f"tokens={tokens}, accumulate={accumulate}: tokens of a step, and at least one micro-batch in it"
@@ -232,11 +232,9 @@ def plan(
         prefetch_bytes=prefetch_bytes,
         resident_bytes=resident_bytes,
         step=AdamLayout() if step is None else step,
-        apart=hardware is not None and not hardware.shares_host,
+        apart=apart,
         tiers=tiers,
     )
-    if shape.apart:
-        _refuse_shares(given)
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
     sizes = ModelSizes.of(model, units, dtype)
     trial = Trial(sizes, shape, budgets, given, tokens // accumulate, activations)
@@ -274,21 +272,21 @@ def fits(model: nn.Module | ModelSizes | Sequence[int], hardware: Hardware, **op
     return True
 
 
-def _given(tiers: Sequence[Tier], **wanted: str | Placement) -> dict[str, Placement]:
-    """The placements that are not left to the planner. Raises PlacementError for one that cannot be."""
+def _given(tiers: Sequence[Tier], apart: bool, **wanted: str | Placement) -> dict[str, Placement]:
+    """The placements that are not left to the planner.
+
+    Raises PlacementError for one that cannot be, or that cannot be updated on a device `apart`, where what is left to
+    "auto" will follow.
+    """
     given = {kind: placement for kind, placement in wanted.items() if placement != "auto"}
     for kind, placement in given.items():
         shares(placement, kind, tiers)
-    return given
-
-
-def _refuse_shares(given: Mapping[str, Placement]) -> None:
-    """PlacementError where what is given cannot be updated on a device apart; what is left to "auto" will follow."""
     states = given.get("optimizer", given.get("gradients"))
-    if states is not None:
+    if apart and states is not None:
         device = device_share(states)
         follows: Placement = {"device": device, "host": 1.0 - device}
         check_device_shares(given.get("parameters", "device"), given.get("gradients", follows), states)
+    return given
 
 
 def _dtype_of(model: nn.Module | ModelSizes | Sequence[int]) -> torch.dtype:

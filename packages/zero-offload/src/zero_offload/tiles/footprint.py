@@ -133,7 +133,7 @@ class StorePlan:
     own_slots: tuple[int, ...]  # streamed units so small that each has a slot of its own, of its own size
     landing_numel: int = 0  # of each of LANDING_BUFFERS on a device apart; 0: there is none
     landing_itemsize: int = 0
-    own_landings: tuple[int, ...] = ()  # units which each have a landing buffer of their own size: see `lands_apart`
+    own_landings: tuple[int, ...] = ()  # units which each have a landing buffer of their own size: see `_apart`
     state_values: int = 0  # fp32 values that a device apart keeps of an element besides the master
     mirror_slots: int = 0  # of parameters that live on a device apart while the host updates them
     mirror_slot_bytes: int = 0
@@ -373,15 +373,6 @@ def check_device_shares(parameters: Placement, gradients: Placement, optimizer: 
         )
 
 
-def lands_apart(numel: int, largest: int, itemsize: int, encloses: bool) -> bool:
-    """Whether a gradient of `numel` elements, where the `largest` has so many, lands in a buffer of its own.
-
-    A unit that is open during the whole backward would hold a buffer that the others take turns with; a small one, such
-    as a final norm, may be.
-    """
-    return encloses or numel * itemsize <= min(largest * itemsize // 16, SMALL_UNIT_BYTES)
-
-
 def _apart(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePlan:
     """With what a device apart needs: where gradients pass through, where the host updates parameters living there."""
     units = [run.unit for run in plan.runs]
@@ -394,7 +385,10 @@ def _apart(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePlan:
         if unit.whole_numel < tile.stop <= unit.device_numel(unit.parameter_tiers)
     ]
     largest = max((unit.spec.numel for unit in below if not unit.spec.encloses), default=0)
-    own = {id(u) for u in below if lands_apart(u.spec.numel, largest, dtype.itemsize, u.spec.encloses)}
+    # A unit that is open during the whole backward would hold a buffer that the others take turns with. A small one,
+    # such as a final norm, may be.
+    small = min(largest * dtype.itemsize // 16, SMALL_UNIT_BYTES)
+    own = {id(unit) for unit in below if unit.spec.encloses or unit.spec.numel * dtype.itemsize <= small}
     return replace(
         plan,
         landing_numel=largest,

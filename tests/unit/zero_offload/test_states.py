@@ -1,0 +1,38 @@
+"""What stays in slots from one step to the next, counted in reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_offload import MemoryByteStore
+from zero_offload.testing import FaultyByteStore
+
+from .harness import TILE, make
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+
+def reads(optimizer: str, gradients: str, slots: int) -> int:
+    """In the third step of eight tiles, one a unit. Reads begin early, so the store is waited for after each step."""
+    nvme = FaultyByteStore(MemoryByteStore())
+    placement = {"parameters": "host", "gradients": gradients, "optimizer": optimizer}
+    driver = make(placement, nvme, slots=slots, driver={"numels": (TILE // 2,) * 8, "frozen": ()})
+    for _ in range(3):
+        seen = len(nvme.log)
+        driver.step()
+        driver.store.wait()
+    found = sum(kind == "read" for kind, *_ in nvme.log[seen:])
+    driver.store.close()
+    return found
+
+
+@pytest.mark.parametrize(("slots", "expected"), [(3, 8), (5, 6), (7, 4), (8, 0)])
+def test_the_first_states_are_not_read_again(slots: int, expected: int) -> None:
+    """Fails if a slot is given away to a tile that is needed later, or if what is in a slot is read."""
+    assert reads("nvme", "host", slots) == expected
+
+
+@pytest.mark.parametrize(("slots", "expected"), [(3, 5), (5, 3), (8, 0)])
+def test_gradients_that_are_still_in_slots_are_not_read(slots: int, expected: int) -> None:
+    """Backward ends with the units that the update begins with. Fails if their gradients make room for later ones."""
+    assert reads("host", "nvme", slots) == expected
