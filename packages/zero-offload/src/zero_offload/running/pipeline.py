@@ -34,7 +34,7 @@ from ..arena import Block
 from ..monitor import Monitor
 from ..protocols import SegmentStep, Started, StartingStep, UpdateStep
 from ..slots import Slot
-from ..tier import Transfers
+from ..tier import Stores
 from ..tiles.gradients import GradientStore, Taken
 from ..tiles.parameters import ParameterStore
 from ..tiles.states import StateStore
@@ -105,14 +105,14 @@ class Pipeline:
         states: StateStore,
         step: UpdateStep,
         monitor: Monitor,
-        nvme: Transfers | None,
+        stores: Stores,
         *,
         enter_thread: Callable[[], None] | None = None,
         unit_done: Callable[[], None] | None = None,
     ) -> None:
         """enter_thread: called on the update thread, first. unit_done: called there after each unit."""
         self.parameters, self.gradients, self.states = parameters, gradients, states
-        self._step, self._monitor, self._nvme = step, monitor, nvme
+        self._step, self._monitor, self._stores = step, monitor, stores
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
         self._enter_thread, self._unit_done = enter_thread, unit_done
         self._queue: deque[UpdateJob | tuple[Tile, ...]] = deque()
@@ -192,8 +192,7 @@ class Pipeline:
     def _idle_until_asked(self) -> None:
         """Wait for work; while writes trail behind the last job, look when they end. The caller has the condition."""
         while not self._queue and not self._monitor.stopping:
-            moving = self._nvme is not None and self._nvme.poll()
-            self._monitor.condition.wait(POLL_SECONDS if moving else None)
+            self._monitor.condition.wait(POLL_SECONDS if self._stores.poll() else None)
 
     def _run(self, job: UpdateJob) -> None:
         waiting, ahead, started = deque(job.tasks), deque[_Loaded](), deque[_Started]()

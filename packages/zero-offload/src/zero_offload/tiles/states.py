@@ -19,7 +19,7 @@ from torch import Tensor
 from ..arena import Arena, Block
 from ..monitor import Monitor
 from ..slots import Slot
-from ..tier import Tier, Transfers
+from ..tier import Stores
 from .footprint import StorePlan, resident_slots
 from .stored_tiles import StoredTiles
 from .tile import Record, Tile
@@ -30,7 +30,7 @@ __all__ = ["StateStore"]
 class StateStore:
     """The update thread's, except while it is idle."""
 
-    def __init__(self, plan: StorePlan, arena: Arena, nvme: Transfers | None, monitor: Monitor) -> None:
+    def __init__(self, plan: StorePlan, arena: Arena, stores: Stores, monitor: Monitor) -> None:
         self._resident: set[Tile] = set()
         self._records: dict[Tile, Record] = {}
         self._memory: dict[Tile, Block] = {}
@@ -41,8 +41,8 @@ class StateStore:
                 if record is None:
                     continue
                 self._records[tile] = record
-                if tier is Tier.NVME and nvme is not None:
-                    self._stored[tile] = nvme.own(record.nbytes)
+                if tier.stored:
+                    self._stored[tile] = stores[tier].own(record.nbytes)
                 else:
                     self._memory[tile] = arena.take(record.nbytes)
 
