@@ -59,7 +59,7 @@ class Collectives(Protocol):
         """
 
     def arrives_as(self, part: Tensor) -> Tensor:
-        """What a gather that is not `exact` leaves in every rank's `whole` for this `part`: (n,), same dtype, same bits.
+        """What a gather that is not `exact` leaves in every rank's `whole` for this `part`: (n,), same dtype and bits.
 
         Returns `part` if such a gather is exact too. Calls no collective. An element of a gathered parameter that is
         not as it arrived was written since. Only the masters of such elements change, and all others keep their values.
