@@ -4,9 +4,9 @@ Owns the host copies, the extents and who may use which unit slot. It computes n
 
 [Note: who uses a unit slot]
 The training thread holds it between acquire and release, the update thread between begin_update and end_update. A unit
-that was prefetched, or that was updated and has not been used since, is wanted: its slot is taken only when nothing
-else can move, by the training thread for the unit that it needs now, or while that thread is blocked. So a unit that
-was just updated is handed to its forward from memory.
+that was prefetched, or that was updated and has not been used since, is wanted. Its slot is taken away only if no
+other slot can be had at once, and only by the training thread for the unit that it needs now, or by the update thread
+while the training thread is blocked. So forward usually finds a unit that was just updated still in memory.
 """
 
 from __future__ import annotations

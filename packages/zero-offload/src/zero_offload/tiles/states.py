@@ -3,11 +3,12 @@
 Owns the records and where they are kept. The arithmetic is the UpdateStep's.
 
 [Note: what stays in slots]
-Every step updates the same tiles in the same order, t0 to tn. If all slots took turns, each of them would be read anew
-in every step: least recently used is the worst choice for a cycle. What is needed last, seen from a tile that was just
-updated, is that tile itself (Belady's MIN). So the first tiles keep their slots from one step to the next, and all
-others pass through the few slots that are left. With s slots, s - 3 records need not be read in a step, and
-none where there is a slot for each.
+Every step updates the same tiles in the same order, t0 to tn. If the tiles took turns in all slots, each tile would
+lose its slot shortly before it is needed again, and every step would read all of them: evicting the least recently used
+is the worst choice for a cycle. The best choice is to evict what is needed last (Belady's MIN), which is the tile that
+was just updated. So the first tiles keep their slots from one step to the next, and the others pass through the few
+slots that are left. With s slots, a step need not read s - 3 of the records, and with a slot for each record it reads
+none.
 """
 
 from __future__ import annotations
