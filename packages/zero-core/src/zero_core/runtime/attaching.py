@@ -74,8 +74,8 @@ class Attachment:
         the number of its parameter whose gradient is complete."""
         for node in nodes:
             self._handles += [
-                node.module.register_forward_pre_hook(not_traced(partial(before, node), node.module), prepend=True),
-                node.module.register_forward_hook(not_traced(partial(after, node), node.module), always_call=True),
+                node.module.register_forward_pre_hook(not_traced(partial(before, node)), prepend=True),
+                node.module.register_forward_hook(not_traced(partial(after, node)), always_call=True),
             ]
             refuse_copies(node.module)
         for module in {id(module): module for _, module, _, _ in self._owners}.values():

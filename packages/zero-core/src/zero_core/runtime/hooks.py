@@ -311,13 +311,9 @@ class Engine:
         """A gradient reached an output that reentrant checkpointing computed anew: find the visit it stands for."""
         self.ranks.side.go_on()
         current = self._backward.current if self._backward is not None else None
-        if current is not None:
-            visit = current.pending(node.index)
-            if visit is not None:
-                self._open(current, visit)
-            return
-        for candidate in reversed(self._live):
-            candidate.begin_backward()
+        for candidate in reversed(self._live) if current is None else [current]:
+            if current is None:
+                candidate.begin_backward()
             visit = candidate.pending(node.index)
             if visit is not None:
                 self._open(candidate, visit)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -92,23 +91,9 @@ def tensors_of(value: Any, depth: int = 5) -> Iterator[Tensor]:
                 yield from tensors_of(getattr(value, name, None), depth - 1)
 
 
-def not_traced(hook: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+def not_traced(hook: Callable[..., Any]) -> Callable[..., Any]:
     """The hook, which torch.compile calls instead of tracing when it compiles the module.
 
-    torch._dynamo takes seconds to import, so it is asked only where somebody else has imported it or compiled.
+    This imports torch._dynamo, as the construction of any torch optimizer has done already.
     """
-    disable = functools.partial(torch.compiler.disable, reason=_NOT_TRACED)
-    if "torch._dynamo" in sys.modules or module._compiled_call_impl is not None:
-        return disable(hook)
-    disabled: list[Callable[..., Any]] = []
-
-    def called(*args: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return hook(*args)
-        if not disabled:
-            disabled.append(disable(hook))
-        return disabled[0](*args)
-
-    called._torchdynamo_disable = True  # type: ignore[attr-defined]
-    called._torchdynamo_disable_msg = _NOT_TRACED  # type: ignore[attr-defined]
-    return called
+    return torch.compiler.disable(hook, reason=_NOT_TRACED)
