@@ -163,10 +163,7 @@ class UnitMemory:
     def _begin(self) -> None:
         self._move("begin")
         with self._ending_on_error():
-            if self.brings_memory:
-                self.flat.untyped_storage().resize_(self.nbytes)
-            else:
-                self._memory = self.pool.take(self.layout.numel, self.dtype)
+            self._take()
             if self._swaps_in:
                 start, stop = self.layout.shard_range(self.ranks.shard.rank)
                 self._arrival = cast(SwapsIn, self.store).swap_in(self.index, self._whole[start:stop])
@@ -200,7 +197,7 @@ class UnitMemory:
         if self.residency is Residency.LENT:
             take_away(self.flat)
         elif memory is None:
-            self.flat.untyped_storage().resize_(0)
+            self._free()
         else:
             if self.residency is Residency.UNSHARDED:
                 take_away(self.flat)
@@ -215,6 +212,15 @@ class UnitMemory:
         except BaseException:
             self._end(failed=True)
             raise
+
+    def _take(self) -> None:
+        if self.brings_memory:
+            self.flat.untyped_storage().resize_(self.nbytes)
+        else:
+            self._memory = self.pool.take(self.layout.numel, self.dtype)
+
+    def _free(self) -> None:
+        self.flat.untyped_storage().resize_(0)
 
     @property
     def _whole(self) -> Tensor:
