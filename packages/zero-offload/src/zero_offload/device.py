@@ -48,7 +48,7 @@ def event(device: torch.device) -> Any:
 def _call(device: torch.device, name: str, host: Tensor, *options: int, way_out: str = "") -> None:
     module = torch.get_device_module(device)
     with module.device(device):
-        status = int(getattr(module.cudart(), name)(host.data_ptr(), *options))  # type: ignore[call-overload]
+        status = int(getattr(module.cudart(), name)(host.data_ptr(), *options))
     if status == 0:
         return
     with suppress(RuntimeError):  # torch leaves the error for the next kernel to report
