@@ -33,7 +33,7 @@ from ..errors import OffloadError
 from ..planning.budgets import POLICIES
 from ..planning.planner import Plan
 from ..store import TieredStore
-from ..streams import Streams, streams_of
+from ..streams import streams_of
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from .host_spill import HostSpill
 from .nvme_spill import NvmeSpill
@@ -228,8 +228,13 @@ def _spills(
 ) -> dict[str, Spill]:
     spills: dict[str, Spill] = {}
     if "host" in chosen:
-        streams, owned = _streams(store, device)
-        spills["host"] = _STAYS if streams is None else HostSpill(streams, owned=owned)
+        make = streams_of(device)
+        if store is not None and store.streams is not None:
+            spills["host"] = HostSpill(store.streams)
+        elif make is not None:
+            spills["host"] = HostSpill(make(torch.empty(0, dtype=torch.uint8)), owned=True)
+        else:  # nothing is apart
+            spills["host"] = _STAYS
     if "nvme" in chosen:
         if store is None or store.transfers is None:
             raise ActivationError(
@@ -240,11 +245,3 @@ def _spills(
         else:
             spills["nvme"] = QueuedSpill(store.transfers, store.streams, **sizes)
     return spills
-
-
-def _streams(store: TieredStore | None, device: torch.device) -> tuple[Streams | None, bool]:
-    """The store's, where it has a device apart; else the device's, to be owned. None: nothing is apart."""
-    if store is not None and store.streams is not None:
-        return store.streams, False
-    make = streams_of(device)
-    return (None if make is None else make(torch.empty(0, dtype=torch.uint8))), True

@@ -75,7 +75,7 @@ class NvmeSpill:
         self.host_bytes = slots * Arena.rounded(self._piece_bytes)  # of the slots
         memory, stop, release = self._memory()
         self._slots = Slots(memory.split(Arena.rounded(self._piece_bytes)))
-        self._unused: dict[int, list[Stored]] = {}  # by their size
+        self._unused: list[Stored] = []
         self._all: list[Stored] = []
         self._last: Callable[[], Any] = lambda: None
         self._failure: Exception | None = None
@@ -84,7 +84,7 @@ class NvmeSpill:
         self._open = True
         self.dropped: deque[tuple[Stored, list[_Piece]]] = deque()
         # Also when model and graphs are forgotten without a close(): the ByteStore may live on.
-        self._ending = Ending(self, partial(_give_back, stop, release, self._slots, self._all, self._unused))
+        self._ending = Ending(self, partial(_give_back, stop, release, self._slots, self._all))
 
     def _memory(self) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
         """(host_bytes,) uint8 for the slots; how to stop what uses them, and how to give them back."""
@@ -204,10 +204,12 @@ class NvmeSpill:
         lengths take the room of the longest. Raises BudgetError where there is none; what was set aside before stands.
         """
         with self._room:
-            enough = min((size for size, unused in self._unused.items() if unused and size >= nbytes), default=None)
-            if enough is not None:
-                return self._unused[enough].pop()
-            for stored in [stored for unused in self._unused.values() for stored in unused]:
+            enough = [stored for stored in self._unused if stored.nbytes >= nbytes]
+            if enough:
+                found = min(enough, key=lambda stored: stored.nbytes)
+                self._unused.remove(found)
+                return found
+            for stored in self._unused:
                 self._all.remove(stored)
                 stored.free()
             self._unused.clear()
@@ -228,7 +230,7 @@ class NvmeSpill:
                 slot.wait_changeable()
                 self._slots.give(slot)
             with self._room:
-                self._unused.setdefault(stored.nbytes, []).append(stored)
+                self._unused.append(stored)
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -253,11 +255,7 @@ def _copy(lane: Lane, into: Tensor, source: Tensor) -> None:
 
 
 def _give_back(
-    stop: Callable[[], None],
-    release: Callable[[], None],
-    slots: Slots[Tensor],
-    stored: list[Stored],
-    unused: dict[int, list[Stored]],
+    stop: Callable[[], None], release: Callable[[], None], slots: Slots[Tensor], stored: list[Stored]
 ) -> None:
     stop()
     with suppress(OSError):
@@ -268,4 +266,3 @@ def _give_back(
     release()
     slots.clear()
     stored.clear()
-    unused.clear()

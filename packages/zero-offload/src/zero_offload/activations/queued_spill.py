@@ -80,7 +80,7 @@ class QueuedSpill(ApartSpill, NvmeSpill):
         """Ask for the tensor to be written; its memory may be used anew in stream order."""
         with self._lock, self._guard():
             self._release_unwanted()
-            if self.dropped and not any(self._unused.values()):  # what died is still to be looked at
+            if self.dropped and not self._unused:  # what died is still to be looked at
                 self._follow(self._submit("swap_in", None, tensor))
             spilled, values = self._begin(tensor, what)
             self._leave(spilled, self._submit("swap_out", spilled, values))
