@@ -31,8 +31,8 @@ TEST_EXTRAS = {
     "zero-nvme": ["numpy"],
     "zero-optim-cpu": ["torch", "numpy"],
     "zero-core": ["torch", "numpy", "transformers", "safetensors"],
-    "zero-offload": ["torch", "numpy", "transformers"],
-    "zero-train": ["torch", "numpy", "transformers", "safetensors"],
+    "zero-offload": ["torch", "numpy", "transformers", "zstandard"],
+    "zero-train": ["torch", "numpy", "transformers", "safetensors", "zstandard"],
     "zero-sim": ["torch", "numpy"],
 }
 ON_SIM = ["tests/device", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/zero_sim"))]

@@ -65,7 +65,7 @@ def test_each_rank_reads_its_own_slices_only(tmp_path: Path) -> None:
     named = list(model.named_parameters())
     layout = UnitLayout.build("u", [(n, p.shape) for n, p in named], itemsize=4, shard_count=4)
     initialiser = Initialiser(model)
-    reader = next(iter(initialiser._recordings.values())).source(named[0][1])._reader
+    reader = next(iter(initialiser._recordings.values())).source(named[0][1]).reader
     shards, seen = [], 0
     for rank in range(4):
         shards.append(initialiser.shard(layout, [p for _, p in named], rank))

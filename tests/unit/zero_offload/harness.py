@@ -179,7 +179,7 @@ def make(
         placement if isinstance(placement, dict) and set(placement) & set(kinds) else dict.fromkeys(kinds, placement)
     )
     arguments.setdefault("tile_numel", TILE)
-    nvme = MemoryByteStore() if nvme is None else nvme
+    nvme = MemoryByteStore() if nvme is None else nvme or None  # False: none
     store = TieredStore(nvme=nvme, streams=simulated.streams(), **by_kind, **arguments)
     return Driver(store, **(driver or {}))
 

@@ -61,7 +61,7 @@ def test_what_is_counted_is_what_the_store_reserves(placements):
         counted = shards_of(MIXED, shape).place(by_kind, None)
         for tier, kind in itertools.product(TIERS, KINDS):
             assert counted.bytes_of(tier, kind) == truth.bytes_of(tier, kind), (tier, kind)
-        assert counted.arena_bytes == truth.arena_bytes and counted.nvme_bytes == truth.nvme_bytes
+        assert counted.arena_bytes == truth.arena_bytes and counted.extent_bytes("nvme") == truth.extent_bytes("nvme")
 
 
 NVME, SPLIT = dict.fromkeys(STATE_KINDS, "nvme"), dict.fromkeys(STATE_KINDS, PLACEMENTS[2])
@@ -135,16 +135,16 @@ def test_shards_are_padded_to_128_bytes_of_parameters():
 
 def test_parameters_on_nvme_are_read_for_forward_and_backward_of_every_micro_batch():
     counted = count(sizes(MI), Shape(accumulate=3), {**HOST, "parameters": "nvme"})
-    assert counted.read_bytes == 3 * 2 * 2 * MI
-    assert counted.write_bytes == counted.setup_write_bytes == 2 * MI
+    assert counted.read_bytes("nvme") == 3 * 2 * 2 * MI
+    assert counted.write_bytes("nvme") == counted.moved["nvme"]["setup"] == 2 * MI
 
 
 def test_gradients_on_nvme_are_written_narrow_first_and_wide_after():
     nvme = {**HOST, "gradients": "nvme"}
     one, three = (count(sizes(MI), Shape(accumulate=n), nvme) for n in (1, 3))
-    assert (one.write_bytes, one.read_bytes) == (2 * MI, 2 * MI)
-    assert (three.write_bytes, three.read_bytes) == ((2 + 4 + 4) * MI, (2 + 4 + 4) * MI)
-    assert one.setup_write_bytes == 0
+    assert one.write_bytes("nvme") == one.read_bytes("nvme") == 2 * MI
+    assert three.write_bytes("nvme") == three.read_bytes("nvme") == (2 + 4 + 4) * MI
+    assert one.moved["nvme"]["setup"] == 0
 
 
 def test_a_model_of_ten_thousand_units_counts_as_its_units_do():

@@ -34,7 +34,7 @@ def test_bytes_by_tier_and_kind() -> None:
     assert found.bytes_of("host", "gradients") == 4 * numel
     assert found.bytes_of("host", "buffers") == found.state_slots * 10 * 4 * MI + found.unit_slots * 16 * MI
     assert found.arena_bytes == sum(found.bytes_of("host", k) for k in ("parameters", "gradients", "buffers"))
-    assert found.nvme_bytes == 11 * numel
+    assert found.extent_bytes("nvme") == 11 * numel
 
 
 def test_slots_are_a_quarter_and_at_least_three() -> None:
@@ -84,10 +84,10 @@ def test_frozen_units_have_parameters_only() -> None:
     spec = ShardSpec("frozen", 4 * MI, torch.bfloat16, (Segment(0, 4 * MI, None, "w"),))
     found = plan_store([spec], bound_step(), parameters="nvme", gradients="nvme", optimizer="nvme")
     assert found.bytes_of("nvme", "optimizer") == found.bytes_of("nvme", "gradients") == 0
-    assert found.nvme_bytes == 8 * MI
+    assert found.extent_bytes("nvme") == 8 * MI
     assert found.state_slots == found.gradient_slots == 0
 
 
 def test_an_empty_shard_costs_nothing() -> None:
     found = plan_store([ShardSpec("none", 0, torch.float32, ())], bound_step(), parameters="nvme")
-    assert found.nvme_bytes == 0 and found.arena_bytes == 0
+    assert found.extent_bytes("nvme") == 0 and found.arena_bytes == 0

@@ -34,9 +34,21 @@ def test_the_dict_form_comes_back_and_leaves_out_what_is_not_known():
     assert Hardware.from_dict(values) == node
 
 
+def test_tiers_are_data_and_come_back_from_the_dict_form():
+    given = {"cold": {"gib": 8, "read_gbps": 2, "in_host_memory": True, "ratio": 1.2}, "nvme": {}, "remote": {}}
+    node = Hardware.from_dict({"host_gib": 24, "tiers": given})
+    assert list(node.tiers) == ["cold", "nvme", "remote"]
+    assert node.tier_rates("cold") == (2 * GB, None, None) and node.tiers["remote"].gib is None
+    assert Hardware.from_dict(node.to_dict()) == node
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"tiers": {"cold": {"gb": 8}}}, "tiers.cold has no key 'gb'; did you mean gib"),
+        ({"tiers": {"cold": {"ratio": 0}}}, "tiers.cold.ratio is 0"),
+        ({"tiers": {"nvme": {"gib": 8}}}, "tiers.nvme has keys of its own, such as nvme_gib"),
+        ({"tiers": {"host": {}}}, "tiers.host has keys of its own, such as host_gib"),
         ({"host_gb": 24}, "no key 'host_gb'; did you mean host_gib"),
         ({"nodes": 0}, "nodes is 0; it is a count of at least 1"),
         ({"nodes": 1.5}, "nodes is 1.5"),

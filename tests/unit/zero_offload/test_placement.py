@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zero_offload.errors import PlacementError
 from zero_offload.placement import place, shares
-from zero_offload.tier import Tier
+from zero_offload.tier import TIERS, Tier, tiers_with
 
 
 def test_a_tier_takes_everything() -> None:
@@ -45,16 +45,28 @@ def test_nonsense_is_refused(value: object, text: str) -> None:
     assert str(caught.value).startswith("optimizer")
 
 
+def test_other_tiers_follow_in_the_order_of_the_list() -> None:
+    """Fails if the order of a placement counted, or if only three names were known."""
+    tiers = tiers_with(["compressed", "remote"])
+    assert tiers == ("device", "host", "compressed", "remote", "nvme")
+    assert tiers_with(["nvme", "remote"])[2:] == ("nvme", "remote")
+    fractions = {"nvme": 0.25, "remote": 0.25, "host": 0.25, "compressed": 0.25}
+    assert place(fractions, [1] * 4, "x", tiers) == ("host", "compressed", "remote", "nvme")
+    with pytest.raises(PlacementError, match='"compressed", "remote", "nvme"'):
+        place("disk", [1], "x", tiers)
+    assert [tier.stored for tier in tiers] == [False, False, True, True, True]
+
+
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=40),
     st.tuples(*[st.floats(0, 1)] * 3).filter(lambda weights: sum(weights) > 0.1),
 )
 def test_tiers_never_get_faster_and_shares_are_met(sizes: list[int], weights: tuple[float, ...]) -> None:
-    fractions = {tier.value: weight / sum(weights) for tier, weight in zip(Tier, weights, strict=True)}
+    fractions = {tier.value: weight / sum(weights) for tier, weight in zip(TIERS, weights, strict=True)}
     tiers = place(fractions, sizes, "x")
-    order = list(Tier)
+    order = list(TIERS)
     positions = [order.index(tier) for tier in tiers]
     assert positions == sorted(positions)
-    for tier in Tier:
+    for tier in TIERS:
         placed = sum(size for size, where in zip(sizes, tiers, strict=True) if where is tier)
         assert abs(placed - fractions[tier.value] * sum(sizes)) <= max(sizes) + 1e-3

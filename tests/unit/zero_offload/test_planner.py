@@ -193,7 +193,7 @@ def test_activations_are_kept_where_there_is_room_and_go_down_where_there_is_not
     assert found.activations[0] == found.activations[-1] == "keep"  # embedding and head
     below = found.bytes_of("nvme", "activations")
     assert below == (24 * 2 * 2048 * tokens if expected == {"nvme"} else 0)
-    assert found.write_bytes_per_step == found.account.write_bytes + below
+    assert found.write_bytes_per_step == found.account.write_bytes("nvme") + below
 
 
 def test_activations_that_are_given_are_counted_as_they_are():
@@ -237,3 +237,50 @@ def test_what_several_ranks_keep_whole_is_counted(where):
     assert all(each.bytes_of("device", "buffers") >= 4 * numel for each in held)
     assert [each.bytes_of(where, "gradients") * (4 if s else 1) for s, each in enumerate(held)] == [2 * numel] * 4
     assert found(3, accumulate=4).held_back == 0
+
+
+def with_tier(**figures):
+    return Hardware(**LAPTOP.to_dict() | {"tiers": {"cold": figures}})
+
+
+def test_any_tier_has_a_row_a_budget_and_a_time():
+    """Fails if only nvme were counted as stored: the bytes, the slots, the table, or the seconds."""
+    kinds = {"parameters": "host", "gradients": "host", "tokens": 64}
+    rates = {"read_gbps": 1, "write_gbps": 1}
+    nvme, cold = (
+        plan(LLAMA, LAPTOP, **kinds, optimizer="nvme"),
+        plan(LLAMA, with_tier(**rates), **kinds, optimizer="cold"),
+    )
+    assert cold.bytes_of("cold", "optimizer") == nvme.bytes_of("nvme", "optimizer") > 0
+    assert cold.store.arena_bytes == nvme.store.arena_bytes and cold.slots == nvme.slots
+    assert cold.write_bytes_per_step == 0 < cold.account.write_bytes("cold") == nvme.write_bytes_per_step
+    assert cold.step_seconds > nvme.step_seconds and cold.prediction.busy["cold"] > cold.prediction.busy["nvme"] == 0
+    assert [row[0] for row in cold.table()] == ["GiB", "device", "host", "cold", "nvme"]
+    assert any(name == "cold read, written per step" for name, _ in cold.facts())
+    assert plan(LLAMA, with_tier(), **kinds, optimizer="cold").prediction is None  # its rates are not known
+    with pytest.raises(KeyError, match="'warm'"):
+        cold.bytes_of("warm", "optimizer")
+
+
+def test_a_tiers_budget_is_its_own_and_the_hosts_if_it_is_in_host_memory():
+    kinds = {"parameters": "host", "gradients": "host", "optimizer": "cold"}
+    states = plan(LLAMA, LAPTOP, optimizer="nvme").bytes_of("nvme", "optimizer") / GIB
+    assert plan(LLAMA, with_tier(gib=states), **kinds).total("cold") / GIB == states
+    with pytest.raises(PlanError, match=r"cold tier needs .*hardware\.tiers\.cold\.gib"):
+        plan(LLAMA, with_tier(gib=0.9 * states), **kinds)
+    assert fits(LLAMA, with_tier(gib=0.9 * states, ratio=1.2), **kinds)
+    least = plan(LLAMA, with_tier(), **kinds, slots=3).store.arena_bytes
+    room = {"slots": 3, "host_bytes": int(least + 1.05 * states * GIB)}
+    assert fits(LLAMA, with_tier(in_host_memory=True, ratio=1.2), **kinds, **room)
+    with pytest.raises(PlanError, match="host tier needs"):
+        plan(LLAMA, with_tier(in_host_memory=True), **kinds, slots=3, host_bytes=int(least + 0.95 * states * GIB))
+
+
+def test_an_unknown_tier_is_refused_with_those_that_are_known():
+    with pytest.raises(PlacementError, match='"host", "cold", "nvme"'):
+        plan(LLAMA, with_tier(), optimizer="warm")
+
+
+def test_auto_uses_no_tier_but_device_host_and_nvme():
+    found = plan(LLAMA, with_tier(gib=1000), tokens=2048)
+    assert found.total("cold") == 0

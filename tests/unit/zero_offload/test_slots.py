@@ -8,6 +8,7 @@ and so is an eviction of what is in use, a wait that nothing ends, or a version 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -205,6 +206,35 @@ def test_what_is_needed_last_goes_first() -> None:
     assert "".join(slot.key for slot in slots.idle()) == "dbac"
     assert slots.try_take("e") is held["d"] and slots.try_take("f") is None
     assert slots.try_take("f", steal=True) is held["b"]
+
+
+def test_what_another_thread_takes_hold_of_is_not_forgotten() -> None:
+    """The other thread gets its chance at the last moment. Fails if idle slots are looked up without the condition."""
+    armed, waiting, held = threading.Event(), threading.Event(), threading.Event()
+
+    class Condition(threading.Condition):
+        def __enter__(self) -> bool:
+            if armed.is_set() and threading.current_thread() is threading.main_thread():
+                armed.clear()
+                waiting.set()
+                held.wait(60)
+            return super().__enter__()
+
+    slots = Slots([Cell()], Condition(threading.RLock()))
+    slots.keep(slots.take("a"))
+    armed.set()
+
+    def other() -> None:
+        waiting.wait(60)
+        slots.hold("a")
+        held.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    slots.forget()
+    thread.join()
+    slot = slots.find("a")
+    assert slot is not None and slot.holders
 
 
 def test_an_error_in_flight_is_raised_by_whoever_takes_the_slot_and_then_it_is_free() -> None:

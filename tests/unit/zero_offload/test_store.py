@@ -13,6 +13,7 @@ import zero_core
 from zero_core.store import ShardStore, StoreContext
 from zero_offload import BudgetError, ClosedError, MemoryByteStore, OffloadError, PlacementError, TieredStore
 from zero_offload.planning.accounting import Shape
+from zero_offload.testing import FaultyByteStore
 
 from .harness import NUMELS, TILE, Driver, make, make_specs, same, threads
 
@@ -216,7 +217,7 @@ def test_one_micro_batch_takes_half_the_memory_of_gradients_and_has_the_same_bit
     assert same(sums.everything(), alone.everything()) and sums.norms == alone.norms
     half, whole = alone.store.describe(), sums.store.describe()
     assert 0 < 2 * half.bytes_of(placement, "gradients") == whole.bytes_of(placement, "gradients")
-    assert half.arena_bytes < whole.arena_bytes and half.nvme_bytes <= whole.nvme_bytes
+    assert half.arena_bytes < whole.arena_bytes and half.extent_bytes("nvme") <= whole.extent_bytes("nvme")
     sums.store.close()
     alone.store.close()
 
@@ -354,3 +355,44 @@ def test_stages_that_keep_every_unit_need_a_slot_for_each_on_nvme() -> None:
     model(torch.zeros(1, 64, dtype=torch.bfloat16)).sum().backward()
     sharded.step()
     sharded.close()
+
+
+def test_several_stored_tiers_have_the_bits_of_host_memory() -> None:
+    """Fails if a unit's parameters had one extent for all stored tiers, or if a tile went to another tier's store."""
+    placement = {"host": 0.2, "first": 0.3, "nvme": 0.25, "last": 0.25}
+    given = {
+        "first": MemoryByteStore(),
+        "nvme": FaultyByteStore(MemoryByteStore(), lazy=True),
+        "last": MemoryByteStore(),
+    }
+    driver = {"numels": (3 * TILE, 5 * TILE + 384, 896)}
+    one, several = make("host", driver=driver), make(placement, False, driver=driver, tiers=given)
+    plan = several.store.describe()
+    for tier in (*given, "host"):
+        assert all(plan.bytes_of(tier, kind) for kind in ("parameters", "gradients", "optimizer")), tier
+    middle = [unit for unit in plan.units if len(set(unit.parameter_tiers)) > 1]
+    assert middle, "no unit has parameters on several tiers"
+    for driver in (one, several):
+        for _ in range(3):
+            driver.step(accumulate=2)
+    assert one.norms == several.norms and one.losses == several.losses and same(one.everything(), several.everything())
+    stats = several.store.stats()
+    assert all(stats[f"{tier}_{verb}_bytes"] > 0 for tier in given for verb in ("read", "write"))
+    assert not given["nvme"].overtaken
+    for driver in (one, several):
+        driver.store.close()
+    assert not any(store._memory for store in (given["first"], given["nvme"].inner, given["last"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"optimizer": "remote"}, 'optimizer: \'remote\' is not a tier; known: "device", "host", "cold", "nvme"'),
+        ({"optimizer": {"cold": 0.5, "nvme": 0.5}}, "needs nvme=, a ByteStore such as"),
+        ({"tiers": {"host": MemoryByteStore()}}, "'host'.* is a tier already"),
+        ({"tiers": {"nvme": MemoryByteStore()}, "nvme": MemoryByteStore()}, "'nvme'.* is a tier already"),
+    ],
+)
+def test_tiers_that_are_not_there_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlacementError, match=text):
+        TieredStore(**{"tiers": {"cold": MemoryByteStore()}, **arguments})

@@ -56,7 +56,7 @@ def test_a_command_line_group_wins_over_the_recipe():
 
 
 @pytest.mark.parametrize(
-    "group", ["model", "data", "zero", "offload", "io", "optim", "precision", "hardware", "recipe"]
+    "group", ["model", "data", "zero", "offload", "tier", "io", "optim", "precision", "hardware", "recipe"]
 )
 def test_every_option_of_every_group_composes(group):
     options = sorted((config.folder() / group).glob("*.yaml"))

@@ -2,6 +2,7 @@
 
 from .activations import ActivationError, Activations, offload_activations
 from .advice import OutOfMemoryError, explained
+from .compressed_store import CompressedByteStore
 from .errors import BudgetError, ClosedError, OffloadError, PlacementError, SwapError
 from .memory_store import MemoryByteStore
 from .placement import place
@@ -25,6 +26,7 @@ __all__ = [
     "BudgetError",
     "ByteStore",
     "ClosedError",
+    "CompressedByteStore",
     "Field",
     "Hardware",
     "HardwareError",

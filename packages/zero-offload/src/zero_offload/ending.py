@@ -1,12 +1,12 @@
-"""The end of something with threads and extents: closed, forgotten, or still there when the interpreter exits.
+"""Ends something with threads and extents: on close(), when its owner is collected, or when the interpreter exits.
 
-Owns that it happens once, and on whose thread. What there is to do is its owner's.
+Owns that this happens once, and on which thread. What has to be done is the owner's.
 
 [Note: the collector's thread]
-Python's collector forgets an object wherever it happens to run: on the update thread, inside a lock of the ByteStore.
-Whoever joined that thread there, or gave an extent back, would wait for itself. So what is forgotten is ended by a
-thread made for it, which the interpreter waits for; close() and the exit do it themselves. A forked child does nothing:
-all of it is the parent's.
+Python's garbage collector runs on whichever thread happens to trigger it, for example on the update thread, inside a
+lock of the ByteStore. If the ending ran right there, that thread would join itself, or wait for a lock that it holds.
+So an object that is collected is ended on a new thread, which the interpreter waits for before it exits. close() and
+the exit run the ending on their own thread. A forked child does nothing: threads and extents are the parent's.
 """
 
 from __future__ import annotations

@@ -10,42 +10,44 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from .errors import PlacementError
-from .tier import Tier
+from .tier import TIERS, Tier
 
-__all__ = ["Placement", "place", "shares", "tier_at"]
+__all__ = ["Placement", "device_share", "place", "shares", "tier_at"]
 
-Placement = str | Tier | Mapping[str, float]
+Placement = str | Mapping[str, float]
 
 
-def shares(placement: Placement, kind: str) -> dict[Tier, float]:
-    """The fraction in each tier, fast to slow. Raises PlacementError naming `kind`, the value and what would do."""
-    known = ", ".join(f'"{tier.value}"' for tier in Tier)
-    if isinstance(placement, (str, Tier)):
+def shares(placement: Placement, kind: str, tiers: Sequence[Tier] = TIERS) -> dict[Tier, float]:
+    """The fraction in each of `tiers`, in their order, which is fast to slow.
+
+    Raises PlacementError naming `kind`, the value and what would do.
+    """
+    known = ", ".join(f'"{tier}"' for tier in tiers)
+    if isinstance(placement, str):
         placement = {placement: 1.0}
     if not isinstance(placement, Mapping) or not placement:
         raise PlacementError(
             f'{kind}={placement!r} is neither a tier ({known}) nor fractions {{"host": 0.37, "nvme": 0.63}}'
         )
-    found = dict.fromkeys(Tier, 0.0)
+    found = dict.fromkeys(tiers, 0.0)
     for name, share in placement.items():
-        try:
-            tier = Tier(name)
-        except ValueError:
-            raise PlacementError(f"{kind}: {name!r} is not a tier; known: {known}") from None
+        tier = Tier(name)
+        if tier not in found:
+            raise PlacementError(f"{kind}: {name!r} is not a tier; known: {known}")
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not math.isfinite(share) or share < 0:
-            raise PlacementError(f"{kind}: the fraction of {tier.value} is {share!r}; it is a number from 0 to 1")
+            raise PlacementError(f"{kind}: the fraction of {tier} is {share!r}; it is a number from 0 to 1")
         found[tier] = float(share)
     if not math.isclose(sum(found.values()), 1.0, abs_tol=1e-6):
         raise PlacementError(f"{kind}: the fractions {dict(placement)} add up to {sum(found.values()):g}, not to 1")
     return found
 
 
-def place(placement: Placement, sizes: Sequence[int], kind: str) -> tuple[Tier, ...]:
-    """The tier of each tile, given the tiles' sizes in their order: the first tiles are in the fastest tier.
+def place(placement: Placement, sizes: Sequence[int], kind: str, tiers: Sequence[Tier] = TIERS) -> tuple[Tier, ...]:
+    """The tier of each tile, given the tiles' sizes in their order: the first tiles are in the fastest of `tiers`.
 
     A tile goes where its middle lies, so that 0.37 of equal tiles is the first 37 % of them, to half a tile.
     """
-    fractions = shares(placement, kind)
+    fractions = shares(placement, kind, tiers)
     total, found, before = sum(sizes), [], 0
     for size in sizes:
         found.append(tier_at((before + size / 2) / total if total else 0.0, fractions))
@@ -57,3 +59,8 @@ def tier_at(middle: float, fractions: Mapping[Tier, float]) -> Tier:
     """The tier of a tile whose middle has the fraction `middle` of all elements before it."""
     bounds = zip(fractions, accumulate(fractions.values()), strict=True)
     return next(tier for tier, bound in bounds if middle < bound or math.isclose(bound, 1.0, abs_tol=1e-6))
+
+
+def device_share(placement: Placement) -> float:
+    """The fraction on the device."""
+    return placement.get("device", 0.0) if isinstance(placement, Mapping) else float(placement == "device")

@@ -12,19 +12,20 @@ Transfers and copies may be in flight into a slot (`filling`) and out of it (`le
 invariants hold, and tests/unit/zero_offload/test_slots.py tries every order of events for them:
 
 1. A held slot is never evicted.
-2. take() returns a slot only when nothing is in flight into it or out of it, so no value is overwritten before it was
-   written to its tier, and no read arrives in memory that has gone to another value.
-3. take() blocks only while every slot is held, or while it waits for a transfer. So whoever takes while it holds
-   nothing never deadlocks, with three slots or any other number.
-4. What is evicted is first what nobody wants, the longest unused one of it, and then what is needed last (the optimal
-   replacement of Belady, "A study of replacement algorithms", 1966, section on MIN: the order of uses is known here).
-   What is wanted goes only if the caller may `steal`.
+2. take() returns a slot only when nothing is in flight into it or out of it, or when `follow` has ordered the slot's
+   next use after that. So no value is overwritten before it is written to its tier, and no read lands in memory that
+   now belongs to another value.
+3. take() waits only until a transfer ends, or until somebody lets go of a slot. So a thread that holds no slot while it
+   waits cannot cause a deadlock, with three slots or any other number.
+4. take() prefers an empty slot, then values that nobody wants, those used longest ago first. If the caller may `steal`,
+   wanted values come next, those needed last first. This is the optimal replacement of Belady ("A study of replacement
+   algorithms", 1966, section on MIN), which is possible because the order of uses is known here.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -109,7 +110,10 @@ class Slots(Generic[Memory]):
         return iter(self._slots)
 
     def idle(self, *, steal: bool = True) -> list[Slot[Memory]]:
-        """The slots that nobody holds, in the order in which they are evicted; wanted ones only with `steal`."""
+        """The slots that nobody holds, in the order in which they are evicted; wanted ones only with `steal`.
+
+        It is true as long as the caller has the condition.
+        """
         idle = [slot for slot in self._slots if not slot.holders]
         unwanted = sorted((s for s in idle if s.due is None), key=lambda s: (s.key is not None, s.used))
         wanted = sorted((s for s in idle if s.due is not None), key=lambda s: s.due, reverse=True)
@@ -200,6 +204,13 @@ class Slots(Generic[Memory]):
         with self._condition:
             self._forget(slot)
             self.keep(slot, holder)
+
+    def forget(self, but: Collection[Hashable] = ()) -> None:
+        """Nobody will ask for what is kept, `but` for these keys. What is held stays held."""
+        with self._condition:
+            for slot in self.idle():
+                if slot.key is not None and slot.key not in but:
+                    self.give(slot)
 
     def drain(self) -> None:
         """Return when nothing is in flight. Raises the first error, after everything has ended."""

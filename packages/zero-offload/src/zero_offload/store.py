@@ -1,11 +1,12 @@
-"""`TieredStore`: zero-core's ShardStore over host memory and NVMe.
+"""`TieredStore`: zero-core's ShardStore over host memory, NVMe and any other tier.
 
 Owns the wiring and the order of calls. Bytes are the tiers', the background the pipeline's, arithmetic the step's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from .running.link import Link
 from .running.pipeline import Pipeline, TileTask, UpdateJob
 from .running.uploads import Arrival
 from .streams import Streams, arena_of, streams_of
-from .tier import Tier, Transfers
+from .tier import Stores, Tier, Transfers, tiers_with
 from .tiles.device_tier import DeviceTier
 from .tiles.footprint import StorePlan, UnitPlan, plan_store
 from .tiles.gradients import GradientStore
@@ -42,7 +43,7 @@ __all__ = ["TieredStore"]
 
 
 class TieredStore:
-    """Keeps a rank's shards on the tiers given, per kind: "device", "host", "nvme" or fractions of them.
+    """Keeps a rank's shards on the tiers given, per kind: "device", "host", "nvme", one of `tiers`, or fractions.
 
     nvme: a ByteStore such as zero_nvme.Slab; needed as soon as anything is on nvme. Its owner closes it.
     step: an UpdateStep such as zero_optim_cpu.CpuStep; None: the slow reference, TorchStep.
@@ -54,6 +55,8 @@ class TieredStore:
     accumulate: gradients of a unit that reach the store before a step; `plan` has its own. 1: a gradient takes the
         reduce dtype's bytes, and a second one before step() raises OffloadError; None, or more: 4 an element, for sums.
     streams: makes the Streams of a device apart from the host memory that they copy from; None: the compute device's.
+    tiers: more ByteStores, each by the name that placements give it, from fast to slow. They come between "host" and
+        "nvme". A store that is slower than nvme follows "nvme", which is given here then.
 
     On the CPU the device tier is host memory. On a device apart a tile's gradient is on the device iff its states are;
     its update then runs there, by torch's own optimizer, and has that one's bits, not the step's.
@@ -73,6 +76,7 @@ class TieredStore:
         overlap: bool = True,
         accumulate: int | None = None,
         streams: Callable[[Tensor], Streams] | None = None,
+        tiers: Mapping[str, ByteStore] | None = None,
     ) -> None:
         self._arguments: dict[str, Any] = dict(
             parameters=parameters, gradients=gradients, optimizer=optimizer, tile_numel=tile_numel, slots=slots,
@@ -81,11 +85,12 @@ class TieredStore:
         self._accumulate = accumulate if plan is None else plan.shape.arriving
         if plan is not None:
             self._arguments.update(_from_plan(plan))
+        given = _stored(tiers or {}, nvme)
+        self._arguments["tiers"] = names = tiers_with(given) if plan is None else plan.shape.tiers
         for kind in ("parameters", "gradients", "optimizer"):
-            if shares(self._arguments[kind], kind)[Tier.NVME] > 0 and nvme is None:
-                raise PlacementError(
-                    f"{kind}={self._arguments[kind]!r} needs nvme=, a ByteStore such as zero_nvme.Slab([path])"
-                )
+            for tier, share in shares(self._arguments[kind], kind, names).items():
+                if share > 0 and tier.stored and tier not in given:
+                    raise PlacementError(f"{kind}={self._arguments[kind]!r} needs {_argument(tier)}")
         check_tile_numel(self._arguments["tile_numel"])
         self.overlap = overlap
         self.step: UpdateStep = TorchStep() if step is None else step
@@ -93,11 +98,12 @@ class TieredStore:
         self.plan: StorePlan | None = None
         self._monitor = Monitor(self.timeline)
         self._make_streams = streams
-        self.transfers = None if nvme is None else Transfers(nvme, self.timeline)  # shared with activations
+        self._stores = Stores({name: Transfers(store, self.timeline) for name, store in given.items()})
+        self.transfers = self._stores.get(Tier.NVME)  # shared with activations
         self._taken: list[int] = []  # units whose first values attach has laid out
         self._order: list[int] = []
         self._early_asked = True  # until the first update there is nothing to expect
-        self._setup = (0, 0)
+        self._setup: dict[str, tuple[int, int]] = {}  # bytes that attach read and wrote, by tier
         self._closed = False
         self._ending: Ending | None = None
         self._link: Link | None = None  # to a device apart from the host
@@ -123,14 +129,15 @@ class TieredStore:
             self.step,
             prefetch_bytes=context.prefetch_bytes,
             shard_count=context.shard_count,
-            alignment=self.transfers.alignment if self.transfers is not None else 1,
+            alignment=math.lcm(*(transfers.alignment for transfers in self._stores.values())),
             landing_dtype=context.reduce_dtype if self._make_streams is not None else None,
             gradient_itemsize=ElementBytes(context.reduce_dtype, context.reduce_dtype).gradient(self._accumulate),
             **self._arguments,
         )
         self._check_slots(plan, context)
-        if self.transfers is not None and plan.nvme_bytes:
-            self.transfers.store.reserve(plan.nvme_bytes)
+        for tier, transfers in self._stores.items():
+            if nbytes := plan.extent_bytes(tier):
+                transfers.store.reserve(nbytes)
         self.plan, self._context = replace(plan, not_sharded=context.not_sharded), context
         self.timeline.rank, self._monitor.observer = context.rank, context.observer
         try:
@@ -144,31 +151,30 @@ class TieredStore:
             with suppress(Exception):
                 self.close()
             raise
-        if self.transfers is not None:
-            self._setup = (self.transfers.read_bytes, self.transfers.write_bytes)
+        self._setup = {tier: (each.read_bytes, each.write_bytes) for tier, each in self._stores.items()}
 
     def _check_slots(self, plan: StorePlan, context: StoreContext) -> None:
-        """Stages 0 to 2 on one rank keep what the store lends until the step, so every unit on nvme needs a slot."""
+        """Stages 0 to 2 on one rank keep what the store lends until the step, so every stored unit needs a slot."""
         streamed = [unit.spec.name for i, unit in enumerate(plan.units) if unit.streamed and i not in plan.own_slots]
         lends = context.keeps_parameters and context.shard_count == 1 and self._make_streams is None
         if lends and len(streamed) > plan.unit_slots:
             raise BudgetError(
-                f"stages 0 to 2 keep every unit in memory until the step, and {len(streamed)} units with parameters on "
-                f"nvme share {plan.unit_slots} slots of {gib(plan.unit_slot_bytes)}; use stage=3, or put parameters on "
-                'the "host", or raise prefetch_bytes to the bytes of all of them'
+                f"stages 0 to 2 keep every unit in memory until the step, and {len(streamed)} units whose "
+                f"parameters are stored share {plan.unit_slots} slots of {gib(plan.unit_slot_bytes)}; use stage=3, or "
+                'put parameters on the "host", or raise prefetch_bytes to the bytes of all of them'
             )
 
     def _build(self, plan: StorePlan, context: StoreContext) -> None:
-        """Reserve every byte, on nvme and in memory."""
-        nvme, monitor = self.transfers, self._monitor
+        """Reserve every byte, in memory and on the stored tiers."""
+        stores, monitor = self._stores, self._monitor
         self._arena = arena = arena_of(context.device, plan.arena_bytes)
         streams, device = None, None
         if self._make_streams is not None:
             streams = self._make_streams(arena.whole())
             device = DeviceTier(streams, plan, [arena.take(plan.mirror_slot_bytes) for _ in range(plan.mirror_slots)])
-        self._parameters = ParameterStore(plan, arena, nvme, monitor, device)
-        self._states = StateStore(plan, arena, nvme, monitor)
-        self._gradients = GradientStore(plan, arena, nvme, self.step, monitor, context.reduce_dtype)
+        self._parameters = ParameterStore(plan, arena, stores, monitor, device)
+        self._states = StateStore(plan, arena, stores, monitor)
+        self._gradients = GradientStore(plan, arena, stores, self.step, monitor, context.reduce_dtype)
         self._values = Values(plan, self._parameters, self._states, self.step)
         told = {}
         if streams is not None and device is not None:
@@ -177,10 +183,10 @@ class TieredStore:
             told = {"enter_thread": streams.enter_thread, "unit_done": self._link.up.poll}
             self.swaps_in = True
         self._pipeline = pipeline = Pipeline(
-            self._parameters, self._gradients, self._states, self.step, monitor, nvme, **told
+            self._parameters, self._gradients, self._states, self.step, monitor, stores, **told
         )
         # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
-        self._ending = Ending(self, partial(_shut_down, pipeline, nvme, self._link, arena))
+        self._ending = Ending(self, partial(_shut_down, pipeline, stores, self._link, arena))
 
     def _lay_out(self, optimizer: torch.optim.Optimizer, initial: Callable[[int], Tensor]) -> None:
         """Take over every shard in order, one in memory at a time; a device apart asks for those that it keeps."""
@@ -399,17 +405,20 @@ class TieredStore:
     def stats(self) -> dict[str, Any]:
         """Sums since attach (whose own writes are `setup_write_bytes`); take differences for one step.
 
-        nvme_read_bytes, nvme_write_bytes; exposed_seconds: the training thread waited; host_bytes: the arena;
-        device_bytes: what is placed on the device, and what passes through it; link_up_bytes, link_down_bytes: copied
-        to the device and from it; huge_pages: "ok", or why the kernel refused them to the arena, which costs direct I/O
-        speed and no bits.
+        nvme_read_bytes, nvme_write_bytes, and the same of every other stored tier; exposed_seconds: the training thread
+        waited; host_bytes: the arena; device_bytes: what is placed on the device, and what passes through it;
+        link_up_bytes, link_down_bytes: copied to the device and from it; huge_pages: "ok", or why the kernel refused
+        them to the arena, which costs direct I/O speed and no bits.
         """
-        nvme, plan = self.transfers, self._plan
+        plan, moved = self._plan, {"nvme_read_bytes": 0, "nvme_write_bytes": 0}
+        for tier, transfers in self._stores.items():
+            read, written = self._setup.get(tier, (0, 0))
+            moved[f"{tier}_read_bytes"] = transfers.read_bytes - read
+            moved[f"{tier}_write_bytes"] = transfers.write_bytes - written
         device = sum(plan.bytes_of("device", kind) for kind in ("parameters", "gradients", "optimizer"))
         return {
-            "nvme_read_bytes": nvme.read_bytes - self._setup[0] if nvme else 0,
-            "nvme_write_bytes": nvme.write_bytes - self._setup[1] if nvme else 0,
-            "setup_write_bytes": self._setup[1],
+            **moved,
+            "setup_write_bytes": sum(written for _, written in self._setup.values()),
             "exposed_seconds": self._monitor.exposed_ns / 1e9,
             "host_bytes": self._arena.nbytes - (device if self._link is None else 0),
             "device_bytes": device + (self._link.device_bytes if self._link is not None else 0),
@@ -436,8 +445,8 @@ class TieredStore:
         self._monitor.stop()
         if self._ending is not None:
             self._ending()
-        elif self.transfers is not None:
-            self.transfers.free()  # attach failed before there was a background
+        else:
+            self._stores.free()  # attach failed before there was a background
 
     def _guard(self) -> _Guard:
         return _Guard(self._monitor)
@@ -457,15 +466,14 @@ class _Guard:
             self._monitor.fail(error)
 
 
-def _shut_down(pipeline: Pipeline, nvme: Transfers | None, link: Link | None, arena: Arena) -> None:
+def _shut_down(pipeline: Pipeline, stores: Stores, link: Link | None, arena: Arena) -> None:
     """End the background, then give extents and memory back."""
     with ExitStack() as ending:  # from the last to the first, each whatever those before it raised
         ending.callback(arena.close)
         if link is not None:
             ending.callback(link.close)
-        if nvme is not None:
-            ending.callback(nvme.free)
-            ending.callback(nvme.drain)
+        ending.callback(stores.free)
+        ending.callback(stores.drain)
         ending.callback(pipeline.close)
         if link is not None:
             ending.callback(link.down.close)  # it may wait for slots that the pipeline gives back
@@ -475,3 +483,17 @@ def _from_plan(plan: Any) -> dict[str, Any]:
     """The arguments that a `zero_offload.Plan` decides."""
     kinds = ("parameters", "gradients", "optimizer")
     return {kind: plan.placements[kind] for kind in kinds} | {"tile_numel": plan.tile_numel, "slots": plan.slots}
+
+
+def _stored(tiers: Mapping[str, ByteStore], nvme: ByteStore | None) -> dict[str, ByteStore]:
+    """Every ByteStore by the name of its tier."""
+    for name in tiers:
+        if not Tier(name).stored or (name == Tier.NVME and nvme is not None):
+            raise PlacementError(f"tiers={{{name!r}: ...}} is a tier already; give the ByteStore another name")
+    return dict(tiers) if nvme is None else {**tiers, str(Tier.NVME): nvme}
+
+
+def _argument(tier: Tier) -> str:
+    """The argument that a stored tier comes by."""
+    given = "nvme=" if tier == Tier.NVME else f'tiers={{"{tier}": ...}}'
+    return f"{given}, a ByteStore such as zero_nvme.Slab([path])"

@@ -1,6 +1,11 @@
-"""The tiers, and what a transfer to the slowest of them is. Owns counting, timing, naming and ordering of transfers.
+"""The tiers, and transfers to those that are stores of bytes. Owns their counting, timing, naming and ordering.
 
 A tier is where bytes are; which tile goes where is `placement`'s, who holds which buffer is the slot pools'.
+
+[Note: Tiers are data]
+The tiers of a store are a list of names from fast to slow: "device", "host", then one name for each `ByteStore` that it
+was given. "device" and "host" lend memory, in which a tile is used where it lies. Every other tier is `stored`: a tile
+is read into a buffer of host memory, used there, and written back. No code asks for a tier by name to find out which.
 """
 
 from __future__ import annotations
@@ -8,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from enum import Enum
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -17,15 +22,34 @@ from .errors import SwapError
 from .protocols import ByteStore, Extent, Ticket
 from .timeline import Timeline
 
-__all__ = ["Stored", "Tier", "Transfer", "Transfers"]
+__all__ = ["TIERS", "Stored", "Stores", "Tier", "Transfer", "Transfers", "tiers_with"]
 
 
-class Tier(str, Enum):
-    """From fast to slow. A tile's tier never changes while a store is attached."""
+class Tier(str):
+    """The name of a tier. A tile's tier never changes while a store is attached."""
 
-    DEVICE = "device"
-    HOST = "host"
-    NVME = "nvme"
+    DEVICE: ClassVar[Tier]
+    HOST: ClassVar[Tier]
+    NVME: ClassVar[Tier]
+
+    @property
+    def value(self) -> str:
+        """The name alone."""
+        return str(self)
+
+    @property
+    def stored(self) -> bool:
+        """Whether it is a ByteStore, which begins reads and writes; else it lends memory."""
+        return self not in (Tier.DEVICE, Tier.HOST)
+
+
+Tier.DEVICE, Tier.HOST, Tier.NVME = Tier("device"), Tier("host"), Tier("nvme")
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)
+
+
+def tiers_with(stored: Iterable[str]) -> tuple[Tier, ...]:
+    """All tiers, fast to slow, with the `stored` ones between "host" and "nvme", unless "nvme" is one of them."""
+    return tuple(dict.fromkeys((*TIERS[:2], *map(Tier, stored), Tier.NVME)))
 
 
 class Transfer:
@@ -214,3 +238,21 @@ class Transfers:
     @property
     def write_bytes(self) -> int:
         return self._write_bytes
+
+
+class Stores(dict[str, Transfers]):
+    """The transfers of every stored tier that there is, by its name."""
+
+    def poll(self) -> bool:
+        """As `Transfers.poll`."""
+        return any([transfers.poll() for transfers in self.values()])
+
+    def drain(self) -> None:
+        """As `Transfers.drain`."""
+        for transfers in self.values():
+            transfers.drain()
+
+    def free(self) -> None:
+        """As `Transfers.free`."""
+        for transfers in self.values():
+            transfers.free()

@@ -18,7 +18,6 @@ from typing import Any
 from zero_train.errors import ConfigError, choices
 from zero_train.schema import Config
 
-TIERS = ("device", "host", "nvme")
 STATE_KINDS = ("parameters", "gradients", "optimizer")
 ACTIVATIONS = ("keep", "recompute", "host", "nvme")
 EXTRAS = {"zero_nvme": "nvme", "zero_optim_cpu": "cpu", "transformers": "hf"}
@@ -48,8 +47,15 @@ def values(config: Config) -> None:
         _device(config.hardware.device)
     if config.io.backend != "auto" and importlib.util.find_spec("zero_nvme") is not None:
         _backend(config.io.backend)
+    for name, given in config.offload.tiers.items():
+        if not (isinstance(given, Mapping) and "." in str(given.get("_target_", ""))):
+            raise ConfigError(
+                f"offload.tiers.{name}={given} has no `_target_` that names the class of a ByteStore with its module; "
+                "write one as in conf/tier/compressed.yaml"
+            )
+    known = tuple(dict.fromkeys(("device", "host", *config.offload.tiers, "nvme")))
     for kind in STATE_KINDS:
-        _placement(f"offload.{kind}", getattr(config.offload, kind))
+        _placement(f"offload.{kind}", getattr(config.offload, kind), known)
     _activations(config)
     splits = config.precision.states.startswith("split") and config.offload.kind != "none"
     if splits and config.precision.parameters in ("fp32", "fp16"):
@@ -135,6 +141,12 @@ def activations(config: Config) -> tuple[str, ...]:
 def on(placement: Any, tier: str) -> bool:
     """Returns whether a placement, which is a tier or fractions of tiers, puts anything on `tier`."""
     return placement.get(tier, 0) > 0 if isinstance(placement, Mapping) else placement == tier
+
+
+def uses_tiers(config: Config) -> bool:
+    """Returns whether a placement names one of offload.tiers. The planner chooses none of them by itself."""
+    names = ((kind, tier) for kind in STATE_KINDS for tier in config.offload.tiers)
+    return config.offload.kind == "placed" and any(on(getattr(config.offload, kind), tier) for kind, tier in names)
 
 
 def nvme_paths(config: Config, local_rank: int) -> list[Path]:
@@ -243,12 +255,12 @@ def _activations(config: Config) -> None:
         )
 
 
-def _placement(key: str, placement: Any) -> None:
+def _placement(key: str, placement: Any, tiers: Sequence[str]) -> None:
     shares = {placement: 1} if isinstance(placement, str) else placement
     if not isinstance(shares, Mapping) or not shares:
         raise ConfigError(f"{key}={placement} is neither a tier nor fractions such as {{host: 0.5, nvme: 0.5}}")
     for tier, fraction in shares.items():
-        _named(key, tier, TIERS)
+        _named(key, tier, tiers)
         if not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
             raise ConfigError(f"{key}: the fraction on {tier} is {fraction}; it must lie between 0 and 1")
     if abs(sum(shares.values()) - 1) > 1e-6:

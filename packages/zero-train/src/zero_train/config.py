@@ -176,7 +176,7 @@ def keys() -> Iterator[str]:
             yield section.name
         for key in dataclasses.fields(cast(Any, section.default_factory)):
             yield f"{section.name}.{key.name}"
-    yield "recipe"
+    yield from ("tier", "recipe")
 
 
 def _parsed(words: Sequence[str]) -> list[Override]:

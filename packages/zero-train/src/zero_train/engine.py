@@ -6,7 +6,8 @@ loop and no data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -160,7 +161,7 @@ def assembled(draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Rank
         paths = checks.nvme_paths(config, ranks.local_rank)
         slab = make_slab(config, paths, stack) if plan.total("nvme") else None
         try:
-            store = make_store(config, draft, plan, slab)
+            store = make_store(config, draft, plan, slab, make_tiers(config, plan, ranks, stack))
             if store is not None:
                 stack.callback(store.close)
             timeline = zero_offload.Timeline(rank=ranks.rank) if store is None else store.timeline
@@ -193,13 +194,43 @@ def assembled(draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Rank
         yield Assembled(draft.model, optimizer, store, timeline, resident, remarks)
 
 
-def make_store(config: Config, draft: Draft, plan: zero_offload.Plan, slab: Any | None) -> Any | None:
+def make_store(
+    config: Config, draft: Draft, plan: zero_offload.Plan, slab: Any | None, tiers: Mapping[str, Any] | None = None
+) -> Any | None:
     """Returns the planned zero_offload.TieredStore, or None if all states stay on the device, which needs none."""
     if draft.step is None or not plan.needs_store:
         return None
     return zero_offload.TieredStore(
-        plan=plan, nvme=slab, step=draft.step, host_bytes=config.offload.host_bytes, overlap=config.offload.overlap
+        plan=plan,
+        nvme=slab,
+        tiers=tiers,
+        step=draft.step,
+        host_bytes=config.offload.host_bytes,
+        overlap=config.offload.overlap,
     )
+
+
+def make_tiers(config: Config, plan: zero_offload.Plan, ranks: Ranks, stack: ExitStack) -> dict[str, Any]:
+    """Returns the ByteStore of each of offload.tiers that the plan uses. `stack` closes them.
+
+    Raises:
+        ConfigError: a class does not exist, or refuses its arguments.
+    """
+    found = {}
+    for name, given in config.offload.tiers.items():
+        if plan.total(name):
+            module, _, made = str(given["_target_"]).rpartition(".")
+            arguments = {
+                key: value.replace("{local_rank}", str(ranks.local_rank)) if isinstance(value, str) else value
+                for key, value in given.items()
+                if key != "_target_"
+            }
+            try:
+                found[name] = getattr(importlib.import_module(module), made)(**arguments)
+            except (ImportError, AttributeError, OSError, ValueError, TypeError) as error:
+                raise ConfigError(f"offload.tiers.{name}: {error}; change offload.tiers.{name}") from error
+            stack.callback(found[name].close)
+    return found
 
 
 def make_slab(config: Config, paths: Sequence[Path], stack: ExitStack) -> Any:

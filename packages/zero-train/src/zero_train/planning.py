@@ -41,6 +41,9 @@ def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
         facts.setdefault("nvme_gib", min(checks.free_bytes(path) for path in paths) / GIB)
         every = {path for rank in range(int(facts["ranks_per_node"])) for path in checks.nvme_paths(config, rank)}
         facts.setdefault("nvme_paths", len(every))
+    names = (*config.hardware.tiers, *config.offload.tiers)  # in the order in which the hardware names them
+    known = [name for name in dict.fromkeys(names) if name in (*config.offload.tiers, "nvme")]
+    facts["tiers"] = {name: config.hardware.tiers.get(name) or {} for name in known}
     try:
         return zero_offload.Hardware(**facts)
     except ValueError as error:
@@ -151,6 +154,10 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
     if reason := checks.auto_without_nvme(config):
         lines.append(f"offload=auto planned without nvme: {reason}; name a folder with offload.nvme_paths=[…]")
     lines.append(f"each step reads {plan.read_bytes_per_step * count / 1e9:.2f} GB back")
+    for tier, moved in plan.account.moved.items():
+        if tier != "nvme" and any(moved.values()):
+            read, stored = (total(tier) * count / 1e9 for total in (plan.account.read_bytes, plan.account.write_bytes))
+            lines.append(f"each step reads {read:.2f} GB from the {tier} tier and writes {stored:.2f} GB to it")
     if plan.step_seconds is not None:
         lines.append(f"predicted step: {plan.step_seconds:.3g} s, {plan.exposed_seconds or 0:.3g} s of it exposed")
     if plan.held_back:
@@ -187,5 +194,5 @@ def checkpoint_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> i
     if not config.run.checkpoint_every:
         return 0
     count = -(-config.run.steps // config.run.checkpoint_every)
-    each = sum(plan.bytes_of(tier, kind) for tier in checks.TIERS for kind in ("optimizer", "parameters"))
+    each = sum(plan.bytes_of(tier, kind) for tier in plan.shape.tiers for kind in ("optimizer", "parameters"))
     return count * each * described_ranks(plan.hardware, config, ranks)

@@ -154,13 +154,16 @@ class OffloadConfig:
     kind: str = _one_of("none", "placed", "auto")
     """none: keep all on the device. placed: use the next three keys. auto: let the planner choose the tiers."""
     parameters: Any = "host"
-    """device, host or nvme, or fractions of the tiles: {host: 0.37, nvme: 0.63}."""
+    """device, host, nvme or one of offload.tiers, or fractions of the tiles: {host: 0.37, nvme: 0.63}."""
     gradients: Any = "host"
-    """device, host or nvme, or fractions."""
+    """device, host, nvme or one of offload.tiers, or fractions."""
     optimizer: Any = "host"
-    """device, host or nvme, or fractions. Master weights are optimizer states."""
+    """device, host, nvme or one of offload.tiers, or fractions. Master weights are optimizer states."""
     nvme_paths: Any = field(default_factory=list)
     """Folders that hold the slab, one file in each. `{local_rank}` is filled in. Empty: the run folder."""
+    tiers: dict[str, Any] = field(default_factory=dict)
+    """More tiers by name, between host and nvme: `_target_` names the class of a ByteStore, the rest are its arguments,
+    in which `{local_rank}` is filled in. Each file of conf/tier describes one."""
     activations: Any = None
     """What a block keeps for its backward. keep: everything. recompute: its input, on the device. host, nvme: its input
     there. auto: planned. A list: one policy for each unit. null: recompute if model.checkpointing, else keep."""
@@ -271,6 +274,9 @@ class HardwareConfig:
     """GB/s that a collective moves for one rank."""
     nvme_endurance_tb: Optional[float] = None
     """Terabytes that may be written to one path in its lifetime, as rated by its maker."""
+    tiers: dict[str, Any] = field(default_factory=dict)
+    """Figures of offload.tiers by name, of one rank: gib, read_gbps, write_gbps, in_host_memory (it counts against
+    host_gib too) and ratio (bytes that one byte there holds). null: no limit of its own, or not known."""
 
 
 @dataclass

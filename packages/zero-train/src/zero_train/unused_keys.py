@@ -52,6 +52,12 @@ TABLE = (
         "choose offload=host or nvme, whose placements these keys change",
     ),
     Row(
+        "tier",
+        "offload",
+        checks.uses_tiers,
+        "place something there, for instance with offload=host offload.optimizer=NAME",
+    ),
+    Row(
         "offload.tile_numel offload.slots offload.overlap optim.threads precision.states",
         "offload",
         "host auto",

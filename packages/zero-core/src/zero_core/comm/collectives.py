@@ -59,10 +59,10 @@ class Collectives(Protocol):
         """
 
     def arrives_as(self, part: Tensor) -> Tensor:
-        """(n,) of the same dtype: what every rank finds in its `whole` for this `part`, bit for bit. `part` if exact.
+        """What a gather that is not `exact` leaves in every rank's `whole` for this `part`: (n,), same dtype and bits.
 
-        Calls no collective. It tells which elements of a gathered parameter were written since, so that the masters of
-        the others keep their values.
+        Returns `part` if such a gather is exact too. Calls no collective. An element of a gathered parameter that is
+        not as it arrived was written since. Only the masters of such elements change, and all others keep their values.
         """
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, tag: int) -> Work:

@@ -1,12 +1,13 @@
-"""A rank that waits for others long says so: in which call, for which unit, from which line. Ranks that crossed raise.
+"""Warns of a long wait for other ranks: in which call, for which unit, from which line. Raises if calls crossed.
 
-Owns the one thread that looks at the clock, and what ranks write into the process group's store for each other.
+Owns the one thread that watches the clock, and what ranks write into the process group's store for each other.
 
 [Note: crossing ranks]
-Every rank numbers its collectives. One that has waited `SECONDS` logs a warning, writes its last calls into the store,
-and from then on reads what others wrote. Where two ranks' n-th calls differ neither can go on: it makes gloo fail its
-connections, which ends this rank's wait and the others', and each raises the two calls by name. Nothing is written or
-read before that, so a collective pays for a dictionary entry and a tuple.
+Every rank numbers its collectives. A rank that has waited for `SECONDS` logs a warning, writes its latest calls into
+the store, and from then on reads what other ranks have written there. If its n-th call is not the n-th call of another
+rank, neither of them can go on. The rank then makes gloo fail its connections, which ends its own wait and the waits of
+the others, and each raises an error that names the two calls. Nothing is written or read before a rank has waited that
+long, so a collective normally costs only a dictionary entry and a tuple.
 """
 
 from __future__ import annotations

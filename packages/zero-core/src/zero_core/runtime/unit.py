@@ -67,10 +67,11 @@ class Unit(UnitMemory):
             parameter.__class__ = sharded_class(kind)
 
     def keep_written(self) -> None:
-        """What a visit wrote goes to the store. To be called when the visit is over, with the memory still there.
+        """Give the store what a visit wrote. Call it when the visit is over, while the memory is still there.
 
-        Where that was the store's own, what was there before is gone: every written parameter is kept whole, which
-        costs a 16-bit one the low bits of its masters, and later visits get a copy.
+        If the visit wrote into memory that the store lent, the old values are gone, and nothing tells which elements
+        changed. Each parameter that was written is then kept whole, and in a 16-bit dtype all of its masters lose their
+        low bits. Later visits get a copy, so this happens once.
         """
         start, stop = self.layout.shard_range(self.ranks.shard.rank)
         mine = self.flat.detach()[start:stop].clone()

@@ -1,8 +1,9 @@
-"""What was written into parameters outside of `step()`: whether every rank wrote the same, and what nothing kept.
+"""Writes into parameters outside of `step()`: whether every rank wrote the same, and which writes would be lost.
 
-Owns what the next step compares. Each rank keeps its own slice of what it wrote, so ranks that write different values
-would make a parameter that no rank wrote. What a forward writes through `p.data` moves no version counter: the first
-visit of a unit compares its values, and the step refuses.
+Owns what the next step compares. Each rank keeps only its own slice of what it wrote. If ranks write different values,
+the slices together make a parameter that no rank wrote, so the step compares digests and refuses. What a forward writes
+through `p.data` moves no version counter, so nothing would keep it. Some visits of a unit therefore compare its values
+before and after (see `Unit.enter`), and the step refuses if they differ.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 All figures are one rank's. What each tier holds is the `StorePlan`'s: the planner reads the one that `TieredStore`
 would build from.
 
-[Note: What a step moves on nvme]
+[Note: What a step moves on a stored tier]
     optimizer    the record of every trained tile is written once, and read once unless it stays in a slot
     parameters   read for each forward and each backward (stage 3), trained tiles written once by the update. Units that
                  are still in a slot are not read again, so the reads are an upper bound
@@ -27,14 +27,13 @@ from zero_core.memory import FP32_BYTES, ElementBytes
 from zero_core.store import lent_bytes
 
 from ..protocols import Field
-from ..tier import Tier
+from ..tier import TIERS, Tier
 from ..tiles.footprint import Shards, StorePlan, resident_slots
 from ..tiles.tile import round_up
 from .sizes import ModelSizes, UnitSizes
 
-__all__ = ["TIERS", "Account", "AdamLayout", "Held", "Shape", "account", "shards_of", "update_bytes"]
+__all__ = ["Account", "AdamLayout", "Held", "Shape", "account", "shards_of", "update_bytes"]
 
-TIERS = tuple(tier.value for tier in Tier)
 Held = Mapping[tuple[str, str], int]  # bytes by tier and kind
 
 
@@ -58,7 +57,7 @@ class Shape:
     reduce_dtype: torch.dtype = torch.bfloat16
     shard_count: int = 1
     tile_numel: int = 1 << 22
-    alignment: int = 4096  # bytes, of an extent on nvme
+    alignment: int = 4096  # bytes, of an extent
     accumulate: int = 1  # micro-batches a step
     stage: int = 3
     replicas: int = 1  # ranks that hold the same shard
@@ -67,6 +66,7 @@ class Shape:
     resident_bytes: int = 0
     step: Any = field(default_factory=AdamLayout)  # an UpdateStep, or as much of one as AdamLayout is
     apart: bool = False  # the device tier is not host memory
+    tiers: tuple[Tier, ...] = TIERS  # fast to slow
 
     @property
     def ranks(self) -> int:
@@ -108,57 +108,62 @@ def shards_of(sizes: ModelSizes, shape: Shape) -> Shards:
         alignment=shape.alignment,
         landing_dtype=shape.reduce_dtype if shape.apart else None,
         gradient_itemsize=shape.gradient_itemsize,
+        tiers=shape.tiers,
     )
 
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes that one step moves. `moved`: on nvme, by purpose; `updated`: memory traffic of the update."""
+    """Bytes that one step moves. `moved`: by stored tier and purpose; `updated`: memory traffic of the update."""
 
-    moved: Mapping[str, int]
+    moved: Mapping[str, Mapping[str, int]]
     updated: Mapping[str, int]  # by where the update runs: device or host
-    setup_write_bytes: int
 
-    @property
-    def read_bytes(self) -> int:
-        return sum(n for purpose, n in self.moved.items() if purpose.endswith("_read"))
+    def read_bytes(self, tier: str) -> int:
+        return sum(n for purpose, n in self.moved[tier].items() if purpose.endswith("_read"))
 
-    @property
-    def write_bytes(self) -> int:
-        return sum(n for purpose, n in self.moved.items() if purpose.endswith("_write"))
+    def write_bytes(self, tier: str) -> int:
+        return sum(n for purpose, n in self.moved[tier].items() if purpose.endswith("_write"))
 
 
 def account(plan: StorePlan, shape: Shape) -> Account:
     """Add up what a step moves of the store's plan."""
-    updated, extents, records = Counter[str](), Counter[str](), 0
+    updated, extents, records = Counter[str](), Counter[tuple[str, str]](), 0
     size, align = shape.parameter_dtype.itemsize, plan.alignment
     on_device = device_update_bytes(shape, plan.state_values)
     for run in plan.runs:
         unit, count = run.unit, run.count
         updated["device"] += count * unit.whole_numel * on_device
-        extents["all parameters"] += count * round_up(unit.nvme_numel(unit.parameter_tiers) * size, align)
+        for tier, start, stop in unit.stored(unit.parameter_tiers):
+            extents[tier, "all parameters"] += count * round_up((stop - start) * size, align)
         for tile, record, parameter, gradient, state in unit.rows():
-            if parameter == Tier.NVME and tile.trainable:
-                extents["parameters"] += count * round_up(tile.numel * size, align)
-            if gradient == Tier.NVME and tile.trainable:
-                extents["reduced"] += count * round_up(tile.numel * shape.reduce_dtype.itemsize, align)
-                extents["summed"] += count * round_up(tile.numel * FP32_BYTES, align)
+            if tile.trainable:
+                extents[parameter, "parameters"] += count * round_up(tile.numel * size, align)
+                extents[gradient, "reduced"] += count * round_up(tile.numel * shape.reduce_dtype.itemsize, align)
+                extents[gradient, "summed"] += count * round_up(tile.numel * FP32_BYTES, align)
             if record is not None:
                 updated["device" if state == Tier.DEVICE else "host"] += count * update_bytes(shape, tile.numel)
-                records += count * (state == Tier.NVME)
-    optimizer, parameters = plan.bytes_of(Tier.NVME, "optimizer"), extents["all parameters"]
-    reduced, summed, later = extents["reduced"], extents["summed"], shape.arriving - 1
-    moved = {
-        "optimizer_read": max(0, optimizer - resident_slots(plan.state_slots, records) * plan.state_slot_bytes),
-        "optimizer_write": optimizer,
-        "forward_read": parameters * shape.accumulate,
-        "backward_read": parameters * shape.accumulate,
-        "parameters_write": extents["parameters"],
-        "accumulate_read": reduced + (later - 1) * summed if later else 0,
-        "gradients_read": summed if later else reduced,
-        "gradients_write": reduced + later * summed,
-    }
-    return Account(moved, {where: n for where, n in updated.items() if n}, parameters + optimizer)
+                records += count * state.stored
+    moved, resident = {}, resident_slots(plan.state_slots, records) * plan.state_slot_bytes  # those of the first tiers
+    for tier in plan.tiers:
+        if tier.stored:
+            kinds = ("all parameters", "parameters", "reduced", "summed")
+            whole, parameters, reduced, summed = (extents[tier, kind] for kind in kinds)
+            optimizer, later = plan.bytes_of(tier, "optimizer"), shape.arriving - 1
+            kept = min(optimizer, resident)
+            resident -= kept
+            moved[str(tier)] = {
+                "optimizer_read": optimizer - kept,
+                "optimizer_write": optimizer,
+                "forward_read": whole * shape.accumulate,
+                "backward_read": whole * shape.accumulate,
+                "parameters_write": parameters,
+                "accumulate_read": reduced + (later - 1) * summed if later else 0,
+                "gradients_read": summed if later else reduced,
+                "gradients_write": reduced + later * summed,
+                "setup": whole + optimizer,
+            }
+    return Account(moved, {where: n for where, n in updated.items() if n})
 
 
 def device_update_bytes(shape: Shape, states: int) -> int:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..placement import Placement, shares
-from ..tier import Tier
+from ..placement import Placement, device_share
 from ..tiles.footprint import STATE_KINDS
-from .accounting import TIERS, Held
+from .accounting import Held
 from .budgets import POLICIES, Budgets, activation_bytes, needed_bytes
 from .sizes import ModelSizes
 
@@ -46,7 +45,7 @@ def choose(
     tied = [kind for kind in DEMOTED[:2] if kind in ends]  # where its states are is where a tile's gradient is
     for kind in DEMOTED[:2]:
         if kind in given and tied and not budgets.shared:
-            ends[tied[0]]["device"] = shares(given[kind], kind)[Tier.DEVICE]
+            ends[tied[0]]["device"] = device_share(given[kind])
             tied = []
 
     def placements() -> dict[str, Placement]:
@@ -116,7 +115,7 @@ def choose_activations(
         kept = min(count, max(0, int((KEEP_SHARE * free - count * checkpoint) // max(1, saved - checkpoint))))
         return _of_blocks(sizes, ("recompute",) * (count - kept) + ("keep",) * kept)
     on_host = not room.shared and (count * checkpoint <= CHECKPOINT_SHARE * room.host or not room.nvme)
-    return _of_blocks(sizes, (TIERS[1] if on_host else TIERS[2],) * count)
+    return _of_blocks(sizes, ("host" if on_host else "nvme",) * count)
 
 
 def _of_blocks(sizes: ModelSizes, policies: Sequence[str]) -> tuple[str, ...]:

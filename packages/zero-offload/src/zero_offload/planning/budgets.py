@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ..errors import BudgetError, gib
+from ..tier import TIERS
 from ..tiles.footprint import SMALL_UNIT_BYTES, STATE_KINDS, StorePlan
-from .accounting import TIERS, Held, Shape
-from .hardware import Hardware
+from .accounting import Held, Shape
+from .hardware import GIB, Hardware, TierFigures
 from .sizes import ModelSizes
 
 POLICIES = ("keep", "recompute", "host", "nvme")
@@ -34,20 +35,27 @@ class PlanError(BudgetError, ValueError):
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes a rank may use on each tier. `shared`: the device tier is host memory and counts against `host`."""
+    """Bytes a rank may use on each tier. `shared`: the device tier is host memory and counts against `host`.
+
+    `tiers`: the other stored ones.
+    """
 
     device: int
     host: int
     nvme: int
     shared: bool
+    tiers: Mapping[str, TierFigures] = field(default_factory=dict)
 
     @classmethod
     def of_rank(cls, hardware: Hardware, host_bytes: int | None = None) -> Budgets:
         host = hardware.host_bytes if host_bytes is None else host_bytes
-        return cls(hardware.device_bytes, host, hardware.nvme_bytes, hardware.shares_host)
+        return cls(hardware.device_bytes, host, hardware.nvme_bytes, hardware.shares_host, hardware.tiers)
 
     def of(self, tier: str) -> int | None:
-        """Bytes of `tier`; None for a device that has no budget of its own."""
+        """Bytes of `tier`; None for one that has no budget of its own."""
+        if tier not in TIERS:
+            figures = self.tiers[tier]
+            return None if figures.gib is None else int(figures.gib * GIB * figures.ratio)
         if tier == "device" and self.shared:
             return None
         return int(getattr(self, tier))
@@ -89,7 +97,7 @@ def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) ->
     before a block is recomputed.
     """
     chosen = Counter(policy for unit, policy in zip(sizes.units, policies, strict=True) if unit.is_block)
-    found = {tier: sizes.checkpoint_bytes_per_token * tokens * chosen[tier] for tier in TIERS[1:]}
+    found = {tier: sizes.checkpoint_bytes_per_token * tokens * chosen[tier] for tier in ("host", "nvme")}
     working = sizes.working_bytes_per_token if chosen["keep"] < chosen.total() else 0
     found["device"] = tokens * (
         chosen["keep"] * sizes.saved_bytes_per_token
@@ -101,25 +109,30 @@ def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) ->
 
 def needed_bytes(held: Held, budgets: Budgets) -> dict[str, int]:
     """Bytes by tier that has a budget, device counted as host where they share."""
-    totals = dict.fromkeys(TIERS, 0)
-    for (tier, _), nbytes in held.items():
-        totals[tier] += nbytes
-    if budgets.shared:
-        totals["host"] += totals.pop("device")
-    return totals
+    tiers = (*TIERS, *(tier for tier in budgets.tiers if tier not in TIERS))
+    return {tier: sum(_kinds(tier, held, budgets).values()) for tier in tiers if budgets.of(tier) is not None}
+
+
+def _kinds(tier: str, held: Held, budgets: Budgets) -> Counter[str]:
+    """Bytes by kind that count against the budget of `tier`."""
+    counted = {tier: 1.0}
+    if tier == "host":
+        counted |= {"device": 1.0} if budgets.shared else {}
+        counted |= {name: 1 / figures.ratio for name, figures in budgets.tiers.items() if figures.in_host_memory}
+    kinds = Counter[str]()
+    for (where, kind), nbytes in held.items():
+        kinds[kind] += int(nbytes * counted.get(where, 0))
+    return kinds
 
 
 def check(held: Held, held_back: int, budgets: Budgets, hardware: Hardware) -> None:
-    """Raise `PlanError` for the first tier (device, host, nvme) that is too small."""
+    """Raise `PlanError` for the first tier (device, host, nvme, then the others) that is too small."""
     for tier, needed in needed_bytes(held, budgets).items():
         budget = budgets.of(tier)
         assert budget is not None
         if needed > budget:
-            tiers = ("device", "host") if budgets.shared and tier == "host" else (tier,)
-            kinds = Counter[str]()
-            for (where, kind), nbytes in held.items():
-                kinds[kind] += nbytes if where in tiers else 0
-            ways = _ways_out(tier, kinds, held_back if "device" in tiers else 0, budgets, hardware)
+            kinds, on_device = _kinds(tier, held, budgets), tier == "device" or (tier == "host" and budgets.shared)
+            ways = _ways_out(tier, kinds, held_back if on_device else 0, budgets, hardware)
             raise PlanError(tier, needed, budget, contents(kinds), ways)
 
 
@@ -133,6 +146,8 @@ def _ways_out(tier: str, kinds: Mapping[str, int], held_back: int, budgets: Budg
     """What to change, the nearest remedy first. `kinds`: bytes that `tier` would hold."""
     if tier == "nvme":
         return "give more nvme paths or room (hardware.nvme_gib, hardware.nvme_paths), or train on more nodes"
+    if tier in budgets.tiers:
+        return f"give it more room (hardware.tiers.{tier}.gib), or place less there"
     below = "host" if tier == "device" else "nvme"
     largest = max(STATE_KINDS, key=lambda kind: kinds[kind])
     ways = []

@@ -6,6 +6,7 @@ memory is free. It measures no speed (`probing` does) and makes no choice (the p
 [Note: Who shares what]
     device   memory, link and TFLOP/s are a rank's own
     host     memory and the update's bandwidth belong to the node; its ranks have equal shares
+    tiers    other stored tiers, from fast to slow: their figures are a rank's own
     nvme     capacity and bandwidth are given for one path. With at least as many paths as ranks a rank has
              ``paths // ranks`` of its own; with fewer, the ranks that share a path share its figures too.
     With ``device_gib=0`` the ranks compute on the CPU: their device tier *is* host memory, and both draw on one budget.
@@ -21,6 +22,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from ..tier import Tier
 
 GIB = 1 << 30
 GB = 10**9
@@ -45,6 +48,41 @@ def available_host_bytes() -> int:
 
 class HardwareError(ValueError):
     """A hardware description that cannot be: which key, its value, what would do."""
+
+
+def _quantity(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise HardwareError(f"{name} is {value!r}; it is a finite number")
+    if value < 0 or (value == 0 and not name.endswith("gib")):
+        raise HardwareError(f"{name} is {value}; give the figure, or leave it out where it is not known")
+
+
+def _check_keys(kind: type, values: Mapping[str, Any], what: str) -> None:
+    """Raises `HardwareError` naming a key that `kind` does not have, and the nearest one that it has."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(known))}"
+            raise HardwareError(f"{what} has no key {key!r}{hint}")
+
+
+@dataclass(frozen=True)
+class TierFigures:
+    """A stored tier that `Hardware` has no fields for. Figures are one rank's."""
+
+    gib: float | None = None  # None: it has no limit of its own
+    read_gbps: float | None = None
+    write_gbps: float | None = None
+    in_host_memory: bool = False  # what lies there is in host memory, and counts against that budget too
+    ratio: float = 1.0  # bytes that one byte there holds, for a tier that compresses
+
+    def check(self, tier: str) -> None:
+        """Raises `HardwareError` for a figure that cannot be."""
+        for name in ("gib", "read_gbps", "write_gbps", "ratio"):
+            value = getattr(self, name)
+            if value is not None or name == "ratio":
+                _quantity(f"tiers.{tier}.{name}", value)
 
 
 @dataclass(frozen=True)
@@ -72,6 +110,7 @@ class Hardware:
     nvme_mixed_gbps: float | None = None  # a path: reads plus writes when both are in flight; None: they take turns
     network_gbps: float | None = None  # a rank: what a collective moves
     nvme_endurance_tb: float | None = None  # a path: terabytes it is rated to take in its life
+    tiers: Mapping[str, TierFigures] = dataclasses.field(default_factory=dict)  # see `_set_tiers`
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -79,14 +118,25 @@ class Hardware:
             if field.name in ("nodes", "ranks_per_node", "nvme_paths"):
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise HardwareError(f"{field.name} is {value!r}; it is a count of at least 1")
-            elif field.name not in ("name", "device") and (value is not None or field.default is not None):
-                self._check_quantity(field.name, value)
+            elif field.name not in ("name", "device", "tiers") and (value is not None or field.default is not None):
+                _quantity(field.name, value)
+        self._set_tiers()
 
-    def _check_quantity(self, name: str, value: object) -> None:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-            raise HardwareError(f"{name} is {value!r}; it is a finite number")
-        if value < 0 or (value == 0 and not name.endswith("_gib")):
-            raise HardwareError(f"{name} is {value}; give the figure, or leave it out where it is not known")
+    def _set_tiers(self) -> None:
+        """Stored tiers by name, from fast to slow, as `TierFigures` or as mappings of those.
+
+        They lie between "host" and "nvme". A name "nvme" without figures among them says where nvme is in the order.
+        """
+        found = {}
+        for name, given in self.tiers.items():
+            if not isinstance(given, TierFigures):
+                _check_keys(TierFigures, given or {}, f"tiers.{name}")
+                given = TierFigures(**dict(given or {}))
+            given.check(name)
+            if not Tier(name).stored or (name == Tier.NVME and given != TierFigures()):
+                raise HardwareError(f"tiers.{name} has keys of its own, such as {name}_gib; give the figures there")
+            found[name] = given
+        object.__setattr__(self, "tiers", found)
 
     # -- counts and each rank's share; bytes and bytes a second -------------------------------------------------
 
@@ -135,19 +185,23 @@ class Hardware:
             return value * GB * self.paths_per_rank
         return value * GB
 
+    def tier_rates(self, tier: str) -> tuple[float | None, float | None, float | None]:
+        """Bytes a second of one rank that a stored tier reads, that it writes, and of both at once."""
+        if tier == Tier.NVME:
+            read, write, mixed = (self.rank_rate(f"nvme_{name}_gbps") for name in ("read", "write", "mixed"))
+            return read, write, mixed
+        figures = self.tiers[tier]
+        read, write = (None if rate is None else rate * GB for rate in (figures.read_gbps, figures.write_gbps))
+        return read, write, None
+
     # -- the dict form ------------------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, str | int | float]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain values for a YAML file; what is not known is left out. `from_dict` takes it back."""
-        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None and value != {}}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Hardware:
         """Raises `HardwareError` naming a key that does not exist, and the nearest one that does."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(known))}"
-                raise HardwareError(f"hardware has no key {key!r}{hint}")
+        _check_keys(cls, values, "hardware")
         return cls(**dict(values))

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from ..errors import gib
-from ..placement import Placement, shares
+from ..placement import Placement, device_share, shares
 from ..protocols import UpdateStep
-from ..tier import Tier
+from ..tier import Tier, tiers_with
 from ..tiles.footprint import KINDS, MINIMUM_SLOTS, StorePlan, check_device_shares
-from .accounting import TIERS, Account, AdamLayout, Held, Shape, account
+from .accounting import Account, AdamLayout, Held, Shape, account
 from .budgets import Budgets, PlanError, check, held_back_bytes
 from .hardware import Hardware
 from .prediction import Prediction, predict
@@ -64,9 +64,10 @@ class Plan:
         return shared or any(placement not in ("device", {"device": 1.0}) for placement in self.placements.values())
 
     def bytes_of(self, tier: str, kind: str) -> int:
-        """Bytes of `kind` (parameters, gradients, optimizer, buffers, activations) on `tier` (device, host, nvme)."""
-        if tier not in TIERS or kind not in (*KINDS, "activations"):
-            raise KeyError(f"no figure for {kind!r} on {tier!r}; tiers {TIERS}, kinds {(*KINDS, 'activations')}")
+        """Bytes of `kind` (parameters, gradients, optimizer, buffers, activations) on `tier`, not compressed."""
+        tiers = self.shape.tiers
+        if tier not in tiers or kind not in (*KINDS, "activations"):
+            raise KeyError(f"no figure for {kind!r} on {tier!r}; tiers {tiers}, kinds {(*KINDS, 'activations')}")
         return self.held.get((tier, kind), 0)
 
     def total(self, tier: str) -> int:
@@ -80,17 +81,17 @@ class Plan:
     @property
     def read_bytes_per_step(self) -> int:
         """Bytes this rank reads from nvme in one step, at most: what is still in a slot is not read."""
-        return self.account.read_bytes + self.activation_bytes_per_step
+        return self.account.read_bytes("nvme") + self.activation_bytes_per_step
 
     @property
     def write_bytes_per_step(self) -> int:
         """Bytes this rank writes to nvme in one step. Exact, but for activations."""
-        return self.account.write_bytes + self.activation_bytes_per_step
+        return self.account.write_bytes("nvme") + self.activation_bytes_per_step
 
     @property
     def setup_write_bytes(self) -> int:
         """Bytes this rank writes to nvme once, before the first step."""
-        return self.account.setup_write_bytes
+        return self.account.moved["nvme"]["setup"]
 
     def written_bytes(self, steps: int) -> int:
         """Bytes this rank writes to nvme in a run of `steps`."""
@@ -128,7 +129,7 @@ class Plan:
         """Rows to print: a header, then one a tier in GiB, by kind, its total and its budget ("-": none given)."""
         columns = (*KINDS, "activations")
         rows: list[tuple[str, ...]] = [("GiB", *columns, "total", "budget")]
-        for tier in TIERS:
+        for tier in self.shape.tiers:
             budget = self.budgets.of(tier) if self.budgets else None
             figures = (*(self.bytes_of(tier, kind) for kind in columns), self.total(tier))
             cells = [f"{nbytes / GIB:.3f}" for nbytes in figures]
@@ -154,6 +155,10 @@ class Plan:
             ("nvme written per step", f"{self.write_bytes_per_step / GIB:.2f} GiB"),
             ("nvme written by setup", f"{self.setup_write_bytes / GIB:.2f} GiB"),
         ]
+        for tier in self.account.moved:
+            if tier != "nvme" and self.total(tier):
+                moved = (self.account.read_bytes(tier), self.account.write_bytes(tier))
+                rows.append((f"{tier} read, written per step", " GiB, ".join(f"{n / GIB:.2f}" for n in moved) + " GiB"))
         if self.not_sharded:
             rows.append(("not sharded", self.told_of_not_sharded))
         if self.prediction:
@@ -194,7 +199,8 @@ def plan(
     """Plan one rank's memory and step.
 
     `model`: a module (on any device, meta too), `ModelSizes`, or elements per unit. Each placement is a tier,
-    fractions of the tiles, or "auto". `step` says what the optimizer states of a tile are (a bound `UpdateStep`);
+    fractions of the tiles, or "auto", which leaves it to the planner: it uses the device, host and nvme, and no tier of
+    `hardware.tiers`. `step` says what the optimizer states of a tile are (a bound `UpdateStep`);
     without it Adam in fp32. `units`, `prefetch_bytes`, `resident_bytes`, `stage`, dtypes: as given to
     `zero_core.shard`. `shard_count`: the ranks; None: those of `hardware`. At stage 0 they are replicas. `tokens`:
     of one rank's step, over its `accumulate` micro-batches. `no_sync`: all of them but the last run inside
@@ -205,8 +211,8 @@ def plan(
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
     """
-    apart = hardware is not None and not hardware.shares_host
-    given = _given(apart, parameters=parameters, gradients=gradients, optimizer=optimizer)
+    tiers, apart = tiers_with(hardware.tiers if hardware else ()), hardware is not None and not hardware.shares_host
+    given = _given(tiers, apart, parameters=parameters, gradients=gradients, optimizer=optimizer)
     if accumulate < 1 or tokens < 0:
         raise ValueError(
             f"tokens={tokens}, accumulate={accumulate}: tokens of a step, and at least one micro-batch in it"
@@ -227,6 +233,7 @@ def plan(
         resident_bytes=resident_bytes,
         step=AdamLayout() if step is None else step,
         apart=apart,
+        tiers=tiers,
     )
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
     sizes = ModelSizes.of(model, units, dtype)
@@ -265,7 +272,7 @@ def fits(model: nn.Module | ModelSizes | Sequence[int], hardware: Hardware, **op
     return True
 
 
-def _given(apart: bool, **wanted: str | Placement) -> dict[str, Placement]:
+def _given(tiers: Sequence[Tier], apart: bool, **wanted: str | Placement) -> dict[str, Placement]:
     """The placements that are not left to the planner.
 
     Raises PlacementError for one that cannot be, or that cannot be updated on a device `apart`, where what is left to
@@ -273,10 +280,10 @@ def _given(apart: bool, **wanted: str | Placement) -> dict[str, Placement]:
     """
     given = {kind: placement for kind, placement in wanted.items() if placement != "auto"}
     for kind, placement in given.items():
-        shares(placement, kind)
+        shares(placement, kind, tiers)
     states = given.get("optimizer", given.get("gradients"))
     if apart and states is not None:
-        device = shares(states, "optimizer")[Tier.DEVICE]
+        device = device_share(states)
         follows: Placement = {"device": device, "host": 1.0 - device}
         check_device_shares(given.get("parameters", "device"), given.get("gradients", follows), states)
     return given

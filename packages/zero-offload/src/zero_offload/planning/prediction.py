@@ -6,9 +6,10 @@ Owns the arithmetic of windows. Pure: takes bytes from `accounting` and rates fr
     forward    of the first micro-batch: states in and out, the update itself, parameters of the forward
     backward   parameters read again, gradients out; and as much of the state traffic as fits the slots, since the
                reads of the first tiles may start, and the writes of the last may end, in backward
-Within a window the resources (compute, nvme, link, network, the CPU's update) work side by side, so it lasts as long
-as its busiest one. Where the CPU is the compute device its update competes with compute: I/O hides, arithmetic adds.
-Where compute is apart from the host the windows have ends as well, which nothing hides: `timetable` has them by unit.
+Within a window the resources (compute, each stored tier, link, network, the CPU's update) work side by side, so it
+lasts as long as its busiest one. Where the CPU is the compute device its update competes with compute: I/O hides,
+arithmetic adds. Where compute is apart from the host the windows have ends as well, which nothing hides: `timetable`
+has them by unit. The rates of a tier that compresses are those that it reaches beside compute.
 A window is w FLOP per parameter and token: 2 for a forward, 4 for a backward, 6 for one that recomputes. Traffic of B
 bytes per parameter hides in it iff tokens ≥ B·F/(w·BW).
 """
@@ -58,10 +59,10 @@ def predict(
     `held`: bytes by tier and kind. `activations`: one policy a unit.
     """
     rates = _rates(account, shape, hardware)
-    if rates is None or nvme_seconds(hardware, held.get(("nvme", "activations"), 0), 0) is None:
+    if rates is None or transfer_seconds(hardware, "nvme", held.get(("nvme", "activations"), 0), 0) is None:
         return None
-    on_nvme = plan.bytes_of("nvme", "optimizer")
-    slips = min(1.0, plan.state_slots * plan.state_slot_bytes / on_nvme) if on_nvme else 0.0
+    stored = sum(plan.bytes_of(tier, "optimizer") for tier in account.moved)
+    slips = min(1.0, plan.state_slots * plan.state_slot_bytes / stored) if stored else 0.0
     step = _Step(sizes, shape, account, held, hardware, slips, *rates)
     again = sum(u.compute_numel for u, policy in zip(sizes.units, activations, strict=True) if policy != "keep")
     recomputed = again / sizes.compute_numel if sizes.compute_numel else 0.0
@@ -84,10 +85,11 @@ def predict(
     later = max(passes[1], *windows["forward"].values())
     back = max(passes[2], *(windows["backward"][lane] for lane in lanes))
     # State traffic that the slots let slip into backward must find room there; what does not waits in the forward.
-    overflow = windows["slipped"]["nvme"] - accumulate * (back - windows["backward"]["nvme"])
+    slipped = windows["slipped"]
+    overflow = max(slipped[tier] - accumulate * (back - windows["backward"][tier]) for tier in slipped)
     seconds = first + (accumulate - 1) * later + accumulate * back + passes[3] + max(0.0, overflow)
     busy = {
-        lane: windows["slipped"].get(lane, 0.0)
+        lane: slipped.get(lane, 0.0)
         + windows["first"][lane]
         + (accumulate - 1) * windows["forward"][lane]
         + accumulate * windows["backward"][lane]
@@ -97,7 +99,7 @@ def predict(
     if token_flop:
         aside = {key: nbytes for key, nbytes in held.items() if key[1] != "activations"}
         windows = replace(step, held=aside).windows()
-        slack = windows["slipped"]["nvme"] / accumulate + windows["backward"]["nvme"]
+        slack = max(slipped[tier] / accumulate + windows["backward"][tier] for tier in slipped)
         need = max(behind, *windows["first"].values()) / forward_each
         need = max(need, max(slack, *windows["backward"].values()) / backward_each)
         hides_from = -int(-need * accumulate // 1)
@@ -111,12 +113,11 @@ def predict(
     )
 
 
-def nvme_seconds(hardware: Hardware, read_bytes: float, write_bytes: float) -> float | None:
-    """Seconds that one rank's share of its nvme paths takes for these bytes; None: rates not known."""
+def transfer_seconds(hardware: Hardware, tier: str, read_bytes: float, write_bytes: float) -> float | None:
+    """Seconds that one rank's share of a stored tier takes for these bytes; None: rates not known."""
     if not read_bytes and not write_bytes:
         return 0.0
-    read, write = hardware.rank_rate("nvme_read_gbps"), hardware.rank_rate("nvme_write_gbps")
-    mixed = hardware.rank_rate("nvme_mixed_gbps")
+    read, write, mixed = hardware.tier_rates(tier)
     if read is None or write is None:
         return None
     if mixed is None:
@@ -138,7 +139,8 @@ def _rates(account: Account, shape: Shape, hardware: Hardware) -> list[float] | 
     )
     found = [hardware.rank_rate(name) if used else float("inf") for name, used in needed]
     rates = [rate for rate in found if rate is not None]
-    known = nvme_seconds(hardware, account.read_bytes, account.write_bytes) is not None
+    totals = {tier: (account.read_bytes(tier), account.write_bytes(tier)) for tier in account.moved}
+    known = None not in [transfer_seconds(hardware, tier, *moved) for tier, moved in totals.items()]
     return rates if known and len(rates) == len(found) else None
 
 
@@ -151,7 +153,7 @@ class _Step:
     account: Account
     held: Held
     hardware: Hardware
-    slips: float  # the share of the states on nvme that slots hold at once
+    slips: float  # the share of the stored states that slots hold at once
     flops: float
     link: float  # host to device
     link_out: float
@@ -163,36 +165,33 @@ class _Step:
         """Bytes that are not on the device."""
         return sum(nbytes for (tier, each), nbytes in self.held.items() if each == kind and tier != "device")
 
-    def nvme_seconds(self, read_bytes: float, write_bytes: float) -> float:
-        return nvme_seconds(self.hardware, read_bytes, write_bytes) or 0.0
-
     def windows(self) -> dict[str, dict[str, float]]:
         """Seconds of each resource in the first forward, a later one and a backward, and what slips to backward."""
-        moved, shape, accumulate = self.account.moved, self.shape, self.shape.accumulate
-        aside, away = self.held.get(("nvme", "activations"), 0), self.below("activations")
+        shape, accumulate, away = self.shape, self.shape.accumulate, self.below("activations")
         gather = self.sizes.numel * shape.parameter_dtype.itemsize * (shape.shard_count - 1) / shape.shard_count
-        states = self.nvme_seconds(moved["optimizer_read"], moved["optimizer_write"] + moved["parameters_write"])
         arrived = shape.arriving / accumulate  # the share of backwards that end in a reduction
         narrow = shape.reduce_dtype.itemsize / shape.gradient_itemsize
         parameters = self.below("parameters")
         up, down = parameters + away, self.below("gradients") * narrow * arrived  # bytes of a backward
         mixed = self.hardware.rank_rate("link_mixed_gbps") or float("inf")
-        forward = {
-            "nvme": self.nvme_seconds(moved["forward_read"] / accumulate, aside),
-            "link": max(parameters / self.link, away / self.link_out),
-            "network": gather / self.network,
-        }
+        forward = {"link": max(parameters / self.link, away / self.link_out), "network": gather / self.network}
         backward = {
-            "nvme": self.nvme_seconds(
-                (moved["backward_read"] + moved["accumulate_read"]) / accumulate + aside,
-                moved["gradients_write"] / accumulate,
-            ),
             "link": max(up / self.link, down / self.link_out, (up + down) / mixed),  # full duplex
             "network": gather / self.network * (1 + arrived),
         }
-        waits = (1 - self.slips) * states + self.nvme_seconds(moved["gradients_read"], 0)
-        first = {**forward, "nvme": forward["nvme"] + waits}
-        return {"first": first, "forward": forward, "backward": backward, "slipped": {"nvme": self.slips * states}}
+        first, slipped = dict(forward), dict[str, float]()
+        for tier, moved in self.account.moved.items():
+            aside = self.held.get((tier, "activations"), 0)
+            states = self.transfer(tier, moved["optimizer_read"], moved["optimizer_write"] + moved["parameters_write"])
+            forward[tier] = self.transfer(tier, moved["forward_read"] / accumulate, aside)
+            read = (moved["backward_read"] + moved["accumulate_read"]) / accumulate + aside
+            backward[tier] = self.transfer(tier, read, moved["gradients_write"] / accumulate)
+            slipped[tier] = self.slips * states
+            first[tier] = forward[tier] + states - slipped[tier] + self.transfer(tier, moved["gradients_read"], 0)
+        return {"first": first, "forward": forward, "backward": backward, "slipped": slipped}
+
+    def transfer(self, tier: str, read_bytes: float, write_bytes: float) -> float:
+        return transfer_seconds(self.hardware, tier, read_bytes, write_bytes) or 0.0
 
     def by_unit(self, forward: float, backward: float) -> tuple[float, float, float, float]:
         """Seconds of the first forward, a later one and a backward, and of what the norm waits for after the last one.

@@ -55,7 +55,7 @@ class Trial:
         self.policies = choose_activations(activations, sizes, tokens, self._room(everything))
 
     def best(self, slots: int | None) -> tuple[StorePlan, dict[str, Placement]]:
-        """The fastest placement that fits, and with it as many slots as do, up to a quarter of what is on nvme."""
+        """The fastest placement that fits, and with it as many slots as do, up to a quarter of what is stored."""
         least = slots if slots is not None or self.budgets is None else MINIMUM_SLOTS
         tile = self.shape.tile_numel / max(1, self._shards.numel)
         place = self._shards.place
@@ -116,7 +116,7 @@ class Trial:
         elif shape.apart or not plan.below:  # zero-core's own store keeps a sum in other memory than what it lends
             lends = int(shape.arriving == 1 or shape.reduce_dtype.itemsize == FP32_BYTES)
         else:
-            lends = int(Tier.NVME not in tiers)
+            lends = int(not any(tier.stored for tier in tiers))
         if (swaps_in, lends) not in self._pooled:
             units = []
             for run in self._shards.cut:

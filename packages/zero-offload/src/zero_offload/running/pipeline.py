@@ -7,16 +7,17 @@ Owns the thread, the queue and the account of which units are behind. The tiers 
     update       reads of the first tiles  | upd 0 | upd 1 | upd 2 | ...
     reads      [ t0 t1 t2 ............. ]    t3      t4      t5       as far ahead as there are slots
     writes                                          t0      t1  ...    a slot is free when its write is done
-forward i waits for unit i's last tile only. The thread takes what a tile needs (state slot, gradient slot, unit slot)
-all at once or not at all while anything it has taken is unfinished; it waits only with empty hands, and what it then
-waits for (a write, a gradient being stored, a unit in use) ends without it. Hence no deadlock, with three slots or any.
+forward i waits only until unit i's last tile is done. While a tile is unfinished, this thread begins another one only
+if that tile's slots (state, gradient, unit) can all be had without waiting. It waits for slots only when no tile is
+unfinished, and what it then waits for (a write, a gradient being stored, a unit in use) ends without its help. So it
+cannot deadlock, with three slots or any other number.
 
 [Note: tiles in a row]
-A step with cores of its own is given the next tiles while it works, as far as nothing of theirs is waited for:
+A step with cores of its own is given the next tiles while it works on one, if they can be started without waiting:
     the step's threads  | t0      | t1      | t2      | t3
-    this thread         s0 s1 s2    c0 s3     c1 s4       start a tile, complete one: what follows its update
-So neither this thread's own work nor its turn at the interpreter's lock, beside a thread that launches kernels, leaves
-the step idle. A tile's record and parameter are its step's alone until it is completed.
+    this thread         s0 s1 s2    c0 s3     c1 s4       s: start a tile; c: complete it (write it back, free slots)
+So the step has its next tile at hand even while this thread does its own work, or waits for the interpreter's lock
+because another thread is launching kernels. Until a tile is completed, only the step touches its record and parameter.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ..arena import Block
 from ..monitor import Monitor
 from ..protocols import SegmentStep, Started, StartingStep, UpdateStep
 from ..slots import Slot
-from ..tier import Transfers
+from ..tier import Stores
 from ..tiles.gradients import GradientStore
 from ..tiles.parameters import ParameterStore
 from ..tiles.states import StateStore
@@ -105,14 +106,14 @@ class Pipeline:
         states: StateStore,
         step: UpdateStep,
         monitor: Monitor,
-        nvme: Transfers | None,
+        stores: Stores,
         *,
         enter_thread: Callable[[], None] | None = None,
         unit_done: Callable[[], None] | None = None,
     ) -> None:
         """enter_thread: called on the update thread, first. unit_done: called there after each unit."""
         self.parameters, self.gradients, self.states = parameters, gradients, states
-        self._step, self._monitor, self._nvme = step, monitor, nvme
+        self._step, self._monitor, self._stores = step, monitor, stores
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
         self._enter_thread, self._unit_done = enter_thread, unit_done
         self._queue: deque[UpdateJob | tuple[Tile, ...]] = deque()
@@ -192,8 +193,7 @@ class Pipeline:
     def _idle_until_asked(self) -> None:
         """Wait for work; while writes trail behind the last job, look when they end. The caller has the condition."""
         while not self._queue and not self._monitor.stopping:
-            moving = self._nvme is not None and self._nvme.poll()
-            self._monitor.condition.wait(POLL_SECONDS if moving else None)
+            self._monitor.condition.wait(POLL_SECONDS if self._stores.poll() else None)
 
     def _run(self, job: UpdateJob) -> None:
         waiting, ahead, started = deque(job.tasks), deque[_Loaded](), deque[_Started]()

@@ -7,9 +7,11 @@ Owns two sorts of leading tiles of a unit, and nothing of the others:
       DeviceStore, in stream order         copies it up
 
 [Note: homes and mirrors]
-A home is only read and written by copies of the swap_in lane, one after another: refreshed after an update, copied into
-a unit's memory for forward and backward. Where an update does not write a whole tile, or reads the parameter because it
-is the master or a part of it, the mirror is copied down first.
+The home of a tile is its parameter on the device. Its mirror is a slot of host memory in which the update thread
+changes it. Only copies of the swap_in lane write a home, and the copies from it into a unit's memory, for forward and
+backward, are in the same lane, so these happen one after another. An update that writes the whole tile needs no old
+values. If it leaves elements out, or reads the parameter because that is the master or a part of it, the home is first
+copied into the mirror, in the swap_out lane. That copy follows the last one into the home, and the update waits for it.
 """
 
 from __future__ import annotations

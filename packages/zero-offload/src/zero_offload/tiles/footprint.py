@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 
 import torch
 
@@ -25,9 +26,9 @@ from zero_core.store import ShardSpec
 
 from ..arena import PAGE_BYTES, Arena
 from ..errors import BudgetError, PlacementError, gib
-from ..placement import Placement, shares, tier_at
+from ..placement import Placement, device_share, shares, tier_at
 from ..protocols import UpdateStep
-from ..tier import Tier
+from ..tier import TIERS, Tier
 from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
 
 __all__ = [
@@ -75,9 +76,12 @@ class UnitPlan:
         """Each tile with its record and the tiers of its parameter, gradient and state."""
         return zip(self.tiles, self.records, self.parameter_tiers, self.gradient_tiers, self.state_tiers, strict=True)
 
-    def nvme_numel(self, tiers: Sequence[Tier]) -> int:
-        """Elements of the last tiles, which are on nvme."""
-        return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier == Tier.NVME)
+    def stored(self, tiers: Sequence[Tier]) -> Iterator[tuple[Tier, int, int]]:
+        """(tier, start, stop) of the elements that each stored tier has. They are the last ones."""
+        for tier, rows in groupby(zip(tiers, self.tiles, strict=True), key=itemgetter(0)):
+            tiles = [tile for _, tile in rows]
+            if tier.stored:
+                yield tier, tiles[0].start, tiles[-1].stop
 
     def device_numel(self, tiers: Sequence[Tier]) -> int:
         """Elements of the leading tiles that are on a device apart."""
@@ -86,8 +90,8 @@ class UnitPlan:
         return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier == Tier.DEVICE)
 
     def memory_numel(self, tiers: Sequence[Tier]) -> int:
-        """Elements of the tiles in host memory; they follow those on a device apart, and lead those on nvme."""
-        return self.spec.numel - self.device_numel(tiers) - self.nvme_numel(tiers)
+        """Elements of the tiles in host memory; they follow those on a device apart, and lead those that are stored."""
+        return self.spec.numel - self.device_numel(tiers) - sum(stop - start for _, start, stop in self.stored(tiers))
 
     @property
     def whole_numel(self) -> int:
@@ -96,8 +100,8 @@ class UnitPlan:
 
     @property
     def streamed(self) -> bool:
-        """Whether any of its parameters is on nvme: then it is used in a unit slot."""
-        return Tier.NVME in self.parameter_tiers
+        """Whether any of its parameters is stored: then it is used in a unit slot."""
+        return any(tier.stored for tier in self.parameter_tiers)
 
     @property
     def parameter_bytes(self) -> int:
@@ -137,6 +141,7 @@ class StorePlan:
     staging_slot_bytes: int = 0
     gradient_itemsize: int = FP32_BYTES  # that is kept of an element
     not_sharded: Mapping[str, int] = field(default_factory=dict)  # bytes by name: in the model's own memory, not here
+    tiers: tuple[Tier, ...] = TIERS  # fast to slow
 
     @cached_property
     def units(self) -> tuple[UnitPlan, ...]:
@@ -153,17 +158,18 @@ class StorePlan:
             held["device", "optimizer"] += count * unit.whole_numel * master.optimizer
             for tile, record, parameter, gradient, state in unit.rows():
                 held[parameter.value, "parameters"] += count * tile.numel * unit.spec.dtype.itemsize
-                if unit.trainable and (tile.trainable or gradient != Tier.NVME):
+                if unit.trainable and (tile.trainable or not gradient.stored):
                     held[gradient.value, "gradients"] += count * tile.numel * self.gradient_itemsize
                 if record is not None:
                     held[state.value, "optimizer"] += count * record.nbytes
         return {key: nbytes for key, nbytes in held.items() if nbytes}
 
-    def bytes_of(self, tier: Tier | str, kind: str) -> int:
+    def bytes_of(self, tier: str, kind: str) -> int:
         """As `held`."""
-        if kind not in KINDS:
-            raise KeyError(f"kind {kind!r}; known: {', '.join(KINDS)}")
-        return self.held.get((Tier(tier).value, kind), 0)
+        for name, known in ((kind, KINDS), (tier, self.tiers)):
+            if name not in known:
+                raise KeyError(f"no figure for {kind!r} on {tier!r}: known instead of {name!r}: {', '.join(known)}")
+        return self.held.get((tier, kind), 0)
 
     @property
     def below(self) -> bool:
@@ -196,26 +202,26 @@ class StorePlan:
     @property
     def arena_bytes(self) -> int:
         """The arena, rounding of its blocks included."""
-        blocks = (run.count * Arena.rounded(n) for run in self.runs for slow, n in self._blocks(run.unit) if not slow)
-        return self.buffer_bytes + sum(blocks)
+        blocks = ((run.count, tier, n) for run in self.runs for tier, n in self._blocks(run.unit))
+        return self.buffer_bytes + sum(count * Arena.rounded(n) for count, tier, n in blocks if not tier.stored)
 
-    @property
-    def nvme_bytes(self) -> int:
-        """All extents, rounding included."""
-        align = self.alignment
-        return sum(run.count * round_up(n, align) for run in self.runs for slow, n in self._blocks(run.unit) if slow)
+    def extent_bytes(self, tier: str) -> int:
+        """All extents on a stored tier, rounding included."""
+        blocks = ((run.count, n) for run in self.runs for where, n in self._blocks(run.unit) if where == tier)
+        return sum(count * round_up(n, self.alignment) for count, n in blocks)
 
-    def _blocks(self, unit: UnitPlan) -> Iterator[tuple[bool, int]]:
-        """(on nvme, bytes) of each extent and each block of the arena that one unit takes, slots apart."""
-        yield True, unit.nvme_numel(unit.parameter_tiers) * unit.spec.dtype.itemsize
-        yield False, unit.memory_numel(unit.parameter_tiers) * unit.spec.dtype.itemsize
+    def _blocks(self, unit: UnitPlan) -> Iterator[tuple[Tier, int]]:
+        """(tier, bytes) of each extent and each block of the arena that one unit takes, slots apart."""
+        yield Tier.HOST, unit.memory_numel(unit.parameter_tiers) * unit.spec.dtype.itemsize
+        for tier, start, stop in unit.stored(unit.parameter_tiers):
+            yield tier, (stop - start) * unit.spec.dtype.itemsize
         if unit.trainable:
-            yield False, unit.memory_numel(unit.gradient_tiers) * self.gradient_itemsize
+            yield Tier.HOST, unit.memory_numel(unit.gradient_tiers) * self.gradient_itemsize
         for tile, record, _, gradient, state in unit.rows():
             if record is not None:
-                yield state == Tier.NVME, record.nbytes
-            if tile.trainable and gradient == Tier.NVME:
-                yield True, tile.numel * self.gradient_itemsize
+                yield state, record.nbytes
+            if tile.trainable and gradient.stored:
+                yield gradient, tile.numel * self.gradient_itemsize
 
 
 class Shards:
@@ -235,11 +241,13 @@ class Shards:
         alignment: int = PAGE_BYTES,
         landing_dtype: torch.dtype | None = None,
         gradient_itemsize: int = FP32_BYTES,
+        tiers: tuple[Tier, ...] = TIERS,
     ) -> None:
         check_tile_numel(tile_numel)
         self._step, self._tile_numel, self._alignment = step, tile_numel, max(alignment, PAGE_BYTES)
         self._prefetch_bytes, self._gradient_itemsize = prefetch_bytes // max(1, shard_count), gradient_itemsize
         self._landing_dtype, self._apart = landing_dtype, landing_dtype is not None
+        self._tiers = tiers
         self._records: dict[tuple[int, torch.dtype], Record] = {}
         self.cut: list[UnitRun] = []
         self.numel = 0
@@ -252,15 +260,15 @@ class Shards:
         """The plan of these placements, by kind. Raises PlacementError for one that cannot be, or too few `slots`."""
         if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < MINIMUM_SLOTS):
             raise PlacementError(f"slots={slots!r}: at least {MINIMUM_SLOTS} (a read, an update and a write at a time)")
-        fractions = [shares(placements[kind], kind) for kind in STATE_KINDS]
+        fractions = [shares(placements[kind], kind, self._tiers) for kind in STATE_KINDS]
         edges = {bound * self.numel for kind in fractions for bound in accumulate(kind.values()) if 0 < bound < 1}
         runs = [placed for run in self.cut for placed in self._placed(run, fractions, edges)]
-        states, gradients = Counter[int](), Counter[int]()  # tiles on nvme by the bytes that they take of a slot
+        states, gradients = Counter[int](), Counter[int]()  # stored tiles by the bytes that they take of a slot
         for run in runs:
             for tile, record, _, gradient, state in run.unit.rows():
-                if record is not None and state == Tier.NVME:
+                if record is not None and state.stored:
                     states[record.nbytes] += run.count
-                if tile.trainable and gradient == Tier.NVME:
+                if tile.trainable and gradient.stored:
                     gradients[round_up(tile.numel * self._gradient_itemsize, self._alignment)] += run.count
         largest = max((run.unit.parameter_bytes for run in runs if run.unit.streamed), default=0)
         own, shared = _unit_slots([run.unit for run in runs for _ in range(run.count)], self._prefetch_bytes)
@@ -276,6 +284,7 @@ class Shards:
             unit_slot_bytes=round_up(largest, self._alignment),
             own_slots=own,
             gradient_itemsize=self._gradient_itemsize,
+            tiers=self._tiers,
         )
         return plan if self._landing_dtype is None else _apart(plan, self._landing_dtype, self._step)
 
@@ -323,13 +332,14 @@ def plan_store(
     alignment: int = PAGE_BYTES,
     landing_dtype: torch.dtype | None = None,
     gradient_itemsize: int = FP32_BYTES,
+    tiers: tuple[Tier, ...] = TIERS,
 ) -> StorePlan:
     """Cut, place and count. `step` is bound already.
 
-    `slots`: of states and of gradients each; None: a quarter of what is on nvme, at least 3, fewer where `host_bytes`
+    `slots`: of states and of gradients each; None: a quarter of what is stored, at least 3, fewer where `host_bytes`
     is short. `landing_dtype`: with a device apart from the host, the reduce dtype of what comes from it.
-    `gradient_itemsize`: bytes that are kept of an element (`ElementBytes.gradient`). Raises PlacementError, or
-    BudgetError when `host_bytes` is too small even with 3 slots.
+    `gradient_itemsize`: bytes that are kept of an element (`ElementBytes.gradient`). `tiers`: all there are, fast to
+    slow. Raises PlacementError, or BudgetError when `host_bytes` is too small even with 3 slots.
     """
     if landing_dtype is not None:
         check_device_shares(parameters, gradients, optimizer)
@@ -342,6 +352,7 @@ def plan_store(
         alignment=alignment,
         landing_dtype=landing_dtype,
         gradient_itemsize=gradient_itemsize,
+        tiers=tiers,
     )
     plan = shards.place({"parameters": parameters, "gradients": gradients, "optimizer": optimizer}, slots)
     return plan if host_bytes is None else _fit(plan, host_bytes, fixed=slots is not None)
@@ -349,13 +360,13 @@ def plan_store(
 
 def check_device_shares(parameters: Placement, gradients: Placement, optimizer: Placement) -> None:
     """Raises PlacementError unless tiles whose states are on a device apart have everything else there too."""
-    below, states = shares(gradients, "gradients"), shares(optimizer, "optimizer")[Tier.DEVICE]
-    if not math.isclose(below[Tier.DEVICE], states, abs_tol=1e-6):
+    states = device_share(optimizer)
+    if not math.isclose(device_share(gradients), states, abs_tol=1e-6):
         raise PlacementError(
             f"gradients={gradients!r} and optimizer={optimizer!r}: on a device apart a tile's gradient is where its "
             f'states are; give both the same share of "device" ({states:g})'
         )
-    if shares(parameters, "parameters")[Tier.DEVICE] < states - 1e-6:
+    if device_share(parameters) < states - 1e-6:
         raise PlacementError(
             f"parameters={parameters!r} and optimizer={optimizer!r}: states on the device need their parameters there; "
             f'give parameters at least {states:g} of "device"'

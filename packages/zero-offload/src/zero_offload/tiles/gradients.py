@@ -28,7 +28,7 @@ from ..errors import OffloadError
 from ..monitor import Monitor
 from ..protocols import UpdateStep
 from ..slots import Slot
-from ..tier import Tier, Transfers
+from ..tier import Stores
 from .footprint import GRADIENT_BYTES, StorePlan
 from .stored_tiles import StoredTiles
 from .tile import Tile, round_up
@@ -60,7 +60,7 @@ class GradientStore:
         self,
         plan: StorePlan,
         arena: Arena,
-        nvme: Transfers | None,
+        stores: Stores,
         step: UpdateStep,
         monitor: Monitor,
         dtype: torch.dtype,
@@ -81,8 +81,8 @@ class GradientStore:
             self._memory_numel.append(numel)
             self._sums.append([0.0] * -(-unit.spec.numel // CHUNK_NUMEL))
             for tile, tier in zip(unit.tiles, unit.gradient_tiers, strict=True):
-                if tile.trainable and tier is Tier.NVME and nvme is not None:
-                    self._stored[tile] = nvme.own(round_up(tile.numel * plan.gradient_itemsize, plan.alignment))
+                if tile.trainable and tier.stored:
+                    self._stored[tile] = stores[tier].own(round_up(tile.numel * plan.gradient_itemsize, plan.alignment))
 
     # -- the thread that adds ------------------------------------------------------------------------------------
 
@@ -141,17 +141,16 @@ class GradientStore:
         self._held[i] = Held.REDUCED if first else Held.FP32
 
     def kept(self, i: int) -> list[Tile]:
-        """The tiles whose gradient is kept, in their order: in memory first, then on nvme."""
+        """The tiles whose gradient is kept, in their order: in memory first, then the stored ones."""
         unit = self._plan.units[i]
         rows = zip(unit.tiles, unit.gradient_tiers, strict=True)
         below = [(tile, tier) for tile, tier in rows if tile.start >= self._above[i]]
-        return [tile for tile, tier in below if tier is not Tier.NVME or tile in self._stored]
+        return [tile for tile, tier in below if not tier.stored or tile in self._stored]
 
     def discard(self) -> None:
         self._held = [Held.NONE] * len(self._held)
         self._expected = [False] * len(self._held)
-        for slot in self.slots.idle():
-            self.slots.give(slot)
+        self.slots.forget()
         for sums in self._sums:
             sums[:] = [0.0] * len(sums)
 
@@ -277,7 +276,7 @@ class GradientStore:
         return tile in self._stored
 
     def in_memory(self, tile: Tile, dtype: torch.dtype) -> Tensor:
-        """(tile.numel,) of a tile that is not on nvme."""
+        """(tile.numel,) of a tile that is not stored."""
         memory = self._memory[tile.unit]
         assert memory is not None
         return memory.view(dtype, tile.numel, (tile.start - self._above[tile.unit]) * dtype.itemsize)

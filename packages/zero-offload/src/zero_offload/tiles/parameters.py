@@ -4,9 +4,9 @@ Owns the host copies, the extents and who may use which unit slot. It computes n
 
 [Note: who uses a unit slot]
 The training thread holds it between acquire and release, the update thread between begin_update and end_update. A unit
-that was prefetched, or that was updated and has not been used since, is wanted: its slot is taken only when nothing
-else can move, by the training thread for the unit that it needs now, or while that thread is blocked. So a unit that
-was just updated is handed to its forward from memory.
+that was prefetched, or that was updated and has not been used since, is wanted. Its slot is taken away only if no
+other slot can be had at once, and only by the training thread for the unit that it needs now, or by the update thread
+while the training thread is blocked. So forward usually finds a unit that was just updated still in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import BudgetError
 from ..monitor import Monitor
 from ..slots import Slot, Slots
 from ..streams import Mark
-from ..tier import Stored, Tier, Transfers
+from ..tier import Stored, Stores, Tier
 from .device_tier import DeviceTier
 from .footprint import StorePlan
 from .tile import Tile, round_up
@@ -34,20 +34,23 @@ class ParameterStore:
     """Unit i's parameters as host memory: (shard_numel,) parameter dtype, less what leads them on a device apart."""
 
     def __init__(
-        self, plan: StorePlan, arena: Arena, nvme: Transfers | None, monitor: Monitor, device: DeviceTier | None = None
+        self, plan: StorePlan, arena: Arena, stores: Stores, monitor: Monitor, device: DeviceTier | None = None
     ) -> None:
         self._plan, self._monitor, self._device = plan, monitor, device
         self._above = [unit.device_numel(unit.parameter_tiers) for unit in plan.units]  # leading elements, not here
-        self._memory: list[Block] = []  # the tiles after them that are not on nvme
+        self._memory: list[Block] = []  # the tiles after them that are not stored
         self._memory_numel: list[int] = []
-        self._stored: list[Stored | None] = []  # the tiles after those
+        self._stored: list[dict[Tier, tuple[Stored, int, int]]] = []  # the tiles after those, at bytes of a slot
         for unit in plan.units:
             numel = unit.memory_numel(unit.parameter_tiers)
             self._memory.append(arena.take(numel * unit.spec.dtype.itemsize))
             self._memory_numel.append(numel)
-            above = unit.device_numel(unit.parameter_tiers)
-            behind = round_up((unit.spec.numel - above - numel) * unit.spec.dtype.itemsize, plan.alignment)
-            self._stored.append(nvme.own(behind) if behind and nvme is not None else None)
+            above, size = unit.device_numel(unit.parameter_tiers), unit.spec.dtype.itemsize
+            stored = {}
+            for tier, start, stop in unit.stored(unit.parameter_tiers):
+                first, nbytes = (start - above) * size, round_up((stop - start) * size, plan.alignment)
+                stored[tier] = (stores[tier].own(nbytes), first, first + nbytes)
+            self._stored.append(stored)
         blocks = (arena.take(plan.unit_slot_bytes) for _ in range(plan.unit_slots))
         self._shared = Slots(blocks, monitor.condition)
         self._own = {}
@@ -58,7 +61,7 @@ class ParameterStore:
 
     def streamed(self, i: int) -> bool:
         """Whether unit i goes through unit slots."""
-        return self._stored[i] is not None
+        return bool(self._stored[i])
 
     def _slots(self, i: int) -> Slots[Block]:
         return self._own.get(i, self._shared)
@@ -224,12 +227,11 @@ class ParameterStore:
             return
         if not self.streamed(tile.unit):
             return
-        slot, stored = self._slot(tile), self._stored[tile.unit]
-        if unit.parameter_tiers[tile.index] is Tier.NVME:
-            assert stored is not None
+        slot, tier = self._slot(tile), unit.parameter_tiers[tile.index]
+        if tier.stored:
+            stored, first, _ = self._stored[tile.unit][tier]
             source = slot.memory.raw(start, start + round_up(tile.numel * size, self._plan.alignment))
-            offset = start - self._memory_numel[tile.unit] * size
-            slot.leaving[tile] = stored.write(source, f"parameters of {tile}", offset)
+            slot.leaving[tile] = stored.write(source, f"parameters of {tile}", start - first)
         else:
             home = self._memory[tile.unit].view(unit.spec.dtype, tile.numel, start)
             home.copy_(slot.memory.view(unit.spec.dtype, tile.numel, start))
@@ -257,10 +259,8 @@ class ParameterStore:
 
     def _read(self, i: int, slot: Slot[Block]) -> None:
         """Begin to read unit i into a slot that was just taken for it."""
-        stored, spec, numel = self._stored[i], self._plan.units[i].spec, self._memory_numel[i]
-        assert stored is not None
+        spec, numel = self._plan.units[i].spec, self._memory_numel[i]
         if numel:
             slot.memory.view(spec.dtype, numel).copy_(self._memory[i].view(spec.dtype, numel))
-        start = numel * spec.dtype.itemsize
-        stop = start + round_up((spec.numel - self._above[i] - numel) * spec.dtype.itemsize, self._plan.alignment)
-        slot.filling.append(stored.read(slot.memory.raw(start, stop), f"parameters of {spec.name}"))
+        for stored, start, stop in self._stored[i].values():
+            slot.filling.append(stored.read(slot.memory.raw(start, stop), f"parameters of {spec.name}"))

@@ -3,11 +3,12 @@
 Owns the records and where they are kept. The arithmetic is the UpdateStep's.
 
 [Note: what stays in slots]
-Every step updates the same tiles in the same order, t0 to tn. If all slots took turns, each of them would be read anew
-in every step: least recently used is the worst choice for a cycle. What is needed last, seen from a tile that was just
-updated, is that tile itself (Belady's MIN). So the first tiles keep their slots from one step to the next, and all
-others pass through the few slots that are left. With s slots, s - 3 records need not be read in a step, and
-none where there is a slot for each.
+Every step updates the same tiles in the same order, t0 to tn. If the tiles took turns in all slots, each tile would
+lose its slot shortly before it is needed again, and every step would read all of them: evicting the least recently used
+is the worst choice for a cycle. The best choice is to evict what is needed last (Belady's MIN), which is the tile that
+was just updated. So the first tiles keep their slots from one step to the next, and the others pass through the few
+slots that are left. With s slots, a step need not read s - 3 of the records, and with a slot for each record it reads
+none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..arena import Arena, Block
 from ..monitor import Monitor
 from ..slots import Slot
-from ..tier import Tier, Transfers
+from ..tier import Stores
 from .footprint import StorePlan, resident_slots
 from .stored_tiles import StoredTiles
 from .tile import Record, Tile
@@ -30,7 +31,7 @@ __all__ = ["StateStore"]
 class StateStore:
     """The update thread's, except while it is idle."""
 
-    def __init__(self, plan: StorePlan, arena: Arena, nvme: Transfers | None, monitor: Monitor) -> None:
+    def __init__(self, plan: StorePlan, arena: Arena, stores: Stores, monitor: Monitor) -> None:
         self._resident: set[Tile] = set()
         self._records: dict[Tile, Record] = {}
         self._memory: dict[Tile, Block] = {}
@@ -41,8 +42,8 @@ class StateStore:
                 if record is None:
                     continue
                 self._records[tile] = record
-                if tier is Tier.NVME and nvme is not None:
-                    self._stored[tile] = nvme.own(record.nbytes)
+                if tier.stored:
+                    self._stored[tile] = stores[tier].own(record.nbytes)
                 else:
                     self._memory[tile] = arena.take(record.nbytes)
 
@@ -72,9 +73,7 @@ class StateStore:
         stored = [tile for tile in tiles if self.stored(tile)]
         soonest = stored[: len(self.slots)]
         self._resident = set(stored[: resident_slots(len(self.slots), len(stored))])
-        for slot in self.slots.idle():
-            if slot.key not in soonest:
-                self.slots.give(slot)
+        self.slots.forget(but=soonest)
 
     def views(self, tile: Tile, slot: Slot[Block] | None) -> Mapping[str, Tensor]:
         """The record's fields, in `slot` for a stored tile. Empty for an optimizer without states."""

@@ -1,0 +1,214 @@
+"""`CompressedByteStore`: a tier of host memory that is compressed without loss, with zstandard.
+
+[Note: What compresses]
+The mantissas of trained values are noise, but their exponents are not: most of the weights of a matrix share a dozen.
+So every chunk is split into four planes before it is compressed: all first bytes of its 32-bit words, all second ones,
+and so on. The exponents of fp32 values are in the last plane, those of bf16 values in the second and the last. zstd
+codes these planes in about 3 of 8 bits and stores the planes of mantissas as they are. Numbers hardly repeat, so zstd
+gets the smallest table of repetitions that it takes. On weights in bf16, level 1 compressed 0.6 GB/s to 1/1.46; with
+that table it compressed 1.5 GB/s to 1/1.50 (one thread of a 2-vCPU EPYC, 2026-11-23).
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import BudgetError, ClosedError, gib
+from .memory_store import bytes_of
+from .protocols import Ticket
+
+__all__ = ["CompressedByteStore"]
+
+CHUNK_BYTES = 1 << 20  # what is compressed at a time
+PLANES = 4
+
+
+@dataclass
+class _Extent:
+    offset_bytes: int
+    nbytes: int
+    chunks: list[bytes | None]  # compressed; None: zeros, never written
+    changing: threading.Lock = field(default_factory=threading.Lock)  # held where a part of a chunk is replaced
+
+
+class CompressedByteStore:
+    """Host memory that keeps every extent in compressed chunks. Every byte comes back as it was written.
+
+    capacity_gib: memory that the compressed chunks may take, of one process; None: no limit. A write that does not fit
+        any more fails with BudgetError, because how well data compresses is not known before it is there.
+    ratio: bytes that `reserve` may promise for one byte of capacity. Above 1 it trusts the data to compress as well.
+    threads: that compress and decompress. They compete with everything else that computes on the CPU.
+
+    Raises ModuleNotFoundError without the package zstandard, which the extra `compressed` installs.
+    """
+
+    alignment = 4096
+
+    def __init__(self, capacity_gib: float | None = None, *, ratio: float = 1.0, threads: int = 2) -> None:
+        try:
+            self._zstd: Any = importlib.import_module("zstandard")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "CompressedByteStore needs zstandard, which is not installed; pip install 'zero-offload[compressed]'"
+            ) from error
+        self.capacity_bytes = None if capacity_gib is None else int(capacity_gib * (1 << 30))
+        self.ratio = ratio
+        self._lock = threading.Lock()
+        self._extents: dict[int, _Extent] = {}
+        self._next = self._allocated = self._used = 0
+        self._closed = False
+        self._local = threading.local()
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="compressed-store")
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of all extents, uncompressed."""
+        return self._allocated
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all chunks, compressed."""
+        return self._used
+
+    def reserve(self, total_bytes: int) -> None:
+        """Raises BudgetError if `total_bytes` would not fit at the ratio that was given."""
+        if self.capacity_bytes is not None and total_bytes > self.capacity_bytes * self.ratio:
+            raise BudgetError(
+                f"CompressedByteStore: {gib(total_bytes)} wanted, more than {gib(self.capacity_bytes)} hold at "
+                f"ratio={self.ratio:g}; raise capacity_gib, or raise ratio if the data is known to compress as well"
+            )
+
+    def allocate(self, nbytes: int) -> _Extent:
+        self._check_open()
+        if nbytes <= 0:
+            raise ValueError(f"an extent of {nbytes} bytes")
+        size = -(-nbytes // self.alignment) * self.alignment
+        with self._lock:
+            extent = _Extent(self._next, size, [None] * -(-size // CHUNK_BYTES))
+            self._extents[extent.offset_bytes] = extent
+            self._next += size
+            self._allocated += size
+        return extent
+
+    def free(self, extent: _Extent) -> None:
+        with self._lock:
+            if self._extents.pop(extent.offset_bytes, None) is not extent:
+                raise ValueError(f"extent at {extent.offset_bytes} is not allocated")
+            self._allocated -= extent.nbytes
+            self._used -= sum(len(chunk) for chunk in extent.chunks if chunk is not None)
+
+    def read(self, extent: _Extent, buffer: Any, offset: int = 0) -> Ticket:
+        return self._submit(self._read, extent, buffer, offset)
+
+    def write(self, extent: _Extent, buffer: Any, offset: int = 0) -> Ticket:
+        return self._submit(self._write, extent, buffer, offset)
+
+    def close(self) -> None:
+        self._closed = True
+        self._threads.shutdown(wait=True)
+        self._extents.clear()
+        self._allocated = self._used = 0
+
+    def _submit(
+        self, serve: Callable[[_Extent, int, int, Tensor], None], extent: _Extent, buffer: Any, offset: int
+    ) -> Ticket:
+        """Begin to serve each chunk that the range touches. serve(extent, chunk, where it begins there, its bytes)."""
+        self._check_open()
+        data = bytes_of(buffer)
+        stop = offset + data.numel()
+        if offset < 0 or stop > extent.nbytes:
+            raise ValueError(f"bytes [{offset}, {stop}) of an extent of {extent.nbytes}")
+        if self._extents.get(extent.offset_bytes) is not extent:
+            raise ValueError(f"extent at {extent.offset_bytes} is not allocated")
+        futures = []
+        for chunk in range(offset // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
+            first, last = max(offset, chunk * CHUNK_BYTES), min(stop, (chunk + 1) * CHUNK_BYTES)
+            piece = data[first - offset : last - offset]
+            futures.append(self._threads.submit(serve, extent, chunk, first - chunk * CHUNK_BYTES, piece))
+        return _Chunks(futures)
+
+    def _read(self, extent: _Extent, chunk: int, start: int, target: Tensor) -> None:
+        target.copy_(self._loaded(extent, chunk)[start : start + target.numel()])
+
+    def _write(self, extent: _Extent, chunk: int, start: int, source: Tensor) -> None:
+        if source.numel() == self._size(extent, chunk):
+            self._keep(extent, chunk, source)
+            return
+        with extent.changing:
+            whole = self._loaded(extent, chunk)
+            whole[start : start + source.numel()].copy_(source)
+            self._keep(extent, chunk, whole)
+
+    @staticmethod
+    def _size(extent: _Extent, chunk: int) -> int:
+        return min(CHUNK_BYTES, extent.nbytes - chunk * CHUNK_BYTES)
+
+    def _loaded(self, extent: _Extent, chunk: int) -> Tensor:
+        """(bytes of the chunk,) in this thread's own memory, valid until its next call."""
+        size, kept = self._size(extent, chunk), extent.chunks[chunk]
+        planes, raw, whole = self._scratch(size)
+        if kept is None:
+            return whole.zero_()
+        with self._local.decompressor.stream_reader(kept) as reader:
+            if reader.readinto(raw) != size:
+                raise OSError(
+                    f"chunk {chunk} of the extent at {extent.offset_bytes} does not decompress to {size} bytes"
+                )
+        words = whole.view(-1, PLANES)
+        for k in range(PLANES):  # one copy of the transpose takes six times as long
+            words[:, k].copy_(planes[k])
+        return whole
+
+    def _keep(self, extent: _Extent, chunk: int, values: Tensor) -> None:
+        planes, raw, _ = self._scratch(values.numel())
+        words = values.view(-1, PLANES)
+        for k in range(PLANES):
+            planes[k].copy_(words[:, k])
+        kept = self._local.compressor.compress(raw)
+        with self._lock:
+            used = self._used + len(kept) - len(extent.chunks[chunk] or b"")
+            if self.capacity_bytes is not None and used > self.capacity_bytes:
+                raise BudgetError(
+                    f"CompressedByteStore: {gib(self._allocated)} are allocated, and compressed they take more than "
+                    f"the {gib(self.capacity_bytes)} of memory that it may use; raise capacity_gib, or place less here"
+                )
+            extent.chunks[chunk], self._used = kept, used
+
+    def _scratch(self, nbytes: int) -> tuple[Tensor, memoryview, Tensor]:
+        """This thread's memory for the planes of a chunk, as a tensor and as a buffer, and for the chunk itself."""
+        local = self._local
+        if not hasattr(local, "planes"):
+            local.planes, local.whole = bytearray(CHUNK_BYTES), torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+            fast = self._zstd.ZstdCompressionParameters.from_level(1, hash_log=6, min_match=7)
+            local.compressor = self._zstd.ZstdCompressor(compression_params=fast)
+            local.decompressor = self._zstd.ZstdDecompressor()
+        raw = memoryview(local.planes)[:nbytes]
+        return torch.frombuffer(raw, dtype=torch.uint8).view(PLANES, -1), raw, local.whole[:nbytes]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the CompressedByteStore is closed")
+
+
+class _Chunks:
+    """A ticket of several requests, one a chunk."""
+
+    def __init__(self, futures: list[Future[None]]) -> None:
+        self._futures = futures
+
+    def done(self) -> bool:
+        return all(future.done() for future in self._futures)
+
+    def wait(self, timeout: float | None = None) -> None:
+        if wait(self._futures, timeout).not_done:
+            raise TimeoutError(f"the request is not done after {timeout} seconds")
+        for future in self._futures:  # after all of them: none may touch the buffer once this raises
+            future.result()

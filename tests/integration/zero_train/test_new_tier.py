@@ -1,0 +1,66 @@
+"""The change test of tiers, from the command line: a YAML file of the user's names a class that no package knows."""
+
+import re
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("zero_optim_cpu")
+
+from tests.integration.zero_train.helpers import COMMON, trained
+from zero_train import app
+
+DRAWER = """# @package _global_
+offload:
+  tiers:
+    drawer:
+      _target_: tests.conformance.zero_offload.test_new_tier.Drawer
+      drawers: 65536
+hardware:
+  tiers:
+    drawer: {gib: 0.5, read_gbps: 1, write_gbps: 1}
+"""
+PLACED = ("offload=host", "offload.parameters=drawer", "offload.optimizer={host: 0.5, drawer: 0.5}", "run.steps=3")
+
+
+@pytest.fixture
+def found(tmp_path):
+    """The override that lets Hydra find the file."""
+    (tmp_path / "conf" / "tier").mkdir(parents=True)
+    (tmp_path / "conf" / "tier" / "drawer.yaml").write_text(DRAWER)
+    return f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
+
+
+def test_a_file_and_a_class_are_a_tier(tmp_path, found):
+    """Fails if any package asked for a tier by name."""
+    host = trained(tmp_path / "host", "offload=host", "run.steps=3")
+    there = trained(tmp_path / "there", found, "tier=drawer", *PLACED)
+    assert there.losses == host.losses and there.digest == host.digest
+
+
+def test_the_command_line_prints_its_row_and_its_traffic(tmp_path, found, capfd):
+    code = app.main([*COMMON, found, "tier=drawer", *PLACED, f"run.dir={tmp_path / 'run'}", "run.dry=true"])
+    printed = capfd.readouterr().out
+    assert code == 0 and "\ndrawer " in printed and "GB from the drawer tier" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("offload.tiers.drawer.drawers=1",), "bytes wanted, and there are 1 drawers"),
+        (("offload.tiers.drawer._target_=no.such.Class",), "offload.tiers.drawer: No module named 'no'"),
+        (("hardware.tiers.drawer.gib=0.0001",), "hardware.tiers.drawer.gib"),
+        (("offload.optimizer=host", "offload.parameters=host"), "tier is given, but nothing uses it"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_one_line(tmp_path, found, capfd, words, text):
+    code = app.main([*COMMON, found, "tier=drawer", *PLACED, *words, f"run.dir={tmp_path / 'run'}"])
+    assert code == 2 and re.search(text, capfd.readouterr().err)
+
+
+def test_compressed_host_memory_has_the_bits_of_host_memory(tmp_path):
+    pytest.importorskip("zstandard")
+    host = trained(tmp_path / "host", "offload=host", "run.steps=3")
+    kinds = [f"offload.{kind}=compressed" for kind in ("parameters", "gradients", "optimizer")]
+    there = trained(tmp_path / "there", "tier=compressed", "offload=host", *kinds, "run.steps=3")
+    assert there.losses == host.losses and there.digest == host.digest
