@@ -7,8 +7,9 @@ import time
 import torch
 
 from zero_offload import MemoryByteStore, Timeline
-from zero_offload.activations.host_spill import LEAVING, HostSpill
+from zero_offload.activations.host_spill import HostSpill
 from zero_offload.activations.queued_spill import QueuedSpill
+from zero_offload.activations.spill import LEAVING
 from zero_offload.streams import DeviceStreams
 from zero_offload.tier import Transfers
 

@@ -46,10 +46,8 @@ def explained(plan: Plan) -> Iterator[None]:
     """
     try:
         yield
-    except OffloadError:
-        raise
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if isinstance(error, OffloadError) or not is_out_of_memory(error):
             raise
         tier = "device" if isinstance(error, torch.OutOfMemoryError) else "host"
         said = amounts(str(error))

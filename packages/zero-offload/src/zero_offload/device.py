@@ -7,7 +7,6 @@ A device whose module offers the same call is used in the same way. For any othe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -26,21 +25,15 @@ def registers(device: torch.device) -> bool:
 
 def register(host: Tensor, device: torch.device) -> None:
     """Let the device copy from and to `host` by itself: whole pages, which are all in memory from here on."""
-    _call(
-        device,
-        lambda runtime: runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0),
-        f"cudaHostRegister of {host.nbytes} bytes",
-        "; all of it must fit in memory: take fewer slots or put more on nvme, or raise the limit of locked memory",
+    way_out = (
+        "; all of it must fit in memory: take fewer slots or put more on nvme, or raise the limit of locked memory"
     )
+    _call(device, "cudaHostRegister", host, host.nbytes, 0, way_out=way_out)
 
 
 def unregister(host: Tensor, device: torch.device) -> None:
     """The inverse; no copy is under way."""
-    _call(
-        device,
-        lambda runtime: runtime.cudaHostUnregister(host.data_ptr()),
-        f"cudaHostUnregister of {host.nbytes} bytes",
-    )
+    _call(device, "cudaHostUnregister", host)
 
 
 def event(device: torch.device) -> Any:
@@ -52,12 +45,13 @@ def event(device: torch.device) -> Any:
         return module.Event()
 
 
-def _call(device: torch.device, call: Callable[[Any], object], what: str, way_out: str = "") -> None:
+def _call(device: torch.device, name: str, host: Tensor, *options: int, way_out: str = "") -> None:
     module = torch.get_device_module(device)
     with module.device(device):
-        status = int(call(module.cudart()))  # type: ignore[call-overload]
+        status = int(getattr(module.cudart(), name)(host.data_ptr(), *options))
     if status == 0:
         return
     with suppress(RuntimeError):  # torch leaves the error for the next kernel to report
         torch.zeros(1, device=device)
+    what = f"{name} of {host.nbytes} bytes"
     raise OffloadError(f"{what} failed with status {status} of the {device.type} runtime{way_out}")

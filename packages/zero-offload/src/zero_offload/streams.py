@@ -101,10 +101,9 @@ class DeviceStreams:
             self._register(host)
 
     def _register(self, host: Tensor) -> None:
-        if not self._registers:
-            return
-        register(host, self.device)
-        self._registered[host.data_ptr()] = host
+        if self._registers:
+            register(host, self.device)
+            self._registered[host.data_ptr()] = host
 
     def enter_thread(self) -> None:
         self._module.set_device(self.device)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from ..errors import OffloadError
 from ..planning.budgets import POLICIES
 from ..planning.planner import Plan
 from ..store import TieredStore
-from ..streams import Streams, streams_of
+from ..streams import streams_of
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from .host_spill import HostSpill
 from .nvme_spill import NvmeSpill
@@ -56,9 +56,8 @@ class ActivationError(OffloadError, ValueError):
 class Activations:
     """What `offload_activations` put in place. `policies`: by unit. `close()` undoes it."""
 
-    def __init__(self, policies: Mapping[str, str], spills: Mapping[str, Spill], nvme: NvmeSpill | None) -> None:
-        self.policies = dict(policies)
-        self._spills, self._nvme = spills, nvme
+    def __init__(self, policies: Mapping[str, str], spills: Mapping[str, Spill]) -> None:
+        self.policies, self._spills = dict(policies), spills
         self._undo: list[Callable[[], None]] = []
         self._counts = {"recomputed": 0, "delegated": 0, "spilled_bytes": 0}
 
@@ -66,7 +65,7 @@ class Activations:
         """recomputed: forwards run again; delegated: forwards left to enclosing hooks; spilled_bytes: set aside in all;
         host_bytes: of the slots and buffers; nvme_bytes: of the extents."""
         host = sum(getattr(spill, "host_bytes", 0) for spill in self._spills.values())
-        return self._counts | {"host_bytes": host, "nvme_bytes": self._nvme.extent_bytes if self._nvme else 0}
+        return self._counts | {"host_bytes": host, "nvme_bytes": getattr(self._spills.get("nvme"), "extent_bytes", 0)}
 
     def close(self) -> None:
         """Give the units their own forward back, and the memory and extents. A graph that is alive cannot run backward
@@ -85,11 +84,23 @@ class Activations:
     def _wrap(self, name: str, module: nn.Module, policy: str) -> None:
         original = module.forward
         had_own = "forward" in module.__dict__
-        run = partial(self._forward, name, original, self._spills.get(policy))
+        spill = self._spills.get(policy)
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return run(args, kwargs)
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+                self._counts["delegated"] += 1
+                return original(*args, **kwargs)
+            for cache in _CACHES:
+                if kwargs.get(cache) is not None:
+                    raise ActivationError(
+                        f"unit {name} was given {cache}, which recomputation would write to a second time; "
+                        "train with use_cache=False (model.config.use_cache = False), or keep this unit's activations"
+                    )
+            call = _Call(self._counts, name, original, spill, (args, kwargs))
+            return checkpoint(call.run, call.anchor, use_reentrant=False)
 
         forward._torchdynamo_disable = True  # type: ignore[attr-defined]
         module.forward = forward
@@ -102,44 +113,16 @@ class Activations:
 
         self._undo.append(undo)
 
-    def _forward(
-        self,
-        name: str,
-        original: Callable[..., Any],
-        spill: Spill | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            self._counts["delegated"] += 1
-            return original(*args, **kwargs)
-        for cache in _CACHES:
-            if kwargs.get(cache) is not None:
-                raise ActivationError(
-                    f"unit {name} was given {cache}, which recomputation would write to a second time; "
-                    "train with use_cache=False (model.config.use_cache = False), or keep this unit's activations"
-                )
-        call = _Call(self._counts, original, args, kwargs, spill, name)
-        return checkpoint(call.run, call.anchor, use_reentrant=False)
-
 
 class _Call:
     """One forward of one unit, to be run again. Holds its inputs, or where they were set aside."""
 
     def __init__(
-        self,
-        counts: dict[str, int],
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        spill: Spill | None,
-        name: str,
+        self, counts: dict[str, int], name: str, original: Callable[..., Any], spill: Spill | None, given: object
     ) -> None:
         self._counts, self._original = counts, original
         self._live: list[Any] | None
-        self._live, self._structure = pytree.tree_flatten((args, kwargs))
+        self._live, self._structure = pytree.tree_flatten(given)
         self._kept: list[Any] = list(self._live)
         self._aside: dict[int, tuple[Spilled, bool]] = {}  # by position: where it is, and whether it needs a gradient
         tensors = [(k, value) for k, value in enumerate(self._live) if isinstance(value, Tensor)]
@@ -203,11 +186,16 @@ def offload_activations(
         found = {wanted[names[u]] for u in node.units}
         if len(found) > 1:
             raise ActivationError(f"{node.name} opens units with different policies: {', '.join(sorted(found))}")
-        chosen[node.name] = (node.module, found.pop() if found else "keep")
-    _refuse_own_checkpointing(chosen)
-    device = behind.engine.ranks.device
-    spills, nvme = _spills({each for _, each in chosen.values()}, store, device, slots, piece_bytes)
-    made = Activations({name: each for name, (_, each) in chosen.items()}, spills, nvme)
+        each = found.pop() if found else "keep"
+        if each != "keep" and getattr(node.module, "gradient_checkpointing", False):
+            raise ActivationError(
+                f"{node.name} checkpoints itself, which would hide it from {each!r}; "
+                "call model.gradient_checkpointing_disable() and let the policy recompute"
+            )
+        chosen[node.name] = (node.module, each)
+    policies = {name: each for name, (_, each) in chosen.items()}
+    sizes = {"slots": slots, "piece_bytes": piece_bytes}
+    made = Activations(policies, _spills(set(policies.values()), store, behind.engine.ranks.device, sizes))
     for name, (module, each) in chosen.items():
         if each != "keep":
             made._wrap(name, module, each)
@@ -235,40 +223,25 @@ def _resolve(policy: Policy, names: Sequence[str], blocks: set[str]) -> dict[str
     return found
 
 
-def _refuse_own_checkpointing(chosen: Mapping[str, tuple[nn.Module, str]]) -> None:
-    for name, (module, policy) in chosen.items():
-        if policy != "keep" and getattr(module, "gradient_checkpointing", False):
-            raise ActivationError(
-                f"{name} checkpoints itself, which would hide it from {policy!r}; "
-                "call model.gradient_checkpointing_disable() and let the policy recompute"
-            )
-
-
 def _spills(
-    chosen: set[str], store: TieredStore | None, device: torch.device, slots: int, piece_bytes: int
-) -> tuple[dict[str, Spill], NvmeSpill | None]:
+    chosen: set[str], store: TieredStore | None, device: torch.device, sizes: Mapping[str, int]
+) -> dict[str, Spill]:
     spills: dict[str, Spill] = {}
-    nvme = None
     if "host" in chosen:
-        streams, owned = _streams(store, device)
-        spills["host"] = _STAYS if streams is None else HostSpill(streams, owned=owned)
+        make = streams_of(device)
+        if store is not None and store.streams is not None:
+            spills["host"] = HostSpill(store.streams)
+        elif make is not None:
+            spills["host"] = HostSpill(make(torch.empty(0, dtype=torch.uint8)), owned=True)
+        else:  # nothing is apart
+            spills["host"] = _STAYS
     if "nvme" in chosen:
         if store is None or store.transfers is None:
             raise ActivationError(
                 'policy "nvme" needs the TieredStore that the model was sharded with, and one that has nvme='
             )
-        sized = {"slots": slots, "piece_bytes": piece_bytes}
-        streams = store.streams
-        nvme = (
-            NvmeSpill(store.transfers, **sized) if streams is None else QueuedSpill(store.transfers, streams, **sized)
-        )
-        spills["nvme"] = nvme
-    return spills, nvme
-
-
-def _streams(store: TieredStore | None, device: torch.device) -> tuple[Streams | None, bool]:
-    """The store's, where it has a device apart; else the device's, to be owned. None: nothing is apart."""
-    if store is not None and store.streams is not None:
-        return store.streams, False
-    make = streams_of(device)
-    return (None if make is None else make(torch.empty(0, dtype=torch.uint8))), True
+        if store.streams is None:
+            spills["nvme"] = NvmeSpill(store.transfers, **sizes)
+        else:
+            spills["nvme"] = QueuedSpill(store.transfers, store.streams, **sizes)
+    return spills

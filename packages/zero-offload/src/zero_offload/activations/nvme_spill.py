@@ -20,9 +20,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,12 +35,11 @@ from ..streams import Lane, Mark
 from ..tier import Stored, Transfers
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from ..tiles.tile import round_up
-from .spill import Form, Spilled
+from .spill import Aside, Form, Spilled
 
 __all__ = ["NvmeSpill", "OnNvme"]
 
 Copy = Callable[[Lane, Tensor, Tensor], "Mark | None"]  # (lane, into, source): done when the mark is, or done (None)
-Kind = TypeVar("Kind", bound="OnNvme")
 
 
 @dataclass(eq=False)
@@ -52,21 +51,14 @@ class _Piece:
 
 
 @dataclass(eq=False)
-class OnNvme:
-    """See `Spilled`. What is stored is given back when nobody can ask for it any more."""
+class OnNvme(Aside):
+    """What is stored is given back when nobody can ask for it any more."""
 
-    spill: NvmeSpill
-    form: Form
-    what: str
     stored: Stored
     pieces: list[_Piece]
-    before: weakref.ref[OnNvme] | None = field(repr=False)  # packed before this one, so wanted after it
-
-    def load(self) -> Tensor:
-        return self.spill.load(self)
 
     def __del__(self) -> None:
-        self.spill.dropped.append((self.stored, self.pieces))  # any thread, any time: only noted
+        self.spill.drop(self)
 
 
 class NvmeSpill:
@@ -83,16 +75,16 @@ class NvmeSpill:
         self.host_bytes = slots * Arena.rounded(self._piece_bytes)  # of the slots
         memory, stop, release = self._memory()
         self._slots = Slots(memory.split(Arena.rounded(self._piece_bytes)))
-        self._unused: dict[int, list[Stored]] = {}  # by their size
+        self._unused: list[Stored] = []
         self._all: list[Stored] = []
-        self._last: weakref.ref[OnNvme] | None = None
+        self._last: Callable[[], Any] = lambda: None
         self._failure: Exception | None = None
         self._lock = threading.RLock()
         self._room = threading.Lock()  # of the extents' account
         self._open = True
         self.dropped: deque[tuple[Stored, list[_Piece]]] = deque()
         # Also when model and graphs are forgotten without a close(): the ByteStore may live on.
-        self._ending = Ending(self, partial(_give_back, stop, release, self._slots, self._all, self._unused))
+        self._ending = Ending(self, partial(_give_back, stop, release, self._slots, self._all))
 
     def _memory(self) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
         """(host_bytes,) uint8 for the slots; how to stop what uses them, and how to give them back."""
@@ -108,11 +100,11 @@ class NvmeSpill:
         """Begin to write the tensor; its own memory is not needed after this returns."""
         with self._lock, self._guard():
             self._collect()
-            spilled, values = self._begin(tensor, what, OnNvme)
+            spilled, values = self._begin(tensor, what)
             self._write_pieces(spilled, values, _copy)
             return spilled
 
-    def _begin(self, tensor: Tensor, what: str, kind: type[Kind]) -> tuple[Kind, Tensor]:
+    def _begin(self, tensor: Tensor, what: str) -> tuple[OnNvme, Tensor]:
         """What stands for the tensor, with an extent, and its values as bytes where they are."""
         form = Form.of(tensor)
         values = form.flatten(tensor)
@@ -121,7 +113,7 @@ class NvmeSpill:
             for start in range(0, values.numel(), self._piece_bytes)
         ]
         stored = self._room_for(round_up(values.numel(), self._nvme.alignment), what)
-        spilled = kind(self, form, what, stored, pieces, self._last)
+        spilled = OnNvme(self, what, form, self._last, stored, pieces)
         self._last = weakref.ref(spilled)
         return spilled, values
 
@@ -168,7 +160,7 @@ class NvmeSpill:
 
     def _read_ahead(self, spilled: OnNvme) -> None:
         """Begin to read the one before, into slots that nothing is wanted of."""
-        before = spilled.before() if spilled.before is not None else None
+        before = spilled.before()
         if before is None:
             return
         for piece in before.pieces:
@@ -201,6 +193,10 @@ class NvmeSpill:
             if failure is not None:
                 raise failure
 
+    def drop(self, spilled: OnNvme) -> None:
+        """It died: on any thread, at any time, so this is only noted."""
+        self.dropped.append((spilled.stored, spilled.pieces))
+
     # -- what is stored ---------------------------------------------------------------------------------------------
 
     def _room_for(self, nbytes: int, what: str) -> Stored:
@@ -208,10 +204,12 @@ class NvmeSpill:
         lengths take the room of the longest. Raises BudgetError where there is none; what was set aside before stands.
         """
         with self._room:
-            enough = min((size for size, unused in self._unused.items() if unused and size >= nbytes), default=None)
-            if enough is not None:
-                return self._unused[enough].pop()
-            for stored in [stored for unused in self._unused.values() for stored in unused]:
+            enough = [stored for stored in self._unused if stored.nbytes >= nbytes]
+            if enough:
+                found = min(enough, key=lambda stored: stored.nbytes)
+                self._unused.remove(found)
+                return found
+            for stored in self._unused:
                 self._all.remove(stored)
                 stored.free()
             self._unused.clear()
@@ -232,7 +230,7 @@ class NvmeSpill:
                 slot.wait_changeable()
                 self._slots.give(slot)
             with self._room:
-                self._unused.setdefault(stored.nbytes, []).append(stored)
+                self._unused.append(stored)
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -257,11 +255,7 @@ def _copy(lane: Lane, into: Tensor, source: Tensor) -> None:
 
 
 def _give_back(
-    stop: Callable[[], None],
-    release: Callable[[], None],
-    slots: Slots[Tensor],
-    stored: list[Stored],
-    unused: dict[int, list[Stored]],
+    stop: Callable[[], None], release: Callable[[], None], slots: Slots[Tensor], stored: list[Stored]
 ) -> None:
     stop()
     with suppress(OSError):
@@ -272,4 +266,3 @@ def _give_back(
     release()
     slots.clear()
     stored.clear()
-    unused.clear()

@@ -16,10 +16,9 @@ queued; and in backward where a tensor's reads are not done. Neither a copy nor 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,10 +26,8 @@ from torch import Tensor
 
 from ..streams import Lane, Mark, Streams
 from ..tier import Transfers
-from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
-from .host_spill import LEAVING
 from .nvme_spill import NvmeSpill, OnNvme
-from .spill import ChangedInputError, Spilled
+from .spill import ApartSpill, Crossing, Spilled
 
 __all__ = ["QueuedSpill"]
 
@@ -38,28 +35,13 @@ LINGERS_SECONDS = 1.0  # the thread ends when nothing was asked of it for so lon
 
 
 @dataclass(eq=False)
-class _Job:
-    """Pieces of one tensor, to be copied to or from `values`, its bytes on the device, after `ready`."""
+class _Job(Crossing):
+    """Pieces of one tensor, to be copied to or from its bytes on the device, after `ready`."""
 
     lane: Lane
-    spilled: _Queued | None  # None: done, or nothing but to look at what died
-    values: Tensor
+    spilled: OnNvme | None  # None: done, or nothing but to look at what died
     ready: Mark
-    version: int = 0
     queued: int = 0
-    copied: Mark | None = None  # the last copy, once all are queued
-
-
-@dataclass(eq=False)
-class _Queued(OnNvme):
-    """See `Spilled`."""
-
-    arriving: deque[_Job] = field(default_factory=deque)
-    changed: bool = False  # in place, while it was still being copied
-
-    def __del__(self) -> None:
-        self.spill.unwanted.extend(self.arriving)  # type: ignore[attr-defined]
-        super().__del__()
 
 
 class _Work:
@@ -81,17 +63,14 @@ class _Work:
             thread.join()
 
 
-class QueuedSpill(NvmeSpill):
+class QueuedSpill(ApartSpill, NvmeSpill):
     """NvmeSpill beside a device apart. `streams`: the store's, which end after this."""
 
-    def __init__(
-        self, nvme: Transfers, streams: Streams, *, slots: int = SPILL_SLOTS, piece_bytes: int = SPILL_PIECE_BYTES
-    ) -> None:
-        self._streams = streams
+    def __init__(self, nvme: Transfers, streams: Streams, **sizes: int) -> None:
+        ApartSpill.__init__(self, streams)
         self._work = _Work()
-        self._leaving: deque[tuple[_Job, weakref.ref[_Queued]]] = deque()
-        self.unwanted: deque[_Job] = deque()  # copies that were asked for ahead and that nobody will load
-        super().__init__(nvme, slots=slots, piece_bytes=piece_bytes)
+        self.unwanted: deque[Crossing] = deque()  # copies that were asked for ahead and that nobody will load
+        NvmeSpill.__init__(self, nvme, **sizes)
 
     def _memory(self) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
         memory = self._streams.host(self.host_bytes)
@@ -101,30 +80,22 @@ class QueuedSpill(NvmeSpill):
         """Ask for the tensor to be written; its memory may be used anew in stream order."""
         with self._lock, self._guard():
             self._release_unwanted()
-            if self.dropped and not any(self._unused.values()):  # what died is still to be looked at
-                self._follow(self._submit(_Job("swap_in", None, tensor, self._streams.mark())))
-            spilled, values = self._begin(tensor, what, _Queued)
-            job = self._submit(_Job("swap_out", spilled, values, self._streams.mark(), values._version))
-            self._leaving.append((job, weakref.ref(spilled)))
-            self._let_leave(LEAVING)
+            if self.dropped and not self._unused:  # what died is still to be looked at
+                self._follow(self._submit("swap_in", None, tensor))
+            spilled, values = self._begin(tensor, what)
+            self._leave(spilled, self._submit("swap_out", spilled, values))
             return spilled
 
     def load(self, spilled: OnNvme) -> Tensor:
         """The tensor on the device, in stream order; asks for the one that was packed before it."""
-        assert isinstance(spilled, _Queued)
         with self._lock, self._guard():
             self._release_unwanted()
-            self._let_leave()
-            if spilled.changed:
-                raise ChangedInputError(spilled.what)
-            if not spilled.arriving:
-                self._ask(spilled)
-            job = spilled.arriving.popleft()
-            before = spilled.before() if spilled.before is not None else None
-            if isinstance(before, _Queued) and not before.arriving:
-                self._ask(before)
-            self._follow(job)
-            return spilled.form.restore(job.values.view(spilled.form.dtype).view(spilled.form.core))
+            return self._arrive(spilled)
+
+    def drop(self, spilled: OnNvme) -> None:
+        """It died: on any thread, at any time, so this is only noted."""
+        self.unwanted.extend(spilled.arriving)
+        super().drop(spilled)
 
     def close(self) -> None:
         """Wait for what is in flight and give everything back. Idempotent."""
@@ -140,14 +111,12 @@ class QueuedSpill(NvmeSpill):
 
     # -- the training thread ----------------------------------------------------------------------------------------
 
-    def _ask(self, spilled: _Queued) -> None:
-        """The tensor is to come to the device."""
+    def _ask(self, spilled: OnNvme) -> None:
         nbytes = sum(piece.nbytes for piece in spilled.pieces)
-        values = self._streams.empty(nbytes, torch.uint8)
-        spilled.arriving.append(self._submit(_Job("swap_in", spilled, values, self._streams.mark())))
+        spilled.arriving.append(self._submit("swap_in", spilled, self._streams.empty(nbytes, torch.uint8)))
 
-    def _submit(self, job: _Job) -> _Job:
-        work = self._work
+    def _submit(self, lane: Lane, spilled: OnNvme | None, values: Tensor) -> _Job:
+        job, work = _Job(values, values._version, None, lane, spilled, self._streams.mark()), self._work
         with work.condition:
             work.jobs.append(job)
             if work.thread is None:
@@ -156,28 +125,13 @@ class QueuedSpill(NvmeSpill):
             work.condition.notify_all()
         return job
 
-    def _wait_until(self, ready: Callable[[], bool]) -> None:
-        """For the thread. Raises what it failed with."""
+    def _follow(self, crossing: Crossing) -> None:
+        """The host waits until the copies are queued. Raises what the thread failed with."""
         with self._work.condition:
-            self._work.condition.wait_for(lambda: ready() or self._failure is not None)
+            self._work.condition.wait_for(lambda: crossing.copied is not None or self._failure is not None)
         if self._failure is not None:
             raise self._failure
-
-    def _follow(self, job: _Job) -> None:
-        """What the caller queues from here on comes after the job's copies; the host waits until they are queued."""
-        self._wait_until(lambda: job.copied is not None)
-        assert job.copied is not None
-        self._streams.follow(job.copied)
-
-    def _let_leave(self, keep: int = 0) -> None:
-        """The oldest go, all but `keep`: their memory may be used anew after their copies."""
-        while len(self._leaving) > keep:
-            job, packed = self._leaving[0]
-            self._follow(job)
-            spilled = packed()
-            if spilled is not None and job.values._version != job.version:
-                spilled.changed = True
-            self._leaving.popleft()
+        super()._follow(crossing)
 
     def _release_unwanted(self) -> None:
         """The device memory of what was asked for ahead, and died, is free in stream order after this."""

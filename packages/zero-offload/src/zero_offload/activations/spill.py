@@ -1,20 +1,26 @@
 """Tensors set aside between forward and backward: the seam, how a tensor lies in memory, and leaving it where it is.
 
-Owns `Spill`, `Spilled` and `Form`. The ways elsewhere are `host_spill`'s and `nvme_spill`'s; what is set aside, and
-when, is for `activations`.
+Owns `Spill`, `Spilled`, `Form`, and the order in which tensors leave a device apart and come back. The ways elsewhere
+are `host_spill`'s, `nvme_spill`'s and `queued_spill`'s; what is set aside, and when, is for `activations`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import OffloadError
+from ..streams import Mark, Streams
 
-__all__ = ["ChangedInputError", "DeviceSpill", "Form", "Spill", "Spilled"]
+__all__ = ["ApartSpill", "Aside", "ChangedInputError", "Crossing", "DeviceSpill", "Form", "Spill", "Spilled"]
+
+LEAVING = 2  # tensors whose device memory is kept until their copy was followed
 
 
 class ChangedInputError(OffloadError, RuntimeError):
@@ -95,3 +101,76 @@ class _Alive:
         if self._tensor._version != self._version:
             raise ChangedInputError(self._what)
         return self._tensor.detach()
+
+
+@dataclass(eq=False)
+class Crossing:
+    """A tensor's bytes on the device, while they are copied from there or to there."""
+
+    values: Tensor
+    version: int  # of the values when the copy was asked for
+    copied: Mark | None  # the last copy, once all are queued
+
+
+@dataclass(eq=False)
+class Aside:
+    """See `Spilled`. `before`: gives the one that was packed before this one, so wanted after it; None: it is gone."""
+
+    spill: Any
+    what: str
+    form: Form
+    before: Callable[[], Any] = field(repr=False)
+    arriving: deque[Any] = field(default_factory=deque, init=False)  # `Crossing` to a device apart
+    changed: bool = field(default=False, init=False)  # in place, while it was still being copied
+
+    def load(self) -> Tensor:
+        values: Tensor = self.spill.load(self)
+        return values
+
+
+class ApartSpill:
+    """What leaves a device apart, and comes back, in stream order; where to is for who inherits this."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._leaving: deque[tuple[Crossing, weakref.ref[Aside]]] = deque()
+
+    def _ask(self, spilled: Any) -> None:
+        """Begin to bring the tensor's bytes, which are `arriving` from here on."""
+        raise NotImplementedError
+
+    def _leave(self, spilled: Aside, crossing: Crossing) -> None:
+        self._leaving.append((crossing, weakref.ref(spilled)))
+        self._let_leave(LEAVING)
+
+    def _let_leave(self, keep: int = 0) -> None:
+        """The oldest go, all but `keep`: their memory may be used anew after their copies.
+
+        A change in place before that is copied as well, or in part.
+        """
+        while len(self._leaving) > keep:
+            crossing, packed = self._leaving[0]
+            self._follow(crossing)
+            spilled = packed()
+            if spilled is not None and crossing.values._version != crossing.version:
+                spilled.changed = True
+            self._leaving.popleft()
+
+    def _arrive(self, spilled: Aside) -> Tensor:
+        """The tensor on the device, in stream order; begins to bring the one that was packed before it."""
+        self._let_leave()
+        if spilled.changed:
+            raise ChangedInputError(spilled.what)
+        if not spilled.arriving:
+            self._ask(spilled)
+        crossing = spilled.arriving.popleft()
+        before = spilled.before()
+        if before is not None and not before.arriving:
+            self._ask(before)
+        self._follow(crossing)
+        return spilled.form.restore(crossing.values.view(spilled.form.dtype).view(spilled.form.core))
+
+    def _follow(self, crossing: Crossing) -> None:
+        """What the caller queues from here on comes after the copies."""
+        assert crossing.copied is not None
+        self._streams.follow(crossing.copied)

@@ -69,12 +69,7 @@ def _fractions(device: float, host: float) -> dict[str, float]:
 
 
 def _demote(
-    held: Held,
-    ends: dict[str, dict[str, float]],
-    tier: str,
-    over: int,
-    tile: float,
-    tied: Sequence[str] = (),
+    held: Held, ends: dict[str, dict[str, float]], tier: str, over: int, tile: float, tied: Sequence[str]
 ) -> bool:
     """Let the last tiles that are on `tier`, worth `over` bytes, go one down. Returns whether there were any.
 

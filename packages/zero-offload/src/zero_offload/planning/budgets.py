@@ -25,9 +25,7 @@ class PlanError(BudgetError, ValueError):
     """
 
     def __init__(self, tier: str, needed_bytes: int, budget_bytes: int, what: str, way_out: str) -> None:
-        self.tier = tier
-        self.needed_bytes = needed_bytes
-        self.budget_bytes = budget_bytes
+        self.tier, self.needed_bytes, self.budget_bytes = tier, needed_bytes, budget_bytes
         self.missing_bytes = needed_bytes - budget_bytes
         super().__init__(
             f"{tier} tier needs {gib(needed_bytes)} a rank ({what}), budget is {gib(budget_bytes)}: "

@@ -97,10 +97,6 @@ class ModelSizes:
         """Units with activations worth a policy."""
         return sum(unit.is_block for unit in self.units)
 
-    @cached_property
-    def largest_unit_numel(self) -> int:
-        return max((unit.numel for unit in self.units), default=0)
-
     @classmethod
     def transformer(
         cls,

@@ -172,11 +172,11 @@ class Downloads:
         if download.into is not None:
             assert download.copied is not None
             download.copied.wait()
-            with self._monitor.span("norm", self._plan.units[download.unit].spec.name):
-                self._gradients.accept(download.unit, download.into)
-            return
         with self._monitor.span("norm", self._plan.units[download.unit].spec.name):
-            self._gradients.accept_pieces(download.unit, _Pieces(self, download))
+            if download.into is not None:
+                self._gradients.accept(download.unit, download.into)
+            else:
+                self._gradients.accept_pieces(download.unit, _Pieces(self, download))
 
     def _copy(self, download: _Download, into: Tensor, source: Tensor) -> Mark:
         self.nbytes += source.nbytes

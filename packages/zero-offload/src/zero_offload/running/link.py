@@ -35,17 +35,15 @@ class Link:
         monitor: Monitor,
         staging: Sequence[Block],
     ) -> None:
-        self.streams, self.device = streams, device
-        self._units = [unit.spec for unit in plan.units]
-        self.up = Uploads(streams, parameters, device, monitor, [spec.name for spec in self._units])
+        self.streams, self.device, self._plan = streams, device, plan
+        self.up = Uploads(streams, parameters, device, plan, monitor)
         self.down = Downloads(streams, gradients, plan, monitor, staging)
         self._copies: dict[int, Tensor] = {}
-        self._buffer_bytes = plan.bytes_of("device", "buffers")
 
     @property
     def device_bytes(self) -> int:
         """What passes through the device now, beside what was placed there."""
-        return self._buffer_bytes + sum(copy.nbytes for copy in self._copies.values())
+        return self._plan.bytes_of("device", "buffers") + sum(copy.nbytes for copy in self._copies.values())
 
     @property
     def up_bytes(self) -> int:
@@ -76,7 +74,8 @@ class Link:
     def parameters(self, i: int) -> Tensor:
         """Unit i in memory of its own until release(i)."""
         if i not in self._copies:
-            copy = self.streams.empty(self._units[i].numel, self._units[i].dtype)
+            spec = self._plan.units[i].spec
+            copy = self.streams.empty(spec.numel, spec.dtype)
             self.swap_in(i, copy).wait()
             self._copies[i] = copy
         return self._copies[i]

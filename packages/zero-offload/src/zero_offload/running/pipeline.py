@@ -36,7 +36,7 @@ from ..monitor import Monitor
 from ..protocols import SegmentStep, Started, StartingStep, UpdateStep
 from ..slots import Slot
 from ..tier import Stores
-from ..tiles.gradients import GradientStore, Taken
+from ..tiles.gradients import GradientStore
 from ..tiles.parameters import ParameterStore
 from ..tiles.states import StateStore
 from ..tiles.tile import Tile, View
@@ -53,7 +53,7 @@ class TileTask:
 
     tile: Tile
     segments: tuple[SegmentStep, ...]
-    gradient: Taken
+    gradient_dtype: torch.dtype  # that it is kept in
     last: bool
     reads: bool = True
 
@@ -230,7 +230,7 @@ class Pipeline:
         if not self.parameters.begin_update(tile.unit, wait=wait):
             return None
         if self.gradients.stored(tile):
-            loaded.gradient = self.gradients.begin_read(tile, task.gradient.dtype, wait=wait)
+            loaded.gradient = self.gradients.begin_read(tile, task.gradient_dtype, wait=wait)
             if loaded.gradient is None:
                 return None
         if self.states.stored(tile):
@@ -282,7 +282,7 @@ class Pipeline:
             self._done(tile.unit)
 
     def _gradient(self, loaded: _Loaded) -> Tensor:
-        tile, dtype = loaded.task.tile, loaded.task.gradient.dtype
+        tile, dtype = loaded.task.tile, loaded.task.gradient_dtype
         if loaded.gradient is not None:
             return loaded.gradient.memory.view(dtype, tile.numel)
         return self.gradients.in_memory(tile, dtype)

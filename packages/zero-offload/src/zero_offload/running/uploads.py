@@ -10,13 +10,12 @@ call, at the latest in wait(). Only there the training thread waits, and the tim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ..monitor import Monitor
 from ..streams import Mark, Streams
 from ..tiles.device_tier import DeviceTier
+from ..tiles.footprint import StorePlan
 from ..tiles.parameters import ParameterStore
 
 __all__ = ["Arrival", "Uploads"]
@@ -42,15 +41,10 @@ class Uploads:
     """Copies of whole shards, one arrival each: what is on the device already, then the rest. `nbytes`: of the rest."""
 
     def __init__(
-        self,
-        streams: Streams,
-        parameters: ParameterStore,
-        device: DeviceTier,
-        monitor: Monitor,
-        names: Sequence[str],
+        self, streams: Streams, parameters: ParameterStore, device: DeviceTier, plan: StorePlan, monitor: Monitor
     ) -> None:
-        self._streams, self._parameters, self._monitor = streams, parameters, monitor
-        self._device, self._names = device, names
+        self._streams, self._parameters, self._device = streams, parameters, device
+        self._plan, self._monitor = plan, monitor
         self._waiting: dict[Arrival, None] = {}
         self.nbytes = 0
 
@@ -78,7 +72,7 @@ class Uploads:
         """The caller's stream goes on with the unit in its place."""
         if arrival.copied is None:
             i = arrival.unit
-            self._monitor.wait_until(lambda: not self._monitor.updates[i], self._names[i])
+            self._monitor.wait_until(lambda: not self._monitor.updates[i], self._plan.units[i].spec.name)
             source = self._parameters.acquire(i)
             try:
                 with self._monitor.condition:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..memory_store import bytes_of
-from ..protocols import ByteStore, Extent, Ticket
+from ..protocols import ByteStore, Ticket
 from .conformance import ByteStoreSuite, UpdateStepSuite
 
 __all__ = ["ByteStoreSuite", "FaultyByteStore", "HeldTicket", "UpdateStepSuite"]
@@ -66,6 +66,7 @@ class FaultyByteStore:
     def __init__(self, inner: ByteStore, path: str = "/faulty/slab", *, lazy: bool = False) -> None:
         self.inner, self.path, self.lazy = inner, path, lazy
         self.alignment = inner.alignment
+        self.reserve, self.allocate, self.free = inner.reserve, inner.allocate, inner.free
         self.log: list[tuple[str, int, int]] = []
         self.overtaken: list[tuple[int, int]] = []
         self.changed: list[tuple[int, int]] = []
@@ -83,15 +84,6 @@ class FaultyByteStore:
 
     def release(self) -> None:
         self._gate.set()
-
-    def reserve(self, total_bytes: int) -> None:
-        self.inner.reserve(total_bytes)
-
-    def allocate(self, nbytes: int) -> Extent:
-        return self.inner.allocate(nbytes)
-
-    def free(self, extent: Any) -> None:
-        self.inner.free(extent)
 
     def close(self) -> None:
         """Serves the writes that are still held."""

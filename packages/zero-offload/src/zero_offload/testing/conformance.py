@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +29,7 @@ class ByteStoreSuite:
         raise NotImplementedError
 
     def test_bytes_come_back(self) -> None:
-        store = self.make_store()
-        try:
+        with closing(self.make_store()) as store:
             store.reserve(3 << 20)
             extents = [store.allocate(1 << 20) for _ in range(3)]
             sent = [torch.randint(0, 256, (1 << 20,), dtype=torch.uint8) for _ in extents]
@@ -39,12 +41,9 @@ class ByteStoreSuite:
                 ticket.wait()
                 assert ticket.done()
             assert all(torch.equal(s, b) for s, b in zip(sent, back, strict=True))
-        finally:
-            store.close()
 
     def test_a_range_of_an_extent(self) -> None:
-        store = self.make_store()
-        try:
+        with closing(self.make_store()) as store:
             extent = store.allocate(8 * store.alignment)
             store.write(extent, torch.zeros(8 * store.alignment, dtype=torch.uint8)).wait()
             middle = torch.full((2 * store.alignment,), 7, dtype=torch.uint8)
@@ -52,45 +51,33 @@ class ByteStoreSuite:
             whole = torch.ones(8 * store.alignment, dtype=torch.uint8)
             store.read(extent, whole).wait()
             assert whole.nonzero().flatten().tolist() == list(range(3 * store.alignment, 5 * store.alignment))
-        finally:
-            store.close()
 
     def test_tensors_of_any_dtype_and_buffers(self) -> None:
-        store = self.make_store()
-        try:
+        with closing(self.make_store()) as store:
             extent = store.allocate(store.alignment)
             values = torch.arange(store.alignment // 4, dtype=torch.float32)
             store.write(extent, values).wait()
             buffer = bytearray(store.alignment)
             store.read(extent, buffer).wait()
             assert torch.equal(torch.frombuffer(buffer, dtype=torch.float32), values)
-        finally:
-            store.close()
 
     def test_extents_do_not_overlap_and_are_aligned(self) -> None:
-        store = self.make_store()
-        try:
+        with closing(self.make_store()) as store:
             extents = [store.allocate(size) for size in (1, store.alignment, store.alignment + 1, 100_000)]
             ranges = sorted((e.offset_bytes, e.offset_bytes + e.nbytes) for e in extents)
             assert all(start % store.alignment == 0 for start, _ in ranges)
             assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False))
-        finally:
-            store.close()
 
     def test_a_freed_extent_makes_room(self) -> None:
-        store = self.make_store()
-        try:
+        with closing(self.make_store()) as store:
             store.reserve(4 * store.alignment)
             for _ in range(20):
                 extent = store.allocate(3 * store.alignment)
                 store.write(extent, torch.ones(3 * store.alignment, dtype=torch.uint8)).wait()
                 store.free(extent)
-        finally:
-            store.close()
 
     def test_beyond_the_extent_is_refused(self) -> None:
-        store = self.make_store()
-        try:
+        with closing(self.make_store()) as store:
             extent = store.allocate(store.alignment)
             too_much = torch.zeros(2 * store.alignment, dtype=torch.uint8)
             for request in (store.read, store.write):
@@ -99,15 +86,13 @@ class ByteStoreSuite:
                 except (ValueError, OSError):
                     continue
                 raise AssertionError("a transfer beyond its extent succeeded")
-        finally:
-            store.close()
 
     def test_from_several_threads(self) -> None:
-        store = self.make_store()
-        failures: list[BaseException] = []
+        with closing(self.make_store()) as store, ThreadPoolExecutor(3) as threads:
+            together = threading.Barrier(3)
 
-        def work(number: int) -> None:
-            try:
+            def work(number: int) -> None:
+                together.wait()
                 extent = store.allocate(1 << 18)
                 for round_ in range(5):
                     sent = torch.full((1 << 18,), number * 10 + round_, dtype=torch.uint8)
@@ -115,18 +100,8 @@ class ByteStoreSuite:
                     back = torch.zeros_like(sent)
                     store.read(extent, back).wait()
                     assert torch.equal(sent, back)
-            except BaseException as error:
-                failures.append(error)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert not failures
-        finally:
-            store.close()
+            list(threads.map(work, range(3)))
 
     def test_close_twice(self) -> None:
         store = self.make_store()
@@ -148,11 +123,11 @@ class UpdateStepSuite:
     def optimizer(self, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
-    def _bound(self) -> tuple[UpdateStep, torch.optim.Optimizer, torch.nn.Parameter]:
-        parameter = torch.nn.Parameter(torch.randn(self.numel, generator=torch.Generator().manual_seed(1)))
+    def _bound(self) -> tuple[UpdateStep, torch.optim.Optimizer, torch.nn.Parameter, dict[str, Any]]:
+        parameter = torch.nn.Parameter(self._gradient(self.numel, 1))
         optimizer, step = self.optimizer([parameter]), self.make_step()
         step.bind(optimizer)
-        return step, optimizer, parameter
+        return step, optimizer, parameter, {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
 
     def _tile(self, step: UpdateStep, dtype: torch.dtype, master: Tensor, gradient: Tensor | None = None) -> View:
         numel = master.numel()
@@ -166,8 +141,7 @@ class UpdateStepSuite:
         return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
     def test_follows_torch(self) -> None:
-        step, optimizer, parameter = self._bound()
-        options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        step, optimizer, parameter, options = self._bound()
         tile = self._tile(step, torch.float32, parameter.detach().clone())
         for number in range(1, 6):
             gradient = self._gradient(self.numel, number)
@@ -177,7 +151,7 @@ class UpdateStepSuite:
         assert torch.allclose(step.read(tile, "master"), parameter.detach(), rtol=1e-5, atol=1e-6)
 
     def test_master_survives_a_round_trip(self) -> None:
-        step, _, parameter = self._bound()
+        step, _, parameter, _ = self._bound()
         master = parameter.detach().clone()
         for dtype in (torch.float32, torch.bfloat16):
             tile = self._tile(step, dtype, master)
@@ -188,13 +162,13 @@ class UpdateStepSuite:
             assert torch.allclose(tile.parameter.float(), other, rtol=2**-8)
 
     def test_ties_round_away(self) -> None:
-        step, _, _ = self._bound()
+        step, *_ = self._bound()
         ties = torch.tensor([1 + 2**-8, -(1 + 2**-8), 1 + 3 * 2**-8, 0.0], dtype=torch.float32)
         tile = self._tile(step, torch.bfloat16, ties)
         assert tile.parameter.tolist() == [1 + 2**-7, -(1 + 2**-7), 1 + 2**-6, 0.0]
 
     def test_states_survive_a_round_trip(self) -> None:
-        step, _, parameter = self._bound()
+        step, _, parameter, _ = self._bound()
         tile = self._tile(step, torch.bfloat16, parameter.detach().clone())
         for number, name in enumerate(step.state_names()):
             assert torch.equal(step.read(tile, name), torch.zeros(self.numel))
@@ -203,8 +177,7 @@ class UpdateStepSuite:
             assert torch.allclose(step.read(tile, name), values, rtol=0.05, atol=0.02)
 
     def test_elements_outside_segments_keep_their_bits(self) -> None:
-        step, optimizer, parameter = self._bound()
-        options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        step, _, parameter, options = self._bound()
         master = parameter.detach().clone()
         tile = self._tile(step, torch.bfloat16, master, self._gradient(self.numel, 2))
         segments = [SegmentStep(256, 512, options, 1), SegmentStep(1024, 1280, options, 3)]
@@ -215,8 +188,7 @@ class UpdateStepSuite:
         assert not moved.any()
 
     def test_cuts_do_not_change_bits(self) -> None:
-        step, optimizer, parameter = self._bound()
-        options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        step, _, parameter, options = self._bound()
         master, gradient = parameter.detach().clone(), self._gradient(self.numel, 4)
         whole = self._tile(step, torch.bfloat16, master, gradient)
         step.update(whole, [SegmentStep(0, self.numel, options, 1)], 0.25)
@@ -226,8 +198,7 @@ class UpdateStepSuite:
 
     def test_layouts_agree_on_the_parameter(self) -> None:
         """A 16-bit gradient is the same value as its fp32 form."""
-        step, optimizer, parameter = self._bound()
-        options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        step, _, parameter, options = self._bound()
         gradient = self._gradient(self.numel, 5).to(torch.bfloat16)
         masters = []
         for form in (gradient, gradient.float()):
@@ -237,7 +208,7 @@ class UpdateStepSuite:
         assert torch.equal(masters[0], masters[1])
 
     def test_norm_and_accumulate(self) -> None:
-        step, _, _ = self._bound()
+        step, *_ = self._bound()
         values = self._gradient(self.numel, 6)
         [norm_squared] = step.chunk_norms_squared(values)
         assert math.isclose(norm_squared, float(values.double().square().sum()), rel_tol=1e-12)

@@ -60,8 +60,11 @@ class DeviceTier:
         specs: list[ShardSpec] = []
         for i, unit in enumerate(self._plan.units):
             if unit.whole_numel:
-                self._place[i] = len(specs)
-                specs.append(self._clipped(i, unit.spec, unit.whole_numel))
+                kept = [k for k, segment in enumerate(unit.spec.segments) if segment.start < unit.whole_numel]
+                clipped = (unit.spec.segments[k] for k in kept)
+                cut = tuple(replace(part, stop=min(part.stop, unit.whole_numel)) for part in clipped)
+                self._place[i], self._segments[i] = len(specs), kept
+                specs.append(replace(unit.spec, numel=unit.whole_numel, segments=cut))
         if specs:
             units = list(self._place)
             self._whole.attach(
@@ -70,12 +73,6 @@ class DeviceTier:
                 lambda place: master(units[place])[: specs[place].numel].clone(),
                 context=replace(context, keeps_parameters=False),  # what units are copied from stays
             )
-
-    def _clipped(self, i: int, spec: ShardSpec, numel: int) -> ShardSpec:
-        kept = [k for k, segment in enumerate(spec.segments) if segment.start < numel]
-        self._segments[i] = kept
-        segments = tuple(replace(spec.segments[k], stop=min(spec.segments[k].stop, numel)) for k in kept)
-        return replace(spec, numel=numel, segments=segments)
 
     def has(self, i: int) -> bool:
         """Whether unit i has whole tiles."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -34,7 +33,7 @@ from .footprint import GRADIENT_BYTES, StorePlan
 from .stored_tiles import StoredTiles
 from .tile import Tile, round_up
 
-__all__ = ["GradientStore", "Held", "Taken"]
+__all__ = ["GradientStore", "Held"]
 
 
 class Held(Enum):
@@ -44,13 +43,6 @@ class Held(Enum):
     REDUCED = 1
     FP32 = 2
     PARTIAL = 3
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A unit's gradient on its way into an update, and the dtype it is kept in."""
-
-    dtype: torch.dtype
 
 
 Part = Callable[[int, int], Tensor]  # (start, stop) of a shard -> its gradient there, on the CPU, until the next call
@@ -125,21 +117,16 @@ class GradientStore:
     def accept(self, i: int, gradient: Tensor) -> None:
         """Add a gradient (shard_numel,) on the CPU in the reduce dtype, less what is kept on a device apart."""
         above, numel = self._above[i], self._memory_numel[i]
-        in_memory = [(above, above + numel)] if numel else []
-        self._accept(i, lambda start, stop: gradient[start - above : stop - above], in_memory)
+        tiles = [tile for tile in self.kept(i) if tile in self._stored]
+        if numel:  # one run in memory is added at once
+            tiles.insert(0, Tile(i, 0, above, above + numel, True, self._plan.units[i].spec.name))
+        self._accept(i, lambda start, stop: gradient[start - above : stop - above], tiles)
 
     def accept_pieces(self, i: int, part: Part) -> None:
         """Add a gradient of which `part` gives the tiles of kept(i), one after another."""
-        self._accept(i, part, [(tile.start, tile.stop) for tile in self.kept(i) if tile not in self._stored])
+        self._accept(i, part, self.kept(i))
 
-    def kept(self, i: int) -> list[Tile]:
-        """The tiles whose gradient is kept, in their order: in memory first, then the stored ones."""
-        unit = self._plan.units[i]
-        rows = zip(unit.tiles, unit.gradient_tiers, strict=True)
-        below = [(tile, tier) for tile, tier in rows if tile.start >= self._above[i]]
-        return [tile for tile, tier in below if not tier.stored or tile in self._stored]
-
-    def _accept(self, i: int, part: Part, in_memory: Sequence[tuple[int, int]]) -> None:
+    def _accept(self, i: int, part: Part, tiles: Sequence[Tile]) -> None:
         if not self._plan.units[i].trainable:
             return
         held = self._whole(i)
@@ -147,11 +134,18 @@ class GradientStore:
         memory = self._memory[i]
         if memory is not None and held is Held.REDUCED:
             _widen(memory, self.dtype, self._memory_numel[i])
-        for start, stop in in_memory:
-            self._add_in_memory(i, start, part(start, stop), held)
-        self._add_stored(i, part, held)
+        with self._hand() as hand:
+            for tile, following in zip(tiles, [*tiles[1:], None], strict=True):
+                self._add(hand, tile, part, held, following)
         first = held is Held.NONE and self.dtype != torch.float32
         self._held[i] = Held.REDUCED if first else Held.FP32
+
+    def kept(self, i: int) -> list[Tile]:
+        """The tiles whose gradient is kept, in their order: in memory first, then the stored ones."""
+        unit = self._plan.units[i]
+        rows = zip(unit.tiles, unit.gradient_tiers, strict=True)
+        below = [(tile, tier) for tile, tier in rows if tile.start >= self._above[i]]
+        return [tile for tile, tier in below if not tier.stored or tile in self._stored]
 
     def discard(self) -> None:
         self._held = [Held.NONE] * len(self._held)
@@ -165,22 +159,17 @@ class GradientStore:
         held = self._whole(i)
         if held is Held.NONE:
             return
-        dtype, numel = (self.dtype if held is Held.REDUCED else torch.float32), self._memory_numel[i]
-        memory, above = self._memory[i], self._above[i]
-        begin, end = max(start, above), min(stop, above + numel)
-        if memory is not None and begin < end:
-            kept = memory.view(dtype, numel)
-            kept[begin - above : end - above].zero_()
-            first, last = begin // CHUNK_NUMEL * CHUNK_NUMEL, min(round_up(end, CHUNK_NUMEL), above + numel)
-            self._sum_chunks(i, first, kept[first - above : last - above])
-        for tile in self._plan.units[i].tiles:
+        dtype = self.dtype if held is Held.REDUCED else torch.float32
+        for tile in self.kept(i):
             low, high = max(start, tile.start), min(stop, tile.stop)
-            if tile in self._stored and low < high:
+            if low < high:
                 with self._hand() as hand:
-                    kept = self._there(hand, tile, dtype).view(dtype, tile.numel)
+                    if tile in self._stored:
+                        kept = self._there(hand, tile, dtype).view(dtype, tile.numel)
+                    else:
+                        kept = self.in_memory(tile, dtype)
                     kept[low - tile.start : high - tile.start].zero_()
-                    self._sum_chunks(i, tile.start, kept)
-                    self._write_back(hand, tile, kept)
+                    self._changed(hand, tile, kept)
 
     def norm_squared(self) -> float:
         """Chunk sums of all units, in order."""
@@ -191,43 +180,44 @@ class GradientStore:
                 total += value
         return total
 
-    def take(self, i: int) -> Taken | None:
-        """Hand unit i's gradient to an update; the store's account of it is empty from here on. None: there is none."""
+    def take(self, i: int) -> torch.dtype | None:
+        """Hand unit i's gradient to an update, in the dtype that is returned; None: there is none.
+
+        The store's account of it is empty from here on.
+        """
         held, self._held[i] = self._whole(i), Held.NONE
         self._expected[i] = False
         self._sums[i][:] = [0.0] * len(self._sums[i])
         if held is Held.NONE:
             return None
-        return Taken(self.dtype if held is Held.REDUCED else torch.float32)
+        return self.dtype if held is Held.REDUCED else torch.float32
 
-    def _add_in_memory(self, i: int, start: int, gradient: Tensor, held: Held) -> None:
-        """Elements from `start`, a multiple of the chunk; what was kept is fp32 by now."""
-        memory = self._memory[i]
-        assert memory is not None
+    def _add(self, hand: _Hand, tile: Tile, part: Part, held: Held, following: Tile | None) -> None:
+        """Add a tile, of which `held` is kept; what is kept in memory is fp32 by now, unless that is nothing."""
         dtype = self.dtype if held is Held.NONE else torch.float32
-        kept = memory.view(dtype, gradient.numel(), (start - self._above[i]) * dtype.itemsize)
+        if tile not in self._stored:
+            kept = self.in_memory(tile, dtype)
+        elif held is Held.NONE:
+            kept = self._slot(hand, tile).memory.view(dtype, tile.numel)
+        else:
+            block = self._there(hand, tile, self.dtype if held is Held.REDUCED else dtype, following)
+            if held is Held.REDUCED:
+                _widen(block, self.dtype, tile.numel)
+            kept = block.view(dtype, tile.numel)
+        gradient = part(tile.start, tile.stop)
         if held is not Held.NONE:
             self._step.accumulate(kept, gradient)
         elif kept.data_ptr() != gradient.data_ptr():
             kept.copy_(gradient)
-        self._sum_chunks(i, start, kept)
+        self._changed(hand, tile, kept)
 
-    def _add_stored(self, i: int, part: Part, held: Held) -> None:
-        tiles = [tile for tile in self._plan.units[i].tiles if tile in self._stored]
-        dtype = torch.float32 if held is Held.FP32 else self.dtype
-        with self._hand() as hand:
-            for tile, following in zip(tiles, [*tiles[1:], None], strict=False):
-                if held is Held.NONE:
-                    kept = self._slot(hand, tile).memory.view(dtype, tile.numel)
-                    kept.copy_(part(tile.start, tile.stop))
-                else:
-                    block = self._there(hand, tile, dtype, following)
-                    if held is Held.REDUCED:
-                        _widen(block, dtype, tile.numel)
-                    kept = block.view(torch.float32, tile.numel)
-                    self._step.accumulate(kept, part(tile.start, tile.stop))
-                self._sum_chunks(i, tile.start, kept)
-                self._write_back(hand, tile, kept)
+    def _changed(self, hand: _Hand, tile: Tile, kept: Tensor) -> None:
+        """Sum the squares of the tile's new values, and begin to write them where it is stored."""
+        first, sums = tile.start // CHUNK_NUMEL, self._step.chunk_norms_squared(kept)
+        self._sums[tile.unit][first : first + len(sums)] = sums
+        if tile in self._stored:
+            self._stored.begin_write(tile, hand[tile], self._nbytes(tile, kept.dtype))
+            self.keep(tile, hand.pop(tile))  # for the update, until another tile needs the slot
 
     def _whole(self, i: int) -> Held:
         """What is kept of unit i. Raises OffloadError where only a part of a gradient was added."""
@@ -279,11 +269,6 @@ class GradientStore:
         slot.wait_changeable()
         return slot
 
-    def _sum_chunks(self, i: int, start: int, values: Tensor) -> None:
-        """Squares of `values`, which begin at shard element `start`, a multiple of the chunk."""
-        first, sums = start // CHUNK_NUMEL, self._step.chunk_norms_squared(values)
-        self._sums[i][first : first + len(sums)] = sums
-
     # -- both threads: transfers of a tile ----------------------------------------------------------------------
 
     def stored(self, tile: Tile) -> bool:
@@ -302,11 +287,6 @@ class GradientStore:
 
     def _nbytes(self, tile: Tile, dtype: torch.dtype) -> int:
         return round_up(tile.numel * dtype.itemsize, self._plan.alignment)
-
-    def _write_back(self, hand: _Hand, tile: Tile, values: Tensor) -> None:
-        """Begin to write the tile. Its values stay in the slot for the update, until another tile needs it."""
-        self._stored.begin_write(tile, hand[tile], self._nbytes(tile, values.dtype))
-        self.keep(tile, hand.pop(tile))
 
     def keep(self, tile: Tile, slot: Slot[Block]) -> None:
         """Let go of a slot whose values the update wants, in the order of the last one."""
