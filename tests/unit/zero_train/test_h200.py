@@ -90,7 +90,7 @@ def test_with_many_tokens_only_the_ends_are_exposed(models, h200, name):
     """An update of 300 GB/s is shorter than the forward: what is left is the root's and the first block's."""
     fast = dataclasses.replace(h200, host_gib=1000, update_gbps=300)
     found = planned(models[name], fast, 32768).prediction
-    root, block = 2 * VOCABULARY * SIZES[name][0], models[name].largest_unit_numel
+    root, block = 2 * VOCABULARY * SIZES[name][0], max(unit.numel for unit in models[name].units)
     first = 26 * (root + block) / 300e9 + 2 * block / 50e9
     last = 2 * (root + block + root) / (50e9 * 0.85) + 2 * root / 300e9
     assert found.exposed_seconds == pytest.approx(first + last, rel=0.01)

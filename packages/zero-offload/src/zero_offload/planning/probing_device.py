@@ -71,8 +71,10 @@ def rates(device: torch.device, streams: Streams) -> dict[str, float]:
 def best(work: Callable[[], None]) -> float:
     """Least seconds of a few rounds, after as many as bring the clocks up."""
     begin = time.perf_counter()
-    while time.perf_counter() - begin < WARM_SECONDS:
+    while True:
         work()
+        if time.perf_counter() - begin >= WARM_SECONDS:
+            break
     return least_seconds(work, ROUNDS)
 
 
