@@ -6,6 +6,7 @@ import pytest
 
 from zero_offload import MemoryByteStore
 from zero_offload.testing import FaultyByteStore
+from zero_offload.tiles import footprint
 
 from .harness import TILE, make
 
@@ -27,9 +28,17 @@ def reads(optimizer: str, gradients: str, slots: int) -> int:
 
 
 @pytest.mark.parametrize(("slots", "expected"), [(3, 8), (5, 6), (7, 4), (8, 0)])
-def test_the_first_states_are_not_read_again(slots: int, expected: int) -> None:
+def test_the_first_states_are_not_read_again(monkeypatch: pytest.MonkeyPatch, slots: int, expected: int) -> None:
     """Fails if a slot is given away to a tile that is needed later, or if what is in a slot is read."""
+    monkeypatch.setattr(footprint, "PASSING_BYTES", 0)
     assert reads("nvme", "host", slots) == expected
+
+
+def test_enough_slots_are_left_for_reads_to_run_ahead() -> None:
+    """32 MiB a slot: three for 96 MiB in flight. 8 MiB: twelve."""
+    assert [footprint.resident_slots(count, 32 << 20, 100) for count in (3, 8)] == [0, 5]
+    assert [footprint.resident_slots(count, 8 << 20, 100) for count in (8, 16)] == [0, 4]
+    assert footprint.resident_slots(8, 8 << 20, 8) == 8
 
 
 @pytest.mark.parametrize(("slots", "expected"), [(3, 5), (5, 3), (8, 0)])

@@ -144,7 +144,8 @@ def account(plan: StorePlan, shape: Shape) -> Account:
             if record is not None:
                 updated["device" if state == Tier.DEVICE else "host"] += count * update_bytes(shape, tile.numel)
                 records += count * state.stored
-    moved, resident = {}, resident_slots(plan.state_slots, records) * plan.state_slot_bytes  # those of the first tiers
+    stay = resident_slots(plan.state_slots, plan.state_slot_bytes, records)
+    moved, resident = {}, stay * plan.state_slot_bytes  # those of the first tiers
     for tier in plan.tiers:
         if tier.stored:
             kinds = ("all parameters", "parameters", "reduced", "summed")

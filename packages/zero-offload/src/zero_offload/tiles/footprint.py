@@ -47,6 +47,7 @@ __all__ = [
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
 STATE_KINDS = KINDS[:3]
 SMALL_UNIT_BYTES = 1 << 20
+PASSING_BYTES = 96 << 20  # of states that are read, updated and written at a time
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
 LANDING_BUFFERS = 2  # on a device apart: a gradient is written while the one before it is copied to the host
 MIRROR_SLOTS = 3  # of host memory, each a tile of parameters: one copied down, one being updated, one copied up
@@ -423,9 +424,13 @@ def _unit_slots(units: Sequence[UnitPlan], prefetch_bytes: int) -> tuple[tuple[i
     return tuple(sorted(own)), min(len(sizes) - len(own), max(1, ahead) + 2)
 
 
-def resident_slots(slots: int, tiles: int) -> int:
-    """Slots whose tile stays from one update to the next, of `slots` through which so many tiles pass."""
-    return slots if slots >= tiles else max(0, slots - MINIMUM_SLOTS)
+def resident_slots(slots: int, slot_bytes: int, tiles: int) -> int:
+    """Slots whose tile stays from one update to the next, of `slots` through which so many tiles pass.
+
+    The others are enough for PASSING_BYTES in flight: with fewer, reads would not run far enough ahead.
+    """
+    passing = max(MINIMUM_SLOTS, -(-PASSING_BYTES // slot_bytes)) if slot_bytes else slots
+    return slots if slots >= tiles else max(0, slots - passing)
 
 
 def _slots(tiles: Counter[int], wanted: int | None) -> int:

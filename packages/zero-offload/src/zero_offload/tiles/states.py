@@ -7,8 +7,7 @@ Every step updates the same tiles in the same order, t0 to tn. If the tiles took
 lose its slot shortly before it is needed again, and every step would read all of them: evicting the least recently used
 is the worst choice for a cycle. The best choice is to evict what is needed last (Belady's MIN), which is the tile that
 was just updated. So the first tiles keep their slots from one step to the next, and the others pass through the few
-slots that are left. With s slots, a step need not read s - 3 of the records, and with a slot for each record it reads
-none.
+slots that are left: PASSING_BYTES, or three, so that reads still run ahead. With a slot for each record, none is read.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ class StateStore:
     """The update thread's, except while it is idle."""
 
     def __init__(self, plan: StorePlan, arena: Arena, stores: Stores, monitor: Monitor) -> None:
+        self._slot_bytes = plan.state_slot_bytes
         self._resident: set[Tile] = set()
         self._records: dict[Tile, Record] = {}
         self._memory: dict[Tile, Block] = {}
@@ -72,7 +72,7 @@ class StateStore:
         """An update of `tiles` in this order begins, and others like it will follow. Slots of other tiles are free."""
         stored = [tile for tile in tiles if self.stored(tile)]
         soonest = stored[: len(self.slots)]
-        self._resident = set(stored[: resident_slots(len(self.slots), len(stored))])
+        self._resident = set(stored[: resident_slots(len(self.slots), self._slot_bytes, len(stored))])
         self.slots.forget(but=soonest)
 
     def views(self, tile: Tile, slot: Slot[Block] | None) -> Mapping[str, Tensor]:
