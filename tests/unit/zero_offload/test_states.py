@@ -8,7 +8,7 @@ from zero_offload import MemoryByteStore
 from zero_offload.testing import FaultyByteStore
 from zero_offload.tiles import footprint
 
-from .harness import TILE, make
+from .harness import TILE, make, same
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -32,6 +32,24 @@ def test_the_first_states_are_not_read_again(monkeypatch: pytest.MonkeyPatch, sl
     """Fails if a slot is given away to a tile that is needed later, or if what is in a slot is read."""
     monkeypatch.setattr(footprint, "PASSING_BYTES", 0)
     assert reads("nvme", "host", slots) == expected
+
+
+@pytest.mark.parametrize("slots", [5, 8])
+def test_states_that_stay_are_stored_all_the_same(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+    """Once their slots are taken they are read again. Fails if what stays is not written after an update."""
+    monkeypatch.setattr(footprint, "PASSING_BYTES", 0)
+    found = []
+    for optimizer in ("host", "nvme"):
+        placement = {"parameters": "host", "gradients": "host", "optimizer": optimizer}
+        driver = make(placement, slots=slots, driver={"numels": (TILE // 2,) * 8, "frozen": ()})
+        for _ in range(3):
+            driver.step()
+            driver.store.wait()
+            driver.store._pipeline.states.expect(())  # other tiles are updated next: nothing stays
+            found.append([driver.store.read_state(i, "exp_avg", 0, TILE // 2) for i in range(8)])
+        driver.store.close()
+    for host, stored in zip(found[:3], found[3:], strict=True):
+        assert same(host, stored)
 
 
 def test_enough_slots_are_left_for_reads_to_run_ahead() -> None:

@@ -225,7 +225,7 @@ class Pipeline:
         return ahead[0].ready() and self.parameters.at_hand(ahead[0].task.tile)
 
     def _begin(self, task: TileTask, *, wait: bool) -> _Loaded | None:
-        """Take what the tile needs and start its reads; None, with nothing taken, if that would wait and must not."""
+        """Take what the tile needs, start its reads. None if that would wait and must not; a unit slot stays held."""
         tile, loaded = task.tile, _Loaded(task)
         if not self.parameters.begin_update(tile.unit, wait=wait):
             return None
