@@ -383,10 +383,15 @@ def _set_data(parameter: Sharded, value: Tensor) -> None:
             f"new data ({changes}) for a {parameter!r}: move or cast the model before zero_core.shard, whose device= "
             "and param_dtype= say where and in what to compute"
         )
-    if isinstance(value, WriteThrough) and value.taken.parameter is parameter and value.shares(value.taken.values):
+    if not isinstance(value, WriteThrough):
+        home_of(parameter).take_values(parameter, value)
+    elif value.taken.parameter is parameter and value.shares(value.taken.values):
         value.taken.check()  # p.data += x: written through already
-        return
-    home_of(parameter).take_values(parameter, value.as_subclass(Tensor))
+    else:
+        raise ChangedParameterError(
+            f"a {parameter!r} was given a view of {value.taken.parameter!r}, p.data = q.data, which in torch makes the "
+            "two share memory: write p.data.copy_(q.data)"
+        )
 
 
 def _to(parameter: Sharded, *args: Any, **kwargs: Any) -> Tensor:
