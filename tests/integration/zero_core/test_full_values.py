@@ -344,3 +344,17 @@ def test_a_store_that_lets_nobody_read_its_gradients_is_named():
     with pytest.raises(GradientError, match=r"Plain lets nobody read or write the gradients.*GradientAccess"):
         full_gradient(model.head.weight)
     assert full_state(model.head.weight, "master") is not None
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reading_before_a_second_backward_leaves_its_graph_alone(stage):
+    """The graph of create_graph=True holds unsharded parameters until the step."""
+    dense, _, model, _ = twins(stage=stage)
+    for each in (dense, model):
+        loss = toys.loss_of(each, toys.data(0, 0))
+        gradients = torch.autograd.grad(loss, [each.blocks[0].up.weight, each.blocks[1].up.weight], create_graph=True)
+        if each is model:
+            assert full_gradient(model.head.weight) is None
+            assert torch.equal(full_state(model.head.weight, "master"), dense.head.weight)
+        (loss + sum(gradient.square().sum() for gradient in gradients)).backward()
+    assert all(torch.equal(full_gradient(a), b.grad) for a, b in both(model, dense))

@@ -50,8 +50,10 @@ def set_full_gradient(parameter: nn.Parameter, values: Tensor) -> None:
     """Makes `values`, of the parameter's shape, the gradient that step() takes, and whose norm it clips.
 
     They are taken in fp32, without the loss scale, as `full_gradient` returns them; a later backward adds to them.
-    Collective: every rank gives the same values, or step() raises. Raises what `full_gradient` raises, and
-    GradientError if the parameter has no gradient.
+    Where gradients arrive in 16 bits and the values need more, the unit's gradients are kept in fp32 from here on; a
+    zero_offload.TieredStore that has memory for one micro-batch alone refuses such values. Collective: every rank gives
+    the same values, or step() raises. Raises what `full_gradient` raises, and GradientError if the parameter has no
+    gradient.
     """
     place = _place(parameter, "set_full_gradient")
     unit, engine = place.unit, place.engine
