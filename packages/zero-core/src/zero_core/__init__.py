@@ -1,6 +1,7 @@
 """ZeRO stages 0-3 for any PyTorch module."""
 
 from . import checkpoint, memory
+from .averaging import AveragedModel
 from .building.init import deferred_init, materialise
 from .building.tiling import TiledLinear, tile_linear
 from .checkpoint.pretrained import load_pretrained, save_pretrained
@@ -13,6 +14,7 @@ from .sharding import Handle, handle, no_sync, shard, units
 from .store import ShardStore
 
 __all__ = [
+    "AveragedModel",
     "Handle",
     "LossScale",
     "ShardStore",
