@@ -1,4 +1,4 @@
-"""Two models in one process, on one slab and one budget of host memory: a GAN, whose steps alternate.
+"""Two models in one process, on one slab and one budget of host memory: a GAN; a policy and its reference.
 
 Fails if stores on one slab or two engines in one backward meet, if a store takes another one's memory, or if closing
 one, or finding no room for one, reaches the other.
@@ -148,6 +148,50 @@ def test_one_store_may_close_while_the_other_goes_on(tmp_path, placement) -> Non
             assert torch.equal(*losses)
         assert all(map(torch.equal, gan.values(gan.generator), plain.values(plain.generator)))
         gan.optimizers[0].close()
+
+
+def preferred(placement: str | None, slab: Any = None, budget: Any = None, *, sleeps: bool = False) -> list[Tensor]:
+    """Three steps of direct preference optimization: a policy, and the frozen model that it began as."""
+    torch.manual_seed(0)
+    policy, reference = net(8, WIDTH), net(8, WIDTH)
+    reference.load_state_dict(policy.state_dict())
+    optimizer: Any = torch.optim.SGD(policy.parameters(), lr=2**-3, momentum=0.5)
+    if placement is not None:
+        on = {"units": (nn.Linear,)}
+        optimizer = zero_core.shard(policy, optimizer, store=store_on(slab, placement, host_bytes=budget), **on)
+        frozen = zero_core.shard(reference, store=store_on(slab, placement, host_bytes=budget), **on)
+    random, seen = torch.Generator().manual_seed(1), []
+    for _ in range(3):
+        prompts, chosen, rejected = (torch.randn(4, width, generator=random) for width in (8, WIDTH, WIDTH))
+        with torch.no_grad():
+            before = reference(prompts)
+        if sleeps:  # the reference makes room for the policy's step
+            zero_core.sleep(reference)
+        margin = (policy(prompts) - before) * (chosen - rejected)
+        loss = -torch.nn.functional.logsigmoid(margin.sum(1)).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if sleeps:
+            zero_core.wake(reference)
+        seen.append(loss.detach())
+    with torch.no_grad():
+        seen += [policy(torch.ones(8)), reference(torch.ones(8))]
+    if placement is not None:
+        optimizer.close()
+        frozen.close()
+    return seen
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_a_policy_and_its_reference_have_the_bits_of_plain_torch(tmp_path, placement, sleeps) -> None:
+    budget = HostBudget(64 << 20)
+    with zero_nvme.Slab(tmp_path, allow_memory=True) as slab:
+        found = preferred(placement, slab, budget, sleeps=sleeps)
+    assert budget.free_bytes == budget.nbytes
+    assert all(map(torch.equal, found, preferred(None)))
 
 
 def test_a_second_model_that_finds_no_room_leaves_the_first_alone(tmp_path, plain) -> None:

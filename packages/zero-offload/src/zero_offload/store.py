@@ -150,7 +150,7 @@ class TieredStore:
         for tier, transfers in self._stores.items():
             if nbytes := plan.extent_bytes(tier):
                 transfers.store.reserve(nbytes)
-        self.plan, self._context = replace(plan, not_sharded=context.not_sharded), context
+        self.plan, self._context = plan, context
         self.timeline.rank, self._monitor.observer = context.rank, context.observer
         try:
             self._build(plan, context)
@@ -539,7 +539,7 @@ class TieredStore:
         }
 
     def describe(self) -> StorePlan:
-        """What was reserved: bytes per tier and kind, slots, the arena; and `not_sharded`, which is none of it."""
+        """What was reserved: bytes per tier and kind, slots, the arena."""
         return self._plan
 
     @property

@@ -5,6 +5,7 @@ Its options (fused, foreach, betas ...) are kept. Where the reduce dtype is 16-b
 gradients exist for one unit at a time; once a unit's gradients have accumulated, they are fp32 from the first on.
 A 16-bit shard lies beside its fp32 master. Not at stages 1 and 2: there the whole unit stays until the step, so its
 shard is rounded from the master when it is asked for, once a step, and is gone when it has been gathered.
+A shard that is not trained is its own master, whatever its dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["DeviceStore"]
 class DeviceStore:
     """A `ShardStore` without tiers. Synchronous: `update` returns when the update is queued on the device's stream.
 
-    lends_masters: `parameters` of an fp32 shard are its masters, and what is written into them stays.
+    lends_masters: `parameters` of a shard in its master's dtype are its masters, and what is written into them stays.
     """
 
     lends_masters = True
@@ -247,12 +248,12 @@ class _Shard:
     ) -> None:
         self.spec = spec
         self._optimizer_counts = counts
-        self.master = master.detach().to(device=context.device, dtype=torch.float32).contiguous()
-        if self.master.untyped_storage().nbytes() != self.master.nbytes:
+        self.master = master.detach().to(device=context.device, dtype=spec.master_dtype).contiguous()
+        if self.master.untyped_storage().nbytes() != self.master.nbytes:  # sleep frees all of it
             self.master = self.master.clone()
         self.parameter: Tensor | None = self.master
         self._passing = False  # the parameter exists only while it is lent
-        element = ElementBytes(spec.dtype, context.reduce_dtype)
+        element = ElementBytes(spec.dtype, context.reduce_dtype, trained=spec.trained)
         if element.master:
             self._passing, self.parameter = context.keeps_parameters and context.shard_count > 1, None
             if not self._passing:
@@ -261,7 +262,9 @@ class _Shard:
         self.needs_scratch = element.widened > 0
         self.gradient: Tensor | None = None  # (numel,) reduce dtype, or fp32 once accumulated
         self._own = torch.empty(0, dtype=context.reduce_dtype, device=context.device)  # its memory between steps
-        self.views = [nn.Parameter(self.master[s.start : s.stop]) for s in spec.segments]
+        self.views = [
+            nn.Parameter(self.master[s.start : s.stop], requires_grad=s.group is not None) for s in spec.segments
+        ]
         self.optimizer = over_segments(optimizer, self.views, [s.group for s in spec.segments])
         self._made_at_first_step = not self.optimizer.state  # Adagrad makes its state when it is built
         # The optimizer's own count of each segment, where known: to read its tensor would wait for the device.

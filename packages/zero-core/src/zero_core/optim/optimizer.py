@@ -65,6 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._refuse_while_busy()
             self._refuse_stepped()
+            engine.writes.check_given(stepping=True)
             engine.settle()
             engine.reducer.reduce_kept()
             if self._updates is not None:

@@ -136,6 +136,7 @@ class Engine:
             self.abandon_backward()
         if node.module is self.model:
             self._attachment.check()
+        self.writes.check_given(stepping=False)
         grad = torch.is_grad_enabled()
         self._forecast = self.forecasts.setdefault((node.index, grad), Forecast())
         self._forecast.begin()
