@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..aside import HostMemory
-from ..precision import round_to, sum_of_squares
+from ..precision import as_bytes, round_to, sum_of_squares
 from ..store import Arrival, GroupStep, ScalarStates, Segment, ShardSpec, ShardStore, Sleeps, StoreContext, SwapsIn
 
 __all__ = ["ShardStoreSuite"]
@@ -227,6 +227,35 @@ class ShardStoreSuite:
                     assert torch.equal(trial.copy_of(1), expected[1])
                     trial.step(seed)
                     trial.compare_parameters()
+
+    def test_a_shard_that_is_not_trained_keeps_its_bits(self) -> None:
+        """In any dtype, beside one that is trained, and as it was written in part. Its master is in its own dtype."""
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int64):
+            generator = torch.Generator().manual_seed(1)
+            bits = torch.randint(0, 256, (640 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+            shard, view = bits.view(dtype).to(self.device), nn.Parameter(torch.ones(64, device=self.device))
+            frozen = ShardSpec("frozen", 640, dtype, (Segment(0, 600, None, "w"),), trained=False)
+            specs = [frozen, ShardSpec("trained", 64, torch.float32, (Segment(0, 64, 0, "v"),))]
+            store, first = self.make_store(), [shard, view.detach()]
+            optimizer = self.make_optimizer([{"params": [view], "lr": 1e-2}])
+            store.attach(specs, optimizer, lambda i, first=first: first[i].clone(), context=StoreContext(self.device))
+            options = GroupStep({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
+            for step, (start, stop) in enumerate(((0, 0), (0, 640), (37, 500)), 1):
+                as_bytes(shard[start:stop]).copy_(as_bytes(shard[start:stop]).flip(0))
+                store.write_state(0, "master", start, shard[start:stop].clone())
+                store.accept_gradient(1, torch.ones(64, device=self.device))
+                store.update([options], 1.0, [1, 0], [[0], [step]])
+                found = store.read_state(0, "master", 0, 640)
+                assert found.dtype == dtype and torch.equal(as_bytes(found.cpu()), as_bytes(shard.cpu())), dtype
+                lent = torch.zeros(640, dtype=dtype, device=self.device)
+                if getattr(store, "swaps_in", False):
+                    assert isinstance(store, SwapsIn)
+                    store.swap_in(0, lent).wait()
+                else:
+                    lent.copy_(store.parameters(0))
+                    store.release(0)
+                assert torch.equal(as_bytes(lent.cpu()), as_bytes(shard.cpu())), f"{dtype} did not keep its bits"
+            store.close()
 
 
 class _Trial:
