@@ -198,6 +198,8 @@ def only_close_works(driver: Driver, error: type[BaseException]) -> None:
         lambda: store.update(driver.groups(), 1.0, [0], [[1, 1]] * 2),
         store.wait,
         lambda: store.read_state(0, "master", 0, 1),
+        lambda: store.read_gradient(0, 0, 1),
+        lambda: store.write_gradient(0, 0, torch.zeros(1)),
         lambda: store.write_state(0, "master", 0, torch.zeros(1)),
     ]
     for call in calls:

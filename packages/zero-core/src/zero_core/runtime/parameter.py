@@ -364,8 +364,8 @@ def _get_grad(parameter: Sharded) -> Tensor | None:
 def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
     if value is not None:
         raise GradientError(
-            "p.grad = tensor on a sharded parameter: gradients leave during backward. p.grad = None drops this one; "
-            "p.register_hook changes it on its way"
+            "p.grad = tensor on a sharded parameter: gradients leave during backward. p.grad = None drops this one, "
+            "zero_core.set_full_gradient(p, tensor) changes it, and p.register_hook does so on its way"
         )
     with torch._C.DisableTorchFunctionSubclass():
         parameter.grad = None
