@@ -292,6 +292,9 @@ class ShardStoreSuite:
                 store.write_state(0, "master", start, shard[start:stop].clone())
                 store.accept_gradient(1, torch.ones(64, device=self.device))
                 store.update([options], 1.0, [1, 0], [[0], [step]])
+                if isinstance(store, Sleeps):
+                    store.sleep(HostMemory())
+                    store.wake()
                 found = store.read_state(0, "master", 0, 640)
                 assert found.dtype == dtype and torch.equal(as_bytes(found.cpu()), as_bytes(shard.cpu())), dtype
                 lent = torch.zeros(640, dtype=dtype, device=self.device)
