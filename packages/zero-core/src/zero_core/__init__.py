@@ -10,6 +10,7 @@ from .heap import keep_freed_memory
 from .runtime.scaling import LossScale
 from .sharding import Handle, handle, no_sync, shard, units
 from .store import ShardStore
+from .unequal import uneven
 
 __all__ = [
     "Handle",
@@ -29,6 +30,7 @@ __all__ = [
     "save_pretrained",
     "shard",
     "tile_linear",
+    "uneven",
     "units",
 ]
 __version__ = "0.1.0"

@@ -1,0 +1,312 @@
+"""Ranks run different forwards inside `zero_core.uneven`, and those that are done serve the gathers of the others.
+
+Fails if ranks gather in different orders (they would wait for each other), if what one rank generates depends on the
+others, if ranks that are done hold more than they gather ahead, or if training afterwards has other bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from tests import models
+from tests.integration.zero_core import toys
+from tests.integration.zero_core.toys import world
+from zero_core.errors import CollectiveError, ZeroError
+from zero_core.runtime.residency import UnitMemory
+
+SEVERAL = pytest.mark.parametrize("size", [2, 3])
+
+
+@contextmanager
+def counting_units():
+    """Yields {"now": units with memory, "most": of them at once}."""
+    count, move = Counter(), UnitMemory._move
+
+    def counted(self, by):
+        move(self, by)
+        count["now"] += {"begin": 1, "lend": 1, "end": -1}.get(by, 0)
+        count["most"] = max(count["most"], count["now"])
+
+    UnitMemory._move = counted
+    try:
+        yield count
+    finally:
+        UnitMemory._move = move
+
+
+def prompts(rank, step=0):
+    """Of 2 + 3 r tokens on rank r, 5 - 2 r of them to generate, and none at all on rank 1 at the second step."""
+    tokens = torch.randint(1, models.VOCABULARY, (1, 2 + 3 * rank), generator=torch.Generator().manual_seed(rank))
+    return [] if step == 1 and rank == 1 else [(tokens, 5 - 2 * rank), (tokens[:, :2], 2 + rank)]
+
+
+def continued(model, rank, step=0):
+    options = {"do_sample": False, "pad_token_id": 0}
+    return [model.generate(x, max_new_tokens=n, min_new_tokens=n, **options).tolist() for x, n in prompts(rank, step)]
+
+
+def train_and_generate(stage, generates, options, store=None):
+    """Losses and weights of three steps; each generates on every rank, if told, what a plain copy does."""
+    rank = world()[0]
+    model, plain = models.build("llama"), models.build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = zero_core.shard(model, optimizer, stage=stage, store=store and store(), **options)
+    losses = []
+    for step in range(3):
+        if generates:
+            with zero_core.gathered(model):
+                plain.load_state_dict({name: p.detach().clone() for name, p in model.named_parameters()})
+            with counting_units() as count, zero_core.uneven(model):
+                assert continued(model, rank, step) == continued(plain, rank, step)
+            assert stage == 0 or count["now"] == 0  # at stage 0 nothing is gathered, and units stay until the step
+        losses.append(models.loss(model, models.batch(step, rank)))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero_core.gathered(model, master=True):
+        weights = [p.detach().clone() for p in model.parameters()]
+    optimizer.close()
+    return [loss.item() for loss in losses], weights
+
+
+def generate_between(stage, options):
+    losses, weights = train_and_generate(stage, True, options)
+    expected_losses, expected = train_and_generate(stage, False, options)
+    assert losses == expected_losses
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "options"),
+    [
+        (1, 3, {}),
+        (2, 0, {}),
+        (2, 1, {}),
+        (2, 2, {}),
+        (2, 3, {}),
+        (3, 3, {}),
+        (3, 3, {"prefetch_bytes": 0}),
+        (3, 3, {"prefetch_bytes": 60_000, "resident_bytes": 60_000}),
+    ],
+)
+def test_generation_of_unequal_length_between_steps_is_that_of_the_plain_model(ranks, size, stage, options):
+    pytest.importorskip("transformers")
+    ranks(size).run(generate_between, stage, options)
+
+
+def sharded(kind=toys.Stack, **options):
+    torch.manual_seed(0)
+    model = kind()
+    return model, zero_core.shard(model, toys.adamw(model.parameters()), **options)
+
+
+def trains(model, optimizer):
+    """A step, which raises where ranks called different collectives since the last one."""
+    toys.loss_of(model, toys.data(0, world()[0])).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Leaving(toys.Stack):
+    """Runs the blocks that it is told to, in that order."""
+
+    order = (0, 1, 2)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for k in self.order:
+            x = self.blocks[k](x)
+        return self.head(x)
+
+
+def forwards(kind, inference):
+    """Rank r runs 4 - r forwards of its own data, with other units in another order on each rank and at each time."""
+    rank = world()[0]
+    torch.manual_seed(0)
+    plain = kind()
+    model, optimizer = sharded(kind)
+    with torch.inference_mode() if inference else torch.no_grad(), zero_core.uneven(model):
+        for n in range(4 - rank):
+            for each in (model, plain):
+                each.order = [(0, 1, 2), (2, 1), (), (1, 0, 1)][(n + rank) % 4]
+            x = toys.data(n, rank)
+            assert torch.equal(model(x), plain(x))
+    model.order = (0, 1, 2)
+    trains(model, optimizer)
+
+
+@SEVERAL
+@pytest.mark.parametrize("kind", [Leaving, toys.Routed, toys.External, toys.Twice, toys.Tied])
+def test_ranks_may_run_other_units_in_another_order(ranks, size, kind):
+    ranks(size).run(forwards, kind, kind is Leaving)
+
+
+def rounds_of(orders):
+    """For each forward, how often rank 0 was asked what it does next, and how many gathers it took part in."""
+    model, _ = sharded(Leaving)
+    calls, found = zero_core.units(model)[0].ranks.patience, []
+    with torch.no_grad(), zero_core.uneven(model):
+        for order in orders if world()[0] == 0 else ():
+            model.order, before = order, calls._count
+            model(toys.data(0, 0))
+            made = Counter(name for name, _ in list(calls._calls)[before - calls._count :])
+            found.append((made["all_reduce"], made["all_gather"]))
+    return found
+
+
+def test_a_forward_that_gathers_what_the_last_one_did_costs_one_all_reduce(ranks):
+    """Five units. The first forward has a round for each and one for itself; leaving early is foreseen the next time.
+
+    The head was foreseen before two blocks that the last forward asks for, and is asked for again after them.
+    """
+    usual, early = (0, 1, 2), (0,)
+    found = ranks(2).run(rounds_of, [usual, usual, early, early, usual, usual])[0]
+    assert found == [(6, 5), (1, 5), (1, 5), (1, 3), (4, 6), (1, 5)]
+
+
+def whole_at_once(prefetch_bytes):
+    """Most units with memory, on a rank that runs five forwards and on one that serves them."""
+    model, _ = sharded(functools.partial(toys.Stack, 8), prefetch_bytes=prefetch_bytes)
+    with torch.no_grad(), counting_units() as count, zero_core.uneven(model):
+        for _ in range(5 if world()[0] == 0 else 0):
+            model(toys.data(0, 0))
+    return count["most"]
+
+
+def test_a_rank_that_is_done_holds_one_unit_and_what_it_gathers_ahead(ranks):
+    """The rank that runs also holds the root's unit, in which the others are called. A block has 2176 bytes."""
+    assert ranks(2).run(whole_at_once, 0) == [2, 1]
+    assert ranks(2).run(whole_at_once, 2 * 2176) == [4, 3]
+
+
+def whole_after(stage, options):
+    """The block leaves the same units unsharded on every rank, and a pending graph its memory."""
+    model, optimizer = sharded(stage=stage, **options)
+    trains(model, optimizer)
+    loss = toys.loss_of(model, toys.data(0, 0))
+    before = {unit.name for unit in zero_core.units(model) if unit.residency.whole}
+    with torch.no_grad(), zero_core.uneven(model):
+        for _ in range(world()[0]):
+            model(toys.data(0, 0))
+    after = {unit.name for unit in zero_core.units(model) if unit.residency.whole}
+    assert after == (before if stage < 3 else set())
+    loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("stage", "options"), [(1, {}), (2, {}), (3, {"resident_bytes": 4_000})])
+def test_ranks_go_on_with_the_same_units_unsharded(ranks, stage, options):
+    ranks(2).run(whole_after, stage, options)
+
+
+def alone():
+    """Rank 1 alone reads the whole state dict, evaluates a block, and reads a parameter."""
+    model, optimizer = sharded()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad(), zero_core.uneven(model):
+        if world()[0] == 1:
+            state = model.state_dict()
+            assert all(torch.equal(state[name], expected[name]) for name in expected)
+            model.blocks[1](torch.ones(2, toys.WIDTH))
+            assert torch.equal(model.head.bias + 0, expected["head.bias"])
+    trains(model, optimizer)
+
+
+def test_one_rank_alone_may_read_the_model(ranks):
+    ranks(3).run(alone)
+
+
+def two_models():
+    """A policy calls a reference of the same shape: ranks that are done serve both."""
+    rank = world()[0]
+    policy, optimizer = sharded()
+    reference, other = sharded()
+    x = toys.data(0, rank)
+    with torch.no_grad():
+        expected = policy(x), reference(x)
+    with torch.no_grad(), zero_core.uneven(policy, reference):
+        for _ in range(1 + 2 * rank):
+            assert torch.equal(policy(x), expected[0])
+            if rank:
+                assert torch.equal(reference(x), expected[1])
+    trains(policy, optimizer)
+    trains(reference, other)
+
+
+@SEVERAL
+def test_several_models_in_one_block(ranks, size):
+    ranks(size).run(two_models)
+
+
+class Unfortunate(toys.Stack):
+    """Fails in its second block where it is told to."""
+
+    fails = False
+
+    def run(self, block, x):
+        if self.fails and block is self.blocks[1]:
+            raise KeyError("asked to fail")
+        return super().run(block, x)
+
+
+def one_fails(where, done):
+    """Rank 0 fails in its second forward or between two; rank 1 is done, or runs on. Then all train."""
+    rank = world()[0]
+    model, optimizer = sharded(Unfortunate)
+    expected = pytest.raises(KeyError) if rank == 0 else pytest.raises(CollectiveError, match="rank 0 of 2 left")
+    with expected, torch.no_grad(), zero_core.uneven(model):
+        for n in range(4 if rank == 0 or not done else 0):
+            model.fails = rank == 0 and n == 1 and where == "forward"
+            model(toys.data(n, rank))
+            if rank == 0 and n == 1:
+                raise KeyError("asked to fail")
+    model.fails = False
+    assert not any(unit.residency.whole for unit in zero_core.units(model))
+    with torch.no_grad(), zero_core.uneven(model):
+        for n in range(2 * rank):
+            model(toys.data(n, rank))
+    trains(model, optimizer)
+
+
+@pytest.mark.parametrize("done", [True, False])
+@pytest.mark.parametrize("where", ["forward", "between"])
+def test_where_one_rank_fails_the_others_are_told_and_all_may_go_on(ranks, where, done):
+    ranks(2).run(one_fails, where, done)
+
+
+def refuse():
+    model, optimizer = sharded()
+    other, _ = sharded()
+    graph = toys.loss_of(model, toys.data(0, 0))
+    x = toys.data(0, 0)
+
+    def refused(does, match, models=(model,), grad=nullcontext):
+        with pytest.raises(ZeroError, match=match), zero_core.uneven(*models), grad():
+            does()
+
+    refused(lambda: model(x), "with gradients inside zero_core.uneven")
+    refused(graph.backward, "backward.. inside zero_core.uneven")
+    refused(optimizer.step, "a step, a checkpoint or close.. inside zero_core.uneven")
+    refused(lambda: zero_core.gathered(model).__enter__(), "gathered.. inside zero_core.uneven")
+    refused(lambda: zero_core.uneven(other).__enter__(), r"name all models in one block, zero_core.uneven\(a, b\)")
+    refused(lambda: None, "has no sharded parameter", [nn.Linear(2, 2)])
+    refused(lambda: None, "without a model", [])
+    if world()[1] > 1:
+        refused(lambda: other(x), "which does not name it", grad=torch.no_grad)
+    toys.loss_of(model, x).backward()
+    optimizer.step()
+    with torch.no_grad(), zero_core.gathered(model), zero_core.uneven(model):  # the other way round is allowed
+        for _ in range(world()[0]):
+            model(x)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_cannot_be_uneven_is_refused(ranks, size):
+    ranks(size).run(refuse)
