@@ -6,81 +6,27 @@ others, if ranks that are done hold more than they gather ahead, or if training 
 
 from __future__ import annotations
 
+import copy
 import functools
+import random
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zero_core
-from tests import models
-from tests.integration.zero_core import toys
+from tests.integration.zero_core import swapping, toys
+from tests.integration.zero_core.generating import counting_units, generate_between
 from tests.integration.zero_core.toys import world
-from zero_core.errors import CollectiveError, ZeroError
-from zero_core.runtime.residency import UnitMemory
+from zero_core.comm import patience
+from zero_core.errors import CollectiveError, StoreError, ZeroError
+from zero_core.optim.device_store import DeviceStore
+from zero_core.testing import RankPool
 
 SEVERAL = pytest.mark.parametrize("size", [2, 3])
-
-
-@contextmanager
-def counting_units():
-    """Yields {"now": units with memory, "most": of them at once}."""
-    count, move = Counter(), UnitMemory._move
-
-    def counted(self, by):
-        move(self, by)
-        count["now"] += {"begin": 1, "lend": 1, "end": -1}.get(by, 0)
-        count["most"] = max(count["most"], count["now"])
-
-    UnitMemory._move = counted
-    try:
-        yield count
-    finally:
-        UnitMemory._move = move
-
-
-def prompts(rank, step=0):
-    """Of 2 + 3 r tokens on rank r, 5 - 2 r of them to generate, and none at all on rank 1 at the second step."""
-    tokens = torch.randint(1, models.VOCABULARY, (1, 2 + 3 * rank), generator=torch.Generator().manual_seed(rank))
-    return [] if step == 1 and rank == 1 else [(tokens, 5 - 2 * rank), (tokens[:, :2], 2 + rank)]
-
-
-def continued(model, rank, step=0):
-    options = {"do_sample": False, "pad_token_id": 0}
-    return [model.generate(x, max_new_tokens=n, min_new_tokens=n, **options).tolist() for x, n in prompts(rank, step)]
-
-
-def train_and_generate(stage, generates, options, store=None):
-    """Losses and weights of three steps; each generates on every rank, if told, what a plain copy does."""
-    rank = world()[0]
-    model, plain = models.build("llama"), models.build("llama")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = zero_core.shard(model, optimizer, stage=stage, store=store and store(), **options)
-    losses = []
-    for step in range(3):
-        if generates:
-            with zero_core.gathered(model):
-                plain.load_state_dict({name: p.detach().clone() for name, p in model.named_parameters()})
-            with counting_units() as count, zero_core.uneven(model):
-                assert continued(model, rank, step) == continued(plain, rank, step)
-            assert stage == 0 or count["now"] == 0  # at stage 0 nothing is gathered, and units stay until the step
-        losses.append(models.loss(model, models.batch(step, rank)))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with zero_core.gathered(model, master=True):
-        weights = [p.detach().clone() for p in model.parameters()]
-    optimizer.close()
-    return [loss.item() for loss in losses], weights
-
-
-def generate_between(stage, options):
-    losses, weights = train_and_generate(stage, True, options)
-    expected_losses, expected = train_and_generate(stage, False, options)
-    assert losses == expected_losses
-    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -88,11 +34,9 @@ def generate_between(stage, options):
     [
         (1, 3, {}),
         (2, 0, {}),
-        (2, 1, {}),
         (2, 2, {}),
-        (2, 3, {}),
-        (3, 3, {}),
-        (3, 3, {"prefetch_bytes": 0}),
+        (2, 3, {"prefetch_bytes": 0}),
+        (3, 3, {"param_dtype": torch.bfloat16}),
         (3, 3, {"prefetch_bytes": 60_000, "resident_bytes": 60_000}),
     ],
 )
@@ -126,12 +70,12 @@ class Leaving(toys.Stack):
         return self.head(x)
 
 
-def forwards(kind, inference):
+def forwards(kind, inference=False, mesh=None):
     """Rank r runs 4 - r forwards of its own data, with other units in another order on each rank and at each time."""
     rank = world()[0]
     torch.manual_seed(0)
     plain = kind()
-    model, optimizer = sharded(kind)
+    model, optimizer = sharded(kind, mesh=mesh and init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")))
     with torch.inference_mode() if inference else torch.no_grad(), zero_core.uneven(model):
         for n in range(4 - rank):
             for each in (model, plain):
@@ -142,10 +86,57 @@ def forwards(kind, inference):
     trains(model, optimizer)
 
 
-@SEVERAL
 @pytest.mark.parametrize("kind", [Leaving, toys.Routed, toys.External, toys.Twice, toys.Tied])
-def test_ranks_may_run_other_units_in_another_order(ranks, size, kind):
-    ranks(size).run(forwards, kind, kind is Leaving)
+def test_ranks_may_run_other_units_in_another_order(ranks, kind):
+    ranks(3).run(forwards, kind, kind is Leaving)
+
+
+def test_ranks_of_a_mesh_of_two_dimensions_may_differ(ranks):
+    ranks(4).run(forwards, Leaving, False, (2, 2))
+
+
+def anything(stage, options, swaps):
+    """Each rank runs up to six things, drawn for it alone, on one of two models: forwards, parts of them, reads."""
+    rank, dice = world()[0], random.Random(world()[0])
+    plain, model, optimizer = [], [], []
+    for _ in range(2):
+        torch.manual_seed(len(plain))
+        plain.append(Leaving())
+        model.append(copy.deepcopy(plain[-1]))
+        store = swapping.SwappingStore() if swaps else None
+        optimizer.append(
+            zero_core.shard(model[-1], toys.adamw(model[-1].parameters()), stage=stage, store=store, **options)
+        )
+    for n in range(3):  # a block begins with what the last one learned
+        with torch.no_grad(), zero_core.uneven(*model):
+            for _ in range(dice.randrange(7)):
+                k, x = dice.choice([0, 0, 0, 1]), toys.data(n, rank)
+                order = [dice.randrange(3) for _ in range(dice.randrange(5))]
+                model[k].order = plain[k].order = dice.choice([(0, 1, 2), order])
+                what = dice.choice(["forward"] * 4 + ["block", "read", "state"])
+                if what == "forward":
+                    assert torch.equal(model[k](x), plain[k](x))
+                elif what == "block":
+                    y = torch.ones(2, toys.WIDTH)
+                    assert torch.equal(model[k].blocks[1](y), plain[k].blocks[1](y))
+                elif what == "read":
+                    assert model[k].head.bias.tolist() == plain[k].head.bias.tolist()
+                else:
+                    state = model[k].state_dict()
+                    assert all(torch.equal(state[name], value) for name, value in plain[k].state_dict().items())
+    for k in range(2):
+        model[k].order = (0, 1, 2)
+        trains(model[k], optimizer[k])
+        optimizer[k].close()
+
+
+CASES = [(3, {}, False), (3, {"prefetch_bytes": 5_000}, True), (2, {}, False)]
+CASES += [(3, {"prefetch_bytes": 0, "resident_bytes": 5_000}, False)]
+
+
+@pytest.mark.parametrize(("stage", "options", "swaps"), CASES)
+def test_what_ranks_do_alone_they_may_do_at_once(ranks, stage, options, swaps):
+    ranks(3).run(anything, stage, options, swaps)
 
 
 def rounds_of(orders):
@@ -171,9 +162,10 @@ def test_a_forward_that_gathers_what_the_last_one_did_costs_one_all_reduce(ranks
     assert found == [(6, 5), (1, 5), (1, 5), (1, 3), (4, 6), (1, 5)]
 
 
-def whole_at_once(prefetch_bytes):
+def whole_at_once(ahead):
     """Most units with memory, on a rank that runs five forwards and on one that serves them."""
-    model, _ = sharded(functools.partial(toys.Stack, 8), prefetch_bytes=prefetch_bytes)
+    model, _ = sharded(functools.partial(toys.Stack, 8))
+    zero_core.handle(model).engine.prefetch_bytes = ahead * max(unit.nbytes for unit in zero_core.units(model))
     with torch.no_grad(), counting_units() as count, zero_core.uneven(model):
         for _ in range(5 if world()[0] == 0 else 0):
             model(toys.data(0, 0))
@@ -181,9 +173,9 @@ def whole_at_once(prefetch_bytes):
 
 
 def test_a_rank_that_is_done_holds_one_unit_and_what_it_gathers_ahead(ranks):
-    """The rank that runs also holds the root's unit, in which the others are called. A block has 2176 bytes."""
+    """The rank that runs also holds the root's unit, in which the others are called."""
     assert ranks(2).run(whole_at_once, 0) == [2, 1]
-    assert ranks(2).run(whole_at_once, 2 * 2176) == [4, 3]
+    assert ranks(2).run(whole_at_once, 2) == [4, 3]
 
 
 def whole_after(stage, options):
@@ -279,6 +271,42 @@ def one_fails(where, done):
 @pytest.mark.parametrize("where", ["forward", "between"])
 def test_where_one_rank_fails_the_others_are_told_and_all_may_go_on(ranks, where, done):
     ranks(2).run(one_fails, where, done)
+
+
+class Broken(DeviceStore):
+    """Cannot read any more, on rank 0, from its eighth reading on."""
+
+    reads = 0
+
+    def parameters(self, i):
+        self.reads += 1
+        if self.reads > 7 and world()[0] == 0:
+            raise StoreError("asked to break")
+        return super().parameters(i)
+
+
+def one_store_breaks(runs):
+    """What each rank is told where a store breaks on rank 0 in its second forward, or in the second that it serves."""
+    patience.SECONDS = 0.3
+    model, _ = sharded(store=Broken(), prefetch_bytes=0)
+    try:
+        with torch.no_grad(), zero_core.uneven(model):
+            for _ in range(3 if world()[0] == runs else 0):
+                model(toys.data(0, 0))
+    except (CollectiveError, StoreError) as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("runs", [0, 1])
+def test_a_store_that_breaks_on_one_rank_ends_the_block_on_all(ranks, runs):
+    pool = RankPool(2, collective_timeout_seconds=30, start_method=ranks(2).start_method)
+    try:
+        texts = pool.run(one_store_breaks, runs)
+    finally:
+        pool.close()
+    assert texts[0] == "asked to break"
+    assert "all_gather of unit 'blocks.1' failed on rank 1 of 2" in texts[1], texts
 
 
 def refuse():

@@ -27,6 +27,7 @@ them. A rank that has a unit's memory already, which it kept, gathers it into sc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import ClassVar, Protocol
 
 from ..comm.ranks import Ranks
@@ -107,8 +108,14 @@ class Rounds:
 
     @outside_transforms
     def fail(self) -> None:
-        """This rank leaves by an exception: the others are told at what they say next."""
+        """This rank leaves by an exception: the others are told at what they say next.
+
+        If this rank cannot gather any more, because its store failed, the others find that its calls cross theirs.
+        """
         if self.members:
+            with suppress(Exception):
+                self.finish()
+            self._begun = self._passed = len(self._plan)
             self._tell(_FAILED)
 
     def _say(self, statement: int) -> bool:
