@@ -30,8 +30,8 @@ class NoValues:
     def __init__(self, model: nn.Module) -> None:
         pass
 
-    def shard(self, layout: Any, parameters: Any, rank: int) -> Tensor:
-        return torch.empty(layout.shard_numel, device="meta")
+    def shard(self, layout: Any, parameters: Any, rank: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(layout.shard_numel, dtype=dtype, device="meta")
 
     def release(self) -> None:
         pass

@@ -74,7 +74,7 @@ def test_parameters_that_a_float32_master_cannot_hold():
     zero_core.shard(model, toys.sgd(model.parameters()), param_dtype=torch.float32)
     turning = toys.Stack()
     turning.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    with pytest.raises(UnsupportedOptimizerError, match=r"parameters of torch.complex64, which are not sharded"):
+    with pytest.raises(UnsupportedOptimizerError, match=r"trains parameters of torch.complex64"):
         zero_core.shard(turning, toys.sgd(turning.parameters()))
 
 
@@ -93,7 +93,9 @@ def test_stock_clipping_never_silently_does_nothing(stage):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(GradientError, match="max_grad_norm"):
         model.head.weight.grad.mul_(0.5)
-    with pytest.raises(GradientError, match="Only the optimizer that zero_core.shard returned"):
+    with pytest.raises(
+        GradientError, match=r"zero_core.full_gradient\(parameter\) returns it, and .*set_full_gradient"
+    ):
         model.head.weight.grad.add_(0.5)
     with pytest.raises(GradientError, match=r"Call optimizer.zero_grad\(\)"):
         model.zero_grad(set_to_none=False)
@@ -267,8 +269,6 @@ def test_a_moved_or_cast_model():
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         with pytest.raises(ChangedParameterError, match=rf"new data \({dtype}\) for a Sharded.*before zero_core.shard"):
             model.to(dtype)
-    with pytest.raises(ChangedParameterError, match="other memory, of the same shape, dtype and device"):
-        model.to_empty(device="cpu")
     model.to("meta")  # torch replaces the parameters here instead of moving them
     with pytest.raises(ChangedParameterError, match=r"embed.weight is not the parameter that was sharded"):
         model(toys.data(0, 0))

@@ -60,13 +60,13 @@ def failing(where: str, swap: bool = True) -> tuple[list[float], list[str]]:
     units, complaints = zero_core.units(model), []
     gather, take, losses = units[0].ranks.all_gather, units[0].pool.take, []
 
-    def refuse(*arguments: Any) -> Any:
+    def refuse(*arguments: Any, **options: Any) -> Any:
         if where == "pool" and arguments[0] != units[victim].layout.numel:
             return take(*arguments)
         if where != "pool" and arguments[3] != victim:
-            return gather(*arguments)
+            return gather(*arguments, **options)
         if where == "wait":
-            return Waits(gather(*arguments))
+            return Waits(gather(*arguments, **options))
         raise Refused
 
     for victim in range(len(units)):

@@ -115,10 +115,10 @@ def test_an_error_after_the_store_was_attached_leaves_model_and_optimizer_as_the
 def test_values_that_are_lost_are_named_and_what_was_not_handed_over_stays() -> None:
     model, expected = make(False, torch.float32), make(False, torch.float32)
     with pytest.raises(
-        StoreError, match=r"handed table, lstm\.\S+, .* and 3 more to the store.*The failure: Refused"
+        StoreError, match=r"handed table, embed\.\S+, .* and 4 more to the store.*The failure: Refused"
     ) as told:
         zero_core.shard(
-            model, toys.adamw(p for p in model.parameters() if p.requires_grad), store=Refusing(2, forgets=True)
+            model, toys.adamw(p for p in model.parameters() if p.requires_grad), store=Refusing(3, forgets=True)
         )
     assert isinstance(told.value.__cause__, Refused)
     lost = [name for name, p in model.named_parameters() if p.is_meta]

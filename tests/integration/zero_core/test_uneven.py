@@ -216,10 +216,11 @@ def test_one_rank_alone_may_read_the_model(ranks):
 
 
 def two_models():
-    """A policy calls a reference of the same shape: ranks that are done serve both."""
+    """A policy, and a reference that nobody trains: ranks that are done serve both."""
     rank = world()[0]
     policy, optimizer = sharded()
-    reference, other = sharded()
+    reference = toys.Stack()
+    zero_core.shard(reference)
     x = toys.data(0, rank)
     with torch.no_grad():
         expected = policy(x), reference(x)
@@ -229,7 +230,6 @@ def two_models():
             if rank:
                 assert torch.equal(reference(x), expected[1])
     trains(policy, optimizer)
-    trains(reference, other)
 
 
 @SEVERAL
@@ -323,6 +323,9 @@ def refuse():
     refused(graph.backward, "backward.. inside zero_core.uneven")
     refused(optimizer.step, "a step, a checkpoint or close.. inside zero_core.uneven")
     refused(lambda: zero_core.gathered(model).__enter__(), "gathered.. inside zero_core.uneven")
+    refused(
+        lambda: zero_core.full_state(model.head.bias, "master"), "full_state.. of head.bias inside zero_core.uneven"
+    )
     refused(lambda: zero_core.uneven(other).__enter__(), r"name all models in one block, zero_core.uneven\(a, b\)")
     refused(lambda: None, "has no sharded parameter", [nn.Linear(2, 2)])
     refused(lambda: None, "without a model", [])

@@ -10,11 +10,6 @@ from zero_core.layout import UnitLayout
 PSI = 1 << 20
 
 
-def test_parameters_that_are_not_sharded_are_whole_on_every_rank() -> None:
-    more = memory.estimate(1000, 4, 3, not_sharded_bytes=123).total_bytes
-    assert more == memory.estimate(1000, 4, 3).total_bytes + 123
-
-
 def test_bytes_of_each_stage_in_mixed_precision() -> None:
     """The table of the paper: 2 + 2 + 12 bytes a parameter, each divided where it is sharded; fp32 sums: 4 for 2.
 
@@ -100,12 +95,21 @@ def test_unsharded_units_are_counted_at_stage_3_only_and_never_exceed_the_model(
     assert two_bytes.transient_bytes == 2 * 2 * unit + 4 * unit // 4  # the shard that is stepped, widened
 
 
-def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
+def test_frozen_parameters_have_no_gradient_no_state_and_no_master() -> None:
     lora = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16)
     assert (lora.gradients_bytes, lora.optimizer_bytes) == (4 * PSI // 64, 8 * PSI // 64)
     assert lora.parameters_bytes == PSI
     lora = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16, param_dtype=torch.bfloat16)
-    assert lora.optimizer_bytes == 4 * PSI // 4 + 8 * PSI // 64  # but a master, where they are not one
+    assert lora.optimizer_bytes == 12 * PSI // 64
+    packed = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16, frozen_dtype=torch.uint8)
+    assert packed.parameters_bytes == (4 * PSI // 16 + PSI - PSI // 16) // 4
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
+    lora = memory.estimate(PSI, 4, 3, trainable_numel=PSI // 16).moved
+    assert (lora.gathered_numel, lora.reduced_numel) == (2 * PSI * 3 // 4, PSI // 16 * 3 // 4)
+    assert memory.estimate(PSI, 4, 2, trainable_numel=PSI // 16).moved.gathered_numel == PSI * 3 // 4
+    assert memory.estimate(PSI, 4, 0, trainable_numel=PSI // 16).moved.gathered_numel == PSI // 16 * 3 // 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -27,8 +27,10 @@ MIXED = ModelSizes(
             UnitSizes(f"layers.{i}", (ParameterSizes(f"layers.{i}.w", 2 * MI + 3), ParameterSizes(f"layers.{i}.b", 5)))
             for i in range(4)
         ),
-        UnitSizes("frozen", (ParameterSizes("frozen.w", MI // 2, trained=False),)),
-        UnitSizes("half", (ParameterSizes("half.w", 2 * MI, trained=False), ParameterSizes("half.b", 100))),
+        UnitSizes("frozen", (ParameterSizes("frozen.w", MI // 2),), trained=False),
+        UnitSizes("packed", (ParameterSizes("packed.w", MI + 5),), trained=False, own_dtype=torch.uint8),
+        UnitSizes("half", (ParameterSizes("half.w", 2 * MI),), trained=False),
+        UnitSizes("half:trained", (ParameterSizes("half.b", 100),)),
     )
 )
 

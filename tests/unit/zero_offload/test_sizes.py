@@ -1,7 +1,5 @@
 """What the planner reads from a model is what `shard` gives a store."""
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -41,25 +39,22 @@ class Quantised(nn.Module):
         return self.linear(x) * self.table[:8] * self.flag
 
 
-def test_parameters_that_are_not_sharded_are_counted_and_named_wherever_the_others_are_put() -> None:
-    """They are 4 MiB that a plan with everything on nvme would not know of."""
+def test_a_parameter_that_is_not_trained_costs_its_bytes_and_no_more() -> None:
+    """4 MiB of int8: no gradient, no master, no states, and no more in another dtype of the model's."""
     model = Quantised()
-    twin = replace(ModelSizes.of(model), not_sharded={})
     everything = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
-    planned, without = (zero_offload.plan(each, parameter_dtype=torch.float32, **everything) for each in (model, twin))
-    expected = {"table": 4 << 20, "flag": 1}
-    assert planned.not_sharded == expected and without.not_sharded == {}
-    assert planned.total("device") - without.total("device") == sum(expected.values())
-    assert ("not sharded", planned.told_of_not_sharded) in planned.facts()
-    assert "4.0 MiB (table, flag)" in planned.told_of_not_sharded and without.told_of_not_sharded == ""
-    small = {"hardware": zero_offload.Hardware(host_gib=8, nvme_gib=1), "host_bytes": 3 << 20}
-    assert zero_offload.fits(twin, **small, **everything) and not zero_offload.fits(model, **small, **everything)
-
-    nvme = zero_offload.MemoryByteStore()
-    store = zero_offload.TieredStore("nvme", "nvme", "nvme", nvme)
+    planned = zero_offload.plan(model, parameter_dtype=torch.float32, **everything)
     trained = [p for p in model.parameters() if p.requires_grad]
+    numel, table = sum(p.numel() for p in trained), 4 << 20
+    assert table <= planned.bytes_of("nvme", "parameters") < table + 4 * numel + 1024
+    for kind in ("gradients", "optimizer"):
+        assert planned.bytes_of("nvme", kind) < 16 * numel + 4096 * 8
+
+    store = zero_offload.TieredStore(**everything, nvme=zero_offload.MemoryByteStore())
     sharded = zero_core.shard(model, torch.optim.SGD(trained, lr=0.1), store=store)
-    assert store.describe().not_sharded == expected
+    held = store.describe().held
+    assert held["nvme", "parameters"] == planned.bytes_of("nvme", "parameters")
+    assert not any(unit.trained for unit in ModelSizes.of(model).units if unit.own_dtype is not None)
     sharded.close()
 
 

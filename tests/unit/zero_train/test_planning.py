@@ -1,7 +1,5 @@
 """The plan: machine's facts filled in, tiers too small refused, and the text that is printed."""
 
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("transformers")
@@ -87,13 +85,6 @@ def test_the_table_is_aligned():
     assert {len(row) for row in rows} == {len(heading)}
     end = heading.index("optimizer") + len("optimizer")
     assert float(rows[1][:end].split()[-1]) == pytest.approx(plan.bytes_of("host", "optimizer") / 2**30, abs=1e-3)
-
-
-def test_the_text_names_parameters_that_no_tier_takes():
-    composed, plan = planned("offload=nvme", "hardware.nvme_gib=100")
-    assert "integer" not in planning.described(plan, composed, Ranks())
-    text = planning.described(replace(plan, not_sharded={"codes": 3 << 20}), composed, Ranks())
-    assert "1 integer or quantised parameters stay in the model's memory" in text and "3.0 MiB (codes)" in text
 
 
 def test_two_ranks_write_together():

@@ -5,6 +5,7 @@ from .building.init import deferred_init, materialise
 from .building.tiling import TiledLinear, tile_linear
 from .checkpoint.pretrained import load_pretrained, save_pretrained
 from .errors import ZeroError
+from .full_values import full_gradient, full_state, set_full_gradient, set_full_state
 from .gathering import gathered
 from .heap import keep_freed_memory
 from .runtime.scaling import LossScale
@@ -20,6 +21,8 @@ __all__ = [
     "ZeroError",
     "checkpoint",
     "deferred_init",
+    "full_gradient",
+    "full_state",
     "gathered",
     "handle",
     "keep_freed_memory",
@@ -28,6 +31,8 @@ __all__ = [
     "memory",
     "no_sync",
     "save_pretrained",
+    "set_full_gradient",
+    "set_full_state",
     "shard",
     "tile_linear",
     "uneven",

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .errors import GradientError, ZeroError
 from .optim.optimizer import ShardedOptimizer
+from .precision import as_bytes
 from .runtime.hooks import Engine
 from .runtime.place import Place
 from .runtime.unit import Unit
@@ -95,12 +96,12 @@ def _close(unit: Unit) -> None:
 
 
 def whole_master(unit: Unit) -> Tensor:
-    """(numel,) fp32: the unit's masters on every rank. Collective; the unit is not unsharded."""
+    """(numel,) in their dtype: the unit's masters on every rank. Collective; the unit is not unsharded."""
     part = unit.store.read_state(unit.index, "master", 0, unit.layout.shard_numel).to(unit.ranks.device)
     if unit.ranks.shard.size == 1:
         return part
-    whole = torch.empty(unit.layout.numel, dtype=torch.float32, device=unit.ranks.device)
-    work = unit.ranks.all_gather(whole, part, unit.name, unit.index, exact=True)
+    whole = torch.empty(unit.layout.numel, dtype=part.dtype, device=unit.ranks.device)
+    work = unit.all_gather(whole, part, exact=True)
     unit.ranks.wait(work, "all_gather", unit.name)
     return whole
 
@@ -118,7 +119,7 @@ def _hide_master(unit: Unit) -> None:
 
 def _keep(unit: Unit, master: bool) -> None:
     """Take rank 0's values; write those of this rank's slice that changed, so the other masters keep all their bits."""
-    dtype = torch.float32 if master else unit.dtype
+    dtype = unit.master_dtype if master else unit.dtype
     whole = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.ranks.device)
     for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
         whole[slot.offset : slot.stop].copy_(parameter.detach().reshape(-1))
@@ -129,6 +130,6 @@ def _keep(unit: Unit, master: bool) -> None:
             if parameter.dtype == view.dtype and parameter.shape == view.shape:
                 parameter.data = view  # it may have been given other memory, by p.data = tensor or model.to("cpu:0")
     _close(unit)
-    unit.ranks.broadcast(whole, unit.name)
+    unit.ranks.broadcast(as_bytes(whole), unit.name)
     start, stop = unit.layout.shard_range(unit.ranks.shard.rank)
     unit.keep(whole[start:stop], master=master)

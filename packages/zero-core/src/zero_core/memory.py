@@ -69,11 +69,12 @@ class ElementBytes:
     parameter_dtype: torch.dtype
     reduce_dtype: torch.dtype
     states: int = 0  # fp32 values that the optimizer keeps besides the master
+    trained: bool = True
 
     @property
     def master(self) -> int:
-        """An fp32 parameter is its own master."""
-        return 0 if self.parameter_dtype == torch.float32 else FP32_BYTES
+        """An fp32 parameter is its own master, and so is one that is not trained."""
+        return FP32_BYTES if self.trained and self.parameter_dtype != torch.float32 else 0
 
     @property
     def optimizer(self) -> int:
@@ -89,7 +90,7 @@ class ElementBytes:
     @property
     def widened(self) -> int:
         """What the update takes to widen a gradient that was reduced in 16 bits."""
-        return 0 if self.reduce_dtype == torch.float32 else FP32_BYTES
+        return FP32_BYTES if self.trained and self.reduce_dtype != torch.float32 else 0
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,12 @@ class Estimate:
     unsharded_bytes: int  # stage 3: the two units whole at a turn, and those gathered ahead or resident
     transient_bytes: int  # two units' gradients not reduced yet (gloo: four); a shard's in fp32 while it is stepped
     moved: Movement
-    not_sharded_bytes: int = 0  # integer and quantised parameters, whole on every rank
 
     @property
     def total_bytes(self) -> int:
         """Everything but activations, at the worst moment of a step."""
         kept = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-        return kept + self.unsharded_bytes + self.transient_bytes + self.not_sharded_bytes
+        return kept + self.unsharded_bytes + self.transient_bytes
 
 
 def padded_numel(numel: int, shard_count: int, dtype: torch.dtype = torch.float32) -> int:
@@ -157,16 +157,19 @@ def movement(
     accumulate: int = 1,
     no_sync: bool = False,
     resident_numel: int = 0,
+    frozen_numel: int = 0,
 ) -> Movement:
     """Elements one rank sends in one optimizer step of `accumulate` micro-batches.
 
     numel: trainable elements, padding included. world_size: ranks of the shard group (N of the table).
     no_sync: all micro-batches but the last are inside `zero_core.no_sync`. resident_numel: elements that stage 3 keeps
-    whole between forward and backward.
+    whole between forward and backward. frozen_numel: elements that are not trained: they are gathered and not reduced.
     """
     _check(numel, world_size, stage, replicas)
-    if accumulate < 1 or not 0 <= resident_numel <= numel:
-        raise ValueError(f"accumulate={accumulate} is at least 1, resident_numel={resident_numel} within 0..{numel}")
+    if accumulate < 1 or not 0 <= resident_numel <= numel + frozen_numel:
+        raise ValueError(
+            f"accumulate={accumulate} is at least 1, resident_numel={resident_numel} within 0..{numel + frozen_numel}"
+        )
 
     def share(elements: int) -> int:
         return elements * (world_size - 1) // world_size
@@ -174,9 +177,9 @@ def movement(
     times = 1 if no_sync or stage == 1 else accumulate
     reductions = times * numel
     if stage == 3:
-        gathers = accumulate * (2 * numel - resident_numel)
+        gathers = accumulate * (2 * (numel + frozen_numel) - resident_numel)
     else:
-        gathers = reductions if stage == 0 else numel  # an all-reduce gathers what it has reduced
+        gathers = reductions if stage == 0 else numel + frozen_numel  # an all-reduce gathers what it has reduced
     shard_numel = numel // world_size
     return Movement(share(gathers), share(reductions), times * 2 * shard_numel * (replicas - 1) // replicas)
 
@@ -196,15 +199,16 @@ def estimate(
     replicas: int = 1,
     accumulate: int = 1,
     no_sync: bool = False,
-    not_sharded_bytes: int = 0,
+    frozen_dtype: torch.dtype | None = None,
 ) -> Estimate:
     """Bytes per rank and kind, and elements moved, of `numel` parameters over `world_size` shards (see the note above).
 
-    trainable_numel: of the `numel`, those with gradients and states; all by default. largest_unit_numel: the unit that
-    is whole while it computes. reduce_dtype: `param_dtype` unless given. accumulate: backwards added up in a step.
-    no_sync: all of them but the last are inside `zero_core.no_sync`. not_sharded_bytes: of integer and quantised
-    parameters, which `numel` leaves out: they are whole on every rank. This is a `DeviceStore`'s account;
-    zero_offload.plan has that of a store with tiers. Raises StageError for a stage other than 0, 1, 2, 3.
+    trainable_numel: of the `numel`, those with gradients, masters and states; all by default. The others take their own
+    bytes and no more: `frozen_dtype`, or `param_dtype` if it is None; elements of a packed 4-bit weight are uint8, of
+    two values each. largest_unit_numel: the unit that is whole while it computes. reduce_dtype: `param_dtype` unless
+    given. accumulate: backwards added up in a step. no_sync: all of them but the last are inside `zero_core.no_sync`.
+    This is a `DeviceStore`'s account; zero_offload.plan has that of a store with tiers. Raises StageError for a stage
+    other than 0, 1, 2, 3.
     """
     _check(numel, world_size, stage, replicas)
     trainable = numel if trainable_numel is None else trainable_numel
@@ -218,22 +222,24 @@ def estimate(
 
     element = ElementBytes(param_dtype, reduce_dtype or param_dtype, optimizer_states(optimizer))
     itemsize, reduced = param_dtype.itemsize, element.gradient(1)
-    parameters = held(numel, itemsize)
-    if stage in (1, 2) and shards > 1:  # in 16 bits the shard exists while it is gathered
-        parameters = numel * itemsize + (0 if element.master else parameters)
+    frozen, frozen_itemsize = numel - trainable, (frozen_dtype or param_dtype).itemsize
+    whole = trainable * itemsize + frozen * frozen_itemsize
+    parameters = held(trainable, itemsize) + held(frozen, frozen_itemsize)
+    if stage in (1, 2) and shards > 1:  # a shard with a master exists only while it is gathered
+        parameters = whole + held(frozen, frozen_itemsize) + (0 if element.master else held(trainable, itemsize))
     summed = element.gradient(accumulate)
     gradients = held(trainable, summed)
     if world_size * replicas > 1 and (stage == 1 or (no_sync and accumulate > 1)):
         gradients = trainable * summed + held(trainable, reduced)  # one reaches the store
     unsharded = 0
     if stage == 3 and shards > 1:
-        unsharded = min(2 * largest_unit_numel * itemsize + prefetch_bytes + resident_bytes, numel * itemsize)
+        widest = itemsize if trainable else frozen_itemsize
+        unsharded = min(2 * largest_unit_numel * widest + prefetch_bytes + resident_bytes, whole)
     largest = min(largest_unit_numel, trainable)
     return Estimate(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
-        # A frozen parameter has a master too.
-        optimizer_bytes=held(numel, element.master) + held(trainable, FP32_BYTES * element.states),
+        optimizer_bytes=held(trainable, element.optimizer),
         unsharded_bytes=unsharded,
         transient_bytes=min(2 * largest, trainable) * reduced + held(largest, element.widened),
         moved=movement(
@@ -243,9 +249,9 @@ def estimate(
             replicas=replicas,
             accumulate=accumulate,
             no_sync=no_sync,
-            resident_numel=min(resident_bytes // itemsize, trainable) if stage == 3 else 0,
+            resident_numel=min(resident_bytes // itemsize, numel) if stage == 3 else 0,
+            frozen_numel=frozen,
         ),
-        not_sharded_bytes=not_sharded_bytes,
     )
 
 

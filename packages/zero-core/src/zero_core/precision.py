@@ -13,7 +13,10 @@ from torch import Tensor
 
 from .store import CHUNK_NUMEL
 
-__all__ = ["chunk_squares", "mean_of_rows", "round_to", "sum_of_squares", "widen_scaled"]
+__all__ = ["FLOATS", "as_bytes", "chunk_squares", "fits", "mean_of_rows", "round_to", "sum_of_squares", "widen_scaled"]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What a model is trained in, and what every backend's collectives take."""
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _ROUND_NUMEL = 1 << 18  # 1 MiB of fp32 scratch: half a core's second-level cache
@@ -21,10 +24,15 @@ _SQUARE_NUMEL = 1 << 16  # of float64 scratch, for the same reason; 0.73 against
 _DEVICE_NUMEL = 8 * CHUNK_NUMEL  # of scratch elsewhere: few launches a unit, and no unit's size of fp32 or float64
 
 
+def as_bytes(values: Tensor) -> Tensor:
+    """(nbytes,) uint8: the same memory of a contiguous tensor. Collectives and comparisons lack some dtypes."""
+    return values.reshape(-1).view(torch.uint8)
+
+
 @torch.no_grad()
 def round_to(master: Tensor, out: Tensor) -> None:
-    """Write fp32 `master` (n,) into `out` (n,): bf16 ties away, fp16 and others as `copy_` does. NaN stays NaN."""
-    if out.dtype != torch.bfloat16:
+    """Write `master` (n,) into `out` (n,): fp32 into bf16 with ties away, all else as `copy_` does. NaN stays NaN."""
+    if out.dtype != torch.bfloat16 or master.dtype != torch.float32:
         out.copy_(master)
         return
     step = _ROUND_NUMEL if master.device.type == "cpu" else _DEVICE_NUMEL
@@ -35,6 +43,11 @@ def round_to(master: Tensor, out: Tensor) -> None:
         marked = torch.clamp(part, -_FLOAT32_MAX, _FLOAT32_MAX, out=scratch[: part.numel()])
         marked.view(torch.int32).bitwise_or_(1)
         out[start : start + step].copy_(marked)
+
+
+def fits(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether fp32 `values` keep all their bits in `dtype`. Waits for the device."""
+    return dtype == torch.float32 or torch.equal(values.to(dtype).float().view(torch.int32), values.view(torch.int32))
 
 
 @torch.no_grad()

@@ -8,15 +8,15 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from .building.init import Initialiser, become
-from .building.wrapping import UnitPlan, not_sharded, plan_units, unit_modules
+from .building.init import Initialiser
+from .building.wrapping import UnitPlan, plan_units, unit_modules
 from .comm.collectives import CollectivesFactory
 from .comm.ranks import Ranks
 from .device import has_streams, indexed
@@ -28,6 +28,7 @@ from .optim.device_store import DeviceStore
 from .optim.handover import Handover
 from .optim.optimizer import ShardedOptimizer
 from .pool import Pool
+from .precision import FLOATS, as_bytes
 from .runtime.attaching import Node
 from .runtime.context import UnitContext
 from .runtime.hooks import Engine
@@ -43,7 +44,6 @@ __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
 
 _HANDLE = "_zero_handle"
 _PREFETCH_BYTES = 128 << 20
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,10 @@ class Handle:
     def settle(self) -> None:
         self.engine.settle()
 
+    def close(self) -> None:
+        """Give the store's memory back. The model cannot be used after."""
+        self.optimizer.close()
+
 
 def handle(model: nn.Module) -> Handle:
     """The handle of a model that `shard` was called on."""
@@ -75,9 +79,17 @@ def handle(model: nn.Module) -> Handle:
     return found
 
 
-def shard(
+@overload
+def shard(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ShardedOptimizer: ...
+
+
+@overload
+def shard(model: nn.Module, optimizer: None = None, **options: Any) -> Handle: ...
+
+
+def shard(  # type: ignore[misc]  # the overloads leave keywords to this signature
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
     stage: int = 3,
     mesh: Any = None,
@@ -93,9 +105,12 @@ def shard(
     observer: Observer | None = None,
     device: torch.device | str | None = None,
     collectives: CollectivesFactory | None = None,
-) -> ShardedOptimizer:
+) -> ShardedOptimizer | Handle:
     """Shard `model` in place and return the optimizer that takes the place of `optimizer`. Collective.
 
+    Without an optimizer nothing is trained, as in a reference or a reward model, and the model's handle is returned.
+    What is trained are the parameters of `optimizer` that require a gradient now. All others are kept in their own
+    dtype, which may be any, and cost no more than their bytes.
     stage: 0 to 3, a row of stages.STAGES. mesh: a DeviceMesh (shard,) or (replicate, shard); None: all ranks, or this
     process alone without torch.distributed. units: module classes which form units; None: the rule of wrapping.py.
     param_dtype: parameters and compute, the fp32 masters live with the store; None: as they are. reduce_dtype: of
@@ -109,6 +124,8 @@ def shard(
     What `optimizer` keeps already (it has stepped, or was loaded) moves into the store, rank 0's to every rank.
     Raises ZeroError, StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
     """
+    trains = optimizer is not None
+    optimizer = torch.optim.SGD([{"params": []}]) if optimizer is None else optimizer
     _check(model, optimizer, stage, param_dtype, max_grad_norm)
     _check_group(mesh)
     scale = LossScale.of(loss_scale)
@@ -120,7 +137,8 @@ def shard(
     ranks = Ranks.build(mesh, pool, sharded=STAGES[stage].sharded, device=where, collectives=collectives)
     ranks.meet("shard")
     initialiser = Initialiser(model)
-    plans = plan_units(model, units)
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    plans = plan_units(model, units, optimized)
     if device is not None:
         _move_buffers(model, where)
     store = store or DeviceStore()
@@ -139,7 +157,7 @@ def shard(
         made.attach_store(initialiser, handover, stage, lent)
         for unit in made.units:
             for k, parameter in enumerate(unit.parameters):
-                set_home(parameter, Place(engine, unit, k))
+                set_home(parameter, Place(engine, unit, k, optimized=id(parameter) in optimized))
         carry_over(optimizer, made.units, store, ranks)
         engine.attach(made.nodes(unit_modules(model, units)))
         sharded = ShardedOptimizer(optimizer, engine, updates, observer)
@@ -148,10 +166,10 @@ def shard(
         handover.undo(error, store)
         raise
     initialiser.release()
-    model.__dict__[_HANDLE] = Handle(model, tuple(made.units), store, sharded, ranks, stage, engine)
+    found = model.__dict__[_HANDLE] = Handle(model, tuple(made.units), store, sharded, ranks, stage, engine)
     optimizer.__dict__["_zero_sharded"] = True
     retire(optimizer)
-    return sharded
+    return sharded if trains else found
 
 
 @contextmanager
@@ -180,15 +198,16 @@ class _Maker:
     ) -> None:
         self.model, self.optimizer, self.plans, self.context = model, optimizer, plans, context
         self.ranks = context.ranks
-        found = [param_dtype or next(iter(plan.parameters.values())).dtype for plan in plans]
-        self.reduce_dtype = reduce_dtype or (found[0] if len(set(found)) == 1 else torch.float32)
+        found = [plan.own_dtype or param_dtype or next(iter(plan.parameters.values())).dtype for plan in plans]
+        trained = {dtype for plan, dtype in zip(plans, found, strict=True) if plan.trained}
+        self.reduce_dtype = reduce_dtype or (trained.pop() if len(trained) == 1 else torch.float32)
         groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.units: list[Unit] = []
         for index, (plan, dtype) in enumerate(zip(plans, found, strict=True)):
             shapes = [(name, tuple(p.shape)) for name, p in plan.parameters.items()]
             layout = UnitLayout.build(plan.name, shapes, itemsize=dtype.itemsize, shard_count=self.ranks.shard.size)
             parameters = list(plan.parameters.values())
-            places = [groups.get(id(p)) for p in parameters]
+            places = [groups[id(p)] if plan.trained else None for p in parameters]
             self.units.append(Unit(index, layout, parameters, places, dtype, self.reduce_dtype, context))
 
     def compare(self, stage: int, max_grad_norm: float | None) -> None:
@@ -210,22 +229,15 @@ class _Maker:
         for buffer in self.model.buffers():
             if not buffer.is_meta and buffer.numel():
                 self.ranks.broadcast(buffer.data, "buffers")
-        for name, parameter in not_sharded(self.model).items():
-            values = initialiser.values(parameter)
-            here = values.to(self.ranks.device).contiguous()
-            if self.ranks.size > 1 and here.numel() and not here.is_quantized:
-                self.ranks.broadcast(here.view(-1).view(torch.uint8), name)  # as bytes: gloo lacks some dtypes
-            if parameter.is_meta or here is not values:
-                become(parameter, here)
 
         def initial(i: int) -> torch.Tensor:
             unit = self.units[i]
             for parameter in unit.parameters:
                 if not parameter.is_meta and self.ranks.size > 1:
                     values = parameter.data.contiguous().to(self.ranks.device)  # NCCL takes no host memory
-                    self.ranks.broadcast(values, unit.name)
+                    self.ranks.broadcast(as_bytes(values), unit.name)
                     parameter.data = values.to(parameter.device)
-            values = initialiser.shard(unit.layout, unit.parameters, rank)
+            values = initialiser.shard(unit.layout, unit.parameters, rank, unit.master_dtype)
             handover.take(i)
             return values
 
@@ -239,7 +251,6 @@ class _Maker:
             keeps_parameters=STAGES[stage].keeps_parameters,
             observer=self.context.observer,
             rescue=handover.give_back,
-            not_sharded={name: p.nbytes for name, p in not_sharded(self.model).items()},
         )
         self.context.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)
 
@@ -249,7 +260,8 @@ class _Maker:
             Segment(p.shard_start, p.shard_stop, groups[p.slot.name], p.slot.name, p.slot.shape, p.slot_start)
             for p in unit.layout.pieces(self.ranks.shard.rank)
         )
-        return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, self.plans[unit.index].encloses)
+        plan = self.plans[unit.index]
+        return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, plan.encloses, plan.trained)
 
     def nodes(self, modules: dict[str, nn.Module]) -> list[Node]:
         """The modules that get hooks: those of a unit, and the root in any case."""
@@ -278,7 +290,7 @@ def _check(
             )
     if stage not in STAGES:
         raise StageError(f"stage={stage!r}: the stages of ZeRO are 0, 1, 2 and 3")
-    if param_dtype is not None and param_dtype not in _DTYPES:
+    if param_dtype is not None and param_dtype not in FLOATS:
         raise StageError(f"param_dtype={param_dtype}: it can be float32, bfloat16 or float16")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ZeroError(f"max_grad_norm={max_grad_norm}: it is a norm above 0; None, the default, does not clip")
@@ -308,17 +320,25 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_
             f"{len(pending)} parameters have gradients already ({pending[0]} ...), which shard() would lose: call "
             "optimizer.step() or zero_grad() before"
         )
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and param_dtype is None and parameter.dtype not in _DTYPES:
-            raise StageError(
-                f"{name} is {parameter.dtype}, more than a float32 master holds: cast the model to float32, bfloat16 "
-                "or float16, or pass param_dtype="
-            )
-    odd = [p.dtype for g in optimizer.param_groups for p in g["params"] if not p.is_floating_point()]
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    odd = [p.dtype for p in trained if not p.is_floating_point()]
     if odd:
         raise UnsupportedOptimizerError(
-            f"the optimizer has parameters of {odd[0]}, which are not sharded: leave them to an optimizer of their own"
+            f"the optimizer trains parameters of {odd[0]}, and shards are trained in float32, bfloat16 or float16: "
+            "leave them to an optimizer of their own"
         )
+    ids = {id(p) for p in trained}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in ids and param_dtype is None and parameter.dtype not in FLOATS:
+            raise StageError(
+                f"{name} is {parameter.dtype}, and its master would be float32: cast the model to float32, bfloat16 or "
+                "float16, or pass param_dtype="
+            )
+        if parameter.is_quantized:
+            raise ZeroError(
+                f"{name} has the quantised dtype {parameter.dtype}, whose scales are not among its bytes: dequantise "
+                "it, or keep it as a buffer, before zero_core.shard"
+            )
     strangers = [p.shape for g in optimizer.param_groups for p in g["params"] if id(p) not in mine]
     if strangers:
         raise ZeroError(

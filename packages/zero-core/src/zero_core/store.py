@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 __all__ = [
     "CHUNK_NUMEL",
     "Arrival",
+    "GradientAccess",
     "GroupStep",
     "NullObserver",
     "Observer",
@@ -63,9 +64,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One unit's shard on this rank: `numel` elements of `dtype` (fp32, bf16 or fp16).
+    """One unit's shard on this rank: `numel` elements of `dtype`: fp32, bf16 or fp16 if it is `trained`.
 
     `encloses`: it is the model's own unit, in use from the first unit's turn to the last's.
+    `trained`: if not, it is bytes of any dtype: no gradient arrives and no segment has a group. Its only state is
+    "master", which is the shard itself: `initial`, `read_state` and `write_state` have it in `dtype`, not in fp32.
     """
 
     name: str
@@ -73,6 +76,12 @@ class ShardSpec:
     dtype: torch.dtype
     segments: tuple[Segment, ...]
     encloses: bool = False
+    trained: bool = True
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of the state "master"."""
+        return torch.float32 if self.trained else self.dtype
 
 
 @dataclass(frozen=True)
@@ -82,10 +91,8 @@ class StoreContext:
     prefetch_bytes: of whole units, how much is asked for ahead of its use, and on one shard how much stays in use: see
     `lent_bytes`. The store lends that much at once, and two units more. keeps_parameters: whole units stay until the
     step (stages 0 to 2), so that each shard is asked for once a step.
-    rescue: an `attach` that fails calls it before it raises, with (i, fp32 master) of every shard that `initial`
-    yielded and that the store still has: the user has no other copy.
-    not_sharded: bytes, by name, of the model's parameters that no shard has. A store reports them and has no more to do
-    with them.
+    rescue: an `attach` that fails calls it before it raises, with (i, master) of every shard that `initial` yielded and
+    that the store still has: the user has no other copy.
     """
 
     device: torch.device
@@ -97,7 +104,6 @@ class StoreContext:
     keeps_parameters: bool = False
     observer: Observer = NullObserver()
     rescue: Callable[[int, Tensor], None] = lambda i, master: None
-    not_sharded: Mapping[str, int] = field(default_factory=dict)
 
 
 def lent_bytes(unit_bytes: Iterable[int], prefetch_bytes: int, resident_bytes: int, shard_count: int) -> int:
@@ -135,7 +141,8 @@ class ShardStore(Protocol):
         *,
         context: StoreContext,
     ) -> None:
-        """Take over the shards, once. `initial(i)` yields shard i's fp32 master (numel,), called once each, in order.
+        """Take over the shards, once. `initial(i)` yields shard i's master (numel,) in its `master_dtype`, called once
+        each, in order.
 
         `optimizer` is the user's own: its type, defaults and param_groups are read. Raises TypeError naming a type that
         the store cannot run.
@@ -191,10 +198,13 @@ class ShardStore(Protocol):
         """Return when every update is done."""
 
     def state_names(self) -> tuple[str, ...]:
-        """Logical fp32 values that read_state knows: ("master", "exp_avg", "exp_avg_sq") for Adam."""
+        """Logical values that read_state knows: ("master", "exp_avg", "exp_avg_sq") for Adam.
+
+        They are fp32, but for the master of a shard that is not trained: see `ShardSpec`.
+        """
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        """(stop - start,) fp32, CPU or compute device: a copy. Waits first."""
+        """(stop - start,), CPU or compute device: a copy. Waits first."""
 
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)). Waits first; invalidates what is resident."""
@@ -230,6 +240,24 @@ class SwapsIn(Protocol):
 
         May begin late: when unit i's own update is done, or when its bytes are in memory. Either wait() or drop() ends
         it; nothing is to be released.
+        """
+
+
+@runtime_checkable
+class GradientAccess(Protocol):
+    """Optional part of a store whose gradients can be read and overwritten before the update that consumes them."""
+
+    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
+        """(stop - start,) fp32, CPU or compute device: a copy of these elements of shard i's gradient.
+
+        Raises an error if no gradient of shard i was accepted since the last update.
+        """
+
+    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
+        """Overwrite elements [start, start + len(values)) of shard i's gradient, as `gradient_norm_squared` sees.
+
+        `values`: fp32, CPU or compute device. All their bits are kept, in whatever dtype the gradient arrived, or an
+        error is raised and nothing is written; so it is if there is no gradient.
         """
 
 

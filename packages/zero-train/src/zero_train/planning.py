@@ -149,8 +149,6 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
         f"{plan.write_bytes_per_step * count / 1e9:.2f} GB a step"
         + (f", {saved / 1e9:.2f} GB of checkpoints" if saved else "")
     )
-    if plan.not_sharded:
-        lines.append(plan.told_of_not_sharded)
     if reason := checks.auto_without_nvme(config):
         lines.append(f"offload=auto planned without nvme: {reason}; name a folder with offload.nvme_paths=[…]")
     lines.append(f"each step reads {plan.read_bytes_per_step * count / 1e9:.2f} GB back")

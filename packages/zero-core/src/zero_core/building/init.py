@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import DeferredInitError
 from ..layout import UnitLayout
+from ..precision import round_to
 from .deferred import deferred_init, forget_recording, recording_of
 from .recording import Recording
 from .replay import Source
@@ -88,21 +89,27 @@ class Initialiser:
             raise DeferredInitError(f"{self._names[id(parameter)]} is only partly initialised: {_WAY_OUT}")
         return value
 
-    def shard(self, layout: UnitLayout, parameters: Sequence[nn.Parameter], rank: int) -> Tensor:
-        """(layout.shard_numel,) fp32, CPU: shard `rank` of the unit's first value; padding is zero.
+    def shard(
+        self,
+        layout: UnitLayout,
+        parameters: Sequence[nn.Parameter],
+        rank: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """(layout.shard_numel,) `dtype`, CPU: shard `rank` of the unit's first value; padding is zero.
 
         `parameters` are the unit's, in the order of `layout.slots`.
         """
-        shard = torch.zeros(layout.shard_numel, dtype=torch.float32)
+        shard = torch.zeros(layout.shard_numel, dtype=dtype)
         by_name = {slot.name: p for slot, p in zip(layout.slots, parameters, strict=True)}
         for piece in layout.pieces(rank):
             parameter = by_name[piece.slot.name]
             target = shard[piece.shard_start : piece.shard_stop]
             source = self._source(parameter)
             if source is not None:
-                target.copy_(source.read(piece.slot_start, piece.slot_stop))
+                round_to(source.read(piece.slot_start, piece.slot_stop), target)
             else:  # with no name for the whole value, which would keep it until the next one is made
-                target.copy_(self.values(parameter).reshape(-1)[piece.slot_start : piece.slot_stop])
+                round_to(self.values(parameter).reshape(-1)[piece.slot_start : piece.slot_stop], target)
         return shard
 
     def _source(self, parameter: nn.Parameter) -> Source | None:

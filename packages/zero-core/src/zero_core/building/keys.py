@@ -41,11 +41,6 @@ class Named:
     is_buffer: bool
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every rank has all of it: buffers, and parameters of integers, which are not sharded."""
-        return self.is_buffer or not self.tensor.is_floating_point()
-
-    @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
 

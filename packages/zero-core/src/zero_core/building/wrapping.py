@@ -2,12 +2,13 @@
 
 Default: every child of every ModuleList, plus large embeddings and heads apart; the rest belongs to the root. Modules
 which run on some ranks only (experts, in a ModuleList inside a block) belong to their block's unit. Tied parameters put
-the modules that hold them into one unit.
+the modules that hold them into one unit. The parameters of one module form several units where they differ in dtype, or
+where some are trained and others are not. What is not trained is bytes of any dtype: no gradient, no master, no states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,18 +16,28 @@ from torch import nn
 
 from .tiling import TiledLinear
 
-__all__ = ["UnitPlan", "not_sharded", "plan_units", "unit_modules"]
+__all__ = ["UnitPlan", "plan_units", "unit_modules"]
 
 _APART = 0.01  # an embedding or a head with this share of the model's elements is a unit of its own
 
 
 @dataclass
 class UnitPlan:
-    """One unit to be: its modules (by qualified name), and its parameters, all of one dtype, in naming order."""
+    """One unit to be: its modules (by qualified name), and its parameters, all of one dtype, in naming order.
+
+    trained: all of its parameters are; else none is.
+    """
 
     name: str
+    trained: bool = True
     modules: dict[str, nn.Module] = field(default_factory=dict)
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def own_dtype(self) -> torch.dtype | None:
+        """What is kept as it is whatever the model is computed in: integers and 8-bit floats. None: it is cast."""
+        dtype = next(iter(self.parameters.values())).dtype
+        return None if self.trained or (dtype.is_floating_point and dtype.itemsize > 1) else dtype
 
     @property
     def encloses(self) -> bool:
@@ -91,8 +102,13 @@ def _own_numel(module: nn.Module) -> int:
     return weight.numel() if weight is not None else sum(p.numel() for p in module.parameters())
 
 
-def plan_units(model: nn.Module, classes: Sequence[type[nn.Module]] | None = None) -> list[UnitPlan]:
-    """Units in the order of their first parameter's name. Every floating parameter is in exactly one."""
+def plan_units(
+    model: nn.Module, classes: Sequence[type[nn.Module]] | None = None, optimized: Container[int] | None = None
+) -> list[UnitPlan]:
+    """Units in the order of their first parameter's name. Every parameter is in exactly one.
+
+    A parameter is trained if it requires a gradient and its id is among those `optimized`; None: all are.
+    """
     modules = unit_modules(model, classes)
     owner: dict[int, str] = {}  # id(module) -> nearest enclosing unit module
     for path, module in modules.items():
@@ -105,24 +121,27 @@ def plan_units(model: nn.Module, classes: Sequence[type[nn.Module]] | None = Non
             if parameter is not None and owner[id(module)] not in homes.setdefault(id(parameter), []):
                 homes[id(parameter)].append(owner[id(module)])
     merged = _merge(modules, homes.values())
-    plans: dict[tuple[str, torch.dtype], UnitPlan] = {}
+    plans: dict[tuple[str, torch.dtype, bool], UnitPlan] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            continue
         lead = merged[homes[id(parameter)][0]]
-        key = (lead, parameter.dtype)
+        trained = parameter.requires_grad and (optimized is None or id(parameter) in optimized)
+        key = (lead, parameter.dtype, trained)
         if key not in plans:
-            twin = any(k[0] == lead for k in plans)
-            label = (lead or "root") + (f":{parameter.dtype}".replace("torch.", "") if twin else "")
             members = {p: m for p, m in modules.items() if merged[p] == lead}
-            plans[key] = UnitPlan(label, members)
+            plans[key] = UnitPlan(_label(key, [k for k in plans if k[0] == lead]), trained, members)
         plans[key].parameters[name] = parameter
     return list(plans.values())
 
 
-def not_sharded(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters in no unit, by name: integer and quantised ones. They stay whole in memory on every rank."""
-    return {name: p for name, p in model.named_parameters() if not p.is_floating_point()}
+def _label(key: tuple[str, torch.dtype, bool], twins: Sequence[tuple[str, torch.dtype, bool]]) -> str:
+    """The name of a unit. `twins`: those of the same modules that have names already."""
+    lead, dtype, trained = key
+    parts = [lead or "root"]
+    if any(twin[2] != trained for twin in twins):
+        parts.append("trained" if trained else "frozen")
+    if any(twin[1] != dtype for twin in twins):
+        parts.append(str(dtype).replace("torch.", ""))
+    return ":".join(parts)
 
 
 def _merge(modules: dict[str, nn.Module], sharing: Iterable[list[str]]) -> dict[str, str]:

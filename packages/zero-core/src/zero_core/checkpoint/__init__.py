@@ -122,7 +122,7 @@ def load(
     _read(folder, view, lambda metadata: Wanted(finder.slices(metadata, steps), (), ()), tile_numel, verify)
     with torch.no_grad():
         for named in names:
-            if named.is_whole and finder.found.get(named.name) in small.tensors:
+            if named.is_buffer and finder.found.get(named.name) in small.tensors:
                 named.tensor.copy_(small.tensors[finder.found[named.name]])
     for part, name, value in finder.scalars(small, steps):
         view.write_scalar(part, name, value)
@@ -203,11 +203,11 @@ def _contents(view: ShardView, names: Sequence[Named], *, with_optimizer: bool, 
             for state in states:
                 contents.add_slice(part, state, "optim", "state", name, state)
     for named in names:
-        if view.is_first and (named.is_whole or named.tensor.numel() == 0):  # an empty parameter is in nobody's slice
+        if view.is_first and (named.is_buffer or named.tensor.numel() == 0):  # an empty parameter is in nobody's slice
             name = clean_name(named.name)
-            value = named.tensor if named.is_whole else torch.empty(named.tensor.shape)
+            value = named.tensor if named.is_buffer else torch.empty(named.tensor.shape)
             contents.add(value, "model", name)
-            if named.is_whole or not named.tensor.requires_grad or not with_optimizer:
+            if named.is_buffer or not named.tensor.requires_grad or not with_optimizer:
                 continue
             kept = dict.fromkeys(states, value) | dict.fromkeys(view.scalar_names, torch.zeros(()))
             for state, empty in kept.items():

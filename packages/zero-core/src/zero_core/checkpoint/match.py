@@ -47,7 +47,7 @@ class Finder:
         """Check the checkpoint against the model; ask for its small tensors and objects."""
         shapes, everything = shapes_of(metadata), metadata.state_dict_metadata
         missing, mismatched, used = self._match(shapes)
-        tensors = [self.found[n.name] for n in self._names if n.is_whole and n.name in self.found]
+        tensors = [self.found[n.name] for n in self._names if n.is_buffer and n.name in self.found]
         unknown: list[str] = []
         if self._states is not None:
             absent, unknown = self._match_states(shapes)
@@ -104,7 +104,7 @@ class Finder:
             saved.setdefault(prefix, []).append(state)
         trained = set(steps_of(self._view))
         for named in self._names:
-            if named.is_whole or clean_name(named.name) not in trained:
+            if named.is_buffer or clean_name(named.name) not in trained:
                 continue
             for name in named.names:
                 prefix = f"{self._optimizer}state.{clean_name(name)}"

@@ -100,9 +100,10 @@ class StreamingSavePlanner(DefaultSavePlanner):
                 items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
         for sliced in contents.sliced:
             part = sliced.part
+            dtype = contents.view.dtype_of(part, sliced.state)
             for box in tile_boxes(part.shape, part.start, part.stop, contents.tile_numel):
                 self._boxes[sliced.fqn, box.offsets] = (sliced, box)
-                items.append(_write_item(sliced.fqn, box.offsets, box.sizes, part.shape, torch.float32, whole=False))
+                items.append(_write_item(sliced.fqn, box.offsets, box.sizes, part.shape, dtype, whole=False))
         self.plan = SavePlan(items, planner_data=contents.paths)
         return self.plan
 
@@ -186,10 +187,13 @@ class StreamingLoadPlanner(DefaultLoadPlanner):
         self.objects[read_item.dest_index.fqn] = value
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Memory for one item: a new fp32 box, or the part of a whole tensor that it fills."""
-        whole = self.tensors.get(read_item.dest_index.fqn)
+        """Memory for one item: a new box as it is stored, or the part of a whole tensor that it fills."""
+        fqn = read_item.dest_index.fqn
+        whole = self.tensors.get(fqn)
         if whole is None:
-            return torch.empty(read_item.lengths, dtype=torch.float32)
+            entry = self.metadata.state_dict_metadata[fqn] if self.metadata is not None else None
+            assert isinstance(entry, TensorStorageMetadata)
+            return torch.empty(read_item.lengths, dtype=entry.properties.dtype)
         return narrowed(whole, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:

@@ -127,7 +127,7 @@ def _fill(model: nn.Module, tensors: Sequence[Named], values: Mapping[str, _File
             source = values.get(slice_.name)
             if source is not None:
                 for start, stop in _tiles(slice_.start, slice_.stop):
-                    view.write(slice_, "master", start, source.read(start, stop).float())
+                    view.write(slice_, "master", start, source.read(start, stop))
 
 
 def _copy(tensor: Tensor, source: _FileValues) -> None:

@@ -61,7 +61,7 @@ class ShardView:
                 yield ShardSlice(piece.slot.name, piece.slot.shape, piece.slot_start, piece.slot_stop, *where)
 
     def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the parameter's `state`: (stop - start,) fp32 on the CPU, memory of its own."""
+        """Elements [start, stop) of the parameter's `state`: (stop - start,) on the CPU, memory of its own."""
         at = part.shard_start - part.start
         values = self.store.read_state(part.unit, state, at + start, at + stop).cpu()
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
@@ -77,7 +77,15 @@ class ShardView:
 
     def write(self, part: ShardSlice, state: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)) of the parameter's `state`. See `overwriting`."""
+        dtype = self.dtype_of(part, state)
+        if values.dtype != dtype:
+            round_to(values, found := torch.empty(values.shape, dtype=dtype))
+            values = found
         self.store.write_state(part.unit, state, part.shard_start - part.start + start, values)
+
+    def dtype_of(self, part: ShardSlice, state: str) -> torch.dtype:
+        """Of a state: fp32, but for the master of what is not trained."""
+        return self.handle.units[part.unit].master_dtype if state == MASTER else torch.float32
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
@@ -97,7 +105,7 @@ class ShardView:
         """As `read`, of the parameter itself, in its dtype: the master rounded as the store rounds it."""
         master = self.read(part, MASTER, start, stop)
         dtype = self.handle.units[part.unit].dtype
-        if dtype == torch.float32:
+        if dtype == master.dtype:
             return master
         rounded = torch.empty(stop - start, dtype=dtype)
         round_to(master, rounded)

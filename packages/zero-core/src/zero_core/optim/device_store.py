@@ -5,6 +5,7 @@ Its options (fused, foreach, betas ...) are kept. Where the reduce dtype is 16-b
 gradients exist for one unit at a time; once a unit's gradients have accumulated, they are fp32 from the first on.
 A 16-bit shard lies beside its fp32 master. Not at stages 1 and 2: there the whole unit stays until the step, so its
 shard is rounded from the master when it is asked for, once a step, and is gone when it has been gathered.
+A shard that is not trained is its own master, whatever its dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import StoreError
 from ..memory import ElementBytes
-from ..precision import round_to, sum_of_squares, widen_scaled
+from ..precision import fits, round_to, sum_of_squares, widen_scaled
 from ..store import GroupStep, ShardSpec, StoreContext
 from .elementwise import kept_states, over_segments
 
@@ -27,7 +28,7 @@ __all__ = ["DeviceStore"]
 class DeviceStore:
     """A `ShardStore` without tiers. Synchronous: `update` returns when the update is queued on the device's stream.
 
-    lends_masters: `parameters` of an fp32 shard are its masters, and what is written into them stays.
+    lends_masters: `parameters` of a shard in its master's dtype are its masters, and what is written into them stays.
     """
 
     lends_masters = True
@@ -91,6 +92,13 @@ class DeviceStore:
         gradient = self._shard(i).gradient
         if gradient is not None:
             gradient[start:stop].zero_()
+
+    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
+        return self._shard(i).held_gradient()[start:stop].to(torch.float32, copy=True)
+
+    @torch.no_grad()
+    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
+        self._shard(i).write_gradient(start, values)
 
     def gradient_norm_squared(self) -> Tensor:
         self._check()
@@ -167,10 +175,10 @@ class _Shard:
     ) -> None:
         self.spec = spec
         self._optimizer_counts = counts
-        self.master = master.detach().to(device=context.device, dtype=torch.float32).contiguous()
+        self.master = master.detach().to(device=context.device, dtype=spec.master_dtype).contiguous()
         self.parameter: Tensor | None = self.master
         self._passing = False  # the parameter exists only while it is lent
-        element = ElementBytes(spec.dtype, context.reduce_dtype)
+        element = ElementBytes(spec.dtype, context.reduce_dtype, trained=spec.trained)
         if element.master:
             self._passing, self.parameter = context.keeps_parameters and context.shard_count > 1, None
             if not self._passing:
@@ -179,7 +187,9 @@ class _Shard:
         self.needs_scratch = element.widened > 0
         self.gradient: Tensor | None = None  # (numel,) reduce dtype, or fp32 once accumulated
         self._own = torch.empty(0, dtype=context.reduce_dtype, device=context.device)  # its memory between steps
-        self.views = [nn.Parameter(self.master[s.start : s.stop]) for s in spec.segments]
+        self.views = [
+            nn.Parameter(self.master[s.start : s.stop], requires_grad=s.group is not None) for s in spec.segments
+        ]
         self.optimizer = over_segments(optimizer, self.views, [s.group for s in spec.segments])
         self._made_at_first_step = not self.optimizer.state  # Adagrad makes its state when it is built
         # The optimizer's own count of each segment, where known: to read its tensor would wait for the device.
@@ -215,9 +225,26 @@ class _Shard:
             if gradient is not self.gradient:
                 self.gradient.copy_(gradient)
             return
-        if self.gradient.dtype != torch.float32:
-            self._own = self.gradient = self.gradient.float()
+        self._widen()
         self.gradient.add_(gradient)
+
+    def _widen(self) -> None:
+        if self.gradient is not None and self.gradient.dtype != torch.float32:
+            self._own = self.gradient = self.gradient.float()
+
+    def held_gradient(self) -> Tensor:
+        """(numel,) reduce dtype, or fp32. Raises StoreError if there is none."""
+        if self.gradient is None:
+            raise StoreError(
+                f"no gradient of {self.spec.name} was accepted since the last update, so there is none to read or "
+                "write: run a backward first"
+            )
+        return self.gradient
+
+    def write_gradient(self, start: int, values: Tensor) -> None:
+        if not fits(values, self.held_gradient().dtype):
+            self._widen()
+        self.held_gradient()[start : start + values.numel()].copy_(values)
 
     def update(self, groups: Sequence[GroupStep], scale: float, steps: Sequence[int], scratch: Tensor) -> None:
         assert self.gradient is not None

@@ -54,7 +54,7 @@ class Handover:
         whole = unit.ranks.shard.size == 1
         for k, was in enumerate(self._away.pop(i, ())):
             slot = unit.layout.slots[k]
-            kept = unit.groups[k] is not None or was.like.dtype.itemsize <= unit.dtype.itemsize
+            kept = unit.trainable or was.like.dtype.itemsize <= unit.dtype.itemsize
             if was.device.type == "meta":
                 _restore(was, was.like)
             elif whole and kept:

@@ -47,6 +47,9 @@ class Home(Protocol):
     def write_back(self, parameter: Tensor, values: Tensor) -> None:
         """Keep `values` (the parameter's shape) as the parameter's new ones."""
 
+    def take_values(self, parameter: Tensor, values: Tensor) -> None:
+        """`p.data = values` was asked: keep a copy, and raise as soon as torch would show one as the other changes."""
+
     def epoch(self, parameter: Tensor) -> int:
         """Another number each time the parameter's values have changed."""
 
@@ -58,6 +61,9 @@ class Home(Protocol):
 
     def drop_gradient(self, parameter: Tensor) -> None:
         """`p.grad = None` was asked."""
+
+    def check_trained(self) -> None:
+        """`p.requires_grad = True` was asked. Raises ChangedParameterError if a step would leave the parameter out."""
 
     def instead_of(self, operation: str) -> str:
         """What to write in place of `operation` on a gradient, which has left."""
@@ -313,6 +319,11 @@ class WriteThrough(Tensor):
                     view.taken.write_back()
             return _writing_through(func, result, [view.taken for view in views])
 
+    def shares(self, values: Tensor) -> bool:
+        """Whether this is all of `values`, in the same order."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return (self.data_ptr(), self.stride()) == (values.data_ptr(), values.stride())
+
     def __iter__(self) -> Any:
         return iter(self.unbind(0))
 
@@ -353,8 +364,8 @@ def _get_grad(parameter: Sharded) -> Tensor | None:
 def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
     if value is not None:
         raise GradientError(
-            "p.grad = tensor on a sharded parameter: gradients leave during backward. p.grad = None drops this one; "
-            "p.register_hook changes it on its way"
+            "p.grad = tensor on a sharded parameter: gradients leave during backward. p.grad = None drops this one, "
+            "zero_core.set_full_gradient(p, tensor) changes it, and p.register_hook does so on its way"
         )
     with torch._C.DisableTorchFunctionSubclass():
         parameter.grad = None
@@ -372,10 +383,15 @@ def _set_data(parameter: Sharded, value: Tensor) -> None:
             f"new data ({changes}) for a {parameter!r}: move or cast the model before zero_core.shard, whose device= "
             "and param_dtype= say where and in what to compute"
         )
-    raise ChangedParameterError(
-        f"other memory, of the same shape, dtype and device, for a {parameter!r}, whose values are in shards: write "
-        "them with p.data.copy_(values) or inside zero_core.gathered"
-    )
+    if not isinstance(value, WriteThrough):
+        home_of(parameter).take_values(parameter, value)
+    elif value.taken.parameter is parameter and value.shares(value.taken.values):
+        value.taken.check()  # p.data += x: written through already
+    else:
+        raise ChangedParameterError(
+            f"a {parameter!r} was given a view of {value.taken.parameter!r}, p.data = q.data, which in torch makes the "
+            "two share memory: write p.data.copy_(q.data)"
+        )
 
 
 def _to(parameter: Sharded, *args: Any, **kwargs: Any) -> Tensor:
@@ -421,12 +437,22 @@ _ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
 
 _AUTOGRAD: dict[Any, Callable[..., Any]] = {torch.autograd.grad: _grad, torch.autograd.backward: _backward}
 
+
+def _set_requires_grad(parameter: Sharded, value: bool = True) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        if value and not parameter.requires_grad:
+            home_of(parameter).check_trained()
+        return parameter.requires_grad_(value)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.__iter__: lambda parameter: iter(parameter.unbind(0)),
     _T.grad.__get__: _get_grad,
     _T.grad.__set__: _set_grad,
     _T.data.__set__: _set_data,
     Tensor.to: _to,
+    _T.requires_grad.__set__: _set_requires_grad,
+    Tensor.requires_grad_: _set_requires_grad,
     Tensor.data_ptr: _refuse_address,
     Tensor.untyped_storage: _refuse_address,
     Tensor.share_memory_: _refuse_address,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ..errors import ChangedParameterError
 from .hooks import Engine
 from .unit import Unit
 
@@ -13,10 +14,10 @@ __all__ = ["Place"]
 
 
 class Place:
-    """A `parameter.Home`: parameter `index` of `unit`."""
+    """A `parameter.Home`: parameter `index` of `unit`. optimized: it is in one of the optimizer's groups."""
 
-    def __init__(self, engine: Engine, unit: Unit, index: int) -> None:
-        self.engine, self.unit, self.index = engine, unit, index
+    def __init__(self, engine: Engine, unit: Unit, index: int, *, optimized: bool) -> None:
+        self.engine, self.unit, self.index, self._optimized = engine, unit, index, optimized
 
     @property
     def name(self) -> str:
@@ -27,6 +28,10 @@ class Place:
 
     def write_back(self, parameter: Tensor, values: Tensor) -> None:
         self.engine.write(self.unit, self.index, values)
+
+    def take_values(self, parameter: Tensor, values: Tensor) -> None:
+        self.engine.write(self.unit, self.index, values)
+        self.engine.writes.given(self.name, values, trained=self.unit.trainable)
 
     def epoch(self, parameter: Tensor) -> int:
         return self.unit.epochs[self.index]
@@ -40,6 +45,14 @@ class Place:
     def drop_gradient(self, parameter: Tensor) -> None:
         self.engine.drop_gradient(self.unit, self.index)
 
+    def check_trained(self) -> None:
+        if self._optimized and not self.unit.trainable:
+            raise ChangedParameterError(
+                f"{self.name} did not require a gradient when the model was sharded, so there is no memory for its "
+                "optimizer states, and it cannot be trained now. Shard the model while everything that will be trained "
+                "requires a gradient, then freeze with requires_grad_(False): that can be undone at any time"
+            )
+
     def instead_of(self, operation: str) -> str:
         if "unscale" in operation:  # torch.amp.GradScaler
             if self.engine.loss_scale is not None:
@@ -50,10 +63,14 @@ class Place:
             return "Call optimizer.zero_grad(), which forgets it"
         if not any(word in operation for word in ("norm", "clamp", "mul")):
             return (
-                "Only the optimizer that zero_core.shard returned can use it; inside backward "
-                "parameter.register_hook sees this rank's part, and after step() the norm is optimizer.grad_norm"
+                "zero_core.full_gradient(parameter) returns it, and zero_core.set_full_gradient(parameter, values) "
+                "changes it, both on every rank; inside backward parameter.register_hook sees this rank's part, and "
+                "after step() the norm is optimizer.grad_norm"
             )
-        after = "optimizer.grad_norm is the norm before clipping, once step() has returned"
+        after = (
+            "optimizer.grad_norm is the norm before clipping, once step() has returned. For other edits there are "
+            "zero_core.full_gradient(parameter) and zero_core.set_full_gradient(parameter, values)"
+        )
         if norm is not None:
             return (
                 f"Remove the call: optimizer.step() clips to max_grad_norm={norm} as zero_core.shard was told; {after}"

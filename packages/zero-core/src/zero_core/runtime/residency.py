@@ -40,7 +40,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..comm.collectives import Work
 from ..layout import UnitLayout
+from ..precision import FLOATS, as_bytes
 from ..store import Arrival, SwapsIn
 from .context import UnitContext
 from .states import moved
@@ -94,7 +96,10 @@ def take_away(flat: Tensor) -> None:
 class UnitMemory:
     """Flat storage of one dtype, (layout.numel,), that has memory only while it is wanted."""
 
-    def __init__(self, index: int, layout: UnitLayout, dtype: torch.dtype, context: UnitContext) -> None:
+    def __init__(
+        self, index: int, layout: UnitLayout, dtype: torch.dtype, context: UnitContext, *, exact: bool = False
+    ) -> None:
+        self._exact = exact  # gathered with all bits
         self.index, self.layout, self.name, self.dtype = index, layout, layout.name, dtype
         self.ranks, self.store, self.pool, self.observer = context.ranks, context.store, context.pool, context.observer
         self.residency = Residency.SHARDED
@@ -105,6 +110,11 @@ class UnitMemory:
         self.flat = torch.empty(layout.numel, dtype=dtype, device=context.ranks.device)
         self.views = [self.flat.data[s.offset : s.stop].view(s.shape) for s in layout.slots]
         take_away(self.flat)
+
+    def another(self) -> UnitMemory:
+        """Memory for the same shards which has no part in this one, and no parameters."""
+        context = UnitContext(self.ranks, self.store, self.pool, self.observer)
+        return UnitMemory(self.index, self.layout, self.dtype, context, exact=self._exact)
 
     @property
     def nbytes(self) -> int:
@@ -171,7 +181,13 @@ class UnitMemory:
                 with self.ranks.side.after_current():
                     part = self._await_shard()
                     with self.observer.span("gather", self.name):
-                        self._work = self.ranks.all_gather(self._whole, part, self.name, self.index)
+                        self._work = self.all_gather(self._whole, part)
+
+    def all_gather(self, whole: Tensor, part: Tensor, *, exact: bool = False) -> Work:
+        """whole (n,) <- part of every shard rank. exact: with all bits; what is not trained always has them."""
+        if part.dtype not in FLOATS:
+            whole, part = as_bytes(whole), as_bytes(part)
+        return self.ranks.all_gather(whole, part, self.name, self.index, exact=exact or self._exact)
 
     def _arrive(self) -> None:
         """The current stream goes on when the whole unit is there."""

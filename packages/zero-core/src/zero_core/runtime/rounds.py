@@ -34,7 +34,6 @@ from ..comm.ranks import Ranks
 from ..errors import CollectiveError
 from ..store import ShardStore
 from .attaching import Node
-from .context import UnitContext
 from .outputs import outside_transforms
 from .residency import Residency, UnitMemory
 from .unit import Unit
@@ -174,8 +173,7 @@ class Rounds:
             if self._begun < self._passed:
                 self._begun = self._passed
                 if memory.residency is not Residency.SHARDED:  # what this rank has of it stays
-                    context = UnitContext(memory.ranks, memory.store, memory.pool, memory.observer)
-                    memory = UnitMemory(memory.index, memory.layout, memory.dtype, context)
+                    memory = memory.another()
                 memory.prefetch()
             self._gather_ahead()
             memory.reshard()

@@ -46,11 +46,11 @@ class Unit(UnitMemory):
         reduce_dtype: torch.dtype,
         context: UnitContext,
     ) -> None:
-        super().__init__(index, layout, dtype, context)
+        self.trainable = any(group is not None for group in groups)
+        super().__init__(index, layout, dtype, context, exact=not self.trainable)
         self.parameters, self.groups = tuple(parameters), tuple(groups)
         self.gradient = UnitGradient(index, layout, self.parameters, self.groups, reduce_dtype, context)
         self._classes = [type(parameter) for parameter in self.parameters]  # nn.Parameter, or the user's subclass
-        self.trainable = any(group is not None for group in groups)
         self.users = 0  # open visits; the class of the parameters is nn.Parameter while there is one
         self.steps = [0] * len(self.parameters)
         self.epochs = [0] * len(self.parameters)  # how often the values changed: by an update, a write, a checkpoint
@@ -86,7 +86,7 @@ class Unit(UnitMemory):
             self.reshard()
             for piece in self.layout.pieces(self.ranks.shard.rank):
                 if id(piece.slot) in written:
-                    values = mine[piece.shard_start : piece.shard_stop].float()
+                    values = mine[piece.shard_start : piece.shard_stop].to(self.master_dtype)
                     self.store.write_state(self.index, "master", piece.shard_start, values)
 
     def enter(self, audit: Any = None) -> None:
@@ -137,9 +137,14 @@ class Unit(UnitMemory):
         return None if before is None else self.checksum() != before
 
     @property
+    def master_dtype(self) -> torch.dtype:
+        """Of the state "master": see `store.ShardSpec`."""
+        return torch.float32 if self.trainable else self.dtype
+
+    @property
     def keeps_writes(self) -> bool:
         """Whether what a forward writes goes into the masters themselves, so that nothing can be lost."""
-        masters = getattr(self.store, "lends_masters", False) and self.dtype == torch.float32
+        masters = getattr(self.store, "lends_masters", False) and self.dtype == self.master_dtype
         return masters and not self.brings_memory and self.ranks.size == 1
 
     def changed(self) -> None:
@@ -157,7 +162,8 @@ class Unit(UnitMemory):
         """This rank's part of state `name` of parameter k goes to the store. whole: all of it, flattened."""
         for piece in self.layout.pieces(self.ranks.shard.rank):
             if piece.slot is self.layout.slots[k]:
-                part = whole[piece.slot_start : piece.slot_stop].float()
+                dtype = self.master_dtype if name == "master" else torch.float32
+                part = whole[piece.slot_start : piece.slot_stop].to(dtype)
                 self.store.write_state(self.index, name, piece.shard_start, part)
 
     def segment_slots(self) -> list[int]:
@@ -188,10 +194,13 @@ class Unit(UnitMemory):
     def keep(self, mine: Tensor, *, master: bool = False) -> None:
         """Write this rank's slice (shard_numel,) to the store where it changed, so that other masters keep their bits.
 
-        mine: in the unit's dtype, as it was gathered; master: it is the fp32 masters. Not for what was written into the
+        mine: in the unit's dtype, as it was gathered; master: it is the masters. Not for what was written into the
         store's own memory.
         """
         self.changed()
+        if not self.trainable:
+            self.store.write_state(self.index, "master", 0, mine)
+            return
         old = self.store.read_state(self.index, "master", 0, self.layout.shard_numel).to(mine.device)
         rounded = old
         if mine.dtype != torch.float32:

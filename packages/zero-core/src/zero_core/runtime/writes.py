@@ -4,18 +4,36 @@ Owns what the next step compares. Each rank keeps only its own slice of what it 
 the slices together make a parameter that no rank wrote, so the step compares digests and refuses. What a forward writes
 through `p.data` moves no version counter, so nothing would keep it. Some visits of a unit therefore compare its values
 before and after (see `Unit.enter`), and the step refuses if they differ.
+
+`p.data = tensor` copies the tensor's values into the shards, where torch would let the two share memory. Whoever still
+has that tensor would see a difference once either of them changes, so that is refused.
 """
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.ranks import Ranks
+from ..errors import ChangedParameterError
 
 __all__ = ["Writes"]
 
 _BITS = 20  # as in a digest of collectives
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A tensor that a parameter was given with `p.data = tensor`, and its memory, which other tensors may share."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    storage: StorageWeakRef
+    trained: bool
 
 
 class Writes:
@@ -26,6 +44,26 @@ class Writes:
         self.digest = 0
         self.names: dict[str, None] = {}
         self._unseen: list[tuple[str, Tensor]] = []
+        self._given: dict[str, _Given] = {}
+
+    def given(self, name: str, values: Tensor, *, trained: bool) -> None:
+        """The parameter `name` was given the values of a tensor that is the user's."""
+        storage = StorageWeakRef(values.untyped_storage())
+        self._given[name] = _Given(weakref.ref(values), values._version, storage, trained)
+
+    def check_given(self, *, stepping: bool) -> None:
+        """Raises ChangedParameterError if a tensor that a parameter was given is not what torch would show by now."""
+        for name, given in list(self._given.items()):
+            tensor = given.tensor()
+            if given.storage.expired():
+                del self._given[name]
+            elif (stepping and given.trained) or (tensor is not None and tensor._version != given.version):
+                what = "a step is about to change the parameter" if stepping else "it was written since"
+                raise ChangedParameterError(
+                    f"{name} was given a tensor with p.data = tensor, which copied the values into shards; {what}, and "
+                    "in torch the other one would change with it. Write p.data.copy_(tensor) instead, or let go of the "
+                    "tensor (del) before"
+                )
 
     def note(self, name: str, values: Tensor) -> None:
         """`values`, contiguous, are the new ones of the parameter or the unit `name`."""

@@ -91,7 +91,7 @@ def shards_of(sizes: ModelSizes, shape: Shape) -> Shards:
     """The model's shards on one rank, units that are alike together."""
 
     def alike(unit: UnitSizes) -> object:
-        return (unit.encloses, *((parameter.numel, parameter.trained) for parameter in unit.parameters))
+        return (unit.encloses, unit.trained, unit.own_dtype, *(parameter.numel for parameter in unit.parameters))
 
     found = []
     for _, units in groupby(sizes.units, alike):
@@ -129,11 +129,12 @@ class Account:
 def account(plan: StorePlan, shape: Shape) -> Account:
     """Add up what a step moves of the store's plan."""
     updated, extents, records = Counter[str](), Counter[tuple[str, str]](), 0
-    size, align = shape.parameter_dtype.itemsize, plan.alignment
+    align = plan.alignment
     on_device = device_update_bytes(shape, plan.state_values)
     for run in plan.runs:
         unit, count = run.unit, run.count
         updated["device"] += count * unit.whole_numel * on_device
+        size = unit.spec.dtype.itemsize
         for tier, start, stop in unit.stored(unit.parameter_tiers):
             extents[tier, "all parameters"] += count * round_up((stop - start) * size, align)
         for tile, record, parameter, gradient, state in unit.rows():

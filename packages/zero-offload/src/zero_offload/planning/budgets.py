@@ -74,8 +74,7 @@ def unsharded_bytes(sizes: ModelSizes, shape: Shape) -> int:
 
     The root, and a unit as small as a norm, are open all along. On several ranks one more may not be free yet.
     """
-    itemsize = shape.parameter_dtype.itemsize
-    nbytes = [unit.numel * itemsize for unit in sizes.units]
+    nbytes = [unit.nbytes(shape.parameter_dtype) for unit in sizes.units]
     passing = [not unit.encloses and size > SMALL_UNIT_BYTES for unit, size in zip(sizes.units, nbytes, strict=True)]
     large = [size for size, passes in zip(nbytes, passing, strict=True) if passes]
     most = 0

@@ -7,13 +7,12 @@ nothing, touches no device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import gib
 from ..placement import Placement, device_share, shares
 from ..protocols import UpdateStep
 from ..tier import Tier, tiers_with
@@ -45,7 +44,6 @@ class Plan:
     hardware: Hardware | None
     prediction: Prediction | None
     tokens: int  # of one rank's step
-    not_sharded: Mapping[str, int] = field(default_factory=dict)  # bytes by name, among the buffers of the device
 
     @property
     def tile_numel(self) -> int:
@@ -136,18 +134,6 @@ class Plan:
             rows.append((tier, *cells, f"{budget / GIB:.1f}" if budget else "-"))
         return rows
 
-    @property
-    def told_of_not_sharded(self) -> str:
-        """How many integer and quantised parameters there are, their bytes and names; "" if there are none."""
-        names = list(self.not_sharded)
-        if not names:
-            return ""
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return (
-            f"{len(names)} integer or quantised parameters stay in the model's memory, whole on every rank, whatever "
-            f"the placement: {gib(sum(self.not_sharded.values()))} ({shown})"
-        )
-
     def facts(self) -> list[tuple[str, str]]:
         """(name, value) of the traffic, the time and the endurance; what is not known is left out."""
         rows = [
@@ -159,8 +145,6 @@ class Plan:
             if tier != "nvme" and self.total(tier):
                 moved = (self.account.read_bytes(tier), self.account.write_bytes(tier))
                 rows.append((f"{tier} read, written per step", " GiB, ".join(f"{n / GIB:.2f}" for n in moved) + " GiB"))
-        if self.not_sharded:
-            rows.append(("not sharded", self.told_of_not_sharded))
         if self.prediction:
             rows.append(("predicted step", f"{self.prediction.step_seconds:.3g} s"))
             rows.append(("exposed of it", f"{self.prediction.exposed_seconds:.3g} s"))
@@ -259,7 +243,6 @@ def plan(
         hardware,
         prediction,
         tokens,
-        sizes.not_sharded,
     )
 
 

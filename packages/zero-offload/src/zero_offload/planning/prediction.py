@@ -168,7 +168,9 @@ class _Step:
     def windows(self) -> dict[str, dict[str, float]]:
         """Seconds of each resource in the first forward, a later one and a backward, and what slips to backward."""
         shape, accumulate, away = self.shape, self.shape.accumulate, self.below("activations")
-        gather = self.sizes.numel * shape.parameter_dtype.itemsize * (shape.shard_count - 1) / shape.shard_count
+        share = (shape.shard_count - 1) / shape.shard_count  # of what is gathered or reduced, from other ranks
+        gather = sum(unit.nbytes(shape.parameter_dtype) for unit in self.sizes.units) * share
+        reduction = sum(unit.trained_numel for unit in self.sizes.units) * shape.reduce_dtype.itemsize * share
         arrived = shape.arriving / accumulate  # the share of backwards that end in a reduction
         narrow = shape.reduce_dtype.itemsize / shape.gradient_itemsize
         parameters = self.below("parameters")
@@ -177,7 +179,7 @@ class _Step:
         forward = {"link": max(parameters / self.link, away / self.link_out), "network": gather / self.network}
         backward = {
             "link": max(up / self.link, down / self.link_out, (up + down) / mixed),  # full duplex
-            "network": gather / self.network * (1 + arrived),
+            "network": (gather + arrived * reduction) / self.network,
         }
         first, slipped = dict(forward), dict[str, float]()
         for tier, moved in self.account.moved.items():
@@ -203,7 +205,9 @@ class _Step:
         mixed = self.hardware.rank_rate("link_mixed_gbps")
         slower = 1.0 if mixed is None else min(1.0, mixed / (self.link + self.link_out))
         share = 1 / max(1, sizes.compute_numel)
-        parameters, gradients, states = (self._below_of_units(k) for k in ("parameters", "gradients", "optimizer"))
+        parameters = self._units_below("parameters", [unit.nbytes(shape.parameter_dtype) for unit in sizes.units])
+        trained = [unit.trained_numel for unit in sizes.units]
+        gradients, states = self._units_below("gradients", trained), self._units_below("optimizer", trained)
         element = self.account.updated.get("host", 0) / self.host_update / max(1.0, sum(states))
         reduced, itemsize = shape.reduce_dtype.itemsize, shape.parameter_dtype.itemsize
         added = reduced + (0 if shape.arriving == 1 else 2 * FP32_BYTES)
@@ -215,11 +219,11 @@ class _Step:
                 backward=backward * unit.compute_numel * share,
                 update=element * updated,
                 # What lives on the device and is updated below crosses after its update, as what lives below does.
-                upload=max(used, updated) * itemsize / self.link,
-                upload_again=(used * itemsize + aside * unit.is_block) / self.link / slower,
+                upload=max(used, updated * itemsize) / self.link,
+                upload_again=(used + aside * unit.is_block) / self.link / slower,
                 download=arrived * reduces * reduced / self.link_out / slower,
                 add=reduces * added / self.host_update,
-                nbytes=unit.numel * itemsize,
+                nbytes=unit.nbytes(shape.parameter_dtype),
             )
             for unit, used, reduces, updated in zip(sizes.units, parameters, gradients, states, strict=True)
         ]
@@ -228,9 +232,9 @@ class _Step:
         first, later = (forward_seconds(units, shape.prefetch_bytes, updated=updated) for updated in (True, False))
         return first, later, back, tail
 
-    def _below_of_units(self, kind: str) -> list[float]:
-        """Elements of each unit that are not on the device, which has the first ones."""
-        numels = [unit.numel / self.shape.shard_count for unit in self.sizes.units]
+    def _units_below(self, kind: str, of_units: Sequence[int]) -> list[float]:
+        """What of each unit's bytes or elements is not on the device, which has the first ones. One shard's."""
+        numels = [number / self.shape.shard_count for number in of_units]
         device = self.held.get(("device", kind), 0)
         total = device + self.below(kind)
         edge = sum(numels) * (device / total if total else 1.0)

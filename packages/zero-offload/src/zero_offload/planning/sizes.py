@@ -7,14 +7,14 @@ numbers; one that does, on any device or on meta, is read by `ModelSizes.of`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from zero_core.building.wrapping import not_sharded, plan_units
+from zero_core.building.wrapping import plan_units
 from zero_core.layout import UnitLayout
 from zero_core.store import Segment, ShardSpec
 
@@ -29,29 +29,41 @@ class ParameterSizes:
 
     name: str
     numel: int
-    trained: bool = True
 
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """One unit: the parameters that are unsharded, computed with and resharded together."""
+    """One unit: the parameters that are unsharded, computed with and resharded together.
+
+    trained: all of them are, else none. own_dtype: what they are kept in where it is not that of the other units.
+    """
 
     name: str
     parameters: tuple[ParameterSizes, ...]
     matmul_numel: int | None = None  # elements every token is multiplied with; None: all. An embedding has 0.
     is_block: bool = True  # has activations worth a policy; embeddings, heads and what is left over keep theirs
     encloses: bool = False  # the whole model's own unit: open from the first unit to the last
+    trained: bool = True
+    own_dtype: torch.dtype | None = None
 
     @classmethod
     def whole(
         cls, name: str, numel: int, *, trained: bool = True, matmul_numel: int | None = None, is_block: bool = True
     ) -> UnitSizes:
         """A unit of which nothing but the number of elements is known."""
-        return cls(name, (ParameterSizes(name, numel, trained),), matmul_numel, is_block)
+        return cls(name, (ParameterSizes(name, numel),), matmul_numel, is_block, trained=trained)
 
     @cached_property
     def numel(self) -> int:
         return sum(parameter.numel for parameter in self.parameters)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Of the whole unit. `dtype`: of the units that have none of their own."""
+        return self.numel * (self.own_dtype or dtype).itemsize
+
+    @property
+    def trained_numel(self) -> int:
+        return self.numel if self.trained else 0
 
     @property
     def compute_numel(self) -> int:
@@ -59,17 +71,15 @@ class UnitSizes:
 
     def shard(self, dtype: torch.dtype, shard_count: int, rank: int) -> ShardSpec:
         """What zero-core would give a store to keep of this unit on `rank`."""
+        dtype = self.own_dtype or dtype
         slots = [(parameter.name, (parameter.numel,)) for parameter in self.parameters]
         layout = UnitLayout.build(self.name, slots, itemsize=dtype.itemsize, shard_count=shard_count)
-        trained = {parameter.name: parameter.trained for parameter in self.parameters}
+        group = 0 if self.trained else None
         segments = tuple(
-            Segment(
-                *(piece.shard_start, piece.shard_stop, 0 if trained[piece.slot.name] else None, piece.slot.name),
-                *(piece.slot.shape, piece.slot_start),
-            )
-            for piece in layout.pieces(rank)
+            Segment(p.shard_start, p.shard_stop, group, p.slot.name, p.slot.shape, p.slot_start)
+            for p in layout.pieces(rank)
         )
-        return ShardSpec(self.name, layout.shard_numel, dtype, segments, self.encloses)
+        return ShardSpec(self.name, layout.shard_numel, dtype, segments, self.encloses, self.trained)
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,6 @@ class ModelSizes:
     saved_bytes_per_token: int = 0  # what a unit's forward saves for its backward, where it is kept
     working_bytes_per_token: int = 0  # what recomputation rebuilds at once: a whole layer, where tiles are units
     output_bytes_per_token: int = 0  # logits and their gradient, when there is most of them
-    not_sharded: Mapping[str, int] = field(default_factory=dict)  # bytes by name: integers, whole on every rank
 
     @cached_property
     def numel(self) -> int:
@@ -174,12 +183,23 @@ def _weights(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[nn.Parameter
 def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtype: torch.dtype | None) -> ModelSizes:
     embeddings = {id(w) for w in _weights(model, nn.Embedding, nn.EmbeddingBag)}
     heads = {id(w) for w in _weights(model, nn.Linear)}  # a tied embedding is multiplied too
-    units = []
+    # A packed weight, of 4 bits for example, has fewer elements than the layer multiplies with.
+    linears = {
+        id(module._parameters.get("weight")): module.in_features * module.out_features
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    }
+    units: list[UnitSizes] = []
+    seen: set[str] = set()
     for unit in plan_units(model, classes):
-        rows = tuple(ParameterSizes(name, p.numel(), p.requires_grad) for name, p in unit.parameters.items())
+        rows = tuple(ParameterSizes(name, p.numel()) for name, p in unit.parameters.items())
         looked_up = sum(p.numel() for p in unit.parameters.values() if id(p) in embeddings and id(p) not in heads)
-        is_block = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
-        units.append(UnitSizes(unit.name, rows, sum(row.numel for row in rows) - looked_up, is_block, unit.encloses))
+        opens = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
+        is_block = opens and not seen & unit.modules.keys()  # a block's units have its activations once
+        seen |= unit.modules.keys()
+        packed = sum(linears[id(p)] - p.numel() for p in unit.parameters.values() if id(p) in linears)
+        matmul = sum(row.numel for row in rows) - looked_up + packed
+        units.append(UnitSizes(unit.name, rows, matmul, is_block, unit.encloses, unit.trained, unit.own_dtype))
     config = getattr(model, "config", None)
     hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))
     wider = (dtype or torch.bfloat16).itemsize / 2  # the formulas count 16-bit activations
@@ -190,7 +210,6 @@ def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtyp
         int(saved * wider),
         int(working * wider),
         LOGIT_BYTES * vocabulary,
-        {name: p.nbytes for name, p in not_sharded(model).items()},
     )
 
 

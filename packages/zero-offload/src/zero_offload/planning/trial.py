@@ -10,7 +10,6 @@ Integers only. The store's part is a `StorePlan`'s, the rule of choice `automati
             fetched ahead (in backward the one before it is still open then), and those that stay. There the gradient of
             the unit whose backward runs is one of two landing buffers, as the one before it is on its way to the host;
             and autograd has just made a parameter's.
-            Parameters that are not sharded: integer and quantised ones
     host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
             from a device apart, and the rounding of blocks to pages
 Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
@@ -78,15 +77,21 @@ class Trial:
         swaps_in = below and shape.apart
         whole = 0  # bytes of parameters that stages 0 to 2 keep unsharded, where that is not the store's own memory
         if shape.stage < 3 and (shape.shard_count > 1 or swaps_in):
-            whole = self._shards.numel * shape.shard_count * shape.parameter_dtype.itemsize
+            whole = sum(run.count * run.unit.parameter_bytes for run in plan.runs) * shape.shard_count
             # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
-            kept = below or not shape.apart or not element.master
-            held["device", "parameters"] = whole + (plan.bytes_of("device", "parameters") if kept else 0)
+            rounded = (
+                () if below or not shape.apart or not element.master else (r for r in plan.runs if r.unit.trainable)
+            )
+            held["device", "parameters"] = (
+                whole
+                + plan.bytes_of("device", "parameters")
+                - sum(run.count * run.unit.parameter_bytes for run in rounded)
+            )
         pooled = self._pool(plan, swaps_in) - (0 if swaps_in else whole)
-        device = plan.bytes_of("device", "buffers") + sum(sizes.not_sharded.values())
-        trained = [unit for unit in sizes.units if any(p.trained for p in unit.parameters)]
+        device = plan.bytes_of("device", "buffers")
+        trained = [unit for unit in sizes.units if unit.trained]
         if shape.apart and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
-            made = max((p.numel for unit in trained for p in unit.parameters if p.trained), default=0)
+            made = max((p.numel for unit in trained for p in unit.parameters), default=0)
             device += pooled + made * shape.parameter_dtype.itemsize
             if shape.arriving > 1:  # what is added to a sum on the device comes in other memory than the sum's
                 sums = (unit.spec.numel for unit in units if unit.trainable and unit.whole_numel == unit.spec.numel)
@@ -95,11 +100,8 @@ class Trial:
             device += max(pooled, max((unit.numel for unit in trained), default=0) * element.gradient(1))
         if shape.stage == 3 and swaps_in:
             device += unsharded_bytes(sizes, shape)
-        if not below:  # zero-core's own store widens a gradient, and has a master of what is frozen
-            if not shape.apart:
-                device += element.widened * max((unit.spec.numel for unit in units), default=0)
-            frozen = sum(run.count * run.unit.spec.numel for run in plan.runs if not run.unit.trainable)
-            device += element.master * frozen
+        if not below and not shape.apart:  # zero-core's own store widens a gradient
+            device += element.widened * max((unit.spec.numel for unit in units if unit.trainable), default=0)
         memory = ("host",) if shape.apart else ("host", "device")
         states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
         spill = SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in self.policies else 0  # what checkpoints travel through

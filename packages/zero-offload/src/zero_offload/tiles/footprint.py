@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
@@ -111,11 +111,15 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class UnitRun:
-    """`count` units in a row which are alike, from shard element `start` of all shards on. The first one's plan."""
+    """`count` units in a row which are alike. The first one's plan.
+
+    start, trained_start: how many elements, and how many trained ones, are before it in all shards.
+    """
 
     unit: UnitPlan
     count: int = 1
     start: int = 0
+    trained_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,6 @@ class StorePlan:
     staging_slots: int = 0
     staging_slot_bytes: int = 0
     gradient_itemsize: int = FP32_BYTES  # that is kept of an element
-    not_sharded: Mapping[str, int] = field(default_factory=dict)  # bytes by name: in the model's own memory, not here
     tiers: tuple[Tier, ...] = TIERS  # fast to slow
 
     @cached_property
@@ -251,19 +254,20 @@ class Shards:
         self._tiers = tiers
         self._records: dict[tuple[int, torch.dtype], Record] = {}
         self.cut: list[UnitRun] = []
-        self.numel = 0
+        self.numel = self.trained_numel = 0
         for number, (spec, count) in enumerate(shards):
-            tiles = cut(number, spec, tile_numel)
-            self.cut.append(UnitRun(UnitPlan(spec, tiles, (), (), (), (), self._apart), count, self.numel))
+            unit = UnitPlan(spec, cut(number, spec, tile_numel), (), (), (), (), self._apart)
+            self.cut.append(UnitRun(unit, count, self.numel, self.trained_numel))
             self.numel += count * spec.numel
+            self.trained_numel += count * spec.numel * spec.trained
 
     def place(self, placements: Mapping[str, Placement], slots: int | None) -> StorePlan:
         """The plan of these placements, by kind. Raises PlacementError for one that cannot be, or too few `slots`."""
         if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < MINIMUM_SLOTS):
             raise PlacementError(f"slots={slots!r}: at least {MINIMUM_SLOTS} (a read, an update and a write at a time)")
         fractions = [shares(placements[kind], kind, self._tiers) for kind in STATE_KINDS]
-        edges = {bound * self.numel for kind in fractions for bound in accumulate(kind.values()) if 0 < bound < 1}
-        runs = [placed for run in self.cut for placed in self._placed(run, fractions, edges)]
+        bounds = [[bound for bound in accumulate(kind.values()) if 0 < bound < 1] for kind in fractions]
+        runs = [placed for run in self.cut for placed in self._placed(run, fractions, bounds)]
         states, gradients = Counter[int](), Counter[int]()  # stored tiles by the bytes that they take of a slot
         for run in runs:
             for tile, record, _, gradient, state in run.unit.rows():
@@ -290,23 +294,29 @@ class Shards:
         return plan if self._landing_dtype is None else _apart(plan, self._landing_dtype, self._step)
 
     def _placed(
-        self, run: UnitRun, fractions: Sequence[Mapping[Tier, float]], edges: Iterable[float]
+        self, run: UnitRun, fractions: Sequence[Mapping[Tier, float]], bounds: Sequence[Sequence[float]]
     ) -> Iterator[UnitRun]:
-        """Parts of the run in which no placement changes but in a part of one unit, with their tiers and records."""
+        """Parts of the run in which no placement changes but in a part of one unit, with their tiers and records.
+
+        A share of the parameters is one of all elements; of gradients and states it is one of the trained elements.
+        """
         spec, tiles = run.unit.spec, run.unit.tiles
+        trained = (run.trained_start, max(1, self.trained_numel))
+        scales = [(run.start, max(1, self.numel)), trained, trained]
         ends = {0, run.count}
-        for edge in edges:
-            at = int((edge - run.start) // spec.numel) if spec.numel else 0
-            ends |= {end for end in range(at - 1, at + 3) if 0 < end < run.count}
+        for (start, numel), of_kind in zip(scales, bounds, strict=True):
+            for bound in of_kind:
+                at = int((bound * numel - start) // spec.numel) if spec.numel else 0
+                ends |= {end for end in range(at - 1, at + 3) if 0 < end < run.count}
         for first, stop in pairwise(sorted(ends)):
-            start = run.start + first * spec.numel
+            before = first * spec.numel
             parameters, gradients, states = (
-                tuple(tier_at((start + tile.start + tile.numel / 2) / self.numel, kind) for tile in tiles)
-                for kind in fractions
+                tuple(tier_at(min(1.0, (start + before + tile.start + tile.numel / 2) / numel), kind) for tile in tiles)
+                for (start, numel), kind in zip(scales, fractions, strict=True)
             )
             records = tuple(self._record(tile, spec.dtype, tier) for tile, tier in zip(tiles, states, strict=True))
             unit = UnitPlan(spec, tiles, records, parameters, gradients, states, self._apart)
-            yield UnitRun(unit, stop - first, start)
+            yield UnitRun(unit, stop - first, run.start + before, run.trained_start + before * spec.trained)
 
     def _record(self, tile: Tile, dtype: torch.dtype, state: Tier) -> Record | None:
         """None where no element has a state, or a device apart keeps it."""

@@ -23,17 +23,20 @@ __all__ = ["Values"]
 
 
 class Values:
-    """Logical fp32 values of every shard: "master" and the step's states, wherever and in whatever layout they are."""
+    """Logical values of every shard: "master" and the step's states, wherever and in whatever layout they are.
+
+    They are fp32. The master of a shard that is not trained is the shard itself, in its own dtype.
+    """
 
     def __init__(self, plan: StorePlan, parameters: ParameterStore, states: StateStore, step: UpdateStep) -> None:
         self._plan, self._parameters, self._states, self._step = plan, parameters, states, step
 
     def first(self, i: int, master: Tensor) -> None:
-        """Lay out shard i from its fp32 master (shard_numel,), less what is whole on a device; nothing is read."""
+        """Lay out shard i from its master (shard_numel,), less what is whole on a device; nothing is read."""
         unit = self._plan.units[i]
         if master.numel() != unit.spec.numel:
             raise ValueError(f"initial({i}) has {master.numel()} elements, {unit.spec.name} has {unit.spec.numel}")
-        master = master.detach().to("cpu", torch.float32)
+        master = master.detach().to("cpu", unit.spec.master_dtype)
         self._parameters.begin_update(i, wait=True, read=False)
         try:
             for tile, record in zip(unit.tiles, unit.records, strict=True):
@@ -65,8 +68,9 @@ class Values:
         return self._parameters.forget_writes()
 
     def read(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        """(stop - start,) fp32, a copy."""
-        values = torch.empty(stop - start, dtype=torch.float32)
+        """(stop - start,), a copy."""
+        dtype = self._plan.units[i].spec.master_dtype if name == "master" else torch.float32
+        values = torch.empty(stop - start, dtype=dtype)
         for tile in self._tiles(i, start, stop):
             low, high = max(start, tile.start), min(stop, tile.stop)
             needs_states = tile.trainable and not (name == "master" and self._is_master(tile))
@@ -74,14 +78,15 @@ class Values:
                 if needs_states:
                     found = self._step.read(view, name)
                 else:
-                    found = view.parameter.float() if name == "master" else torch.zeros(tile.numel)
+                    found = view.parameter if name == "master" else torch.zeros(tile.numel)
                 values[low - start : high - start] = found[low - tile.start : high - tile.start]
         return values
 
     def write(self, i: int, name: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)); the parameter follows its master."""
         stop = start + values.numel()
-        values = values.detach().to("cpu", torch.float32).reshape(-1)
+        dtype = self._plan.units[i].spec.master_dtype if name == "master" else torch.float32
+        values = values.detach().to("cpu", dtype).reshape(-1)
         for tile in self._tiles(i, start, stop):
             low, high = max(start, tile.start), min(stop, tile.stop)
             part = values[low - start : high - start]
