@@ -102,6 +102,8 @@ class Rounds:
     @outside_transforms
     def serve(self) -> None:
         """This rank is done: it takes part in the gathers of the others until they are done too."""
+        for member in self.members:
+            member.ranks.side.go_on()
         while self._going_on:
             self._say(_DONE)
 
