@@ -7,6 +7,7 @@ here with the user's torch optimizer on plain fp32 tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -241,7 +242,7 @@ class ShardStoreSuite:
             specs = [frozen, ShardSpec("trained", 64, torch.float32, (Segment(0, 64, 0, "v"),))]
             store, first = self.make_store(), [shard, view.detach()]
             optimizer = self.make_optimizer([{"params": [view], "lr": 1e-2}])
-            store.attach(specs, optimizer, lambda i, first=first: first[i].clone(), context=StoreContext(self.device))
+            store.attach(specs, optimizer, partial(_clone_of, first), context=StoreContext(self.device))
             options = GroupStep({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
             for step, (start, stop) in enumerate(((0, 0), (0, 640), (37, 500)), 1):
                 as_bytes(shard[start:stop]).copy_(as_bytes(shard[start:stop]).flip(0))
@@ -259,6 +260,10 @@ class ShardStoreSuite:
                     store.release(0)
                 assert torch.equal(as_bytes(lent.cpu()), as_bytes(shard.cpu())), f"{dtype} did not keep its bits"
             store.close()
+
+
+def _clone_of(values: Sequence[Tensor], i: int) -> Tensor:
+    return values[i].clone()
 
 
 class _Trial:
