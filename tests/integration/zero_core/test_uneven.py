@@ -24,6 +24,7 @@ from tests.integration.zero_core.toys import world
 from zero_core.comm import patience
 from zero_core.errors import CollectiveError, StoreError, ZeroError
 from zero_core.optim.device_store import DeviceStore
+from zero_core.runtime.residency import Residency
 from zero_core.testing import RankPool
 
 SEVERAL = pytest.mark.parametrize("size", [2, 3])
@@ -237,6 +238,26 @@ def test_several_models_in_one_block(ranks, size):
     ranks(size).run(two_models)
 
 
+def gathered_ahead_before():
+    """At stage 2, what the forward before the block gathered ahead and did not use is under way until the step."""
+    model, optimizer = sharded(Leaving, stage=2)
+    x = toys.data(0, 0)
+    with torch.no_grad():
+        expected = model(x)
+        zero_core.handle(model).settle()
+        model.order = ()
+        model(x)
+    assert any(unit.residency is Residency.UNSHARDING for unit in zero_core.units(model))
+    model.order = (0, 1, 2)
+    with torch.no_grad(), zero_core.uneven(model):
+        assert world()[0] == 0 or torch.equal(model(x), expected)
+    trains(model, optimizer)
+
+
+def test_a_unit_that_was_gathered_ahead_before_the_block(ranks):
+    ranks(2).run(gathered_ahead_before)
+
+
 class Unfortunate(toys.Stack):
     """Fails in its second block where it is told to."""
 
@@ -330,7 +351,8 @@ def refuse():
     refused(lambda: None, "has no sharded parameter", [nn.Linear(2, 2)])
     refused(lambda: None, "without a model", [])
     if world()[1] > 1:
-        refused(lambda: other(x), "which does not name it", grad=torch.no_grad)
+        refused(lambda: other(x), "which does not name this model", grad=torch.no_grad)
+        refused(other.head.bias.tolist, "unit 'head' of Stack is used inside zero_core.uneven", grad=torch.no_grad)
     toys.loss_of(model, x).backward()
     optimizer.step()
     with torch.no_grad(), zero_core.gathered(model), zero_core.uneven(model):  # the other way round is allowed

@@ -145,7 +145,7 @@ class Engine:
             self._attachment.check()
         self.writes.check_given(stepping=False)
         grad = torch.is_grad_enabled()
-        self._refuse_uneven(grad)
+        self._refuse_gradients()
         if self._rounds is not None:
             self._rounds.begin(self, node.index)
             self._forecast = Forecast()  # ranks would remember different passes
@@ -388,21 +388,21 @@ class Engine:
     # -- inside `zero_core.uneven`, see [Note: ranks that differ] -----------------------------------------------------
 
     def _bring(self, unit: Unit) -> None:
-        """Ranks that may differ agree on the gathers that come next."""
+        """The unit is used next: ranks that may differ agree to gather it."""
         if self._rounds is not None:
             self._rounds.bring(unit)
-
-    def _refuse_uneven(self, grad: bool) -> None:
-        name = type(self.model).__name__
-        if self.uneven and grad:
+        elif Rounds.entered is not None and not self.uneven and self.ranks.shard.size > 1:
             raise ZeroError(
-                f"a forward of {name} with gradients inside zero_core.uneven, where ranks may differ and no backward "
-                "can follow: run it under torch.no_grad() or inference_mode(), or outside of the with block"
+                f"unit {unit.name!r} of {type(self.model).__name__} is used inside zero_core.uneven, which does not "
+                "name this model, so ranks that are done would not gather it: name all, zero_core.uneven(a, b)"
             )
-        if not self.uneven and Rounds.entered is not None and self.ranks.shard.size > 1:
+
+    def _refuse_gradients(self) -> None:
+        if self.uneven and torch.is_grad_enabled():
             raise ZeroError(
-                f"a forward of {name} inside zero_core.uneven, which does not name it, so ranks that are done would "
-                "not gather its units: name all models of the block, zero_core.uneven(a, b)"
+                f"a forward of {type(self.model).__name__} with gradients inside zero_core.uneven, where ranks may "
+                "differ and no backward can follow: run it under torch.no_grad() or inference_mode(), or outside of "
+                "the with block"
             )
 
     @outside_transforms
@@ -411,7 +411,9 @@ class Engine:
         self.uneven = True
         if self in rounds.members:
             self.residents.clear()
-            self._let_all_go()
+            for unit in self.units:
+                if unit.users == 0 and not (self._keeping and unit.residency.whole):
+                    unit.reshard()  # also what was gathered ahead and is still under way
             self._rounds, self._whole = rounds, {unit.index for unit in self.units if unit.residency.whole}
 
     @outside_transforms
