@@ -1,6 +1,7 @@
 """ZeRO stages 0-3 for any PyTorch module."""
 
 from . import checkpoint, memory
+from .averaging import AveragedModel
 from .building.init import deferred_init, materialise
 from .building.tiling import TiledLinear, tile_linear
 from .checkpoint.pretrained import load_pretrained, save_pretrained
@@ -10,10 +11,12 @@ from .gathering import gathered
 from .heap import keep_freed_memory
 from .runtime.scaling import LossScale
 from .sharding import Handle, handle, no_sync, shard, units
+from .sleeping import sleep, wake
 from .store import ShardStore
 from .unequal import uneven
 
 __all__ = [
+    "AveragedModel",
     "Handle",
     "LossScale",
     "ShardStore",
@@ -34,8 +37,10 @@ __all__ = [
     "set_full_gradient",
     "set_full_state",
     "shard",
+    "sleep",
     "tile_linear",
     "uneven",
     "units",
+    "wake",
 ]
 __version__ = "0.1.0"
