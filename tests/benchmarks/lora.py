@@ -72,7 +72,8 @@ def work(given: argparse.Namespace) -> None:
         planned = made.total("host") + made.total("device")
         store = TieredStore(plan=made, nvme=Slab([given.directory]), step=CpuStep())
         optimizer = zero_core.shard(model, optimizer, store=store, prefetch_bytes=given.prefetch)
-    tokens = torch.randint(0, config.vocab_size, (1, given.tokens))
+    generator = torch.Generator().manual_seed(0)  # what deferred construction draws comes from nobody's generator
+    tokens = torch.randint(0, config.vocab_size, (1, given.tokens), generator=generator)
 
     def block(count: int) -> float:
         for _ in range(count):
