@@ -366,6 +366,7 @@ class Engine:
         """Keep new whole values of parameter k: this rank's part goes to the store."""
         unit.reshard()
         unit.epochs[k] += 1
+        unit.rewritten[k] = True
         flat = values.detach().reshape(-1)
         self.writes.note(unit.layout.slots[k].name, flat)
         unit.write_part("master", k, flat)
