@@ -5,7 +5,7 @@ from .building.init import deferred_init, materialise
 from .building.tiling import TiledLinear, tile_linear
 from .checkpoint.pretrained import load_pretrained, save_pretrained
 from .errors import ZeroError
-from .gathering import gathered
+from .gathering import gathered, trained_state_dict
 from .heap import keep_freed_memory
 from .runtime.scaling import LossScale
 from .sharding import Handle, handle, no_sync, shard, units
@@ -29,6 +29,7 @@ __all__ = [
     "save_pretrained",
     "shard",
     "tile_linear",
+    "trained_state_dict",
     "units",
 ]
 __version__ = "0.1.0"
