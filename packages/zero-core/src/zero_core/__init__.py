@@ -1,17 +1,21 @@
 """ZeRO stages 0-3 for any PyTorch module."""
 
 from . import checkpoint, memory
+from .averaging import AveragedModel
 from .building.init import deferred_init, materialise
 from .building.tiling import TiledLinear, tile_linear
 from .checkpoint.pretrained import load_pretrained, save_pretrained
 from .errors import ZeroError
+from .full_values import full_gradient, full_state, set_full_gradient, set_full_state
 from .gathering import gathered, trained_state_dict
 from .heap import keep_freed_memory
 from .runtime.scaling import LossScale
 from .sharding import Handle, handle, no_sync, shard, units
+from .sleeping import sleep, wake
 from .store import ShardStore
 
 __all__ = [
+    "AveragedModel",
     "Handle",
     "LossScale",
     "ShardStore",
@@ -19,6 +23,8 @@ __all__ = [
     "ZeroError",
     "checkpoint",
     "deferred_init",
+    "full_gradient",
+    "full_state",
     "gathered",
     "handle",
     "keep_freed_memory",
@@ -27,9 +33,13 @@ __all__ = [
     "memory",
     "no_sync",
     "save_pretrained",
+    "set_full_gradient",
+    "set_full_state",
     "shard",
+    "sleep",
     "tile_linear",
     "trained_state_dict",
     "units",
+    "wake",
 ]
 __version__ = "0.1.0"

@@ -86,6 +86,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _refuse_while_busy(self) -> None:
         if self.engine.busy:
             raise ZeroError("step() inside forward or backward: call it after loss.backward() returned")
+        if getattr(self.engine.store, "asleep", False):  # before gradients that wait on this rank are reduced
+            raise ZeroError("step() while the store sleeps: call zero_core.wake(model)")
 
     def _refuse_stepped(self) -> None:
         """torch keeps a gradient after step(): adds to it, and steps it once more. Ours are consumed."""
@@ -141,8 +143,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if written_squares * ranks.size != written * written:
             names = ", ".join(engine.writes.names) or "nothing"
             raise ChangedParameterError(
-                f"the {ranks.size} ranks wrote different values into parameters since the last step (rank {ranks.rank} "
-                f"wrote into {names}), as random numbers of different seeds or nn.Embedding(max_norm=) do: each rank "
+                f"the {ranks.size} ranks wrote different values since the last step (rank {ranks.rank} wrote into "
+                f"{names}), as random numbers of different seeds or nn.Embedding(max_norm=) do: each rank "
                 f"keeps its slice, so the result is none of them. {self._undone}Write the same on every rank, "
                 "or inside zero_core.gathered, which keeps what rank 0 wrote"
             )

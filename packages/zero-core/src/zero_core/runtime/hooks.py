@@ -366,7 +366,6 @@ class Engine:
         """Keep new whole values of parameter k: this rank's part goes to the store."""
         unit.reshard()
         unit.epochs[k] += 1
-        unit.rewritten[k] = True
         flat = values.detach().reshape(-1)
         self.writes.note(unit.layout.slots[k].name, flat)
         unit.write_part("master", k, flat)
@@ -396,6 +395,20 @@ class Engine:
         if self._backward is not None:
             self.abandon_backward()  # a reduction of it may still be under way
         self.reducer.discard(leftover)
+
+    def complete_gradient(self, unit: Unit, k: int) -> bool:
+        """Whether any rank has a gradient of parameter k for the next step. The stores then have all of it. Collective.
+
+        Other ranks' flags decide too, so that all of them reduce, or none.
+        """
+        if self._backward is not None:
+            self.abandon_backward()
+        mine = [float(unit.gradient.used[k]), float(unit.gradient.late)]
+        what = f"the full gradient of {unit.layout.slots[k].name}"
+        used, late = self.ranks.sum_everywhere(self.ranks.numbers(mine), what).tolist()
+        if used:
+            self.reducer.complete(unit, late=late > 0)
+        return used > 0
 
     def drop_gradient(self, unit: Unit, k: int) -> None:
         """`p.grad = None` on one parameter: it is not updated. When that was the last one, all gradients go."""

@@ -75,6 +75,18 @@ class Reducer:
                 self._reduce(unit)
         self.finish()
 
+    def complete(self, unit: Unit, *, late: bool) -> None:
+        """Reduce what is kept of one unit before the step does. late: some rank keeps a late gradient of it."""
+        unit.gradient.forget_dropped()
+        if late or unit.gradient.state is GradientState.OWED:
+            self._reduce(unit)
+        self.finish()
+
+    @property
+    def updates(self) -> bool:
+        """Whether units are updated in backward, which consumes their gradients there."""
+        return self._begin_update is not None
+
     def _reduce(self, unit: Unit) -> None:
         if self._ranks.size == 1 and unit.gradient.current is None:
             return
@@ -123,10 +135,10 @@ class Reducer:
 
     def discard(self, leftover: Leftover = Leftover.NOTHING) -> None:
         """Forget every gradient. leftover: see `UnitGradient.consumed`."""
+        self._store.discard_gradients()  # first: a store that refuses, because it sleeps, keeps all of them
         self._updating = None
         for unit in self._units:
             unit.gradient.discard(leftover)
-        self._store.discard_gradients()
 
     def drop(self, unit: Unit, k: int) -> bool:
         """Drop one parameter's gradient; whether any is left."""

@@ -163,6 +163,7 @@ class Unit(UnitMemory):
 
     def write_part(self, name: str, k: int, whole: Tensor) -> None:
         """This rank's part of state `name` of parameter k goes to the store. whole: all of it, flattened."""
+        self.rewritten[k] |= name == "master"
         for piece in self.layout.pieces(self.ranks.shard.rank):
             if piece.slot is self.layout.slots[k]:
                 dtype = self.master_dtype if name == "master" else torch.float32
