@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 import zero_core
 from tests.integration.zero_core import toys
 from zero_core import checkpoint
-from zero_core.errors import CheckpointError
+from zero_core.errors import CheckpointError, ZeroError
 
 TRAINED = ("blocks.1.norm.bias", "blocks.1.norm.weight", "blocks.1.up.bias", "blocks.1.down.weight")
 
@@ -143,3 +143,33 @@ def test_a_checkpoint_of_what_is_trained_fits_only_its_base(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=r"missing from the checkpoint: model\.extra\.weight"):
         checkpoint.load(tmp_path, deeper)
     handle.close()
+
+
+def save_parts(folder: Path) -> str:
+    """A part of a model is written by all ranks; parts of two models are refused."""
+    models = [make(3)[0] for _ in range(2)]
+    zero_core.save_pretrained(models[0].blocks, folder)
+    expected = {name: value.clone() for name, value in models[0].blocks.state_dict().items()}
+    part = toys.Frozen().blocks
+    zero_core.load_pretrained(part, folder)
+    assert all(torch.equal(value, expected[name]) for name, value in part.state_dict().items())
+    with pytest.raises(ZeroError, match="parameters of 2 sharded models"):
+        zero_core.save_pretrained(nn.ModuleList(models), folder)
+    with pytest.raises(ZeroError, match="is not sharded"):
+        checkpoint.save(folder, models[0].blocks)
+    return "done"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_part_of_a_sharded_model_is_saved(ranks: Any, tmp_path: Path, size: int) -> None:
+    assert ranks(size).run(save_parts, tmp_path) == ["done"] * size
+
+
+def test_a_state_dict_of_what_is_trained() -> None:
+    model, _ = make(3)
+    whole = model.state_dict()
+    found = zero_core.trained_state_dict(model, also=lambda name: name == "codes")
+    left_out = {name for name in whole if name.startswith(("embed", "blocks.0", "blocks.1.up.weight"))}
+    assert set(found) == set(whole) - left_out and all(torch.equal(found[name], whole[name]) for name in found)
+    with pytest.raises(ZeroError, match="no sharded parameter"):
+        zero_core.trained_state_dict(Based())
