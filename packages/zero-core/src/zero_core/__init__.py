@@ -13,6 +13,7 @@ from .runtime.scaling import LossScale
 from .sharding import Handle, handle, no_sync, shard, units
 from .sleeping import sleep, wake
 from .store import ShardStore
+from .unequal import uneven
 
 __all__ = [
     "AveragedModel",
@@ -39,6 +40,7 @@ __all__ = [
     "sleep",
     "tile_linear",
     "trained_state_dict",
+    "uneven",
     "units",
     "wake",
 ]

@@ -8,6 +8,7 @@ where some are trained and others are not. What is not trained is bytes of any d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,13 +32,17 @@ class UnitPlan:
     name: str
     trained: bool = True
     modules: dict[str, nn.Module] = field(default_factory=dict)
+    beside: int | None = None  # the same number for all units that the same modules open; None: there is one
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.parameters.values())).dtype
 
     @property
     def own_dtype(self) -> torch.dtype | None:
         """What is kept as it is whatever the model is computed in: integers and 8-bit floats. None: it is cast."""
-        dtype = next(iter(self.parameters.values())).dtype
-        return None if self.trained or (dtype.is_floating_point and dtype.itemsize > 1) else dtype
+        return None if self.trained or (self.dtype.is_floating_point and self.dtype.itemsize > 1) else self.dtype
 
     @property
     def encloses(self) -> bool:
@@ -130,6 +135,10 @@ def plan_units(
             members = {p: m for p, m in modules.items() if merged[p] == lead}
             plans[key] = UnitPlan(_label(key, [k for k in plans if k[0] == lead]), trained, members)
         plans[key].parameters[name] = parameter
+    together = Counter(lead for lead, _, _ in plans)
+    numbers = {lead: number for number, lead in enumerate(together) if together[lead] > 1}
+    for (lead, _, _), plan in plans.items():
+        plan.beside = numbers.get(lead)
     return list(plans.values())
 
 
