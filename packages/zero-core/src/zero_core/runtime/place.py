@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..errors import ChangedParameterError
 from .hooks import Engine
 from .unit import Unit
 
@@ -14,10 +13,10 @@ __all__ = ["Place"]
 
 
 class Place:
-    """A `parameter.Home`: parameter `index` of `unit`. optimized: it is in one of the optimizer's groups."""
+    """A `parameter.Home`: parameter `index` of `unit`."""
 
-    def __init__(self, engine: Engine, unit: Unit, index: int, *, optimized: bool) -> None:
-        self.engine, self.unit, self.index, self._optimized = engine, unit, index, optimized
+    def __init__(self, engine: Engine, unit: Unit, index: int) -> None:
+        self.engine, self.unit, self.index = engine, unit, index
 
     @property
     def name(self) -> str:
@@ -44,14 +43,6 @@ class Place:
 
     def drop_gradient(self, parameter: Tensor) -> None:
         self.engine.drop_gradient(self.unit, self.index)
-
-    def check_trained(self) -> None:
-        if self._optimized and not self.unit.trainable:
-            raise ChangedParameterError(
-                f"{self.name} did not require a gradient when the model was sharded, so there is no memory for its "
-                "optimizer states, and it cannot be trained now. Shard the model while everything that will be trained "
-                "requires a gradient, then freeze with requires_grad_(False): that can be undone at any time"
-            )
 
     def instead_of(self, operation: str) -> str:
         if "unscale" in operation:  # torch.amp.GradScaler
