@@ -61,6 +61,9 @@ def work(given: argparse.Namespace) -> None:
     with zero_core.deferred_init() if given.variant != "plain" else nullcontext():
         model = get_peft_model(LlamaForCausalLM(config), adapters, autocast_adapter_dtype=False)
     torch.set_default_dtype(torch.float32)
+    if given.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=1e-4)
     store, planned = None, 0
@@ -142,6 +145,7 @@ if __name__ == "__main__":
     parser.add_argument("--variants", default="plain,host,nvme")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prefetch", type=int, default=32 << 20, help="prefetch_bytes")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--variant", help=argparse.SUPPRESS)
