@@ -104,9 +104,9 @@ def work(given: argparse.Namespace) -> None:
 def start(variant: str, given: argparse.Namespace) -> subprocess.Popen[str]:
     folder = Path(given.directory, variant)
     folder.mkdir(parents=True, exist_ok=True)
-    options = [
-        f"--{key}={value}" for key, value in vars(given).items() if key not in ("directory", "variant", "variants")
-    ]
+    told = {key: value for key, value in vars(given).items() if key not in ("directory", "variant", "variants")}
+    options = ["--checkpointing"] if told.pop("checkpointing") else []
+    options += [f"--{key}={value}" for key, value in told.items()]
     command = [sys.executable, "-m", "tests.benchmarks.lora", str(folder), "--variant", variant, *options]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
