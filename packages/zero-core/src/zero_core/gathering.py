@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .building.parts import named_parts
 from .errors import GradientError, ZeroError
 from .optim.optimizer import ShardedOptimizer
 from .precision import as_bytes
@@ -28,7 +29,8 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
     master: parameters are the fp32 masters inside, whatever their dtype. An exception inside discards what was written.
     Raises ZeroError for a module without sharded parameters.
     """
-    places = [p.__dict__["_zero_home"] for p in module.parameters() if "_zero_home" in p.__dict__]
+    parts = [part.tensor for part in named_parts(module)]
+    places = [part.__dict__["_zero_home"] for part in parts if "_zero_home" in part.__dict__]
     if not places:
         raise ZeroError(f"{type(module).__name__} has no sharded parameter: call zero_core.shard first")
     engine: Engine = places[0].engine
@@ -40,7 +42,7 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
         for unit in opened:
             unit.unshard(copy=True)
             unit.enter()
-            if master:
+            if master and unit.trainable:  # of what is frozen it is what is there
                 _show_master(unit)
     refusal = register_optimizer_step_pre_hook(_refuse_without_gradients)
     engine.gathered += 1

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..building.parts import forget_parts, wraps
 from ..errors import ChangedParameterError, GradientError, ShardedParameterError
 from .outputs import outside_transforms, unwrapped
 
@@ -27,6 +28,7 @@ __all__ = [
     "HeldGradient",
     "Home",
     "Sharded",
+    "Whole",
     "home_of",
     "keep_state_dict",
     "refuse_copies",
@@ -73,7 +75,7 @@ def home_of(parameter: Tensor) -> Home:
     return parameter.__dict__[_HOME]
 
 
-def set_home(parameter: nn.Parameter, home: Home) -> None:
+def set_home(parameter: Tensor, home: Home) -> None:
     """Tell a parameter where it lives from now on."""
     parameter.__dict__[_HOME] = home
 
@@ -138,21 +140,104 @@ class Sharded(nn.Parameter):
         raise ShardedParameterError(f"pickling a {self!r}: use zero_core.checkpoint.save, or model.state_dict()")
 
 
-@functools.cache
-def sharded_class(kind: type[nn.Parameter]) -> type[Sharded]:
-    """The class of a parameter of class `kind` between its uses: an instance of both `Sharded` and `kind`.
+class Whole:
+    """A parameter whose memory is in its parts, which may be in several units: it is usable while all of them are.
 
-    Raises ShardedParameterError for a class whose tensors are more than one flat memory.
+    It is its own `Home`. It was frozen when the model was sharded.
     """
-    if issubclass(kind, Sharded) or kind is nn.Parameter:
+
+    def __init__(self, name: str, parameter: Any) -> None:
+        self.name, self.parameter, self.kind = name, parameter, type(parameter)
+        names, self._context = parameter.__tensor_flatten__()
+        self.parts: dict[str, Any] = {each: getattr(parameter, each) for each in names}
+        self._closed: set[int] = set()  # indices of units
+
+    def close(self, unit: int) -> None:
+        """The unit's memory is about to go."""
+        self._closed.add(unit)
+        self.parameter.__class__ = sharded_class(self.kind)
+
+    def open(self, unit: int) -> None:
+        """The unit's memory is there."""
+        found = self.parameter.__dict__
+        if type(self.parameter) is not sharded_class(self.kind) or any(
+            found.get(n) is not t for n, t in self.parts.items()
+        ):
+            raise ChangedParameterError(
+                f"{self.name} has been given other values than those that were sharded, as model.to(dtype) does: move, "
+                "cast and quantise the model before zero_core.shard"
+            )
+        self._closed.discard(unit)
+        if not self._closed:
+            self.parameter.__class__ = self.kind
+
+    def give_back(self) -> None:
+        """Sharding failed: the parts are the user's again."""
+        self.parameter.__class__ = self.kind
+        self.parameter.__dict__.pop(_HOME, None)
+        forget_parts(self.parameter)
+
+    def full_copy(self, parameter: Tensor) -> Tensor:
+        inner = {name: home_of(part).full_copy(part) for name, part in self.parts.items()}
+        with torch._C.DisableTorchFunctionSubclass():
+            size, stride = parameter.size(), parameter.stride()
+        unflatten: Any = self.kind.__tensor_unflatten__  # type: ignore[attr-defined]
+        return unflatten(inner, self._context, size, stride)
+
+    def write_back(self, parameter: Tensor, values: Tensor) -> None:
+        for name, part in self.parts.items():
+            home_of(part).write_back(part, getattr(values, name))
+
+    def take_values(self, parameter: Tensor, values: Tensor) -> None:
+        raise AssertionError("p.data = tensor is refused before")
+
+    def epoch(self, parameter: Tensor) -> int:
+        return sum(home_of(part).epoch(part) for part in self.parts.values())
+
+    def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda gradient: gradient
+
+    def holds_gradient(self, parameter: Tensor) -> bool:
+        return False
+
+    def drop_gradient(self, parameter: Tensor) -> None:
+        pass
+
+    def check_trained(self) -> None:
+        raise ChangedParameterError(f"{self.name} is quantised and was frozen when the model was sharded: it stays so")
+
+    def instead_of(self, operation: str) -> str:
+        return "It has none"
+
+
+@functools.cache
+def sharded_class(kind: type[Tensor]) -> type[Sharded]:
+    """The class of a parameter, or a part of one, of class `kind` between its uses: both `Sharded` and `kind`.
+
+    Raises ShardedParameterError for a class whose memory cannot be found.
+    """
+    if issubclass(kind, Sharded) or kind in (nn.Parameter, Tensor):
         return Sharded
-    torch_dispatch: Any = kind.__torch_dispatch__
-    if torch_dispatch is not nn.Parameter.__torch_dispatch__:
-        raise ShardedParameterError(
-            f"parameters of class {kind.__qualname__} define __torch_dispatch__, as quantised and distributed tensors "
-            "do, and cannot be cut into shards: convert them to plain parameters before zero_core.shard"
-        )
-    return type(f"Sharded{kind.__name__}", (Sharded, kind), {})
+    # Moves of its own that a subclass has, as bitsandbytes' do, read memory: between uses they are those of Sharded.
+    moves = {name: getattr(Tensor, name) for name in ("to", "cpu", "cuda", "xpu") if hasattr(Tensor, name)}
+    own: dict[str, Any] = {name: method for name, method in moves.items() if getattr(kind, name) is not method}
+    if wraps(kind):
+        if not hasattr(kind, "__tensor_flatten__") or _is_distributed(kind):
+            raise ShardedParameterError(
+                f"parameters of class {kind.__qualname__} define __torch_dispatch__ and no __tensor_flatten__, or are "
+                "distributed already, and cannot be cut into shards: convert them to plain parameters before "
+                "zero_core.shard"
+            )
+        own["__tensor_flatten__"] = property(_refuse_flatten)
+    return type(f"Sharded{kind.__name__}", (Sharded, kind), own)
+
+
+def _is_distributed(kind: type[Tensor]) -> bool:
+    return any(base.__module__.startswith("torch.distributed") for base in kind.__mro__)
+
+
+def _refuse_flatten(parameter: Sharded) -> Any:
+    raise AttributeError(f"the inner tensors of a {parameter!r} have no memory: use zero_core.gathered(module)")
 
 
 def refuse_copies(module: nn.Module) -> None:
@@ -181,6 +266,8 @@ def _full(parameter: Sharded) -> Tensor:
 def _values_for_graphs(parameter: Tensor) -> Tensor:
     """Full values that share the parameter's version counter, so that autograd refuses what it saved of them once the
     parameter has changed."""
+    if wraps(type(parameter)):
+        return home_of(parameter).full_copy(parameter)
     values = parameter.detach()
     values.data = home_of(parameter).full_copy(parameter)
     return values
@@ -204,7 +291,8 @@ def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if result is taken.values:
             return taken.parameter
     counts = func != _T.data.__get__
-    return _writing_through(func, result, [replace(taken, counts=counts) for taken, _ in gathered.values()], apart=True)
+    plain = [taken for taken, _ in gathered.values() if not wraps(type(taken.values))]
+    return _writing_through(func, result, [replace(taken, counts=counts) for taken in plain], apart=True)
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -373,8 +461,12 @@ def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
 
 
 def _set_data(parameter: Sharded, value: Tensor) -> None:
-    if value is parameter:
-        return  # model.to() where it is already
+    if value is parameter or (isinstance(value, Sharded) and home_of(value) is home_of(parameter)):
+        return  # model.to() where it is already; the other tensor over the same memory
+    if wraps(type(parameter)):
+        raise ChangedParameterError(
+            f"new data for a {parameter!r}: quantise the model before zero_core.shard; write values with copy_()"
+        )
     with torch._C.DisableTorchFunctionSubclass():
         kinds = [(tuple(t.shape), t.dtype, t.device) for t in (value, parameter)]
     changes = ", ".join(str(new) for new, old in zip(*kinds, strict=True) if new != old)

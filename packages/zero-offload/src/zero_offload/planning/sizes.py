@@ -191,13 +191,19 @@ def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtyp
     }
     units: list[UnitSizes] = []
     seen: set[str] = set()
+    counted: set[int] = set()  # quantised weights of several parts, the first of which stands for all
     for unit in plan_units(model, classes):
         rows = tuple(ParameterSizes(name, p.numel()) for name, p in unit.parameters.items())
         looked_up = sum(p.numel() for p in unit.parameters.values() if id(p) in embeddings and id(p) not in heads)
         opens = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
         is_block = opens and not seen & unit.modules.keys()  # a block's units have its activations once
         seen |= unit.modules.keys()
-        packed = sum(linears[id(p)] - p.numel() for p in unit.parameters.values() if id(p) in linears)
+        packed = 0
+        for name, p in unit.parameters.items():
+            whole = id(unit.owners.get(name, p))
+            if whole in linears or name in unit.owners:
+                packed += (0 if whole in counted else linears.get(whole, 0)) - p.numel()
+                counted.add(whole)
         matmul = sum(row.numel for row in rows) - looked_up + packed
         units.append(UnitSizes(unit.name, rows, matmul, is_block, unit.encloses, unit.trained, unit.own_dtype))
     config = getattr(model, "config", None)
