@@ -54,7 +54,7 @@ def parts_of(parameter: Tensor, module: nn.Module | None = None) -> dict[str, Te
         holders = (parameter, getattr(module, "state", None)) if path == "SCB" else (parameter,)
         for holder in holders:
             scale = _reach(holder, path)
-            if type(scale) is Tensor and not scale.is_meta:
+            if type(scale) is Tensor:
                 found.setdefault(f".{path}", scale)
     return found
 
