@@ -1,7 +1,7 @@
 """LoRA over a frozen quantised Llama: losses and gradients are PEFT's bit for bit, wherever the base is placed.
 
-The libraries are not among what the other tests install: `nox -s peft`. Fails if a byte or a scale is cast, lost, shared
-between ranks or read when it is not there; the last ends the process.
+The libraries are not among what the other tests install: `nox -s peft`. Fails if a byte or a scale is cast, lost, mixed
+between ranks, or read when it is not there, which ends the process.
 """
 
 from __future__ import annotations
@@ -132,18 +132,18 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 def check(kinds: tuple[str, ...], placements: tuple[str, ...], folder: str) -> None:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    for kind in kinds:
-        check_one(kind, placements, f"{folder}/{rank}", rank)
+    for i, kind in enumerate(kinds):
+        check_one(kind, placements, f"{folder}/{rank}", rank, stage=3 - i % 4)
 
 
-def check_one(kind: str, placements: tuple[str, ...], folder: str, rank: int) -> None:
+def check_one(kind: str, placements: tuple[str, ...], folder: str, rank: int, stage: int) -> None:
     os.makedirs(folder, exist_ok=True)
     model = adapted(kind)
     expected = losses(model, sgd(model))
     for placement in placements:
         with placed(placement, folder) as store:
             ours = adapted(kind, rank)  # what rank 0 has counts, scales too
-            optimizer = zero_core.shard(ours, sgd(ours), **({"store": store} if store else {}))
+            optimizer = zero_core.shard(ours, sgd(ours), stage=stage, **({"store": store} if store else {}))
             found = losses(ours, optimizer)
             for one, other in zip(found, expected, strict=True):
                 assert torch.equal(one, other), (kind, placement)
@@ -158,3 +158,105 @@ def test_lora_over_a_quantised_base_is_pefts_bit_for_bit(kind: str, tmp_path: An
 
 def test_two_ranks_have_the_values_of_rank_0_bit_for_bit(ranks: Any, tmp_path: Any) -> None:
     ranks(2).run(check, (*BITSANDBYTES, *TORCHAO), ("device", "slab"), str(tmp_path))
+
+
+def exact_in_eval(model: nn.Module) -> nn.Module:
+    """bitsandbytes neither repacks 4-bit weights nor rounds their scales."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(torch.arange(24).view(2, 12)).logits
+
+
+@pytest.mark.parametrize("kind", [*BITSANDBYTES, *TORCHAO])
+def test_a_quantised_model_without_an_optimizer_is_the_dense_one(kind: str, tmp_path: Any) -> None:
+    """In eval mode, in layers that are used outside of their units, in checkpoints, and after model.to()."""
+    dense, ours = exact_in_eval(llama(kind)), exact_in_eval(llama(kind))
+    with placed("nvme", "") as store:
+        handle = zero_core.shard(ours, store=store)
+        assert torch.equal(logits(ours), logits(dense))
+        x = torch.linspace(-1, 1, 3 * 64).view(3, 64)
+        layer, plain = (model.model.layers[1].mlp.up_proj for model in (ours, dense))
+        for _ in range(2):
+            inputs = [x.clone().requires_grad_() for _ in range(2)]
+            outputs = [linear(each) for linear, each in zip((layer, plain), inputs, strict=True)]
+            assert torch.equal(*outputs)
+            for each in outputs:
+                each.square().sum().backward()
+            assert torch.equal(inputs[0].grad, inputs[1].grad)
+            ours.to("cpu")
+        with zero_core.gathered(ours):
+            assert torch.equal(layer(x), plain(x)) and torch.equal(logits(ours), logits(dense))
+        zero_core.checkpoint.save(tmp_path / "saved", ours)
+        torch.save(ours.state_dict(), tmp_path / "state")
+        same(torch.load(tmp_path / "state", weights_only=False), dense.state_dict())
+        handle.close()
+    other = exact_in_eval(llama(kind, seed=1))
+    assert not torch.equal(logits(other), logits(dense))
+    handle = zero_core.shard(other)
+    zero_core.checkpoint.load(tmp_path / "saved", other)
+    assert torch.equal(logits(other), logits(dense))
+    handle.close()
+
+
+@pytest.mark.parametrize("kind", TORCHAO)
+def test_values_are_written_into_a_torchao_weight_as_in_torch(kind: str) -> None:
+    dense, ours, new = (exact_in_eval(llama(kind, seed)) for seed in (0, 0, 1))
+    handle = zero_core.shard(ours)
+    for model in (dense, ours):
+        model.load_state_dict(new.state_dict())
+    assert torch.equal(logits(ours), logits(dense)) and torch.equal(logits(ours), logits(new))
+    ours.model.layers[0].mlp.up_proj.bfloat16()
+    with pytest.raises(ChangedParameterError, match="up_proj.weight has been given other values"):
+        logits(ours)
+    handle.close()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double", "fp4"])
+def test_eval_mode_that_would_repack_4_bit_weights_is_refused(kind: str) -> None:
+    """On a processor without avx512_bf16 nothing is repacked, so there is nothing to refuse."""
+    dense, ours = exact_in_eval(llama(kind)), exact_in_eval(llama(kind))
+    handle = zero_core.shard(ours)
+    assert torch.equal(logits(ours), logits(dense))
+    handle.close()
+    ours = llama(kind).requires_grad_(False).eval()
+    repacks = ours.model.layers[0].mlp.up_proj.support_avx512bf16_for_cpu
+    handle = zero_core.shard(ours)
+    if repacks:
+        with pytest.raises(ChangedParameterError, match="support_avx512bf16_for_cpu = False"):
+            logits(ours)
+        evaluated = llama(kind).requires_grad_(False).eval()
+        logits(evaluated)
+        with pytest.raises(zero_core.ZeroError, match="was repacked by bitsandbytes"):
+            zero_core.shard(evaluated)
+    assert torch.equal(logits(exact_in_eval(ours)), logits(dense))
+    handle.close()
+
+
+def test_a_linear_that_is_not_quantised_yet_is_refused() -> None:
+    import bitsandbytes as bnb
+
+    for linear in (bnb.nn.Linear4bit(64, 64), bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)):
+        with pytest.raises(zero_core.ZeroError, match=r"weight is a \w+ that is not quantised yet"):
+            zero_core.shard(nn.Sequential(linear).requires_grad_(False))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("nf4", 0.58), ("nf4-double", 0.54), ("fp4", 0.58)])
+def test_a_4_bit_base_takes_at_most_0_6_bytes_of_each_parameter_on_nvme(kind: str, most: float) -> None:
+    """Scales too. Of a layer as wide as those of real models are long: padding and bits of 4096 bytes count."""
+    model = nn.Sequential(*(nn.Linear(1024, 2048, bias=False) for _ in range(2)))
+    numel = sum(p.numel() for p in model.parameters())
+    quantise(model, kind)
+    planned = zero_offload.plan(model, parameters="nvme", gradients="device", optimizer="device", tokens=1)
+    nvme = zero_offload.MemoryByteStore()
+    store = zero_offload.TieredStore(parameters="nvme", gradients="device", optimizer="device", nvme=nvme)
+    handle = zero_core.shard(model.requires_grad_(False), store=store)
+    held = sum(unit.flat.untyped_storage().nbytes() for unit in zero_core.units(model))
+    assert held == 0 and nvme.used_bytes / numel <= most
+    assert store.describe().bytes_of("nvme", "parameters") == planned.bytes_of("nvme", "parameters") <= nvme.used_bytes
+    handle.close()

@@ -147,7 +147,8 @@ class Whole:
     """
 
     def __init__(self, name: str, parameter: Any) -> None:
-        self.name, self.parameter, self.kind = name, parameter, type(parameter)
+        self.name, self.parameter = name, parameter
+        self.kind: Any = type(parameter)
         names, self._context = parameter.__tensor_flatten__()
         self.parts: dict[str, Any] = {each: getattr(parameter, each) for each in names}
         self._closed: set[int] = set()  # indices of units
@@ -181,8 +182,7 @@ class Whole:
         inner = {name: home_of(part).full_copy(part) for name, part in self.parts.items()}
         with torch._C.DisableTorchFunctionSubclass():
             size, stride = parameter.size(), parameter.stride()
-        unflatten: Any = self.kind.__tensor_unflatten__  # type: ignore[attr-defined]
-        return unflatten(inner, self._context, size, stride)
+        return self.kind.__tensor_unflatten__(inner, self._context, size, stride)
 
     def write_back(self, parameter: Tensor, values: Tensor) -> None:
         for name, part in self.parts.items():
@@ -481,6 +481,15 @@ def _set_data(parameter: Sharded, value: Tensor) -> None:
     home_of(parameter).take_values(parameter, value.as_subclass(Tensor))
 
 
+def _get_data(parameter: Sharded) -> Tensor:
+    if wraps(type(parameter)):
+        raise ShardedParameterError(
+            f"p.data of a {parameter!r}: what is written into it would reach no shard. Read with p.detach(), write "
+            "with p.copy_() or inside zero_core.gathered(module)"
+        )
+    return _call_gathered(_T.data.__get__, (parameter,), {})
+
+
 def _to(parameter: Sharded, *args: Any, **kwargs: Any) -> Tensor:
     """`parameter.to(...)`: nothing is gathered where nothing changes. torch itself copies from "cpu" to "cpu:0"."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -536,6 +545,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.__iter__: lambda parameter: iter(parameter.unbind(0)),
     _T.grad.__get__: _get_grad,
     _T.grad.__set__: _set_grad,
+    _T.data.__get__: _get_data,
     _T.data.__set__: _set_data,
     Tensor.to: _to,
     _T.requires_grad.__set__: _set_requires_grad,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..errors import ChangedParameterError
@@ -50,7 +50,7 @@ class Unit(UnitMemory):
         super().__init__(index, layout, dtype, context, exact=not self.trainable)
         self.parameters, self.groups = tuple(parameters), tuple(groups)
         self.gradient = UnitGradient(index, layout, self.parameters, self.groups, reduce_dtype, context)
-        self._classes = [type(parameter) for parameter in self.parameters]  # nn.Parameter, or the user's subclass
+        self._classes: list[type[Tensor]] = [type(p) for p in self.parameters]  # nn.Parameter, or the user's subclass
         self.aliases: list[tuple[int, Tensor]] = []  # other tensors over the memory of parameter k
         self.wholes: list[Whole] = []  # what has parts here
         self.users = 0  # open visits; the class of the parameters is nn.Parameter while there is one
@@ -61,7 +61,7 @@ class Unit(UnitMemory):
         self._versions: list[int] = []  # of the parameters, when the first of the open visits began
         self._checksum: Tensor | None = None
 
-    def adopt_parameters(self, become: Callable[[nn.Parameter, Tensor], None]) -> None:
+    def adopt_parameters(self, become: Callable[[Any, Tensor], None]) -> None:
         """Make the user's parameters views of `flat` through `become`, without memory. Once, at the start."""
         for parameter, view, kind in zip(self.parameters, self.views, self._classes, strict=True):
             parameter.grad = None

@@ -183,7 +183,7 @@ def _weights(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[nn.Parameter
 
 def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtype: torch.dtype | None) -> ModelSizes:
     embeddings = {id(w) for w in _weights(model, nn.Embedding, nn.EmbeddingBag)}
-    # A tied embedding is multiplied too. A packed weight, of 4 bits for example, has fewer elements than are multiplied.
+    # A tied embedding is multiplied too. A packed weight, as of 4 bits, has fewer elements than are multiplied.
     linears = {
         id(module._parameters.get("weight")): module.in_features * module.out_features
         for module in model.modules()
