@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zero_core.optim.device_store import DeviceStore
+from zero_core.precision import as_bytes
 from zero_core.store import GroupStep, StoreContext
 
 
@@ -25,7 +26,7 @@ class LateArrival:
     def __init__(self, store: SwappingStore, i: int, out: Tensor) -> None:
         self._store, self._i, self._out = store, i, out
         self._open = True
-        out.fill_(float("nan"))
+        as_bytes(out).fill_(0xFF)  # NaN in floats
         store.begun(self, i)
 
     def wait(self) -> None:

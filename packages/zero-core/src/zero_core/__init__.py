@@ -1,10 +1,12 @@
 """ZeRO stages 0-3 for any PyTorch module."""
 
 from . import checkpoint, memory
+from .averaging import AveragedModel
 from .building.init import deferred_init, materialise
 from .building.tiling import TiledLinear, tile_linear
 from .checkpoint.pretrained import load_pretrained, save_pretrained
 from .errors import ZeroError
+from .full_values import full_gradient, full_state, set_full_gradient, set_full_state
 from .gathering import gathered
 from .heap import keep_freed_memory
 from .runtime.scaling import LossScale
@@ -12,6 +14,7 @@ from .sharding import Handle, handle, no_sync, shard, units
 from .store import ShardStore
 
 __all__ = [
+    "AveragedModel",
     "Handle",
     "LossScale",
     "ShardStore",
@@ -19,6 +22,8 @@ __all__ = [
     "ZeroError",
     "checkpoint",
     "deferred_init",
+    "full_gradient",
+    "full_state",
     "gathered",
     "handle",
     "keep_freed_memory",
@@ -27,6 +32,8 @@ __all__ = [
     "memory",
     "no_sync",
     "save_pretrained",
+    "set_full_gradient",
+    "set_full_state",
     "shard",
     "tile_linear",
     "units",

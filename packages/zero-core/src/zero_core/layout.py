@@ -106,6 +106,10 @@ class UnitLayout:
             self._pieces[rank] = tuple(found)
         return self._pieces[rank]
 
+    def piece(self, rank: int, k: int) -> Piece | None:
+        """The part of slot k which shard `rank` holds; None: it holds none of it."""
+        return next((piece for piece in self.pieces(rank) if piece.slot is self.slots[k]), None)
+
 
 @dataclass(frozen=True)
 class Box:

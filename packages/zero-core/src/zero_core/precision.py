@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .store import CHUNK_NUMEL
 
-__all__ = ["FLOATS", "as_bytes", "chunk_squares", "mean_of_rows", "round_to", "sum_of_squares", "widen_scaled"]
+__all__ = ["FLOATS", "as_bytes", "chunk_squares", "fits", "mean_of_rows", "round_to", "sum_of_squares", "widen_scaled"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What a model is trained in, and what every backend's collectives take."""
@@ -43,6 +43,11 @@ def round_to(master: Tensor, out: Tensor) -> None:
         marked = torch.clamp(part, -_FLOAT32_MAX, _FLOAT32_MAX, out=scratch[: part.numel()])
         marked.view(torch.int32).bitwise_or_(1)
         out[start : start + step].copy_(marked)
+
+
+def fits(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether fp32 `values` keep all their bits in `dtype`. Waits for the device."""
+    return dtype == torch.float32 or torch.equal(values.to(dtype).float().view(torch.int32), values.view(torch.int32))
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import Tensor
 __all__ = [
     "CHUNK_NUMEL",
     "Arrival",
+    "GradientAccess",
     "GroupStep",
     "NullObserver",
     "Observer",
@@ -239,6 +240,24 @@ class SwapsIn(Protocol):
 
         May begin late: when unit i's own update is done, or when its bytes are in memory. Either wait() or drop() ends
         it; nothing is to be released.
+        """
+
+
+@runtime_checkable
+class GradientAccess(Protocol):
+    """Optional part of a store whose gradients can be read and overwritten before the update that consumes them."""
+
+    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
+        """(stop - start,) fp32, CPU or compute device: a copy of these elements of shard i's gradient.
+
+        Raises an error if no gradient of shard i was accepted since the last update.
+        """
+
+    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
+        """Overwrite elements [start, start + len(values)) of shard i's gradient, as `gradient_norm_squared` sees.
+
+        `values`: fp32, CPU or compute device. All their bits are kept, in whatever dtype the gradient arrived, or an
+        error is raised and nothing is written; so it is if there is no gradient.
         """
 
 

@@ -288,6 +288,29 @@ class TieredStore:
             if self._link is not None:
                 self._link.device.zero(i, start, stop)
 
+    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
+        above = self._settle_gradient(i, start, stop)
+        with torch.no_grad(), self._guard():
+            values = self._gradients.read(i, above, stop)
+            if self._link is None or start == above:
+                return values
+            return torch.cat([self._link.device.read_gradient(i, start, above), values])
+
+    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
+        above = self._settle_gradient(i, start, start + values.numel())
+        self._gradients.check_fits(i, values)
+        with torch.no_grad(), self._guard():
+            if self._link is not None and start < above:
+                self._link.device.write_gradient(i, start, values[: above - start])
+            self._gradients.write(i, above, values[above - start :])
+
+    def _settle_gradient(self, i: int, start: int, stop: int) -> int:
+        """Wait for what is under way; the element of [start, stop] before which they are on a device apart."""
+        self._check_range(i, "master", start, stop)
+        self._wait_for(i)
+        self._landed()
+        return self._whole_until(i, start, stop)
+
     def gradient_norm_squared(self) -> Tensor:
         self._monitor.check()
         self._landed()
@@ -372,7 +395,7 @@ class TieredStore:
             return self._read(i, name, start, stop)
 
     def _read(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        above = min(stop, max(start, self._plan.units[i].whole_numel))
+        above = self._whole_until(i, start, stop)
         values = self._values.read(i, name, above, stop)
         if self._link is None or start == above:
             return values
@@ -382,10 +405,14 @@ class TieredStore:
         self._check_range(i, name, start, start + values.numel())
         with torch.no_grad(), self._guard():
             self._pipeline.wait()
-            above = min(start + values.numel(), max(start, self._plan.units[i].whole_numel))
+            above = self._whole_until(i, start, start + values.numel())
             if self._link is not None and start < above:
                 self._link.device.write(i, name, start, values[: above - start])
             self._values.write(i, name, above, values[above - start :])
+
+    def _whole_until(self, i: int, start: int, stop: int) -> int:
+        """The element of [start, stop] before which they are whole on a device apart."""
+        return min(stop, max(start, self._plan.units[i].whole_numel))
 
     def _check_range(self, i: int, name: str, start: int, stop: int) -> None:
         self._monitor.check()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import StoreError
 from ..memory import ElementBytes
-from ..precision import round_to, sum_of_squares, widen_scaled
+from ..precision import fits, round_to, sum_of_squares, widen_scaled
 from ..store import GroupStep, ShardSpec, StoreContext
 from .elementwise import kept_states, over_segments
 
@@ -92,6 +92,13 @@ class DeviceStore:
         gradient = self._shard(i).gradient
         if gradient is not None:
             gradient[start:stop].zero_()
+
+    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
+        return self._shard(i).held_gradient()[start:stop].to(torch.float32, copy=True)
+
+    @torch.no_grad()
+    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
+        self._shard(i).write_gradient(start, values)
 
     def gradient_norm_squared(self) -> Tensor:
         self._check()
@@ -218,9 +225,26 @@ class _Shard:
             if gradient is not self.gradient:
                 self.gradient.copy_(gradient)
             return
-        if self.gradient.dtype != torch.float32:
-            self._own = self.gradient = self.gradient.float()
+        self._widen()
         self.gradient.add_(gradient)
+
+    def _widen(self) -> None:
+        if self.gradient is not None and self.gradient.dtype != torch.float32:
+            self._own = self.gradient = self.gradient.float()
+
+    def held_gradient(self) -> Tensor:
+        """(numel,) reduce dtype, or fp32. Raises StoreError if there is none."""
+        if self.gradient is None:
+            raise StoreError(
+                f"no gradient of {self.spec.name} was accepted since the last update, so there is none to read or "
+                "write: run a backward first"
+            )
+        return self.gradient
+
+    def write_gradient(self, start: int, values: Tensor) -> None:
+        if not fits(values, self.held_gradient().dtype):
+            self._widen()
+        self.held_gradient()[start : start + values.numel()].copy_(values)
 
     def update(self, groups: Sequence[GroupStep], scale: float, steps: Sequence[int], scratch: Tensor) -> None:
         assert self.gradient is not None

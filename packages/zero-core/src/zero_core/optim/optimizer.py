@@ -141,8 +141,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if written_squares * ranks.size != written * written:
             names = ", ".join(engine.writes.names) or "nothing"
             raise ChangedParameterError(
-                f"the {ranks.size} ranks wrote different values into parameters since the last step (rank {ranks.rank} "
-                f"wrote into {names}), as random numbers of different seeds or nn.Embedding(max_norm=) do: each rank "
+                f"the {ranks.size} ranks wrote different values since the last step (rank {ranks.rank} wrote into "
+                f"{names}), as random numbers of different seeds or nn.Embedding(max_norm=) do: each rank "
                 f"keeps its slice, so the result is none of them. {self._undone}Write the same on every rank, "
                 "or inside zero_core.gathered, which keeps what rank 0 wrote"
             )

@@ -392,6 +392,20 @@ class Engine:
             self.abandon_backward()  # a reduction of it may still be under way
         self.reducer.discard(leftover)
 
+    def complete_gradient(self, unit: Unit, k: int) -> bool:
+        """Whether any rank has a gradient of parameter k for the next step. The stores then have all of it. Collective.
+
+        Other ranks' flags decide too, so that all of them reduce, or none.
+        """
+        if self._backward is not None:
+            self.abandon_backward()
+        mine = [float(unit.gradient.used[k]), float(unit.gradient.late)]
+        what = f"the full gradient of {unit.layout.slots[k].name}"
+        used, late = self.ranks.sum_everywhere(self.ranks.numbers(mine), what).tolist()
+        if used:
+            self.reducer.complete(unit, late=late > 0)
+        return used > 0
+
     def drop_gradient(self, unit: Unit, k: int) -> None:
         """`p.grad = None` on one parameter: it is not updated. When that was the last one, all gradients go."""
         if not self.reducer.drop(unit, k):

@@ -452,8 +452,8 @@ def _get_grad(parameter: Sharded) -> Tensor | None:
 def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
     if value is not None:
         raise GradientError(
-            "p.grad = tensor on a sharded parameter: gradients leave during backward. p.grad = None drops this one; "
-            "p.register_hook changes it on its way"
+            "p.grad = tensor on a sharded parameter: gradients leave during backward. p.grad = None drops this one, "
+            "zero_core.set_full_gradient(p, tensor) changes it, and p.register_hook does so on its way"
         )
     with torch._C.DisableTorchFunctionSubclass():
         parameter.grad = None
@@ -475,10 +475,15 @@ def _set_data(parameter: Sharded, value: Tensor) -> None:
             f"new data ({changes}) for a {parameter!r}: move or cast the model before zero_core.shard, whose device= "
             "and param_dtype= say where and in what to compute"
         )
-    if isinstance(value, WriteThrough) and value.taken.parameter is parameter and value.shares(value.taken.values):
+    if not isinstance(value, WriteThrough):
+        home_of(parameter).take_values(parameter, value)
+    elif value.taken.parameter is parameter and value.shares(value.taken.values):
         value.taken.check()  # p.data += x: written through already
-        return
-    home_of(parameter).take_values(parameter, value.as_subclass(Tensor))
+    else:
+        raise ChangedParameterError(
+            f"a {parameter!r} was given a view of {value.taken.parameter!r}, p.data = q.data, which in torch makes the "
+            "two share memory: write p.data.copy_(q.data)"
+        )
 
 
 def _get_data(parameter: Sharded) -> Tensor:

@@ -63,10 +63,14 @@ class Place:
             return "Call optimizer.zero_grad(), which forgets it"
         if not any(word in operation for word in ("norm", "clamp", "mul")):
             return (
-                "Only the optimizer that zero_core.shard returned can use it; inside backward "
-                "parameter.register_hook sees this rank's part, and after step() the norm is optimizer.grad_norm"
+                "zero_core.full_gradient(parameter) returns it, and zero_core.set_full_gradient(parameter, values) "
+                "changes it, both on every rank; inside backward parameter.register_hook sees this rank's part, and "
+                "after step() the norm is optimizer.grad_norm"
             )
-        after = "optimizer.grad_norm is the norm before clipping, once step() has returned"
+        after = (
+            "optimizer.grad_norm is the norm before clipping, once step() has returned. For other edits there are "
+            "zero_core.full_gradient(parameter) and zero_core.set_full_gradient(parameter, values)"
+        )
         if norm is not None:
             return (
                 f"Remove the call: optimizer.step() clips to max_grad_norm={norm} as zero_core.shard was told; {after}"

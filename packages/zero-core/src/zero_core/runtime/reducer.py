@@ -75,6 +75,18 @@ class Reducer:
                 self._reduce(unit)
         self.finish()
 
+    def complete(self, unit: Unit, *, late: bool) -> None:
+        """Reduce what is kept of one unit before the step does. late: some rank keeps a late gradient of it."""
+        unit.gradient.forget_dropped()
+        if late or unit.gradient.state is GradientState.OWED:
+            self._reduce(unit)
+        self.finish()
+
+    @property
+    def updates(self) -> bool:
+        """Whether units are updated in backward, which consumes their gradients there."""
+        return self._begin_update is not None
+
     def _reduce(self, unit: Unit) -> None:
         if self._ranks.size == 1 and unit.gradient.current is None:
             return

@@ -7,13 +7,24 @@ here with the user's torch optimizer on plain fp32 tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..precision import round_to, sum_of_squares
-from ..store import Arrival, GroupStep, ScalarStates, Segment, ShardSpec, ShardStore, StoreContext, SwapsIn
+from ..precision import as_bytes, round_to, sum_of_squares
+from ..store import (
+    Arrival,
+    GradientAccess,
+    GroupStep,
+    ScalarStates,
+    Segment,
+    ShardSpec,
+    ShardStore,
+    StoreContext,
+    SwapsIn,
+)
 
 __all__ = ["ShardStoreSuite"]
 
@@ -116,6 +127,41 @@ class ShardStoreSuite:
                     trial.update(1.0, skip=((0, 1), (1, 0)))
                     trial.compare_parameters()
 
+    def test_part_of_a_gradient_can_be_read_and_overwritten(self) -> None:
+        """Of a store with `GradientAccess`. What is written has more bits than the reduce dtype, or no more."""
+        for reduce_dtype in self.reduce_dtypes:
+            for written in (torch.float32, reduce_dtype):
+                with _Trial(self, torch.float32, reduce_dtype) as trial:
+                    if not isinstance(trial.store, GradientAccess):
+                        continue
+                    trial.give_gradients(0)
+                    trial.compare_gradients()
+                    trial.overwrite(0, 130, 320, written)
+                    trial.overwrite(1, 0, 700, written)
+                    trial.compare_gradients()
+                    trial.compare_norm()
+                    trial.give_gradients(1)  # added to what was written
+                    trial.overwrite(2, 7, 31, written)
+                    trial.compare_gradients()
+                    trial.compare_norm()
+                    trial.update(0.5)
+                    trial.compare_parameters()
+                    trial.compare_states()
+                    trial.step(seed=2)
+                    trial.compare_parameters()
+
+    def test_a_gradient_that_is_not_there_is_not_zeros(self) -> None:
+        """Of a store with `GradientAccess`: before the first gradient, after an update, and after a discard."""
+        with _Trial(self, torch.float32, torch.float32) as trial:
+            if not isinstance(trial.store, GradientAccess):
+                return
+            trial.refuses_gradients()
+            trial.step(seed=0)
+            trial.refuses_gradients()
+            trial.give_gradients(1)
+            trial.store.discard_gradients()
+            trial.refuses_gradients()
+
     def test_skipped_segments_and_missing_gradients_change_nothing(self) -> None:
         with _Trial(self, torch.float32, torch.float32) as trial:
             trial.step(seed=0)
@@ -185,6 +231,39 @@ class ShardStoreSuite:
                     assert torch.equal(trial.copy_of(1), expected[1])
                     trial.step(seed)
                     trial.compare_parameters()
+
+    def test_a_shard_that_is_not_trained_keeps_its_bits(self) -> None:
+        """In any dtype, beside one that is trained, and as it was written in part. Its master is in its own dtype."""
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int64):
+            generator = torch.Generator().manual_seed(1)
+            bits = torch.randint(0, 256, (640 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+            shard, view = bits.view(dtype).to(self.device), nn.Parameter(torch.ones(64, device=self.device))
+            frozen = ShardSpec("frozen", 640, dtype, (Segment(0, 600, None, "w"),), trained=False)
+            specs = [frozen, ShardSpec("trained", 64, torch.float32, (Segment(0, 64, 0, "v"),))]
+            store, first = self.make_store(), [shard, view.detach()]
+            optimizer = self.make_optimizer([{"params": [view], "lr": 1e-2}])
+            store.attach(specs, optimizer, partial(_clone_of, first), context=StoreContext(self.device))
+            options = GroupStep({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
+            for step, (start, stop) in enumerate(((0, 0), (0, 640), (37, 500)), 1):
+                as_bytes(shard[start:stop]).copy_(as_bytes(shard[start:stop]).flip(0))
+                store.write_state(0, "master", start, shard[start:stop].clone())
+                store.accept_gradient(1, torch.ones(64, device=self.device))
+                store.update([options], 1.0, [1, 0], [[0], [step]])
+                found = store.read_state(0, "master", 0, 640)
+                assert found.dtype == dtype and torch.equal(as_bytes(found.cpu()), as_bytes(shard.cpu())), dtype
+                lent = torch.zeros(640, dtype=dtype, device=self.device)
+                if getattr(store, "swaps_in", False):
+                    assert isinstance(store, SwapsIn)
+                    store.swap_in(0, lent).wait()
+                else:
+                    lent.copy_(store.parameters(0))
+                    store.release(0)
+                assert torch.equal(as_bytes(lent.cpu()), as_bytes(shard.cpu())), f"{dtype} did not keep its bits"
+            store.close()
+
+
+def _clone_of(values: Sequence[Tensor], i: int) -> Tensor:
+    return values[i].clone()
 
 
 class _Trial:
@@ -264,6 +343,37 @@ class _Trial:
         gradient = self.gradients[i]
         assert gradient is not None
         gradient[start:stop] = 0.0
+
+    def overwrite(self, i: int, start: int, stop: int, dtype: torch.dtype) -> None:
+        """With values that `dtype` holds."""
+        values = torch.linspace(-1.0, 2.0, stop - start, device=self.suite.device).to(dtype).float()
+        gradient = self.gradients[i]
+        assert gradient is not None and isinstance(self.store, GradientAccess)
+        self.store.write_gradient(i, start, values)
+        gradient[start:stop] = values
+
+    def compare_gradients(self) -> None:
+        assert isinstance(self.store, GradientAccess)
+        for i, (spec, expected) in enumerate(zip(self.specs, self.gradients, strict=True)):
+            for segment in spec.segments:
+                if segment.group is not None and expected is not None:
+                    found = self.store.read_gradient(i, segment.start + 1, segment.stop)
+                    assert found.dtype == torch.float32 and found.shape == (segment.stop - segment.start - 1,)
+                    assert torch.equal(found.cpu(), expected[segment.start + 1 : segment.stop].cpu()), segment.name
+                    found.fill_(7.0)  # a copy
+
+    def refuses_gradients(self) -> None:
+        assert isinstance(self.store, GradientAccess)
+        for access in (
+            lambda store: store.read_gradient(0, 0, 96),
+            lambda store: store.write_gradient(0, 0, torch.ones(96, device=self.suite.device)),
+        ):
+            try:
+                access(self.store)
+            except Exception as error:
+                assert "no gradient" in str(error), error
+            else:
+                raise AssertionError("a gradient was had where there is none")
 
     def update(self, scale: float, skip: Sequence[tuple[int, int]] = ()) -> None:
         steps = self._apply(scale, skip)

@@ -131,12 +131,17 @@ def account(plan: StorePlan, shape: Shape) -> Account:
     updated, extents, records = Counter[str](), Counter[tuple[str, str]](), 0
     align = plan.alignment
     on_device = device_update_bytes(shape, plan.state_values)
+    own, first = set(plan.own_slots), 0
     for run in plan.runs:
         unit, count = run.unit, run.count
+        streamed = count - sum(i in own for i in range(first, first + count))  # the others stay where they are read
+        first += count
         updated["device"] += count * unit.whole_numel * on_device
         size = unit.spec.dtype.itemsize
         for tier, start, stop in unit.stored(unit.parameter_tiers):
-            extents[tier, "all parameters"] += count * round_up((stop - start) * size, align)
+            extent = round_up((stop - start) * size, align)
+            extents[tier, "all parameters"] += count * extent
+            extents[tier, "streamed"] += streamed * extent
         for tile, record, parameter, gradient, state in unit.rows():
             if tile.trainable:
                 extents[parameter, "parameters"] += count * round_up(tile.numel * size, align)
@@ -149,16 +154,16 @@ def account(plan: StorePlan, shape: Shape) -> Account:
     moved, resident = {}, stay * plan.state_slot_bytes  # those of the first tiers
     for tier in plan.tiers:
         if tier.stored:
-            kinds = ("all parameters", "parameters", "reduced", "summed")
-            whole, parameters, reduced, summed = (extents[tier, kind] for kind in kinds)
+            kinds = ("all parameters", "streamed", "parameters", "reduced", "summed")
+            whole, read, parameters, reduced, summed = (extents[tier, kind] for kind in kinds)
             optimizer, later = plan.bytes_of(tier, "optimizer"), shape.arriving - 1
             kept = min(optimizer, resident)
             resident -= kept
             moved[str(tier)] = {
                 "optimizer_read": optimizer - kept,
                 "optimizer_write": optimizer,
-                "forward_read": whole * shape.accumulate,
-                "backward_read": whole * shape.accumulate,
+                "forward_read": read * shape.accumulate,
+                "backward_read": read * shape.accumulate,
                 "parameters_write": parameters,
                 "accumulate_read": reduced + (later - 1) * summed if later else 0,
                 "gradients_read": summed if later else reduced,

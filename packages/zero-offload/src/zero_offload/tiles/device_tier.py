@@ -99,6 +99,12 @@ class DeviceTier:
         if start < stop:
             self._whole.discard_gradient(self._place[i], start, stop)
 
+    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
+        return self._whole.read_gradient(self._place[i], start, stop).to("cpu")
+
+    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
+        self._whole.write_gradient(self._place[i], start, values)
+
     def norm_squared(self) -> Tensor | None:
         """() float64 on the device; None where nothing is whole here."""
         return self._whole.gradient_norm_squared() if self._place else None

@@ -12,11 +12,12 @@ placements of them. So `Shards` cuts once and places as often as it is asked to.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, product
 from operator import itemgetter
 
 import torch
@@ -47,6 +48,7 @@ __all__ = [
 KINDS = ("parameters", "gradients", "optimizer", "buffers")
 STATE_KINDS = KINDS[:3]
 SMALL_UNIT_BYTES = 1 << 20
+LARGE_UNITS = 4  # at most so many, an embedding and a head for example, have slots of their own because they are large
 PASSING_BYTES = 96 << 20  # of states that are read, updated and written at a time
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
 LANDING_BUFFERS = 2  # on a device apart: a gradient is written while the one before it is copied to the host
@@ -135,7 +137,7 @@ class StorePlan:
     gradient_slot_bytes: int
     unit_slots: int
     unit_slot_bytes: int
-    own_slots: tuple[int, ...]  # streamed units so small that each has a slot of its own, of its own size
+    own_slots: tuple[int, ...]  # streamed units that each have a slot of their own, of their own size
     landing_numel: int = 0  # of each of LANDING_BUFFERS on a device apart; 0: there is none
     landing_itemsize: int = 0
     own_landings: tuple[int, ...] = ()  # units which each have a landing buffer of their own size: see `_apart`
@@ -275,8 +277,8 @@ class Shards:
                     states[record.nbytes] += run.count
                 if tile.trainable and gradient.stored:
                     gradients[round_up(tile.numel * self._gradient_itemsize, self._alignment)] += run.count
-        largest = max((run.unit.parameter_bytes for run in runs if run.unit.streamed), default=0)
-        own, shared = _unit_slots([run.unit for run in runs for _ in range(run.count)], self._prefetch_bytes)
+        units = [run.unit for run in runs for _ in range(run.count)]
+        own, shared, largest = _unit_slots(units, self._prefetch_bytes)
         plan = StorePlan(
             runs=tuple(runs),
             tile_numel=self._tile_numel,
@@ -413,25 +415,33 @@ def _apart(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePlan:
     )
 
 
-def _unit_slots(units: Sequence[UnitPlan], prefetch_bytes: int) -> tuple[tuple[int, ...], int]:
-    """Streamed units with a slot of their own, and how many slots the others share: those prefetched, and two.
+def _unit_slots(units: Sequence[UnitPlan], prefetch_bytes: int) -> tuple[tuple[int, ...], int, int]:
+    """Streamed units with a slot of their own; how many slots the others share, those prefetched and two; their bytes.
 
-    A final norm open during the whole forward would otherwise take a slot as large as a block's. Small ones together
-    cost no more than one shared slot.
+    A final norm open during the whole forward would otherwise take a slot as large as a block's, and so would each
+    block's adapters, while an embedding would make every slot as large as itself. Units with a slot of their own are
+    the smallest ones, if together they cost no more than one shared slot, and, at either end of the sizes, those that
+    make the slots take less memory in all. Such a unit is read once.
     """
     sizes = sorted((unit.parameter_bytes, i) for i, unit in enumerate(units) if unit.streamed)
-    largest = sizes[-1][0] if sizes else 0
-    own, taken = [], 0
-    for size, i in sizes:
-        if size > min(largest // 16, SMALL_UNIT_BYTES) or taken + size > largest:
-            break
-        own.append(i)
-        taken += size
-    ahead, room = 0, prefetch_bytes
-    for size, _ in sizes[len(own) :]:
-        room -= size
-        ahead += room >= 0
-    return tuple(sorted(own)), min(len(sizes) - len(own), max(1, ahead) + 2)
+    ends = [0, *accumulate(size for size, _ in sizes)]
+    largest, small = (sizes[-1][0] if sizes else 0), 0
+    while small < len(sizes) and sizes[small][0] <= min(largest // 16, SMALL_UNIT_BYTES) and ends[small + 1] <= largest:
+        small += 1
+    edges = [k for k in range(1, len(sizes)) if sizes[k - 1][0] < sizes[k][0]]
+    firsts = [small, *(k for k in edges if k > small and sizes[k - 1][0] <= largest // 16)]
+    lasts = [len(sizes), *(k for k in edges if len(sizes) - k <= LARGE_UNITS)]
+    best = None
+    for first, last in product(firsts, lasts):
+        if first <= last:
+            ahead = bisect_right(ends, ends[first] + prefetch_bytes, first, last + 1) - 1 - first
+            count, nbytes = min(last - first, max(1, ahead) + 2), sizes[last - 1][0] if first < last else 0
+            total = ends[first] + count * nbytes + ends[-1] - ends[last]
+            if best is None or total < best[0]:
+                best = total, first, last, count, nbytes
+    assert best is not None
+    _, first, last, count, nbytes = best
+    return tuple(sorted(i for _, i in (*sizes[:first], *sizes[last:]))), count, nbytes
 
 
 def resident_slots(slots: int, slot_bytes: int, tiles: int) -> int:

@@ -21,6 +21,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from zero_core.precision import fits
 from zero_core.store import CHUNK_NUMEL
 
 from ..arena import Arena, Block
@@ -156,9 +157,46 @@ class GradientStore:
 
     def zero(self, i: int, start: int, stop: int) -> None:
         """Elements [start, stop) of unit i's gradient become zero, on whatever tier they are."""
+        if self._whole(i) is not Held.NONE:
+            self._visit(i, start, stop, lambda part, at: part.zero_(), changes=True)
+
+    def read(self, i: int, start: int, stop: int) -> Tensor:
+        """(stop - start,) fp32 on the CPU: a copy of these elements of unit i's gradient, none on a device apart."""
+        values = torch.zeros(stop - start, dtype=torch.float32)
+        self._visit(i, start, stop, lambda part, at: values[at : at + part.numel()].copy_(part), changes=False)
+        return values
+
+    def write(self, i: int, start: int, values: Tensor) -> None:
+        """Overwrite elements of unit i's gradient, none on a device apart, with fp32 `values` that `check_fits` let
+        pass."""
+        values = values.to("cpu")
+        if self._held[i] is Held.REDUCED and not fits(values, self.dtype):
+            self.accept_pieces(i, lambda low, high: torch.full((high - low,), -0.0, dtype=self.dtype))  # fp32 now
+        self._visit(
+            i, start, start + values.numel(), lambda part, at: part.copy_(values[at : at + part.numel()]), changes=True
+        )
+
+    def check_fits(self, i: int, values: Tensor) -> None:
+        """Raises OffloadError where fp32 `values` would have to be rounded, as there is no memory for fp32."""
+        if self._plan.gradient_itemsize < GRADIENT_BYTES and not fits(values, self.dtype):
+            raise OffloadError(
+                f"new values for the gradient of {self._plan.units[i].spec.name} that {self.dtype} does not hold: with "
+                f"accumulate=1 the store has {self._plan.gradient_itemsize} bytes an element for gradients. Give it "
+                f"{GRADIENT_BYTES} with zero_offload.plan(accumulate=2) or TieredStore(accumulate=2), or round the "
+                f"values first: values.to({self.dtype}). Nothing was written"
+            )
+
+    def _visit(self, i: int, start: int, stop: int, visit: Callable[[Tensor, int], object], *, changes: bool) -> None:
+        """Call `visit` with what is kept of elements [start, stop), tile by tile, and where in them each part begins.
+
+        Raises OffloadError if no gradient is kept.
+        """
         held = self._whole(i)
-        if held is Held.NONE:
-            return
+        if held is Held.NONE and start < stop:
+            raise OffloadError(
+                f"no gradient of {self._plan.units[i].spec.name} was accepted since the last update, so there is none "
+                "to read or write: run a backward first"
+            )
         dtype = self.dtype if held is Held.REDUCED else torch.float32
         for tile in self.kept(i):
             low, high = max(start, tile.start), min(stop, tile.stop)
@@ -168,8 +206,11 @@ class GradientStore:
                         kept = self._there(hand, tile, dtype).view(dtype, tile.numel)
                     else:
                         kept = self.in_memory(tile, dtype)
-                    kept[low - tile.start : high - tile.start].zero_()
-                    self._changed(hand, tile, kept)
+                    visit(kept[low - tile.start : high - tile.start], low - start)
+                    if changes:
+                        self._changed(hand, tile, kept)
+                    elif tile in hand:
+                        self.keep(tile, hand.pop(tile))
 
     def norm_squared(self) -> float:
         """Chunk sums of all units, in order."""

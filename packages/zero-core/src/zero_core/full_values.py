@@ -1,0 +1,215 @@
+"""The full gradient, fp32 master or optimizer state of one parameter: read and overwritten between two steps.
+
+Owns when each of them can be had, and the way from shards to one tensor and back. All four functions are collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from .errors import GradientError, ZeroError
+from .runtime.gradient import Leftover
+from .runtime.hooks import in_backward
+from .runtime.place import Place
+from .runtime.unit import Unit
+from .store import GradientAccess
+
+__all__ = ["full_gradient", "full_state", "set_full_gradient", "set_full_state"]
+
+
+@torch.no_grad()
+def full_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Returns what step() would take for the parameter's gradient before clipping: a copy, fp32, of its shape.
+
+    It is on the parameter's device, the mean over all ranks, and without the loss scale. On one rank in fp32 it has the
+    bits of `p.grad` in plain torch. None where torch has none: no backward reached the parameter since the last
+    zero_grad(), `p.grad = None` dropped it, or it is frozen. Zeros where zero_grad(set_to_none=False) left them.
+    Collective: every rank calls it, and all get the same. What stage 1 and no_sync keep of the parameter's unit is
+    reduced now, so call it after the last backward of a step.
+
+    Raises GradientError where there was a gradient that is gone: after step() until zero_grad(), and with
+    update_in_backward. Raises ZeroError inside forward, backward and `gathered`, and if the parameter is not sharded.
+    """
+    place = _place(parameter, "full_gradient")
+    store = _complete(place, parameter)
+    if store is None:
+        zeroed = place.unit.gradient.leftover[place.index] is Leftover.ZEROED
+        return torch.zeros(parameter.shape, device=place.unit.ranks.device) if zeroed else None
+    values = _whole(place.unit, place.index, partial(store.read_gradient, place.unit.index))
+    scale = place.engine.loss_scale
+    return values if scale is None else values.mul_(1.0 / scale.value)
+
+
+@torch.no_grad()
+def set_full_gradient(parameter: nn.Parameter, values: Tensor) -> None:
+    """Makes `values`, of the parameter's shape, the gradient that step() takes, and whose norm it clips.
+
+    They are taken in fp32, without the loss scale, as `full_gradient` returns them; a later backward adds to them.
+    Where gradients arrive in 16 bits and the values need more, the unit's gradients are kept in fp32 from here on; a
+    zero_offload.TieredStore that has memory for one micro-batch alone refuses such values. Collective: every rank gives
+    the same values, or step() raises. Raises what `full_gradient` raises, and GradientError if the parameter has no
+    gradient.
+    """
+    place = _place(parameter, "set_full_gradient")
+    unit, engine = place.unit, place.engine
+    flat = _flat(place, values)
+    store = _complete(place, parameter)
+    if store is None:
+        raise GradientError(
+            f"set_full_gradient() of {place.name}, which has no gradient to overwrite: no backward reached it since "
+            "the last zero_grad(), or it is frozen. Call it between backward() and step()"
+        )
+    engine.writes.note(f"the gradient of {place.name}", flat)
+    if engine.loss_scale is not None:
+        flat = flat * engine.loss_scale.value
+    piece = unit.layout.piece(unit.ranks.shard.rank, place.index)
+    if piece is not None:
+        store.write_gradient(unit.index, piece.shard_start, flat[piece.slot_start : piece.slot_stop])
+
+
+@torch.no_grad()
+def full_state(parameter: nn.Parameter, name: str) -> Tensor | None:
+    """Returns a copy of the parameter's fp32 master ("master") or of a state ("exp_avg" ...), fp32, of its shape.
+
+    It is on the parameter's device. None where torch has no state: the parameter has taken no step yet (also with
+    Adagrad, which in torch makes its state earlier), or it is frozen. Waits for updates under way. Collective.
+
+    Raises ZeroError for the master of a frozen parameter, for a name that the optimizer does not keep, inside forward,
+    backward and `gathered`, and if the parameter is not sharded.
+    """
+    place = _state_place(parameter, name, "full_state")
+    unit, k = place.unit, place.index
+    if name != "master" and not unit.steps[k]:
+        return None
+    return _whole(unit, k, partial(unit.store.read_state, unit.index, name))
+
+
+@torch.no_grad()
+def set_full_state(parameter: nn.Parameter, name: str, values: Tensor) -> None:
+    """Overwrites what `full_state` returns with `values`, of the parameter's shape; the parameter follows its master.
+
+    Collective: every rank gives the same values, or step() raises. Raises what `full_state` raises, and ZeroError for a
+    state of a parameter that has taken no step.
+    """
+    place = _state_place(parameter, name, "set_full_state")
+    engine, unit, k = place.engine, place.unit, place.index
+    flat = _flat(place, values)
+    if name != "master" and not unit.steps[k]:
+        raise ZeroError(
+            f"set_full_state({name!r}) of {place.name}, which has taken no step and has no {name} yet: call it after "
+            "the first step(), or give zero_core.shard an optimizer that has its states already"
+        )
+    if name == "master":
+        engine.write(unit, k, flat)
+        increment_version(parameter)
+    else:
+        engine.writes.note(f"{name} of {place.name}", flat)
+        unit.write_part(name, k, flat)
+
+
+def _place(parameter: nn.Parameter, call: str) -> Place:
+    """Where a sharded parameter is. Raises ZeroError where nothing can be asked about it now."""
+    place = parameter.__dict__.get("_zero_home")
+    if not isinstance(place, Place):
+        raise ZeroError(
+            f"{call}() of a tensor of shape {tuple(parameter.shape)} that is no parameter of a sharded model: give it "
+            "one of model.parameters() after zero_core.shard(model, optimizer). An unsharded one has its values, and "
+            "its gradient in .grad"
+        )
+    if place.engine.busy or in_backward():
+        raise ZeroError(
+            f"{call}() of {place.name} inside forward or backward: call it after loss.backward() returned. A gradient "
+            "can be changed on its way, too: parameter.register_hook sees this rank's part of it"
+        )
+    if place.engine.gathered:
+        raise ZeroError(
+            f"{call}() of {place.name} inside zero_core.gathered, which writes parameters back at its end: leave the "
+            "with block first"
+        )
+    return place
+
+
+def _complete(place: Place, parameter: nn.Parameter) -> GradientAccess | None:
+    """The store, which has all of the parameter's gradient. None: there is no gradient, on any rank. Collective."""
+    engine, unit, k, store = place.engine, place.unit, place.index, place.unit.store
+    if not isinstance(store, GradientAccess):
+        raise GradientError(
+            f"{type(store).__name__} lets nobody read or write the gradients that it keeps: it has no read_gradient "
+            "and write_gradient, see zero_core.store.GradientAccess. parameter.register_hook sees this rank's part "
+            "of a gradient in backward"
+        )
+    if engine.reducer.updates:
+        raise GradientError(
+            f"the gradient of {place.name} was used up in backward, as zero_core.shard(update_in_backward=True) "
+            "says: leave that out, or change the gradient in parameter.register_hook"
+        )
+    if unit.groups[k] is None:
+        if not parameter.requires_grad:
+            return None
+        raise GradientError(
+            f"{place.name} requires a gradient and is in no group of the optimizer, so its gradient is dropped in "
+            "backward: give it to the optimizer before zero_core.shard"
+        )
+    if unit.gradient.leftover[k] is Leftover.STEPPED:
+        raise GradientError(
+            f"step() has used up the gradient of {place.name}: ask between backward() and step(), and call "
+            "optimizer.zero_grad() after each step()"
+        )
+    if not engine.complete_gradient(unit, k):
+        return None
+    if not unit.gradient.arrived:
+        raise GradientError(
+            f"the last backward raised before the gradient of {place.name} was complete: call optimizer.zero_grad() "
+            "and repeat the backwards of this step"
+        )
+    return store
+
+
+def _state_place(parameter: nn.Parameter, name: str, call: str) -> Place:
+    place = _place(parameter, call)
+    names = place.unit.store.state_names()
+    if name not in names:
+        raise ZeroError(
+            f"{call}({name!r}) of {place.name}: the optimizer keeps {', '.join(names)} of each element. Its step count "
+            "is in .steps of its unit, see zero_core.units(model)"
+        )
+    if name == "master" and place.unit.groups[place.index] is None:
+        raise ZeroError(
+            f"{call}('master') of {place.name}, which is not trained and has no master: its values are "
+            "parameter.detach().float(), and parameter.copy_(values) writes them"
+        )
+    return place
+
+
+def _flat(place: Place, values: Tensor) -> Tensor:
+    """(numel,) fp32 on the model's device."""
+    slot = place.unit.layout.slots[place.index]
+    if tuple(values.shape) != slot.shape or values.is_complex():
+        raise ZeroError(
+            f"{values.dtype} values of shape {tuple(values.shape)} for {slot.name} of shape {slot.shape}: give real "
+            "numbers for the whole parameter, on every rank"
+        )
+    return values.detach().to(place.unit.ranks.device, torch.float32).reshape(-1)
+
+
+def _whole(unit: Unit, k: int, read: Callable[[int, int], Tensor]) -> Tensor:
+    """Parameter k's values, fp32, of which `read(start, stop)` gives elements of this rank's shard. Collective."""
+    slot, ranks = unit.layout.slots[k], unit.ranks
+    if ranks.shard.size == 1:
+        return read(slot.offset, slot.stop).to(ranks.device).view(slot.shape)
+    pieces = [unit.layout.piece(rank, k) for rank in range(ranks.shard.size)]
+    widest = max((piece.numel for piece in pieces if piece is not None), default=0)
+    rows = torch.zeros(len(pieces), widest, dtype=torch.float32, device=ranks.device)
+    mine = pieces[ranks.shard.rank]
+    if mine is not None:
+        rows[ranks.shard.rank, : mine.numel] = read(mine.shard_start, mine.shard_stop)
+    if widest:
+        work = ranks.all_gather(rows.view(-1), rows[ranks.shard.rank], unit.name, unit.index, exact=True)
+        ranks.wait(work, "all_gather", unit.name)
+    parts = [rows[rank, : piece.numel] for rank, piece in enumerate(pieces) if piece is not None]
+    return torch.cat(parts or [rows.view(-1)]).view(slot.shape)

@@ -1,0 +1,360 @@
+"""Full gradients, masters and optimizer states of one parameter, read and overwritten between two steps.
+
+Fails if a value that is read is not the one that step() uses, if one that is written is not what step() uses and clips
+by, if reading changes anything, or if something that is not there is given as zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from tests.integration.zero_core import toys
+from zero_core import full_gradient, full_state, set_full_gradient, set_full_state
+from zero_core.errors import ChangedParameterError, GradientError, ZeroError
+from zero_core.optim.device_store import DeviceStore
+
+CLIP = 0.05
+
+
+def twins(make=toys.Tied, build=toys.adamw, **options):
+    """A dense model and its optimizer, and the same sharded."""
+    torch.manual_seed(0)
+    dense = make()
+    model = copy.deepcopy(dense)
+    return dense, build(dense.parameters()), model, zero_core.shard(model, build(model.parameters()), **options)
+
+
+def both(model, dense):
+    return zip(model.parameters(), dense.parameters(), strict=True)
+
+
+def backward(model, dense, step, loss=toys.loss_of):
+    """On this rank's data; and on that of all ranks in turn, with the mean of their gradients."""
+    rank, size = toys.world()
+    loss(model, toys.data(step, rank)).backward()
+    for each in range(size):
+        (loss(dense, toys.data(step, each)) / size).backward()
+
+
+def clipped_step(dense, theirs, ours):
+    """The norm in double, as ours is: torch's clip_grad_norm_ adds fp32 squares."""
+    norm = sum(float(p.grad.double().square().sum()) for p in dense.parameters() if p.grad is not None) ** 0.5
+    for p in dense.parameters():
+        if p.grad is not None:
+            p.grad.mul_(min(1.0, CLIP / (norm + 1e-6)))
+    for each in (theirs, ours):
+        each.step()
+        each.zero_grad()
+    assert abs(ours.grad_norm - norm) <= 1e-12 * norm
+
+
+def check_states(model, dense, theirs):
+    for a, b in both(model, dense):
+        assert torch.equal(full_state(a, "master"), b.detach())
+        for name in ("exp_avg", "exp_avg_sq"):
+            found, expected = full_state(a, name), theirs.state[b].get(name)
+            assert (found is None) == (expected is None)
+            assert found is None or torch.equal(found, expected)
+
+
+def edit(stage, make, quiet):
+    """Two backwards a step; every gradient is read, and overwritten with what plain torch's becomes."""
+    dense, theirs, model, ours = twins(make, stage=stage, max_grad_norm=CLIP)
+    exact = toys.world()[1] == 1
+    for step in range(2):
+        with zero_core.no_sync(model) if quiet else nullcontext():
+            backward(model, dense, 2 * step)
+        backward(model, dense, 2 * step + 1)
+        for a, b in both(model, dense):
+            found = full_gradient(a)
+            if b.grad is None:
+                assert found is None
+                continue
+            torch.testing.assert_close(found, b.grad, rtol=0.0 if exact else 1e-5, atol=0.0 if exact else 1e-7)
+            set_full_gradient(a, b.grad.mul_(0.3).add_(0.01))
+            assert torch.equal(full_gradient(a), b.grad)
+        clipped_step(dense, theirs, ours)
+    check_states(model, dense, theirs)
+    ours.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_are_those_of_plain_torch_and_edits_are_clipped_and_stepped(ranks, stage, size):
+    """Bit for bit; but for the order in which the gradients of several ranks are added."""
+    ranks(size).run(edit, stage, toys.Tied, stage % 2 == 0)
+    ranks(size).run(edit, stage, partial(toys.Routed, 1), stage % 2 == 1)
+
+
+def late():
+    """A weight that is used outside of its module after the forward: its gradient comes after it was reduced."""
+
+    def loss(model, x):
+        return toys.loss_of(model, x) + model.blocks[1].up.weight.square().sum()
+
+    dense, theirs, model, ours = twins(max_grad_norm=CLIP)
+    backward(model, dense, 0, loss)
+    for a, b in both(model, dense):
+        torch.testing.assert_close(full_gradient(a), b.grad)
+        set_full_gradient(a, b.grad)
+    clipped_step(dense, theirs, ours)
+    check_states(model, dense, theirs)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_late_gradient_is_in_the_full_one(ranks, size):
+    ranks(size).run(late)
+
+
+def halves(stage):
+    """bf16 parameters and gradients, fp32 masters: what is written keeps all its bits."""
+    _, _, model, ours = twins(partial(toys.Stack, 1), stage=stage, param_dtype=torch.bfloat16)
+    for step in range(2):
+        toys.loss_of(model, toys.data(step, toys.world()[0]).bfloat16()).backward()
+        written = {}
+        for name, parameter in model.named_parameters():
+            found = full_gradient(parameter)
+            assert found.dtype == torch.float32 and found.shape == parameter.shape
+            written[name] = found * 0.3
+            set_full_gradient(parameter, written[name])
+        for name, parameter in model.named_parameters():
+            assert torch.equal(full_gradient(parameter), written[name])
+        before = {name: full_state(p, "master") for name, p in model.named_parameters()}
+        norm = sum(float(g.double().square().sum()) for g in written.values()) ** 0.5
+        ours.step()
+        assert abs(ours.grad_norm - norm) <= 1e-12 * norm
+        ours.zero_grad()
+        for name, parameter in model.named_parameters():
+            assert not torch.equal(full_state(parameter, "master"), before[name])
+    weight = model.head.weight
+    set_full_state(weight, "master", torch.full((3, toys.WIDTH), 1.0 + 2.0**-12))
+    assert torch.equal(full_state(weight, "master"), torch.full((3, toys.WIDTH), 1.0 + 2.0**-12))
+    assert torch.equal(weight.detach(), torch.ones(3, toys.WIDTH, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sixteen_bit_parameters_have_fp32_gradients_and_masters(ranks, stage, size):
+    ranks(size).run(halves, stage)
+
+
+def scaled():
+    dense, theirs, model, ours = twins(partial(toys.Stack, 1), max_grad_norm=CLIP, loss_scale=1024.0)
+    for step in range(2):
+        backward(model, dense, step)
+        for a, b in both(model, dense):
+            torch.testing.assert_close(full_gradient(a), b.grad)
+            set_full_gradient(a, b.grad.mul_(0.5))
+            assert torch.equal(full_gradient(a), b.grad)
+        clipped_step(dense, theirs, ours)
+        check_states(model, dense, theirs)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_loss_scale_is_taken_out_of_a_gradient_and_put_into_an_edit(ranks, size):
+    ranks(size).run(scaled)
+
+
+def write_states():
+    dense, theirs, model, ours = twins(partial(toys.Stack, 1), max_grad_norm=CLIP)
+    for step in range(3):
+        backward(model, dense, step)
+        for a, b in both(model, dense):
+            set_full_gradient(a, b.grad)
+        if step == 1:
+            for a, b in both(model, dense):
+                for name in ("exp_avg", "exp_avg_sq"):
+                    set_full_state(a, name, theirs.state[b][name].mul_(0.25))
+                with torch.no_grad():
+                    set_full_state(a, "master", b.mul_(1.5))
+                assert torch.equal(a.detach(), b.detach())
+        clipped_step(dense, theirs, ours)
+        check_states(model, dense, theirs)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_states_and_masters_that_are_written_are_stepped(ranks, size):
+    ranks(size).run(write_states)
+
+
+def read_only(stage):
+    """The same run with every value read between the steps, and without."""
+    rank = toys.world()[0]
+
+    def run(reads):
+        _, _, model, ours = twins(partial(toys.Stack, 1), stage=stage, max_grad_norm=CLIP)
+        for step in range(2):
+            toys.loss_of(model, toys.data(step, rank)).backward()
+            if reads:
+                for parameter in model.parameters():
+                    full_gradient(parameter)
+                    full_state(parameter, "exp_avg")
+            ours.step()
+            ours.zero_grad()
+        return [full_state(p, "master") for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_reading_changes_no_bit(ranks, stage):
+    ranks(2).run(read_only, stage)
+
+
+def differ():
+    rank = toys.world()[0]
+    _, _, model, ours = twins()
+    toys.loss_of(model, toys.data(0, rank)).backward()
+    set_full_gradient(model.head.bias, torch.full((3,), float(rank)))
+    with pytest.raises(ChangedParameterError, match="different values.*the gradient of head.bias"):
+        ours.step()
+
+
+def test_ranks_that_write_different_values_are_told_by_the_step(ranks):
+    ranks(2).run(differ)
+
+
+def absent():
+    """Where torch has None, and where it has zeros."""
+    _, _, model, ours = twins(toys.Unused)
+    weight, spare, skipped = model.head.weight, model.blocks[0].spare, model.blocks[2].up.weight
+    assert full_gradient(weight) is None
+    assert full_state(weight, "exp_avg") is None
+    toys.loss_of(model, toys.data(0, toys.world()[0])).backward()
+    assert full_gradient(weight) is not None
+    assert full_gradient(spare) is None
+    assert full_gradient(skipped) is None
+    for parameter in (spare, skipped):
+        with pytest.raises(GradientError, match=r"has no gradient to overwrite.*between backward\(\) and step\(\)"):
+            set_full_gradient(parameter, torch.zeros(parameter.shape))
+    weight.grad = None
+    assert full_gradient(weight) is None
+    ours.step()
+    for parameter in (weight, spare, skipped):
+        assert full_state(parameter, "exp_avg") is None
+        with pytest.raises(ZeroError, match=r"has taken no step and has no exp_avg yet: call it after the first step"):
+            set_full_state(parameter, "exp_avg", torch.zeros(parameter.shape))
+    assert full_state(model.head.bias, "exp_avg") is not None
+    with pytest.raises(GradientError, match=r"step\(\) has used up the gradient of head.bias: .*zero_grad"):
+        full_gradient(model.head.bias)
+    ours.zero_grad(set_to_none=False)
+    assert torch.equal(full_gradient(model.head.bias), torch.zeros(3))
+    ours.zero_grad()
+    assert full_gradient(model.head.bias) is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_not_there_is_none_or_refused(ranks, size):
+    ranks(size).run(absent)
+
+
+def test_what_is_frozen_or_in_no_group():
+    torch.manual_seed(0)
+    model = toys.Frozen()
+    groups = [p for name, p in model.named_parameters() if p.requires_grad and name != "head.bias"]
+    zero_core.shard(model, toys.adamw(groups))
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    frozen = model.blocks[1].up.weight
+    assert full_gradient(frozen) is None
+    assert full_state(frozen, "exp_avg") is None
+    with pytest.raises(ZeroError, match=r"not trained and has no master: its values are parameter.detach\(\)"):
+        full_state(frozen, "master")
+    with pytest.raises(GradientError, match="in no group of the optimizer.*give it to the optimizer before"):
+        full_gradient(model.head.bias)
+
+
+@pytest.mark.parametrize("call", [full_gradient, lambda p: set_full_gradient(p, torch.zeros(p.shape))])
+def test_update_in_backward_leaves_no_gradient(call):
+    _, _, model, _ = twins(update_in_backward=True)
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(GradientError, match=r"used up in backward, as .*update_in_backward=True.*register_hook"):
+        call(model.head.weight)
+    assert full_state(model.head.weight, "exp_avg") is not None
+
+
+CALLS = {
+    "full_gradient": full_gradient,
+    "set_full_gradient": lambda p: set_full_gradient(p, torch.zeros(p.shape)),
+    "full_state": lambda p: full_state(p, "master"),
+    "set_full_state": lambda p: set_full_state(p, "master", torch.zeros(p.shape)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_at_the_wrong_time_or_of_the_wrong_tensor(name):
+    call = CALLS[name]
+    _, _, model, ours = twins()
+    hooks = [model.blocks[1].register_forward_hook(lambda *_: call(model.head.weight))]
+    with pytest.raises(ZeroError, match=rf"{name}\(\) of head.weight inside forward or backward: call it after"):
+        model(toys.data(0, 0))
+    hooks.pop().remove()
+    hooks.append(model.head.weight.register_hook(lambda _: call(model.head.weight)))
+    with pytest.raises(ZeroError, match=rf"{name}\(\) of head.weight inside forward or backward: call it after"):
+        toys.loss_of(model, toys.data(0, 0)).backward()
+    hooks.pop().remove()
+    with zero_core.gathered(model), pytest.raises(ZeroError, match=rf"{name}\(\) of .*gathered.*leave the with block"):
+        call(model.head.weight)
+    with pytest.raises(ZeroError, match=rf"{name}\(\) of a tensor of shape \(2,\) that is no parameter of a sharded"):
+        call(nn.Parameter(torch.zeros(2)))
+    ours.close()
+
+
+def test_a_backward_that_raised_has_no_gradient_to_give():
+    _, _, model, ours = twins()
+    hook = model.blocks[0].up.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        toys.loss_of(model, toys.data(0, 0)).backward()
+    hook.remove()
+    with pytest.raises(GradientError, match="raised before the gradient of blocks.0.down.weight was complete: call"):
+        full_gradient(model.blocks[0].down.weight)
+    assert full_gradient(model.head.weight) is not None
+    ours.zero_grad()
+
+
+def test_names_and_shapes_are_checked():
+    _, _, model, _ = twins()
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(ZeroError, match=r"'step'\) of head.bias: the optimizer keeps master, exp_avg, exp_avg_sq"):
+        full_state(model.head.bias, "step")
+    with pytest.raises(ZeroError, match=r"values of shape \(1,\) for head.bias of shape \(3,\): give"):
+        set_full_gradient(model.head.bias, torch.zeros(1))
+    with pytest.raises(ZeroError, match=r"complex64 values of shape \(3,\) for head.bias"):
+        set_full_state(model.head.bias, "master", torch.zeros(3, dtype=torch.complex64))
+
+
+def test_a_store_that_lets_nobody_read_its_gradients_is_named():
+    class Plain:
+        def __init__(self):
+            self.store = DeviceStore()
+
+        def __getattr__(self, name):
+            if name in ("read_gradient", "write_gradient"):
+                raise AttributeError(name)
+            return getattr(self.store, name)
+
+    _, _, model, _ = twins(store=Plain())
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(GradientError, match=r"Plain lets nobody read or write the gradients.*GradientAccess"):
+        full_gradient(model.head.weight)
+    assert full_state(model.head.weight, "master") is not None
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reading_before_a_second_backward_leaves_its_graph_alone(stage):
+    """The graph of create_graph=True holds unsharded parameters until the step."""
+    dense, _, model, _ = twins(stage=stage)
+    for each in (dense, model):
+        loss = toys.loss_of(each, toys.data(0, 0))
+        gradients = torch.autograd.grad(loss, [each.blocks[0].up.weight, each.blocks[1].up.weight], create_graph=True)
+        if each is model:
+            assert full_gradient(model.head.weight) is None
+            assert torch.equal(full_state(model.head.weight, "master"), dense.head.weight)
+        (loss + sum(gradient.square().sum() for gradient in gradients)).backward()
+    assert all(torch.equal(full_gradient(a), b.grad) for a, b in both(model, dense))

@@ -1,0 +1,269 @@
+"""What is not trained: bytes of any dtype in the shards, no gradient, and the outputs of the plain model.
+
+Fails if such a parameter is rounded or widened on its way, takes part in a reduction, is trained after all, or if a
+change that torch would show is lost in silence.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from tests.integration.zero_core import toys
+from zero_core.errors import ChangedParameterError
+
+KINDS = (
+    torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8,
+    torch.int16, torch.int64, torch.bool, torch.complex64,
+)  # fmt: skip
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer, tables of every dtype, and a small layer that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(13, 13).requires_grad_(False)
+        self.adapter = nn.Linear(13, 13, bias=False)
+        self.tables = nn.ParameterDict()
+        for number, dtype in enumerate(KINDS):
+            values = torch.randn(7 + number, dtype=torch.complex64 if dtype.is_complex else torch.float32).mul(9)
+            self.tables[f"t{number}"] = nn.Parameter(values.to(dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for table in self.tables.values():
+            x = x + table.to(torch.complex64).real.sum() / 100
+        return torch.tanh(self.base(x) + self.adapter(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Adapted() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def build() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def data(step: int) -> Tensor:
+    return torch.randn(4, 13, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(3)) -> list[Tensor]:
+    """The same data on every rank, so that averaging over ranks changes nothing."""
+    outputs = []
+    for step in steps:
+        output = model(data(step))
+        output.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(output.detach())
+    return outputs
+
+
+def as_it_is(parameter: Tensor) -> Tensor:
+    return parameter.detach().clone().reshape(-1).view(torch.uint8)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def compare(stage: int, folder: str) -> dict[str, int]:
+    plain, model = build(), build()
+    base = {name: as_it_is(p) for name, p in plain.named_parameters() if not p.requires_grad}
+    expected = train(plain, adamw(plain))
+    optimizer = zero_core.shard(model, adamw(model), stage=stage)
+    units = zero_core.units(model)
+    assert {unit.dtype for unit in units if not unit.trainable} == {torch.float32, *KINDS}
+    assert {slot.name.split(".")[2] for unit in units if unit.trainable for slot in unit.layout.slots} == {"adapter"}
+    handle = zero_core.handle(model)
+    handle.ranks.sent_numel.clear()
+    outputs = train(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    sent = dict(handle.ranks.sent_numel)
+    with zero_core.gathered(model):
+        found = {name: as_it_is(p) for name, p in model.named_parameters()}
+    assert all(torch.equal(found[name], bits) for name, bits in base.items())
+
+    with torch.no_grad():
+        model.blocks[0].tables["t5"].fill_(3)  # int8, outside of any unit's use
+        model.blocks[0].base.weight.mul_(0.5)
+    zero_core.checkpoint.save(folder, model, optimizer)
+    again = build()
+    resumed = zero_core.shard(again, adamw(again), stage=3)
+    zero_core.checkpoint.load(folder, again, resumed)
+    with zero_core.gathered(again), zero_core.gathered(model):
+        assert bool((again.blocks[0].tables["t5"] == 3).all())
+        for one, other in zip(again.parameters(), model.parameters(), strict=True):
+            assert torch.equal(as_it_is(one), as_it_is(other))
+    rest = range(3, 5)
+    assert all(
+        torch.equal(a, b) for a, b in zip(train(model, optimizer, rest), train(again, resumed, rest), strict=True)
+    )
+    optimizer.close()
+    resumed.close()
+    return sent
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_not_trained_keeps_its_bits_and_its_dtype(ranks, stage: int, size: int, tmp_path: Path) -> None:
+    """Also through a checkpoint, which has each parameter in the dtype that it is kept in."""
+    ranks(size).run(compare, stage, str(tmp_path / "checkpoint"))
+
+
+def test_a_step_reduces_nothing_but_what_is_trained(ranks, tmp_path: Path) -> None:
+    """Three steps at stage 3 on two ranks: half of the padded adapters is sent by each, and no more."""
+    for sent in ranks(2).run(compare, 3, str(tmp_path / "checkpoint")):
+        assert sent["reduce_scatter"] == 3 * 3 * 192 // 2  # 13 * 13 elements, padded to 128 bytes on two ranks
+        assert sent["all_gather"] > 3 * 2 * 3 * (192 + 13 * 14) // 2
+
+
+def test_a_parameter_that_was_frozen_when_it_was_sharded_cannot_be_trained_later() -> None:
+    model = build()
+    optimizer = zero_core.shard(model, adamw(model))
+    for thaw in (
+        lambda: model.requires_grad_(True),
+        lambda: setattr(model.blocks[0].base.weight, "requires_grad", True),
+    ):
+        with pytest.raises(ChangedParameterError, match=r"blocks.0.base.weight did not require a gradient when"):
+            thaw()
+    model.blocks[0].adapter.requires_grad_(False)  # and back, as the error says
+    before = as_it_is(model.blocks[0].adapter.weight)
+    train(model, optimizer)
+    assert torch.equal(as_it_is(model.blocks[0].adapter.weight), before)
+    model.blocks[0].adapter.requires_grad_(True)
+    train(model, optimizer)
+    assert not torch.equal(as_it_is(model.blocks[0].adapter.weight), before)
+
+
+def test_progressive_unfreezing_equals_torch() -> None:
+    """Sharded while everything requires a gradient; then one block after another is thawed."""
+
+    def run(sharded: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = toys.Stack()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = zero_core.shard(model, optimizer) if sharded else optimizer
+        model.blocks.requires_grad_(False)
+        outputs = []
+        for step in range(6):
+            if step % 2 == 0 and step:
+                model.blocks[-step // 2].requires_grad_(True)
+            output = model(toys.data(step, 0))
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outputs.append(output.detach())
+        return outputs
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+def test_param_dtype_leaves_integers_and_8_bit_floats_as_they_are() -> None:
+    model = build()
+    optimizer = zero_core.shard(model, adamw(model), param_dtype=torch.bfloat16)
+    found = {unit.dtype for unit in zero_core.units(model)}
+    assert found == {torch.bfloat16, *(kind for kind in KINDS if not kind.is_floating_point or kind.itemsize == 1)}
+    masters = {
+        unit.store.read_state(unit.index, "master", 0, 1).dtype for unit in zero_core.units(model) if unit.trainable
+    }
+    assert masters == {torch.float32}
+    optimizer.close()
+
+
+# -- a model without an optimizer --------------------------------------------------------------------------------------
+
+
+def forward_only(stage: int) -> None:
+    plain, model = toys.Stack(), toys.Stack()
+    model.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        for p in (*plain.parameters(), *model.parameters()):
+            torch.distributed.broadcast(p, 0) if torch.distributed.is_initialized() else None
+    handle = zero_core.shard(model, stage=stage)
+    assert isinstance(handle, zero_core.Handle) and handle is zero_core.handle(model)
+    assert not any(unit.trainable for unit in handle.units)
+    x, y = toys.data(0, 0), toys.data(0, 0).requires_grad_(True)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(model(x), plain(x))
+    plain.requires_grad_(False)
+    model.requires_grad_(False)
+    z = y.detach().clone().requires_grad_(True)
+    plain(y).sum().backward()  # a teacher, or a discriminator that somebody else's gradient goes through
+    model(z).sum().backward()
+    assert y.grad is not None and z.grad is not None and torch.equal(y.grad, z.grad)
+    shards = handle.store._shards  # type: ignore[attr-defined]
+    assert all(shard.gradient is None and shard._own.numel() == 0 for shard in shards)
+    handle.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_without_an_optimizer_has_the_plain_outputs_and_no_gradient_memory(
+    ranks, stage: int, size: int
+) -> None:
+    ranks(size).run(forward_only, stage)
+
+
+def test_bf16_parameters_of_a_model_without_an_optimizer_have_no_masters() -> None:
+    model = toys.Stack().bfloat16()
+    handle = zero_core.shard(model)
+    for unit in handle.units:
+        lent = handle.store.parameters(unit.index)
+        assert (
+            lent.dtype == torch.bfloat16 and unit.store.read_state(unit.index, "master", 0, 1).dtype == torch.bfloat16
+        )
+        handle.store.release(unit.index)
+    handle.close()
+
+
+# -- p.data = tensor ---------------------------------------------------------------------------------------------------
+
+
+def test_data_that_is_assigned_is_copied() -> None:
+    """As PEFT merges an adapter, and as averaged weights are swapped in for evaluation."""
+    plain, model = toys.Stack(), toys.Stack()
+    model.load_state_dict(plain.state_dict())
+    optimizer = zero_core.shard(model, toys.adamw(model.parameters()))
+    for each in (plain, model):
+        each.head.weight.data += 1.0
+        each.head.bias.data = each.head.bias.data * 2 + 1
+        each.embed.weight.data = torch.full_like(each.embed.weight.data, 0.25)
+    x = toys.data(0, 0)
+    assert torch.equal(model(x), plain(x))
+    toys.loss_of(model, x).backward()
+    optimizer.step()
+
+
+def test_data_that_is_assigned_and_still_held_is_refused_once_one_of_the_two_changes() -> None:
+    """torch would change both."""
+    model = toys.Stack()
+    optimizer = zero_core.shard(model, toys.adamw(model.parameters()))
+    held = torch.zeros(3)
+    model.head.bias.data = held
+    assert torch.equal(model(toys.data(0, 0)), model(toys.data(0, 0)))
+    held += 1
+    with pytest.raises(ChangedParameterError, match=r"head.bias was given a tensor .* it was written since"):
+        model(toys.data(0, 0))
+    model.head.bias.data = held
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(ChangedParameterError, match="head.bias was given a tensor .* a step is about to change"):
+        optimizer.step()
+    del held
+    optimizer.step()
+    with pytest.raises(ChangedParameterError, match=r"was given a view of .* share memory: write p.data.copy_"):
+        model.embed.bias.data = model.blocks[0].norm.bias.data
