@@ -10,7 +10,7 @@ import zero_core
 from zero_offload import MemoryByteStore, TieredStore
 
 
-def trained(device: torch.device, placement: str) -> tuple[list[float], str]:
+def trained(device: torch.device, placement: str, *, sleeps: bool = False) -> tuple[list[float], str]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to(device)
     store = TieredStore(placement, placement, placement, nvme=MemoryByteStore(), tile_numel=1 << 20)
@@ -23,6 +23,9 @@ def trained(device: torch.device, placement: str) -> tuple[list[float], str]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
+        if sleeps:
+            zero_core.sleep(model, MemoryByteStore())
+            zero_core.wake(model)
     told = str(store.stats()["huge_pages"])
     optimizer.close()
     return losses, told
@@ -32,9 +35,11 @@ def trained(device: torch.device, placement: str) -> tuple[list[float], str]:
 def test_memory_that_torch_pins_serves_as_well(
     device: torch.device, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the arena's pinned form is laid out otherwise, or memory is registered that the device cannot."""
+    """Fails if the arena's pinned form is laid out otherwise, if memory is registered that the device cannot, or if
+    what slept wakes up with other bits.
+    """
     expected, _ = trained(device, placement)
     monkeypatch.delattr(torch.get_device_module(device), "cudart", raising=False)
-    found, told = trained(device, placement)
+    found, told = trained(device, placement, sleeps=True)
     assert found == expected
     assert device.type == "cpu" or "torch pinned it" in told

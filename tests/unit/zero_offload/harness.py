@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -182,6 +183,30 @@ def make(
     nvme = MemoryByteStore() if nvme is None else nvme or None  # False: none
     store = TieredStore(nvme=nvme, streams=simulated.streams(), **by_kind, **arguments)
     return Driver(store, **(driver or {}))
+
+
+def only_close_works(driver: Driver, error: type[BaseException]) -> None:
+    store = driver.store
+    calls = [
+        lambda: store.prefetch(0),
+        lambda: store.parameters(0),
+        lambda: store.release(0),
+        lambda: store.gradient_buffer(0),
+        lambda: store.accept_gradient(0, torch.zeros(driver.numels[0], dtype=torch.bfloat16)),
+        store.discard_gradients,
+        store.gradient_norm_squared,
+        lambda: store.update(driver.groups(), 1.0, [0], [[1, 1]] * 2),
+        store.wait,
+        lambda: store.read_state(0, "master", 0, 1),
+        lambda: store.read_gradient(0, 0, 1),
+        lambda: store.write_gradient(0, 0, torch.zeros(1)),
+        lambda: store.write_state(0, "master", 0, torch.zeros(1)),
+    ]
+    for call in calls:
+        with pytest.raises(error):
+            call()
+    store.close()
+    store.close()
 
 
 def threads(name: str) -> set[threading.Thread]:

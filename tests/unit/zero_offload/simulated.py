@@ -114,15 +114,21 @@ class SimulatedStreams:
         self.registered.append(torch.full((nbytes,), 255, dtype=torch.uint8))
         return self.registered[-1]
 
+    def register(self, host: Tensor) -> None:
+        self.registered.append(host)
+
+    def drain(self) -> None:
+        with self.lock:
+            for lane in self.lanes.values():
+                while lane:
+                    lane[-1].wait()
+
     def give_back(self, memory: Tensor) -> None:
         self.registered = [host for host in self.registered if host.data_ptr() != memory.data_ptr()]
         memory.fill_(255)
 
     def close(self) -> None:
-        with self.lock:
-            for lane in self.lanes.values():
-                while lane:
-                    lane[-1].wait()
+        self.drain()
         self.closed = True
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -54,3 +56,25 @@ def test_more_than_can_be_mapped_is_refused() -> None:
 
 def test_an_empty_arena() -> None:
     assert Arena(0).take(0).raw(0, 0).numel() == 0
+
+
+def test_memory_given_back_is_gone_and_blocks_have_other_memory_later() -> None:
+    """Fails if the arena, or a block, keeps the mapping; or if who kept a view sees what is written later."""
+    arena = Arena(3 * PAGE_BYTES)
+    blocks = [arena.take(PAGE_BYTES) for _ in range(3)]
+    kept = blocks[1].view(torch.float32, 4).fill_(1.0)
+    mapping = weakref.ref(arena.memory)
+    arena.give_back()
+    arena.give_back()
+    with pytest.raises(ClosedError):
+        blocks[0].raw(0, 1)
+    assert mapping() is not None and not arena.has_memory
+    arena.take_back()
+    arena.take_back()
+    blocks[1].view(torch.float32, 4).fill_(2.0)
+    assert kept.tolist() == [1.0] * 4
+    del kept
+    assert mapping() is None
+    addresses = [block.raw(0, 1).data_ptr() for block in blocks]
+    assert addresses[0] % HUGE_PAGE_BYTES == 0
+    assert [address - addresses[0] for address in addresses] == [0, PAGE_BYTES, 2 * PAGE_BYTES]

@@ -14,33 +14,11 @@ from zero_core.store import StoreContext
 from zero_offload import BudgetError, MemoryByteStore, PlacementError, SwapError, TieredStore, TorchStep
 from zero_offload.testing import FaultyByteStore
 
-from .harness import NUMELS, TILE, Driver, make, make_specs
+from .harness import NUMELS, TILE, Driver, make, make_specs, only_close_works
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 HALF = {"numels": (TILE, TILE // 2), "frozen": ()}
-
-
-def only_close_works(driver: Driver, error: type[BaseException]) -> None:
-    store = driver.store
-    calls = [
-        lambda: store.prefetch(0),
-        lambda: store.parameters(0),
-        lambda: store.release(0),
-        lambda: store.gradient_buffer(0),
-        lambda: store.accept_gradient(0, torch.zeros(driver.numels[0], dtype=torch.bfloat16)),
-        store.discard_gradients,
-        store.gradient_norm_squared,
-        lambda: store.update(driver.groups(), 1.0, [0], [[1, 1]] * 2),
-        store.wait,
-        lambda: store.read_state(0, "master", 0, 1),
-        lambda: store.write_state(0, "master", 0, torch.zeros(1)),
-    ]
-    for call in calls:
-        with pytest.raises(error):
-            call()
-    store.close()
-    store.close()
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])

@@ -11,6 +11,7 @@ from .gathering import gathered
 from .heap import keep_freed_memory
 from .runtime.scaling import LossScale
 from .sharding import Handle, handle, no_sync, shard, units
+from .sleeping import sleep, wake
 from .store import ShardStore
 
 __all__ = [
@@ -35,7 +36,9 @@ __all__ = [
     "set_full_gradient",
     "set_full_state",
     "shard",
+    "sleep",
     "tile_linear",
     "units",
+    "wake",
 ]
 __version__ = "0.1.0"

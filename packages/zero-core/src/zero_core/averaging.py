@@ -25,7 +25,7 @@ __all__ = ["AveragedModel"]
 
 
 class AveragedModel:
-    """The average of the trained parameters of a sharded `model`: fp32, of the masters, so 4 bytes an element of a shard.
+    """The average of the trained parameters of a sharded `model`: fp32, of the masters, 4 bytes an element.
 
     What is not trained is left as it is.
     avg_fn(average, current, n) -> average and multi_avg_fn(averages, currents, n), in place, are torch's, for example

@@ -30,7 +30,7 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
     Raises ZeroError for a module without sharded parameters.
     """
     parts = [part.tensor for part in named_parts(module)]
-    places = [part.__dict__["_zero_home"] for part in parts if "_zero_home" in part.__dict__]
+    places = [place for part in parts if (place := part.__dict__.get("_zero_home")) is not None]
     if not places:
         raise ZeroError(f"{type(module).__name__} has no sharded parameter: call zero_core.shard first")
     engine: Engine = places[0].engine

@@ -1,10 +1,11 @@
-"""One call about glibc's heap. Not called by anything here: a process decides about its own memory."""
+"""Calls about glibc's heap. A process decides about its own memory: only `sleeping` makes one of them here."""
 
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["give_back_freed_memory", "keep_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _MOST = 1 << 30  # mallopt takes an int; beyond HEAP_MAX/2 on 64 bit the mmap threshold is refused, so it is tried first
@@ -24,3 +25,9 @@ def keep_freed_memory() -> bool:
     mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
     kept = any(mallopt(_M_MMAP_THRESHOLD, size) for size in (_MOST, 32 << 20))
     return bool(kept and mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
+
+
+def give_back_freed_memory() -> None:
+    """Return freed blocks to the kernel once, where there is a glibc. Blocks of 32 MiB and less stay otherwise."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

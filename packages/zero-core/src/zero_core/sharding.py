@@ -328,7 +328,7 @@ def _check(
             raise ZeroError(f"{name} has no shape yet: run the model once on a sample before zero_core.shard")
         sharded_class(type(parameter))
         check_parts(name, parameter)
-        if "_zero_home" in parameter.__dict__:
+        if parameter.__dict__.get("_zero_home") is not None:
             raise AlreadyShardedError(f"{name} is sharded already: call zero_core.shard once, on the whole model")
     _check_parameters(model, optimizer, param_dtype)
 

@@ -24,6 +24,7 @@ __all__ = [
     "Segment",
     "ShardSpec",
     "ShardStore",
+    "Sleeps",
     "StoreContext",
     "SwapsIn",
     "lent_bytes",
@@ -240,6 +241,27 @@ class SwapsIn(Protocol):
 
         May begin late: when unit i's own update is done, or when its bytes are in memory. Either wait() or drop() ends
         it; nothing is to be released.
+        """
+
+
+@runtime_checkable
+class Sleeps(Protocol):
+    """Optional part of a store that can give its memory away for a while. `zero_core.sleep` calls it."""
+
+    asleep: bool
+
+    def sleep(self, to: Any = None) -> None:
+        """Finish what is under way, put what lies in memory into `to`, a `zero_offload.ByteStore`, and free the memory.
+
+        None: where the store has slower memory of its own. Gradients that wait for a step are kept. No shard is lent
+        meanwhile. When it raises, the store is awake and has everything. Until wake(), every other method raises, and
+        close() works. A second sleep() changes nothing.
+        """
+
+    def wake(self) -> None:
+        """Take the memory back, with the same bits. When it raises, the store still sleeps, and wake() may be repeated.
+
+        Of a store that is awake it changes nothing.
         """
 
 

@@ -3,7 +3,8 @@
 from .activations import ActivationError, Activations, offload_activations
 from .advice import OutOfMemoryError, explained
 from .compressed_store import CompressedByteStore
-from .errors import BudgetError, ClosedError, OffloadError, PlacementError, SwapError
+from .errors import AsleepError, BudgetError, ClosedError, OffloadError, PlacementError, SwapError
+from .host_budget import HostBudget
 from .memory_store import MemoryByteStore
 from .placement import place
 from .planning.budgets import PlanError
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationError",
     "Activations",
+    "AsleepError",
     "BudgetError",
     "ByteStore",
     "ClosedError",
@@ -30,6 +32,7 @@ __all__ = [
     "Field",
     "Hardware",
     "HardwareError",
+    "HostBudget",
     "MemoryByteStore",
     "ModelSizes",
     "OffloadError",

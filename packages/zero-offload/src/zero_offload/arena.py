@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import BudgetError, ClosedError, gib
+from .host_budget import HostBudget
 
 __all__ = ["PAGE_BYTES", "Arena", "Block"]
 
@@ -37,7 +38,8 @@ class Block:
             raise AssertionError(f"view of {numel} {dtype} at {start_bytes} in a block of {self.nbytes} bytes")
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._arena.memory, dtype=dtype, count=numel, offset=self.offset + start_bytes)
+        offset = self._arena.start + self.offset + start_bytes
+        return torch.frombuffer(self._arena.memory, dtype=dtype, count=numel, offset=offset)
 
     def raw(self, start_bytes: int, stop_bytes: int) -> Tensor:
         """Bytes [start, stop) as uint8, for transfers."""
@@ -47,17 +49,46 @@ class Block:
 class Arena:
     """Blocks are taken once, one after another, and end with the arena; a view of one keeps the memory while it lives.
 
+    Between give_back() and take_back() the blocks have no memory. Afterwards they have other memory, in the same place
+    of the arena. So who kept a view has the old values, and never another's memory.
+
     The mapping begins at a 2 MiB boundary, asks for huge pages (3 × on direct I/O) and stays with this process on fork.
     Pages cost memory when they are first touched. `pinned`: memory of torch's allocator for the accelerator instead,
     for a device whose module registers none: rounded up as that allocator does, without huge pages, and kept by it.
+    `budget`: has the bytes while the arena has its memory.
     """
 
-    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
+    def __init__(self, nbytes: int, *, pinned: bool = False, budget: HostBudget | None = None) -> None:
         self.nbytes = nbytes
-        self._taken = 0
-        self._memory: Any
-        self._memory, alignment, self.advice = self._pinned() if pinned else self._mapped()
-        self._start = -torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr() % alignment
+        self._is_pinned, self._budget = pinned, budget
+        self._taken = self.start = 0
+        self._memory: Any = None
+        self.take_back()
+
+    def take_back(self) -> None:
+        """Memory for all blocks, with any values. Raises BudgetError; then there is none, as before."""
+        if self._memory is not None:
+            return
+        if self._budget is not None:
+            self._budget.take(self.nbytes)
+        try:
+            self._memory, alignment, self.advice = self._pinned() if self._is_pinned else self._mapped()
+        except BaseException:
+            if self._budget is not None:
+                self._budget.give(self.nbytes)
+            raise
+        self.start = -torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr() % alignment
+
+    def give_back(self) -> None:
+        """The kernel (or torch) has the memory back when the last view is gone. Idempotent."""
+        if self._memory is not None and self._budget is not None:
+            self._budget.give(self.nbytes)
+        self._memory = None
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the blocks have."""
+        return self._memory is not None
 
     def _pinned(self) -> tuple[Any, int, dict[str, str]]:
         try:
@@ -85,9 +116,9 @@ class Arena:
 
     @property
     def memory(self) -> Any:
-        """The bytes, as a buffer. Raises ClosedError after close()."""
+        """The bytes, as a buffer. Raises ClosedError after close(), or while they were given back."""
         if self._memory is None:
-            raise ClosedError("the arena is closed")
+            raise ClosedError("the arena has no memory: it was closed, or gave it back")
         return self._memory
 
     @staticmethod
@@ -117,14 +148,14 @@ class Arena:
         size = self.rounded(nbytes)
         if self._taken + size > self.rounded(self.nbytes):
             raise AssertionError(f"arena of {self.nbytes} bytes: {self._taken} taken, {size} wanted")
-        block = Block(self, self._start + self._taken, size)
+        block = Block(self, self._taken, size)
         self._taken += size
         return block
 
     def whole(self) -> Tensor:
         """All bytes (uint8), to be registered."""
-        return Block(self, self._start, self.rounded(self.nbytes)).raw(0, self.rounded(self.nbytes))
+        return Block(self, 0, self.rounded(self.nbytes)).raw(0, self.rounded(self.nbytes))
 
     def close(self) -> None:
-        """Drop the memory; the kernel (or torch) has it back when the last view is gone. Idempotent."""
-        self._memory = None
+        """Give the memory back for good. Idempotent."""
+        self.give_back()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BudgetError", "ClosedError", "OffloadError", "PlacementError", "SwapError", "gib"]
+__all__ = ["AsleepError", "BudgetError", "ClosedError", "OffloadError", "PlacementError", "SwapError", "gib"]
 
 
 class OffloadError(Exception):
@@ -23,6 +23,10 @@ class SwapError(OffloadError, OSError):
 
 class ClosedError(OffloadError, RuntimeError):
     """The store was closed."""
+
+
+class AsleepError(OffloadError, RuntimeError):
+    """The store sleeps, or cannot sleep now."""
 
 
 def gib(nbytes: int) -> str:

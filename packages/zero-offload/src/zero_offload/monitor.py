@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from zero_core.store import NullObserver, Observer
 
-from .errors import ClosedError
+from .errors import AsleepError, ClosedError
 from .timeline import Timeline
 
 __all__ = ["Monitor", "Stopped"]
@@ -33,6 +33,7 @@ class Monitor:
         self.failure: BaseException | None = None
         self.updates: Counter[int] = Counter()  # by unit, those that are still to change it
         self.stopping = False
+        self.asleep = False  # nothing has memory
         self.blocked = False  # the training thread waits for the update thread: it will release nothing
         self.exposed_ns = 0
         self._local = threading.local()
@@ -40,11 +41,13 @@ class Monitor:
     # -- the training thread ------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what the background failed with, each time; ClosedError after close()."""
+        """Raise what the background failed with, each time; ClosedError after close(), AsleepError until wake()."""
         if self.failure is not None:
             raise self.failure
         if self.stopping:
             raise ClosedError("the TieredStore is closed")
+        if self.asleep:
+            raise AsleepError("the TieredStore sleeps: call zero_core.wake(model), or wake() of the store")
 
     @contextmanager
     def exposed(self, unit: str) -> Iterator[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_core.aside import Aside
 from zero_core.memory import ElementBytes
 from zero_core.store import GroupStep, ShardSpec, StoreContext
 
 from .arena import Arena
 from .ending import Ending
-from .errors import BudgetError, ClosedError, OffloadError, PlacementError, gib
+from .errors import AsleepError, BudgetError, ClosedError, OffloadError, PlacementError, SwapError, gib
+from .host_budget import HostBudget
 from .monitor import Monitor
 from .placement import Placement, shares
 from .protocols import ByteStore, SegmentStep, UpdateStep
@@ -41,6 +43,12 @@ from .torch_step import TorchStep
 
 __all__ = ["TieredStore"]
 
+_STILL_AWAKE = "the store is awake and has lost nothing: make room there, or give sleep(to=) another ByteStore"
+_STILL_ASLEEP = (
+    "the store still sleeps and nothing was freed: call wake() again when the cause is gone. If its bytes cannot be "
+    "read any more, close() it and resume from the last checkpoint"
+)
+
 
 class TieredStore:
     """Keeps a rank's shards on the tiers given, per kind: "device", "host", "nvme", one of `tiers`, or fractions.
@@ -50,7 +58,7 @@ class TieredStore:
     plan: a zero_offload.Plan; its placement, tile size and slots take the place of those arguments.
     tile_numel: elements of a tile, a multiple of 1 << 20.
     slots: of states, and of gradients where they are on nvme; None: a quarter of their bytes, at least 3.
-    host_bytes: budget of the arena; attach raises BudgetError when it is too small.
+    host_bytes: budget of the arena; attach raises BudgetError when it is too small. A HostBudget: several stores share.
     overlap: False makes update() return when it is done; the bits are the same.
     accumulate: gradients of a unit that reach the store before a step; `plan` has its own. 1: a gradient takes the
         reduce dtype's bytes, and a second one before step() raises OffloadError; None, or more: 4 an element, for sums.
@@ -72,15 +80,16 @@ class TieredStore:
         plan: Any = None,
         tile_numel: int = 1 << 22,
         slots: int | None = None,
-        host_bytes: int | None = None,
+        host_bytes: int | HostBudget | None = None,
         overlap: bool = True,
         accumulate: int | None = None,
         streams: Callable[[Tensor], Streams] | None = None,
         tiers: Mapping[str, ByteStore] | None = None,
     ) -> None:
+        self._budget = host_bytes if isinstance(host_bytes, HostBudget) else None
         self._arguments: dict[str, Any] = dict(
             parameters=parameters, gradients=gradients, optimizer=optimizer, tile_numel=tile_numel, slots=slots,
-            host_bytes=host_bytes,
+            host_bytes=None if isinstance(host_bytes, HostBudget) else host_bytes,
         )  # fmt: skip
         self._accumulate = accumulate if plan is None else plan.shape.arriving
         if plan is not None:
@@ -106,6 +115,8 @@ class TieredStore:
         self._setup: dict[str, tuple[int, int]] = {}  # bytes that attach read and wrote, by tier
         self._closed = False
         self._ending: Ending | None = None
+        self._in_use: set[int] = set()  # units that parameters() lent
+        self._aside = Aside()  # the bytes, while the store sleeps
         self._link: Link | None = None  # to a device apart from the host
         self.swaps_in = False
 
@@ -124,16 +135,17 @@ class TieredStore:
             raise OffloadError("a TieredStore is attached once; make another one")
         self.step.bind(optimizer)
         self._make_streams = self._make_streams or streams_of(context.device)
-        plan = plan_store(
-            shards,
-            self.step,
-            prefetch_bytes=context.prefetch_bytes,
-            shard_count=context.shard_count,
-            alignment=math.lcm(*(transfers.alignment for transfers in self._stores.values())),
-            landing_dtype=context.reduce_dtype if self._make_streams is not None else None,
-            gradient_itemsize=ElementBytes(context.reduce_dtype, context.reduce_dtype).gradient(self._accumulate),
-            **self._arguments,
-        )
+        with nullcontext() if self._budget is None else self._budget.explained():
+            plan = plan_store(
+                shards,
+                self.step,
+                prefetch_bytes=context.prefetch_bytes,
+                shard_count=context.shard_count,
+                alignment=math.lcm(*(transfers.alignment for transfers in self._stores.values())),
+                landing_dtype=context.reduce_dtype if self._make_streams is not None else None,
+                gradient_itemsize=ElementBytes(context.reduce_dtype, context.reduce_dtype).gradient(self._accumulate),
+                **self._arguments | ({} if self._budget is None else {"host_bytes": self._budget.free_bytes}),
+            )
         self._check_slots(plan, context)
         for tier, transfers in self._stores.items():
             if nbytes := plan.extent_bytes(tier):
@@ -167,7 +179,7 @@ class TieredStore:
     def _build(self, plan: StorePlan, context: StoreContext) -> None:
         """Reserve every byte, in memory and on the stored tiers."""
         stores, monitor = self._stores, self._monitor
-        self._arena = arena = arena_of(context.device, plan.arena_bytes)
+        self._arena = arena = arena_of(context.device, plan.arena_bytes, self._budget)
         streams, device = None, None
         if self._make_streams is not None:
             streams = self._make_streams(arena.whole())
@@ -186,7 +198,7 @@ class TieredStore:
             self._parameters, self._gradients, self._states, self.step, monitor, stores, **told
         )
         # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
-        self._ending = Ending(self, partial(_shut_down, pipeline, stores, self._link, arena))
+        self._ending = Ending(self, partial(_shut_down, pipeline, stores, self._link, arena, self._aside))
 
     def _lay_out(self, optimizer: torch.optim.Optimizer, initial: Callable[[int], Tensor]) -> None:
         """Take over every shard in order, one in memory at a time; a device apart asks for those that it keeps."""
@@ -242,11 +254,14 @@ class TieredStore:
         self._monitor.check()
         self._wait_for(i)
         with self._guard():
-            return self._parameters.acquire(i) if self._link is None else self._link.parameters(i)
+            lent = self._parameters.acquire(i) if self._link is None else self._link.parameters(i)
+        self._in_use.add(i)
+        return lent
 
     def release(self, i: int) -> None:
         self._monitor.check()
         (self._parameters if self._link is None else self._link).release(i)
+        self._in_use.discard(i)
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
@@ -427,6 +442,102 @@ class TieredStore:
         """Of the device apart; None where computing is done in host memory. Activations that are set aside use them."""
         return None if self._link is None else self._link.streams
 
+    # -- asleep -------------------------------------------------------------------------------------------------
+
+    def sleep(self, to: ByteStore | None = None) -> None:
+        """Finish the updates, put what lies in host and device memory into `to`, and give that memory back.
+
+        to: the slowest stored tier (nvme, where there is one) if it is None; raises PlacementError if there is none. It
+        has to stay open until wake() or close(). What is stored already is not written again. Gradients that wait for a
+        step are kept. Until wake(), every other method raises AsleepError, except close(), stats() and describe(). A
+        second sleep() changes nothing. Its bytes are not in stats(). Device memory goes back to torch's allocator;
+        zero_core.sleep, which also gives units back first, empties that too.
+
+        Raises AsleepError while a unit is in use, and SwapError where a write fails or there is no room: the store is
+        awake then and has lost nothing.
+        """
+        self._plan  # noqa: B018  raises where there is none
+        if self.asleep:
+            return
+        self._monitor.check()
+        keeper = self._slowest() if to is None else to
+        self.wait()
+        used = {*self._in_use, *(self._link.up.waiting if self._link is not None else ())}
+        if used:
+            names = ", ".join(self._plan.units[i].spec.name for i in sorted(used))
+            raise AsleepError(f"sleep() while {names} is in use: zero_core.sleep(model) gives units back first")
+        if self._link is not None:
+            self._link.streams.drain()
+        values = self._in_memory()
+        try:
+            self._aside.put(keeper, values)
+        except Exception as error:
+            raise self._failed("sleep", error, _STILL_AWAKE) from error
+        del values  # views of the arena keep its memory
+        self._monitor.asleep = True
+        self._let_go()
+
+    def wake(self) -> None:
+        """Take the memory back that sleep() gave away, with the same bits. Of a store that is awake it changes nothing.
+
+        Raises BudgetError where there is no memory, or none left of a shared budget; SwapError where the bytes cannot
+        be read, or the device has no room. The store still sleeps then, and wake() may be called again.
+        """
+        if not self.asleep:
+            self._monitor.check()
+            return
+        try:
+            self._arena.take_back()
+            if self._link is not None:
+                self._link.streams.register(self._arena.whole())
+                self._link.take_back()
+            self._aside.take(self._in_memory())
+        except BaseException as error:
+            self._let_go()
+            if isinstance(error, BudgetError) or not isinstance(error, Exception):
+                raise
+            raise self._failed("wake", error, _STILL_ASLEEP) from error
+        if self._link is not None:
+            self._link.device.restored()
+        self._monitor.asleep = False
+        self._aside.free()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether sleep() was called, and wake() or close() was not."""
+        return self._monitor.asleep and not self._closed
+
+    def _slowest(self) -> ByteStore:
+        """The stored tier that a sleeping store's bytes go to."""
+        for tier in reversed(self._plan.tiers):
+            if tier in self._stores:
+                return self._stores[tier].store
+        raise PlacementError(
+            "sleep() has nowhere to put its bytes: this store has no nvme= and no tiers=; give sleep(to=) a ByteStore, "
+            "such as zero_nvme.Slab([path])"
+        )
+
+    def _in_memory(self) -> list[Tensor]:
+        """Whatever no ByteStore has, in an order that stays while the store sleeps. Slots have only copies."""
+        here = [*self._parameters.in_memory(), *self._states.in_memory(), *self._gradients.kept_in_memory()]
+        return here if self._link is None else [*here, *self._link.device.values()]
+
+    def _let_go(self) -> None:
+        """Give all memory away; nothing is in flight. Idempotent."""
+        for slots in (self._parameters, self._states.slots, self._gradients.slots):
+            slots.forget()
+        if self._link is not None:
+            self._link.let_go()
+            if self._arena.has_memory:
+                self._link.streams.give_back(self._arena.whole())
+        self._arena.give_back()
+
+    @staticmethod
+    def _failed(call: str, error: Exception, way_out: str) -> SwapError:
+        explained = SwapError(f"{call}() failed: {error}; {way_out}")
+        explained.errno = getattr(error, "errno", None)
+        return explained
+
     # -- facts --------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -435,9 +546,9 @@ class TieredStore:
         nvme_read_bytes, nvme_write_bytes, and the same of every other stored tier; exposed_seconds: the training thread
         waited; host_bytes: the arena; device_bytes: what is placed on the device, and what passes through it;
         link_up_bytes, link_down_bytes: copied to the device and from it; huge_pages: "ok", or why the kernel refused
-        them to the arena, which costs direct I/O speed and no bits.
+        them to the arena, which costs direct I/O speed and no bits. A store that sleeps has no bytes of host or device.
         """
-        plan, moved = self._plan, {"nvme_read_bytes": 0, "nvme_write_bytes": 0}
+        plan, moved, asleep = self._plan, {"nvme_read_bytes": 0, "nvme_write_bytes": 0}, self.asleep
         for tier, transfers in self._stores.items():
             read, written = self._setup.get(tier, (0, 0))
             moved[f"{tier}_read_bytes"] = transfers.read_bytes - read
@@ -447,8 +558,8 @@ class TieredStore:
             **moved,
             "setup_write_bytes": sum(written for _, written in self._setup.values()),
             "exposed_seconds": self._monitor.exposed_ns / 1e9,
-            "host_bytes": self._arena.nbytes - (device if self._link is None else 0),
-            "device_bytes": device + (self._link.device_bytes if self._link is not None else 0),
+            "host_bytes": 0 if asleep else self._arena.nbytes - (device if self._link is None else 0),
+            "device_bytes": 0 if asleep else device + (self._link.device_bytes if self._link is not None else 0),
             "link_up_bytes": self._link.up_bytes if self._link is not None else 0,
             "link_down_bytes": self._link.down_bytes if self._link is not None else 0,
             "huge_pages": self._arena.advice["MADV_HUGEPAGE"],
@@ -474,6 +585,8 @@ class TieredStore:
             self._ending()
         else:
             self._stores.free()  # attach failed before there was a background
+            if (arena := getattr(self, "_arena", None)) is not None:
+                arena.close()
 
     def _guard(self) -> _Guard:
         return _Guard(self._monitor)
@@ -493,12 +606,13 @@ class _Guard:
             self._monitor.fail(error)
 
 
-def _shut_down(pipeline: Pipeline, stores: Stores, link: Link | None, arena: Arena) -> None:
+def _shut_down(pipeline: Pipeline, stores: Stores, link: Link | None, arena: Arena, aside: Aside) -> None:
     """End the background, then give extents and memory back."""
     with ExitStack() as ending:  # from the last to the first, each whatever those before it raised
         ending.callback(arena.close)
         if link is not None:
             ending.callback(link.close)
+        ending.callback(aside.free)
         ending.callback(stores.free)
         ending.callback(stores.drain)
         ending.callback(pipeline.close)

@@ -29,6 +29,7 @@ from torch import Tensor
 from .arena import Arena
 from .device import event, register, registers, unregister
 from .errors import OffloadError
+from .host_budget import HostBudget
 
 __all__ = ["DeviceStreams", "Lane", "Mark", "Streams", "arena_of", "streams_of"]
 
@@ -65,8 +66,14 @@ class Streams(Protocol):
     def host(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8 of host memory that copies may use, until it is given back or these streams are closed."""
 
+    def register(self, host: Tensor) -> None:
+        """Copies may use this host memory too (uint8), until it is given back or these streams are closed."""
+
     def give_back(self, memory: Tensor) -> None:
-        """What `host` returned is used by no copy any more."""
+        """What `host` returned, or what was registered, is used by no copy any more."""
+
+    def drain(self) -> None:
+        """Return when every lane is empty."""
 
     def close(self) -> None:
         """Return when every lane is empty; forget the host memory. Idempotent."""
@@ -97,11 +104,10 @@ class DeviceStreams:
         self._lanes = {lane: self._module.Stream(device) for lane in ("swap_in", "swap_out")}
         self._registered: dict[int, Tensor] = {}  # by address; kept alive until they are unregistered
         self._registers = registers(device)
-        if host.nbytes:
-            self._register(host)
+        self.register(host)
 
-    def _register(self, host: Tensor) -> None:
-        if self._registers:
+    def register(self, host: Tensor) -> None:
+        if self._registers and host.nbytes:
             register(host, self.device)
             self._registered[host.data_ptr()] = host
 
@@ -131,12 +137,16 @@ class DeviceStreams:
 
     def host(self, nbytes: int) -> Tensor:
         memory = Arena(nbytes, pinned=not self._registers).whole()
-        self._register(memory)
+        self.register(memory)
         return memory[:nbytes]
 
     def give_back(self, memory: Tensor) -> None:
         if self._registered.pop(memory.data_ptr(), None) is not None:
             unregister(memory, self.device)
+
+    def drain(self) -> None:
+        for stream in self._lanes.values():
+            stream.synchronize()
 
     def close(self) -> None:
         with ExitStack() as ending:  # from the last to the first, each whatever those before it raised
@@ -160,6 +170,6 @@ def streams_of(device: torch.device) -> Callable[[Tensor], Streams] | None:
     return partial(DeviceStreams, device)
 
 
-def arena_of(device: torch.device, nbytes: int) -> Arena:
+def arena_of(device: torch.device, nbytes: int, budget: HostBudget | None = None) -> Arena:
     """An arena from which these streams can copy."""
-    return Arena(nbytes, pinned=device.type != "cpu" and not registers(device))
+    return Arena(nbytes, pinned=device.type != "cpu" and not registers(device), budget=budget)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..aside import Aside, HostMemory, Keeper, give_memory, take_memory
 from ..errors import StoreError
 from ..memory import ElementBytes
 from ..precision import fits, round_to, sum_of_squares, widen_scaled
@@ -36,6 +37,9 @@ class DeviceStore:
     def __init__(self) -> None:
         self._shards: list[_Shard] = []
         self._closed = False
+        self.asleep, self._aside = False, Aside()
+        self._lent: set[int] = set()
+        self._scratch = torch.empty(0)
         self._names: tuple[str, ...] = ()
         self._scalars: tuple[str, ...] = ()
 
@@ -72,10 +76,13 @@ class DeviceStore:
         self._check()
 
     def parameters(self, i: int) -> Tensor:
-        return self._shard(i).lend_parameter()
+        lent = self._shard(i).lend_parameter()
+        self._lent.add(i)
+        return lent
 
     def release(self, i: int) -> None:
         self._shard(i).take_back_parameter()
+        self._lent.discard(i)
 
     def gradient_buffer(self, i: int) -> Tensor | None:
         return self._shard(i).lend()
@@ -139,7 +146,78 @@ class DeviceStore:
     def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
         self._shard(i).write_scalar(k, name, value)
 
+    def sleep(self, to: Keeper | None = None) -> None:
+        """As `Sleeps.sleep`. to: None is host memory, beside a device apart."""
+        if self.asleep:
+            return
+        self._check()
+        if not self._shards:
+            raise StoreError("sleep() of a DeviceStore that is not attached yet: zero_core.shard does that")
+        if self._lent:
+            names = ", ".join(self._shards[i].spec.name for i in sorted(self._lent))
+            raise StoreError(f"sleep() while {names} is in use: zero_core.sleep(model) gives units back first")
+        if to is None and self._context.device.type == "cpu":
+            raise StoreError(
+                "sleep() of a DeviceStore in host memory has nowhere to put its bytes: give sleep(to=) a ByteStore, "
+                "such as zero_nvme.Slab([path])"
+            )
+        values = self.values()
+        try:
+            self._aside.put(HostMemory() if to is None else to, values)
+        except Exception as error:
+            raise StoreError(
+                f"sleep() could not put {sum(value.nbytes for value in values):,} bytes aside: {error}. Nothing is "
+                "lost and the store is awake: make room, or give sleep(to=) another ByteStore"
+            ) from error
+        self.asleep = True
+        self.let_go()
+
+    def wake(self) -> None:
+        """As `Sleeps.wake`."""
+        if not self.asleep:
+            self._check()
+            return
+        try:
+            self.take_back()
+            self._aside.take(self.values())
+        except BaseException as error:
+            self.let_go()
+            if not isinstance(error, Exception):
+                raise
+            raise StoreError(
+                f"wake() failed: {error}. The store still sleeps: call wake() again when the cause is gone; if its "
+                "bytes cannot be read any more, close() it and resume from the last checkpoint"
+            ) from error
+        self.restored()
+        self.asleep = False
+        self._aside.free()
+
+    # -- asleep: also for a store that keeps one of these inside ---------------------------------------------------
+
+    def values(self) -> list[Tensor]:
+        """Every tensor whose values cannot be computed from another, in a fixed order."""
+        return [value for shard in self._shards for value in shard.values()]
+
+    def let_go(self) -> None:
+        """Free the memory of everything. The tensors stay, and so do views of them."""
+        for shard in self._shards:
+            shard.let_go()
+        give_memory([self._scratch])
+
+    def take_back(self) -> None:
+        """The inverse, with any values."""
+        for shard in self._shards:
+            take_memory(shard.values())
+        take_memory([self._scratch])
+
+    def restored(self) -> None:
+        """`values` are there again, and what is computed from them follows."""
+        for shard in self._shards:
+            shard.restored()
+
     def close(self) -> None:
+        self._aside.free()
+        self.asleep = False
         self._shards.clear()
         self._scratch = torch.empty(0)
         self._closed = True
@@ -147,6 +225,8 @@ class DeviceStore:
     def _check(self) -> None:
         if self._closed:
             raise StoreError("the DeviceStore is closed: its optimizer's close() was called")
+        if self.asleep:
+            raise StoreError("the DeviceStore sleeps: call zero_core.wake(model), or wake() of the store")
 
     def _shard(self, i: int) -> _Shard:
         self._check()
@@ -176,6 +256,8 @@ class _Shard:
         self.spec = spec
         self._optimizer_counts = counts
         self.master = master.detach().to(device=context.device, dtype=spec.master_dtype).contiguous()
+        if self.master.untyped_storage().nbytes() != self.master.nbytes:  # sleep frees all of it
+            self.master = self.master.clone()
         self.parameter: Tensor | None = self.master
         self._passing = False  # the parameter exists only while it is lent
         element = ElementBytes(spec.dtype, context.reduce_dtype, trained=spec.trained)
@@ -204,6 +286,29 @@ class _Shard:
     def take_back_parameter(self) -> None:
         if self._passing:
             self.parameter = None
+
+    def values(self) -> list[Tensor]:
+        """Master, gradient and states. Each is all of its storage."""
+        states = (self._state_of(view).values() for view in self.views)
+        kept = [
+            value
+            for view, found in zip(self.views, states, strict=True)
+            for value in found
+            if isinstance(value, Tensor) and value.shape == view.shape  # not the step's count
+        ]
+        return [self.master, *([] if self.gradient is None else [self.gradient]), *kept]
+
+    def let_go(self) -> None:
+        give_memory(self.values())
+        if self.gradient is None:
+            self._own = self._own.new_empty(0)
+        if self.parameter is not self.master:
+            self.parameter = None
+
+    def restored(self) -> None:
+        """The master is there again; a parameter beside it is rounded from it."""
+        if not self._passing:
+            self.lend_parameter()
 
     def _refresh(self, start: int, stop: int) -> None:
         """Elements [start, stop) of the master have changed."""

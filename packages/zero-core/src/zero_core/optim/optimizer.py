@@ -86,6 +86,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _refuse_while_busy(self) -> None:
         if self.engine.busy:
             raise ZeroError("step() inside forward or backward: call it after loss.backward() returned")
+        if getattr(self.engine.store, "asleep", False):  # before gradients that wait on this rank are reduced
+            raise ZeroError("step() while the store sleeps: call zero_core.wake(model)")
 
     def _refuse_stepped(self) -> None:
         """torch keeps a gradient after step(): adds to it, and steps it once more. Ours are consumed."""

@@ -209,6 +209,9 @@ class Whole:
     def instead_of(self, operation: str) -> str:
         return "It has none"
 
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the parameter, made while it has memory, is not sharded."""
+
 
 @functools.cache
 def sharded_class(kind: type[Tensor]) -> type[Sharded]:
@@ -229,7 +232,8 @@ def sharded_class(kind: type[Tensor]) -> type[Sharded]:
                 "zero_core.shard"
             )
         own["__tensor_flatten__"] = property(_refuse_flatten)
-    return type(f"Sharded{kind.__name__}", (Sharded, kind), own)
+    # PEFT and transformers know some classes by name.
+    return type(kind.__name__, (Sharded, kind), {**own, "__qualname__": f"Sharded{kind.__qualname__}"})
 
 
 def _is_distributed(kind: type[Tensor]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +19,9 @@ class Place:
 
     def __init__(self, engine: Engine, unit: Unit, index: int, *, optimized: bool) -> None:
         self.engine, self.unit, self.index, self._optimized = engine, unit, index, optimized
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the parameter's tensor, made while it has memory, is not sharded."""
 
     @property
     def name(self) -> str:

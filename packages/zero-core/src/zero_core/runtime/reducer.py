@@ -135,10 +135,10 @@ class Reducer:
 
     def discard(self, leftover: Leftover = Leftover.NOTHING) -> None:
         """Forget every gradient. leftover: see `UnitGradient.consumed`."""
+        self._store.discard_gradients()  # first: a store that refuses, because it sleeps, keeps all of them
         self._updating = None
         for unit in self._units:
             unit.gradient.discard(leftover)
-        self._store.discard_gradients()
 
     def drop(self, unit: Unit, k: int) -> bool:
         """Drop one parameter's gradient; whether any is left."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..aside import HostMemory
 from ..precision import as_bytes, round_to, sum_of_squares
 from ..store import (
     Arrival,
@@ -22,6 +23,7 @@ from ..store import (
     Segment,
     ShardSpec,
     ShardStore,
+    Sleeps,
     StoreContext,
     SwapsIn,
 )
@@ -201,6 +203,47 @@ class ShardStoreSuite:
             for i, expected in enumerate(after):
                 assert torch.equal(trial.copy_of(i), expected), f"shard {i}: the repeated step differs"
 
+    def test_what_slept_goes_on_with_the_same_bits(self) -> None:
+        """Of a store that sleeps: gradients, states and parameters, put aside while a gradient waits for its step."""
+        for dtype in self.parameter_dtypes:
+            for reduce_dtype in self.reduce_dtypes:
+                with _Trial(self, dtype, reduce_dtype) as trial:
+                    if not isinstance(trial.store, Sleeps):
+                        continue
+                    trial.step(seed=0)
+                    trial.give_gradients(seed=1)
+                    norm = trial.store.gradient_norm_squared()
+                    for _ in range(2):
+                        trial.store.sleep(HostMemory())
+                    try:
+                        trial.copy_of(0)
+                    except Exception as error:
+                        assert "sleeps" in str(error) and "wake()" in str(error), error
+                    else:
+                        raise AssertionError("parameters of a store that sleeps were had")
+                    for _ in range(2):
+                        trial.store.wake()
+                    assert torch.equal(trial.store.gradient_norm_squared(), norm)
+                    trial.compare_parameters()
+                    trial.update(1.0)
+                    trial.compare_parameters()
+                    trial.compare_states()
+                    trial.store.sleep(HostMemory())
+
+    def test_a_store_does_not_sleep_while_a_shard_is_lent(self) -> None:
+        with _Trial(self, torch.float32) as trial:
+            if isinstance(trial.store, Sleeps) and not trial.swaps_in:
+                trial.store.parameters(1)
+                try:
+                    trial.store.sleep(HostMemory())
+                except Exception as error:
+                    assert "unit1" in str(error) and "in use" in str(error), error
+                else:
+                    raise AssertionError("the store slept while unit1 was in use")
+                trial.store.release(1)
+                trial.step(seed=0)
+                trial.compare_parameters()
+
     def test_closed_stores_say_so(self) -> None:
         trial = _Trial(self, torch.float32, torch.float32)
         trial.store.close()
@@ -249,6 +292,9 @@ class ShardStoreSuite:
                 store.write_state(0, "master", start, shard[start:stop].clone())
                 store.accept_gradient(1, torch.ones(64, device=self.device))
                 store.update([options], 1.0, [1, 0], [[0], [step]])
+                if isinstance(store, Sleeps):
+                    store.sleep(HostMemory())
+                    store.wake()
                 found = store.read_state(0, "master", 0, 640)
                 assert found.dtype == dtype and torch.equal(as_bytes(found.cpu()), as_bytes(shard.cpu())), dtype
                 lent = torch.zeros(640, dtype=dtype, device=self.device)

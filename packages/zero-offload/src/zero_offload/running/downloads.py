@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero_core.aside import give_memory, take_memory
+
 from ..arena import Block
 from ..monitor import Monitor
 from ..slots import Slot, Slots
@@ -134,6 +136,14 @@ class Downloads:
             landings.clear()
         self._lent.clear()
 
+    def let_go(self) -> None:
+        """Free the device's memory, where nothing was lent; the lanes are empty."""
+        give_memory(slot.memory for slots in (self._shared, *self._own.values()) for slot in slots.idle())
+
+    def take_back(self) -> None:
+        """The inverse."""
+        take_memory(slot.memory for slots in (self._shared, *self._own.values()) for slot in slots)
+
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
@@ -141,10 +151,7 @@ class Downloads:
             with self._monitor.thread(), self._monitor.background(), torch.no_grad():
                 self._streams.enter_thread()
                 while True:
-                    download = self._next()
-                    self._finish(download)
-                    with self._monitor.condition:
-                        self._under_way[download.unit] -= 1
+                    self._finish(self._next())  # no name for it: while the thread waits, it keeps no memory
         finally:
             with self._monitor.condition:
                 self._busy = False
@@ -177,6 +184,8 @@ class Downloads:
                 self._gradients.accept(download.unit, download.into)
             else:
                 self._gradients.accept_pieces(download.unit, _Pieces(self, download))
+        with self._monitor.condition:
+            self._under_way[download.unit] -= 1
 
     def _copy(self, download: _Download, into: Tensor, source: Tensor) -> Mark:
         self.nbytes += source.nbytes

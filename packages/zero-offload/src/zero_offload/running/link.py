@@ -83,6 +83,16 @@ class Link:
     def release(self, i: int) -> None:
         self._copies.pop(i, None)
 
+    def let_go(self) -> None:
+        """Free the device's memory; the lanes are empty."""
+        self.down.let_go()
+        self.device.let_go()
+
+    def take_back(self) -> None:
+        """The inverse, with any values."""
+        self.down.take_back()
+        self.device.take_back()
+
     def close(self) -> None:
         """End the thread, then wait for what the lanes hold. The host memory may go after this."""
         self.down.close()

@@ -58,6 +58,11 @@ class Uploads:
             self.poll()
         return arrival
 
+    @property
+    def waiting(self) -> list[int]:
+        """The units of arrivals that have not begun."""
+        return [arrival.unit for arrival in self._waiting]
+
     def poll(self) -> None:
         """Begin what can begin without waiting. Any thread."""
         if not self._waiting:

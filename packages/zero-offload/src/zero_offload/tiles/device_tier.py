@@ -22,6 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from zero_core.aside import give_memory, take_memory
 from zero_core.optim.device_store import DeviceStore
 from zero_core.store import GroupStep, ShardSpec, StoreContext
 
@@ -181,6 +182,29 @@ class DeviceTier:
         for mirror in self._mirrors:
             if mirror.key is not None and mirror.key.unit == i:
                 self._mirrors.give(mirror)
+
+    # -- asleep ---------------------------------------------------------------------------------------------------
+
+    def values(self) -> list[Tensor]:
+        """Every tensor on the device whose values are nowhere else, in a fixed order. Every lane is empty."""
+        return [*(home for home in self._homes if home.numel()), *self._whole.values()]
+
+    def let_go(self) -> None:
+        """Free the device's memory."""
+        self._mirrors.forget()
+        give_memory(self._homes)
+        self._whole.let_go()
+
+    def take_back(self) -> None:
+        """The inverse, with any values."""
+        take_memory(self._homes)
+        self._whole.take_back()
+
+    def restored(self) -> None:
+        """`values` are there again, in the order of the caller's stream."""
+        self._whole.restored()
+        self._fresh = dict.fromkeys(self._fresh, self._streams.mark())
+        self._left.clear()
 
     def _home(self, tile: Tile) -> Tensor:
         start = tile.start - self._plan.units[tile.unit].whole_numel

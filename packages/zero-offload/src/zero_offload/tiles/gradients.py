@@ -21,6 +21,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from zero_core.memory import FP32_BYTES
 from zero_core.precision import fits
 from zero_core.store import CHUNK_NUMEL
 
@@ -332,6 +333,19 @@ class GradientStore:
     def keep(self, tile: Tile, slot: Slot[Block]) -> None:
         """Let go of a slot whose values the update wants, in the order of the last one."""
         self.slots.keep(slot, due=(self._order.get(tile.unit, tile.unit), tile.index))
+
+    def kept_in_memory(self) -> list[Tensor]:
+        """(nbytes,) uint8 each: every gradient that waits for a step in host memory alone, in a fixed order.
+
+        Raises OffloadError where only a part of one was added.
+        """
+        found = []
+        for i, memory in enumerate(self._memory):
+            held, numel = self._whole(i), self._memory_numel[i]
+            if memory is not None and numel and held is not Held.NONE:
+                itemsize = self.dtype.itemsize if held is Held.REDUCED else FP32_BYTES
+                found.append(memory.raw(0, numel * itemsize))
+        return found
 
     def expect(self, order: Sequence[int]) -> None:
         """The order of units in updates to come."""

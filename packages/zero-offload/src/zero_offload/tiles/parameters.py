@@ -257,6 +257,17 @@ class ParameterStore:
         """Every write is over, done or failed; the units that are in slots, where their bytes are in any case."""
         return set().union(*(slots.forget_leaving() for slots in (self._shared, *self._own.values())))
 
+    def in_memory(self) -> list[Tensor]:
+        """(nbytes,) uint8 each: every parameter that host memory alone has, in a fixed order. Nothing is in flight."""
+        rows = zip(self._plan.units, self._memory, self._memory_numel, strict=True)
+        return [memory.raw(0, numel * unit.spec.dtype.itemsize) for unit, memory, numel in rows if numel]
+
+    def forget(self) -> None:
+        """No slot has values any more; nothing is in flight, and no unit is in use."""
+        for slots in (self._shared, *self._own.values()):
+            slots.forget()
+        self._leaving.clear()
+
     def _read(self, i: int, slot: Slot[Block]) -> None:
         """Begin to read unit i into a slot that was just taken for it."""
         spec, numel = self._plan.units[i].spec, self._memory_numel[i]

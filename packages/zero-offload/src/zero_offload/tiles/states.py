@@ -68,6 +68,10 @@ class StateStore:
         """What was read stays in its slot, as if read ahead."""
         self.slots.keep(slot, due=self.slots.tick())
 
+    def in_memory(self) -> list[Tensor]:
+        """(nbytes,) uint8 each: every record that host memory alone has, in a fixed order."""
+        return [block.raw(0, self._records[tile].nbytes) for tile, block in self._memory.items()]
+
     def expect(self, tiles: Sequence[Tile]) -> None:
         """An update of `tiles` in this order begins, and others like it will follow. Slots of other tiles are free."""
         stored = [tile for tile in tiles if self.stored(tile)]

@@ -1,0 +1,148 @@
+"""Bytes of tensors that a store of bytes keeps for a while, and that come back into the same tensors.
+
+Owns the extent and the transfers, a few at a time. Whose tensors they are, and what becomes of their memory meanwhile,
+is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Aside", "HostMemory", "Keeper", "give_memory", "take_memory"]
+
+PIECE_BYTES = 16 << 20
+PIECES = 4  # under way at a time; from a device each has a buffer of host memory
+
+
+class Keeper(Protocol):
+    """The part of `zero_offload.ByteStore` that is needed here: `zero_nvme.Slab` has it, for one."""
+
+    alignment: int
+
+    def allocate(self, nbytes: int) -> Any: ...
+
+    def free(self, extent: Any) -> None: ...
+
+    def read(self, extent: Any, buffer: Any, offset: int = 0) -> Any:
+        """Begin to fill `buffer`. Returns something with a `wait()`, which raises the error of a read that failed."""
+
+    def write(self, extent: Any, buffer: Any, offset: int = 0) -> Any: ...
+
+
+class HostMemory:
+    """A `Keeper` in host memory, for what lies on a device apart."""
+
+    alignment = 64
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def free(self, extent: Tensor) -> None:
+        extent.untyped_storage().resize_(0)
+
+    def read(self, extent: Tensor, buffer: Tensor, offset: int = 0) -> HostMemory:
+        buffer.copy_(extent[offset : offset + buffer.numel()])
+        return self
+
+    def write(self, extent: Tensor, buffer: Tensor, offset: int = 0) -> HostMemory:
+        extent[offset : offset + buffer.numel()].copy_(buffer)
+        return self
+
+    def wait(self) -> None:
+        """It is done."""
+
+
+class Aside:
+    """Tensors' bytes in one extent of a `Keeper`. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._keeper: Keeper | None = None
+        self._extent: Any = None
+        self.nbytes = 0
+
+    def put(self, keeper: Keeper, tensors: Sequence[Tensor]) -> None:
+        """Write contiguous tensors, on any device. Raises what the keeper raises, and keeps nothing then."""
+        sizes = [_rounded(tensor.nbytes, keeper.alignment) for tensor in tensors]
+        if not sum(sizes):
+            return
+        extent = keeper.allocate(sum(sizes))
+        try:
+            with torch.no_grad():
+                _move(keeper, extent, tensors, write=True)
+        except BaseException:
+            keeper.free(extent)
+            raise
+        self._keeper, self._extent, self.nbytes = keeper, extent, sum(sizes)
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        """Read the bytes into tensors like those that were put, in the same order. They are kept until `free`."""
+        if self._keeper is not None:
+            with torch.no_grad():
+                _move(self._keeper, self._extent, tensors, write=False)
+
+    def free(self) -> None:
+        """Forget the bytes. Idempotent."""
+        keeper, extent, self._keeper, self._extent, self.nbytes = self._keeper, self._extent, None, None, 0
+        if keeper is not None:
+            with suppress(Exception):  # its owner may have closed it already
+                keeper.free(extent)
+
+
+def give_memory(tensors: Iterable[Tensor]) -> None:
+    """Free the memory under tensors that are whole storages; they and all views of them stay."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
+
+
+def take_memory(tensors: Iterable[Tensor]) -> None:
+    """The inverse, with any values."""
+    for tensor in tensors:
+        if not tensor.untyped_storage().nbytes():
+            tensor.untyped_storage().resize_(tensor.nbytes)
+
+
+def _rounded(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment
+
+
+def _pieces(tensors: Sequence[Tensor], alignment: int) -> Iterator[tuple[int, Tensor]]:
+    """(offset in the extent, uint8) of each piece."""
+    first = 0
+    for tensor in tensors:
+        data = tensor.detach().view(-1).view(torch.uint8)
+        for start in range(0, data.numel(), PIECE_BYTES):
+            yield first + start, data[start : start + PIECE_BYTES]
+        first += _rounded(tensor.nbytes, alignment)
+
+
+def _move(keeper: Keeper, extent: Any, tensors: Sequence[Tensor], *, write: bool) -> None:
+    """Return when everything is written, or read. When it raises, nothing is under way any more."""
+    moving: deque[tuple[Any, Tensor, Tensor]] = deque()
+
+    def end_one() -> None:
+        ticket, buffer, piece = moving[0]
+        ticket.wait()
+        if not write and buffer is not piece:
+            piece.copy_(buffer)
+        moving.popleft()
+
+    try:
+        for offset, piece in _pieces(tensors, keeper.alignment):
+            if len(moving) == PIECES:
+                end_one()
+            buffer = piece
+            if piece.device.type != "cpu":
+                buffer = piece.cpu() if write else torch.empty(piece.numel(), dtype=torch.uint8)
+            moving.append(((keeper.write if write else keeper.read)(extent, buffer, offset), buffer, piece))
+        while moving:
+            end_one()
+    finally:
+        for ticket, _, _ in moving:
+            with suppress(Exception):
+                ticket.wait()

@@ -1,0 +1,79 @@
+"""`sleep` and `wake`: a sharded model gives its memory to somebody else, and takes it back.
+
+Owns the order of it, and that all ranks sleep or none. Whose bytes go where is the store's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .aside import Keeper
+from .errors import ZeroError
+from .heap import give_back_freed_memory
+from .sharding import Handle, handle
+from .store import Sleeps
+
+__all__ = ["sleep", "wake"]
+
+
+def sleep(model: nn.Module, to: Keeper | None = None) -> None:
+    """Free the device and host memory of the model's shards, gradients and optimizer states. Collective.
+
+    to: a ByteStore, such as zero_nvme.Slab([path]), that keeps the bytes until wake(). None: the slowest one that the
+    store has; of a DeviceStore on a discrete device, host memory. Updates under way are finished first; gradients that
+    wait for a step are kept. Buffers, parameters that are not sharded, and whole gradients that wait at stage 1 or
+    after no_sync, stay in memory. Until wake(), whatever needs a parameter raises; close() of the optimizer works.
+    Raises ZeroError inside forward, backward or gathered(), and of a store that cannot sleep; the store's error where
+    it has nowhere to put its bytes, or cannot write them. Then every rank is awake and has lost nothing.
+    """
+    found, store = _of(model, "sleep()")
+    if found.engine.busy:
+        raise ZeroError("sleep() inside forward or backward: call it between steps")
+    with torch.no_grad():
+        found.settle()
+        try:
+            _together(found, "sleep()", lambda: store.sleep(to))
+        except BaseException:
+            store.wake()
+            raise
+        found.engine.pool.clear()
+    module = torch.get_device_module(found.ranks.device)
+    if hasattr(module, "empty_cache"):  # what torch and glibc keep of freed memory is for nobody else
+        module.empty_cache()
+    give_back_freed_memory()
+
+
+def wake(model: nn.Module) -> None:
+    """Take the memory back, with the same bits. Collective. Nothing happens where the store is awake.
+
+    Raises the store's error where there is no memory, or where the bytes cannot be read, and ZeroError on the other
+    ranks; wake() may then be called again on all of them.
+    """
+    found, store = _of(model, "wake()")
+    with torch.no_grad():
+        _together(found, "wake()", store.wake)
+
+
+def _of(model: nn.Module, what: str) -> tuple[Handle, Sleeps]:
+    found = handle(model)
+    if not isinstance(found.store, Sleeps):
+        kind = type(found.store).__name__
+        raise ZeroError(f"{what} of a model whose store is a {kind}, which has no sleep() and wake()")
+    return found, found.store
+
+
+def _together(found: Handle, what: str, call: Callable[[], None]) -> None:
+    """Make the call on every rank. Raises on all of them if it failed on one."""
+    error: Exception | None = None
+    try:
+        call()
+    except Exception as failure:
+        error = failure
+    failed = found.ranks.sum_everywhere(found.ranks.numbers([float(error is not None)]), what)
+    if error is not None:
+        raise error
+    if count := int(failed.item()):
+        raise ZeroError(f"{what} failed on {count} of {found.ranks.size} ranks, not on this one: see their errors")

@@ -1,0 +1,295 @@
+"""A store that sleeps: its memory is gone meanwhile, and what wakes up has the same bits.
+
+Fails if a value that only memory has is not put aside, if a slot is believed after its memory went, or if a transfer
+that fails loses anything.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from zero_core.aside import HostMemory
+from zero_core.store import Sleeps
+from zero_offload import AsleepError, BudgetError, HostBudget, MemoryByteStore, OffloadError, PlacementError, SwapError
+from zero_offload.testing import FaultyByteStore
+
+from .harness import TILE, Driver, make, only_close_works, same, threads
+from .simulated import simulated_device
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+SMALL = {"numels": (TILE, TILE // 2), "frozen": ()}
+PLACEMENTS: list[Any] = [
+    "host",
+    "nvme",
+    {"parameters": {"host": 0.4, "nvme": 0.6}, "gradients": {"host": 0.5, "nvme": 0.5}, "optimizer": "nvme"},
+    {"parameters": "nvme", "gradients": "host", "optimizer": {"host": 0.5, "nvme": 0.5}},
+]
+APART: list[Any] = ["device", {"device": 0.4, "host": 0.3, "nvme": 0.3}]
+
+
+def train(driver: Driver, *, sleeps: bool) -> list[torch.Tensor]:
+    """Two steps of two micro-batches; it sleeps after an update, while gradients wait, and while their sums do."""
+
+    def rest() -> None:
+        if sleeps:
+            driver.store.sleep()
+            driver.store.wake()
+
+    for _ in range(2):
+        for micro_batch in range(2):
+            driver.forward()
+            rest()
+            driver.backward(micro_batch)
+            rest()
+        driver.update()
+        rest()
+    values = driver.everything()
+    driver.store.close()
+    return [*values, torch.tensor(driver.losses), torch.tensor(driver.norms)]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("placement", [*PLACEMENTS, *APART], ids=str)
+def test_training_goes_on_with_the_same_bits(placement: Any, apart: bool) -> None:
+    def run(sleeps: bool) -> list[torch.Tensor]:
+        with simulated_device() if apart else nullcontext():
+            return train(make(placement, slots=3 if "nvme" in str(placement) else None), sleeps=sleeps)
+
+    assert same(run(True), run(False))
+
+
+def test_the_memory_is_gone_and_only_what_nothing_else_has_was_written() -> None:
+    nvme = MemoryByteStore()
+    driver = make({"parameters": "host", "gradients": "host", "optimizer": "nvme"}, nvme, slots=3)
+    assert isinstance(driver.store, Sleeps)
+    driver.step()
+    driver.store.wait()
+    memory, used = weakref.ref(driver.store._arena.memory), nvme.used_bytes
+    driver.store.sleep()
+    assert memory() is None
+    assert driver.store.stats()["host_bytes"] == 0
+    parameters = driver.store.describe().bytes_of("host", "parameters")
+    assert parameters <= nvme.used_bytes - used < parameters + 4096 * len(driver.numels)  # no gradients, and no slots
+    driver.store.wake()
+    assert nvme.used_bytes == used and driver.store.stats()["host_bytes"] > parameters
+    driver.store.close()
+
+
+def test_devices_memory_is_gone_too() -> None:
+    with simulated_device() as streams:
+        driver = make("device")
+        driver.step()
+        device = driver.store._link.device
+        driver.store.sleep()
+        landings = [slot.memory for slot in driver.store._link.down._shared]
+        tensors = [*landings, *device._homes, *device.values()]
+        assert tensors and not any(tensor.untyped_storage().nbytes() for tensor in tensors)
+        assert not streams[0].registered
+        assert driver.store.stats()["device_bytes"] == 0
+        driver.store.close()
+
+
+def test_until_wake_only_close_works() -> None:
+    nvme = MemoryByteStore()
+    driver = make("host", nvme, driver=SMALL)
+    driver.step()
+    driver.store.sleep()
+    driver.store.sleep()
+    with pytest.raises(AsleepError, match=r"call zero_core.wake\(model\)"):
+        driver.store.parameters(0)
+    assert nvme.used_bytes > 0
+    only_close_works(driver, AsleepError)
+    assert nvme.used_bytes == 0
+    for call in (driver.store.sleep, driver.store.wake):
+        with pytest.raises(OffloadError, match="closed"):
+            call()
+
+
+def test_wake_of_a_store_that_is_awake_changes_nothing() -> None:
+    driver = make("host", driver=SMALL)
+    driver.step()
+    expected = driver.everything()
+    driver.store.wake()
+    assert same(driver.everything(), expected)
+    driver.store.close()
+
+
+def test_a_store_forgotten_while_it_sleeps_gives_its_bytes_back() -> None:
+    nvme = MemoryByteStore()
+    driver = make("host", nvme, driver=SMALL)
+    driver.store.sleep()
+    assert nvme.used_bytes > 0
+    del driver
+    gc.collect()
+    for thread in threads("zero-offload close"):
+        thread.join()
+    assert nvme.used_bytes == 0
+
+
+def test_bytes_go_to_the_slowest_tier_or_where_they_are_told() -> None:
+    fast, slow, other = MemoryByteStore(), MemoryByteStore(), MemoryByteStore()
+    driver = make("host", slow, driver=SMALL, tiers={"fast": fast})
+    driver.store.sleep()
+    assert slow.used_bytes and not fast.used_bytes
+    driver.store.wake()
+    driver.store.sleep(to=other)
+    assert other.used_bytes and not slow.used_bytes
+    driver.store.close()
+    assert not other.used_bytes
+
+
+def test_a_store_without_a_slower_tier_asks_for_one() -> None:
+    driver = make("host", False, driver=SMALL)
+    with pytest.raises(PlacementError, match=r"give sleep\(to=\) a ByteStore"):
+        driver.store.sleep()
+    driver.step()
+    driver.store.sleep(HostMemory())
+    driver.store.wake()
+    driver.step()
+    driver.store.close()
+
+
+@contextmanager
+def goes_on(nvme: Any, *, apart: bool = False) -> Iterator[Driver]:
+    """A driver with a gradient that waits; at the end it takes its step, and must have lost nothing."""
+    placement = {"device": 0.5, "host": 0.5} if apart else "host"
+    with simulated_device() if apart else nullcontext():
+        drivers = [make(placement, each, driver=SMALL) for each in (nvme, MemoryByteStore())]
+    for driver in drivers:
+        driver.step()
+        driver.forward()
+        driver.backward()
+    yield drivers[0]
+    values = []
+    for driver in drivers:
+        driver.update()
+        values.append(driver.everything())
+        driver.store.close()
+    assert same(*values)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_full_disk_and_an_error_while_it_falls_asleep_lose_nothing(full: bool, apart: bool) -> None:
+    inner = MemoryByteStore(capacity_bytes=1 << 14 if full else None)
+    to = FaultyByteStore(inner, path="/mnt/nvme0/slab")
+    with goes_on(MemoryByteStore(), apart=apart) as driver:
+        to.fail("write", after=2)
+        reason = "raise capacity_bytes" if full else "Input/output error"
+        with pytest.raises(SwapError, match=rf"sleep\(\) failed: .*{reason}.*the store is awake and has lost nothing"):
+            driver.store.sleep(to)
+        assert inner.used_bytes == 0
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_error_while_it_wakes_up_leaves_it_asleep_and_wake_can_be_repeated(apart: bool) -> None:
+    to = FaultyByteStore(MemoryByteStore(), path="/mnt/nvme0/slab")
+    with goes_on(MemoryByteStore(), apart=apart) as driver:
+        driver.store.sleep(to)
+        to.fail("read", after=2)
+        with pytest.raises(SwapError, match=r"wake\(\) failed: .*Input/output error.*call wake\(\) again"):
+            driver.store.wake()
+        gc.collect()
+        assert not driver.store._arena.has_memory
+        with pytest.raises(AsleepError):
+            driver.store.parameters(0)
+        to._countdown.clear()
+        driver.store.wake()
+        assert to.inner.used_bytes == 0
+    to.fail("read")
+    driver = make("host", driver=SMALL)
+    driver.store.sleep(to)
+    with pytest.raises(SwapError):
+        driver.store.wake()
+    driver.store.close()
+    assert to.inner.used_bytes == 0
+
+
+def test_a_store_in_use_does_not_sleep() -> None:
+    driver = make("host", driver=SMALL)
+    driver.store.parameters(1)
+    with pytest.raises(AsleepError, match=r"u1 is in use: zero_core.sleep\(model\)"):
+        driver.store.sleep()
+    driver.store.release(1)
+    driver.store.sleep()
+    driver.store.close()
+
+
+def test_a_copy_that_has_not_begun_is_in_use() -> None:
+    with simulated_device():
+        nvme = FaultyByteStore(MemoryByteStore())
+        driver = make({"parameters": "nvme", "gradients": "host", "optimizer": "host"}, nvme)
+        nvme.hold()
+        arrival = driver.store.swap_in(0, torch.empty(driver.numels[0], dtype=driver.dtype))
+        nvme.release()
+        driver.store._link.up._waiting[arrival] = None  # whatever a poll has seen meanwhile
+        with pytest.raises(AsleepError, match="u0 is in use"):
+            driver.store.sleep()
+        arrival.drop()
+        driver.store.sleep()
+        driver.store.close()
+
+
+def test_a_gradient_that_was_added_in_part_is_refused() -> None:
+    class Interrupted(type(make("host", driver=SMALL).store.step)):  # type: ignore[misc]
+        def accumulate(self, into: Any, values: Any) -> None:
+            raise KeyboardInterrupt
+
+    driver = make("host", driver=SMALL, step=Interrupted())
+    driver.backward()
+    with pytest.raises(KeyboardInterrupt):
+        driver.backward(1)
+    with pytest.raises(OffloadError, match="zero_grad"):
+        driver.store.sleep()
+    driver.store.discard_gradients()
+    driver.store.sleep()
+    driver.store.close()
+
+
+class Shrinking(MemoryByteStore):
+    """Another process takes the room between reserve and allocate."""
+
+    def reserve(self, total_bytes: int) -> None:
+        super().reserve(total_bytes)
+        self.capacity_bytes = 1 << 12
+
+
+def test_stores_share_one_budget_of_host_memory() -> None:
+    """The second fits only while the first sleeps. Fails if a sleeping, a closed or a failed store keeps its share."""
+    alone = make("host", driver=SMALL)
+    needed = alone.store.stats()["host_bytes"]
+    alone.store.close()
+    budget = HostBudget(needed + needed // 2)
+    one = make("host", driver=SMALL, host_bytes=budget)
+    assert budget.free_bytes == needed // 2
+    with pytest.raises(BudgetError, match=r"Other stores have .* of the shared budget.*sleep\(\)"):
+        make("host", driver=SMALL, host_bytes=budget)
+    one.step()
+    expected = one.everything()
+    one.store.sleep()
+    assert budget.free_bytes == budget.nbytes
+    two = make("host", driver=SMALL, host_bytes=budget)
+    two.step()
+    with pytest.raises(BudgetError, match=r"wanted and .* are free. Other stores have"):
+        one.store.wake()
+    with pytest.raises(AsleepError):
+        one.store.parameters(0)
+    two.store.close()
+    with pytest.raises(BudgetError, match="raise capacity_bytes"):
+        make("nvme", MemoryByteStore(capacity_bytes=1 << 12), driver=SMALL, host_bytes=budget)
+    with pytest.raises(BudgetError, match="raise capacity_bytes"):  # after it has its arena
+        make("nvme", Shrinking(capacity_bytes=1 << 30), driver=SMALL, host_bytes=budget)
+    assert budget.free_bytes == budget.nbytes
+    one.store.wake()
+    assert same(one.everything(), expected)
+    one.store.close()
+    one.store.close()
+    assert budget.free_bytes == budget.nbytes
