@@ -260,3 +260,30 @@ def test_a_4_bit_base_takes_at_most_0_6_bytes_of_each_parameter_on_nvme(kind: st
     assert held == 0 and nvme.used_bytes / numel <= most
     assert store.describe().bytes_of("nvme", "parameters") == planned.bytes_of("nvme", "parameters") <= nvme.used_bytes
     handle.close()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_adapters_are_merged_into_a_sharded_bitsandbytes_base_as_in_peft(kind: str) -> None:
+    """PEFT knows the classes by name, and copies a weight's attributes into a new one. The result is not sharded."""
+    dense, ours = adapted(kind), adapted(kind)
+    optimizer = zero_core.shard(ours, sgd(ours))
+    losses(dense, sgd(dense)), losses(ours, optimizer)
+    merged, expected = (model.merge_and_unload() for model in (ours, dense))
+    assert torch.equal(logits(merged), logits(expected))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("name", ["Embedding4bit", "Embedding8bit"])
+def test_a_quantised_embedding_is_the_dense_one(name: str) -> None:
+    """`Embedding4bit` copies its scales, with all that is attached to them, in every forward."""
+    import bitsandbytes as bnb
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(getattr(bnb.nn, name)(128, 64), nn.Linear(64, 64)).to("cpu").requires_grad_(False)
+
+    tokens = torch.arange(24).view(2, 12)
+    dense, ours = build(), build()
+    handle = zero_core.shard(ours)
+    assert torch.equal(ours(tokens), dense(tokens)) and torch.equal(ours[0](tokens), dense[0](tokens))
+    handle.close()
