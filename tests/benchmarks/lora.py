@@ -68,7 +68,7 @@ def work(given: argparse.Namespace) -> None:
         kinds = dict.fromkeys(("parameters", "gradients", "optimizer"), given.variant)
         step = CpuStep()
         step.bind(optimizer)
-        made = plan(model, **kinds, parameter_dtype=dtype, step=step, tile_numel=1 << 20, prefetch_bytes=given.prefetch)
+        made = plan(model, **kinds, step=step, tile_numel=1 << 20, prefetch_bytes=given.prefetch)
         planned = made.total("host") + made.total("device")
         store = TieredStore(plan=made, nvme=Slab([given.directory]), step=CpuStep())
         optimizer = zero_core.shard(model, optimizer, store=store, prefetch_bytes=given.prefetch)

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import zero_core
 from tests.device.zero_core import runs
 from tests.device.zero_core.test_parity import TOLERANCE
 
@@ -41,3 +43,25 @@ def bits(kind: str) -> dict[str, list[int]]:
 def test_the_same_bits(device, device_ranks):
     for found in device_ranks.run(bits, device.type):
         assert found == {"again": [], "resident": [], "late": []}
+
+
+def served(kind: str, swaps: bool) -> None:
+    """Ranks run different numbers of forwards, and then train."""
+    rank, device = dist.get_rank(), runs.device_of_rank(kind)
+    torch.manual_seed(0)
+    model = runs.plain().to(device)
+    with torch.no_grad():
+        x = runs.batch(0, rank, device, torch.float32)
+        expected = model(x).cpu()
+    store = runs.swapping(device, late_cycles=200_000) if swaps else None
+    optimizer = zero_core.shard(model, runs.sgd(model.parameters()), store=store, prefetch_bytes=5_000)
+    with torch.no_grad(), zero_core.uneven(model):
+        outputs = [model(x) for _ in range(3 * rank)]
+    assert all(torch.equal(output.cpu(), expected) for output in outputs)
+    runs.loss_of(model, x).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_ranks_that_are_done_serve_the_others(device, device_ranks, swaps):
+    device_ranks.run(served, device.type, swaps)

@@ -13,6 +13,7 @@ from .runtime.scaling import LossScale
 from .sharding import Handle, handle, no_sync, shard, units
 from .sleeping import sleep, wake
 from .store import ShardStore
+from .unequal import uneven
 
 __all__ = [
     "AveragedModel",
@@ -38,6 +39,7 @@ __all__ = [
     "shard",
     "sleep",
     "tile_linear",
+    "uneven",
     "units",
     "wake",
 ]

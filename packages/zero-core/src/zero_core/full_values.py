@@ -33,7 +33,8 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     reduced now, so call it after the last backward of a step.
 
     Raises GradientError where there was a gradient that is gone: after step() until zero_grad(), and with
-    update_in_backward. Raises ZeroError inside forward, backward and `gathered`, and if the parameter is not sharded.
+    update_in_backward. Raises ZeroError inside forward, backward, `gathered` and `uneven`, and if the parameter is not
+    sharded.
     """
     place = _place(parameter, "full_gradient")
     store = _complete(place, parameter)
@@ -125,6 +126,10 @@ def _place(parameter: nn.Parameter, call: str) -> Place:
         raise ZeroError(
             f"{call}() of {place.name} inside forward or backward: call it after loss.backward() returned. A gradient "
             "can be changed on its way, too: parameter.register_hook sees this rank's part of it"
+        )
+    if place.engine.uneven:
+        raise ZeroError(
+            f"{call}() of {place.name} inside zero_core.uneven, where ranks may differ: leave the with block first"
         )
     if place.engine.gathered:
         raise ZeroError(

@@ -33,12 +33,13 @@ from .precision import FLOATS, as_bytes
 from .runtime.attaching import Node
 from .runtime.context import UnitContext
 from .runtime.hooks import Engine
-from .runtime.parameter import Whole, home_of, set_home, sharded_class
+from .runtime.parameter import home_of, set_home, sharded_class
 from .runtime.place import Place
 from .runtime.retired import retire, wrapped_in
 from .runtime.scaling import LossScale
 from .runtime.stages import STAGES
 from .runtime.unit import Unit
+from .runtime.whole import Whole
 from .store import NullObserver, Observer, Segment, ShardSpec, ShardStore, StoreContext, lent_bytes
 
 __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
@@ -203,7 +204,7 @@ class _Maker:
     ) -> None:
         self.model, self.optimizer, self.plans, self.context = model, optimizer, plans, context
         self.ranks = context.ranks
-        found = [plan.own_dtype or param_dtype or next(iter(plan.parameters.values())).dtype for plan in plans]
+        found = [plan.own_dtype or param_dtype or plan.dtype for plan in plans]
         trained = {dtype for plan, dtype in zip(plans, found, strict=True) if plan.trained}
         self.reduce_dtype = reduce_dtype or (trained.pop() if len(trained) == 1 else torch.float32)
         groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -281,7 +282,8 @@ class _Maker:
             for p in unit.layout.pieces(self.ranks.shard.rank)
         )
         plan = self.plans[unit.index]
-        return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, plan.encloses, plan.trained)
+        told = plan.encloses, plan.trained, plan.beside
+        return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, *told)
 
     def nodes(self, modules: dict[str, nn.Module]) -> list[Node]:
         """The modules that get hooks: those of a unit, and the root in any case."""

@@ -70,6 +70,7 @@ class ShardSpec:
     `encloses`: it is the model's own unit, in use from the first unit's turn to the last's.
     `trained`: if not, it is bytes of any dtype: no gradient arrives and no segment has a group. Its only state is
     "master", which is the shard itself: `initial`, `read_state` and `write_state` have it in `dtype`, not in fp32.
+    `beside`: the same number for all units that the same modules open at once; None: it is opened alone.
     """
 
     name: str
@@ -78,6 +79,7 @@ class ShardSpec:
     segments: tuple[Segment, ...]
     encloses: bool = False
     trained: bool = True
+    beside: int | None = None
 
     @property
     def master_dtype(self) -> torch.dtype:

@@ -9,6 +9,7 @@ A parameter of several parts, as quantised weights are, is in units part by part
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -34,16 +35,20 @@ class UnitPlan:
     name: str
     trained: bool = True
     modules: dict[str, nn.Module] = field(default_factory=dict)
+    beside: int | None = None  # the same number for all units that the same modules open; None: there is one
     parameters: dict[str, Tensor] = field(default_factory=dict)
     exact: bool = False
     owners: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.parameters.values())).dtype
+
+    @property
     def own_dtype(self) -> torch.dtype | None:
         """What is kept as it is whatever the model is computed in: integers and 8-bit floats. None: it is cast."""
-        dtype = next(iter(self.parameters.values())).dtype
-        cast = dtype.is_floating_point and dtype.itemsize > 1 and not self.exact
-        return None if self.trained or cast else dtype
+        cast = self.dtype.is_floating_point and self.dtype.itemsize > 1 and not self.exact
+        return None if self.trained or cast else self.dtype
 
     @property
     def encloses(self) -> bool:
@@ -139,6 +144,10 @@ def plan_units(
         plans[key].parameters[name] = part
         if quantised:
             plans[key].owners[name] = parameter
+    together = Counter(lead for lead, *_ in plans)
+    numbers = {lead: number for number, lead in enumerate(together) if together[lead] > 1}
+    for (lead, *_), plan in plans.items():
+        plan.beside = numbers.get(lead)
     return list(plans.values())
 
 

@@ -138,7 +138,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise CollectiveError(
                 f"the {ranks.size} ranks did not call the same collectives in the same order since the last step "
                 f"(digest on rank {ranks.rank}: {ranks.digest}): some rank used a parameter outside its unit, or ran "
-                "another number of forwards. Nothing was updated; zero_core.gathered lets ranks differ"
+                "another number of forwards. Nothing was updated; zero_core.uneven lets ranks differ"
             )
         if written_squares * ranks.size != written * written:
             names = ", ".join(engine.writes.names) or "nothing"

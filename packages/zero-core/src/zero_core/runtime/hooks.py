@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ZeroError
+from ..errors import CollectiveError, ZeroError
 from .attaching import Attachment, Node
 from .context import UnitContext
 from .gradient import Leftover
@@ -23,6 +24,7 @@ from .recompute import Recomputations
 from .reducer import Reducer
 from .residency import Residency
 from .residents import Residents
+from .rounds import Rounds
 from .scaling import LossScale, scale_gradients
 from .schedule import Forecast, Pass, Visit
 from .stages import StageRow
@@ -76,6 +78,10 @@ class Engine:
         self._recomputed = Recomputations()
         self.writes = Writes(context.ranks)
         self.gathered = 0  # how many `gathered` blocks are open
+        self.uneven = False  # inside `zero_core.uneven`
+        self.plans: dict[int, list[int]] = {}  # `rounds` learns them
+        self._rounds: Rounds | None = None  # between ranks whose forwards may differ
+        self._whole: set[int] = set()  # units that were unsharded when that began
         self._keeping = stage.keeps_parameters  # memory stays between uses
         self._attachment = Attachment(model, units)
 
@@ -103,6 +109,7 @@ class Engine:
         parent = self._stack[-1] if self._stack else None
         visit = Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr())
         for u in node.units:
+            self._bring(self.units[u])
             self.units[u].enter(audit=(node.index, self._pass.grad, module.training))
             self._forecast.used(u)
             self._pass.started.append(u)
@@ -138,7 +145,12 @@ class Engine:
             self._attachment.check()
         self.writes.check_given(stepping=False)
         grad = torch.is_grad_enabled()
-        self._forecast = self.forecasts.setdefault((node.index, grad), Forecast())
+        self._refuse_gradients()
+        if self._rounds is not None:
+            self._rounds.begin(self, node.index)
+            self._forecast = Forecast()  # ranks would remember different passes
+        else:
+            self._forecast = self.forecasts.setdefault((node.index, grad), Forecast())
         self._forecast.begin()
         self._pass = Pass(grad)
         if grad:
@@ -146,11 +158,15 @@ class Engine:
 
     def _end_pass(self) -> None:
         assert self._pass is not None
+        if self._rounds is not None:
+            self._rounds.finish()
         self._forecast.learn(self._pass.started)
         self._pass = None
         self._let_all_go()
 
     def _abandon_forward(self) -> None:
+        if self._rounds is not None:
+            self._rounds.finish()
         self._stack.clear()
         self._pass = None
         for unit in self.units:
@@ -202,6 +218,8 @@ class Engine:
         return None
 
     def _ensure_backward(self) -> _Backward:
+        if self.uneven:
+            raise ZeroError("backward() inside zero_core.uneven, where ranks may differ: leave the with block first")
         if self._backward is None:
             self._backward = _Backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -339,6 +357,7 @@ class Engine:
     def full_copy(self, unit: Unit, k: int) -> Tensor:
         """Parameter k of the unit, whole. Collective. Never an inference tensor, whose writes nothing counts."""
         with torch.no_grad():
+            self._bring(unit)
             unit.unshard()
             values = unit.views[k].clone()
         self._let_go(unit)
@@ -366,6 +385,51 @@ class Engine:
         self.writes.note(unit.layout.slots[k].name, flat)
         unit.write_part("master", k, flat)
 
+    # -- inside `zero_core.uneven`, see [Note: ranks that differ] -----------------------------------------------------
+
+    def _bring(self, unit: Unit) -> None:
+        """The unit is used next: ranks that may differ agree to gather it."""
+        if self._rounds is not None:
+            self._rounds.bring(unit)
+        elif Rounds.entered is not None and not self.uneven and self.ranks.shard.size > 1:
+            raise ZeroError(
+                f"unit {unit.name!r} of {type(self.model).__name__} is used inside zero_core.uneven, which does not "
+                "name this model, so ranks that are done would not gather it: name all, zero_core.uneven(a, b)"
+            )
+
+    def _refuse_gradients(self) -> None:
+        if self.uneven and torch.is_grad_enabled():
+            raise ZeroError(
+                f"a forward of {type(self.model).__name__} with gradients inside zero_core.uneven, where ranks may "
+                "differ and no backward can follow: run it under torch.no_grad() or inference_mode(), or outside of "
+                "the with block"
+            )
+
+    @outside_transforms
+    def enter_uneven(self, rounds: Rounds) -> None:
+        """Ranks begin with the same units unsharded: those that stay until the step."""
+        self.uneven = True
+        if self in rounds.members:
+            self.residents.clear()
+            for unit in self.units:
+                if unit.users == 0 and not (self._keeping and unit.residency.whole):
+                    unit.reshard()  # also what was gathered ahead and is still under way
+            self._rounds, self._whole = rounds, {unit.index for unit in self.units if unit.residency.whole}
+
+    @outside_transforms
+    def leave_uneven(self) -> None:
+        """Ranks go on with the same units unsharded, whatever each of them gathered."""
+        rounds, self.uneven, self._rounds = self._rounds, False, None
+        if rounds is None:
+            return
+        if self._stack:
+            self._abandon_forward()
+        self.residents.clear()
+        for unit in self.units:
+            if unit.users == 0 and unit.index not in self._whole:
+                with suppress(CollectiveError):  # the block is left because of it
+                    unit.reshard()
+
     # -- around a step -----------------------------------------------------------------------------------------------
 
     @property
@@ -378,6 +442,11 @@ class Engine:
             raise ZeroError(
                 "a step, a checkpoint or close() inside zero_core.gathered, which holds parameters outside of their "
                 "shards and writes them back at its end: leave the with block first"
+            )
+        if self.uneven:
+            raise ZeroError(
+                "a step, a checkpoint or close() inside zero_core.uneven, where ranks may differ: leave the with block "
+                "first"
             )
         if self._backward is not None:
             self.abandon_backward()

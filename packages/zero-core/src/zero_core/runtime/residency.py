@@ -111,6 +111,11 @@ class UnitMemory:
         self.views = [self.flat.data[s.offset : s.stop].view(s.shape) for s in layout.slots]
         take_away(self.flat)
 
+    def another(self) -> UnitMemory:
+        """Memory for the same shards which has no part in this one, and no parameters."""
+        context = UnitContext(self.ranks, self.store, self.pool, self.observer)
+        return UnitMemory(self.index, self.layout, self.dtype, context, exact=self._exact)
+
     @property
     def nbytes(self) -> int:
         return self.layout.numel * self.dtype.itemsize

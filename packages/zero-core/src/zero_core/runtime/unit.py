@@ -25,8 +25,9 @@ from ..layout import UnitLayout
 from ..precision import round_to
 from .context import UnitContext
 from .gradient import Leftover, UnitGradient
-from .parameter import Sharded, Whole, sharded_class
+from .parameter import Sharded, sharded_class
 from .residency import Residency, UnitMemory
+from .whole import Whole
 
 __all__ = ["Unit"]
 

@@ -91,7 +91,8 @@ def shards_of(sizes: ModelSizes, shape: Shape) -> Shards:
     """The model's shards on one rank, units that are alike together."""
 
     def alike(unit: UnitSizes) -> object:
-        return (unit.encloses, unit.trained, unit.own_dtype, *(parameter.numel for parameter in unit.parameters))
+        told = (unit.encloses, unit.trained, unit.own_dtype, unit.beside)
+        return (*told, *(parameter.numel for parameter in unit.parameters))
 
     found = []
     for _, units in groupby(sizes.units, alike):

@@ -201,11 +201,12 @@ def plan(
         raise ValueError(
             f"tokens={tokens}, accumulate={accumulate}: tokens of a step, and at least one micro-batch in it"
         )
-    dtype = parameter_dtype or _dtype_of(model)
+    own, reduced = _dtypes_of(model)
+    dtype = parameter_dtype or own
     ranks = shard_count or (hardware.ranks if hardware else 1)
     shape = Shape(
         parameter_dtype=dtype,
-        reduce_dtype=reduce_dtype or dtype,
+        reduce_dtype=reduce_dtype or parameter_dtype or reduced,
         shard_count=ranks if stage else 1,
         replicas=1 if stage else ranks,
         stage=stage,
@@ -220,7 +221,7 @@ def plan(
         tiers=tiers,
     )
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
-    sizes = ModelSizes.of(model, units, dtype)
+    sizes = ModelSizes.of(model, units, dtype, cast=parameter_dtype is not None)
     trial = Trial(sizes, shape, budgets, given, tokens // accumulate, activations)
     store, placements = trial.best(slots)
     counted, held, held_back = account(store, shape), trial.held(store), held_back_bytes(store, shape)
@@ -272,8 +273,9 @@ def _given(tiers: Sequence[Tier], apart: bool, **wanted: str | Placement) -> dic
     return given
 
 
-def _dtype_of(model: nn.Module | ModelSizes | Sequence[int]) -> torch.dtype:
-    if isinstance(model, nn.Module):
-        first = next(model.parameters(), None)
-        return torch.float32 if first is None else first.dtype
-    return torch.bfloat16
+def _dtypes_of(model: nn.Module | ModelSizes | Sequence[int]) -> tuple[torch.dtype, torch.dtype]:
+    """Of what is trained, and of its gradients between ranks, where `shard` is told neither."""
+    if not isinstance(model, nn.Module):
+        return torch.bfloat16, torch.bfloat16
+    found = list(dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad))
+    return (found or [torch.float32])[0], found[0] if len(found) == 1 else torch.float32

@@ -46,6 +46,7 @@ class UnitSizes:
     encloses: bool = False  # the whole model's own unit: open from the first unit to the last
     trained: bool = True
     own_dtype: torch.dtype | None = None
+    beside: int | None = None  # as in zero_core.store.ShardSpec
 
     @classmethod
     def whole(
@@ -80,7 +81,7 @@ class UnitSizes:
             Segment(p.shard_start, p.shard_stop, group, p.slot.name, p.slot.shape, p.slot_start)
             for p in layout.pieces(rank)
         )
-        return ShardSpec(self.name, layout.shard_numel, dtype, segments, self.encloses, self.trained)
+        return ShardSpec(self.name, layout.shard_numel, dtype, segments, self.encloses, self.trained, self.beside)
 
 
 @dataclass(frozen=True)
@@ -156,16 +157,18 @@ class ModelSizes:
         model: nn.Module | ModelSizes | Sequence[int],
         classes: Sequence[type[nn.Module]] | None = None,
         dtype: torch.dtype | None = None,
+        cast: bool = True,
     ) -> ModelSizes:
         """Read a module (on any device, meta and deferred ones too) or a sequence of elements per unit.
 
         `classes` form units, as `zero_core.shard(units=...)` has them. A parameter that requires no gradient is frozen.
         `dtype`: of activations, None: 16 bits. Their size is an estimate, from ``model.config`` where there is one.
+        `cast`: floating-point parameters are kept in one dtype, `shard(param_dtype=)`; else each is in its own.
         """
         if isinstance(model, ModelSizes):
             return model
         if isinstance(model, nn.Module):
-            return _of_module(model, classes, dtype)
+            return _of_module(model, classes, dtype, cast)
         units = tuple(UnitSizes.whole(f"unit.{i}", int(numel)) for i, numel in enumerate(model))
         for unit in units:
             if unit.numel < 0:
@@ -181,7 +184,9 @@ def _weights(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[nn.Parameter
             yield weight
 
 
-def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtype: torch.dtype | None) -> ModelSizes:
+def _of_module(
+    model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtype: torch.dtype | None, cast: bool
+) -> ModelSizes:
     embeddings = {id(w) for w in _weights(model, nn.Embedding, nn.EmbeddingBag)}
     # A tied embedding is multiplied too. A packed weight, as of 4 bits, has fewer elements than are multiplied.
     linears = {
@@ -204,7 +209,8 @@ def _of_module(model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtyp
             if name in unit.owners:
                 counted.add(owner)
         matmul = sum(row.matmul_numel or 0 for row in rows)
-        units.append(UnitSizes(unit.name, tuple(rows), matmul, is_block, unit.encloses, unit.trained, unit.own_dtype))
+        told = unit.encloses, unit.trained, unit.own_dtype if cast else unit.dtype, unit.beside
+        units.append(UnitSizes(unit.name, tuple(rows), matmul, is_block, *told))
     config = getattr(model, "config", None)
     hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))
     wider = (dtype or torch.bfloat16).itemsize / 2  # the formulas count 16-bit activations

@@ -421,7 +421,8 @@ def _unit_slots(units: Sequence[UnitPlan], prefetch_bytes: int) -> tuple[tuple[i
     A final norm open during the whole forward would otherwise take a slot as large as a block's, and so would each
     block's adapters, while an embedding would make every slot as large as itself. Units with a slot of their own are
     the smallest ones, if together they cost no more than one shared slot, and, at either end of the sizes, those that
-    make the slots take less memory in all. Such a unit is read once.
+    make the slots take less memory in all. Such a unit is read once. Where modules open several units at once, those in
+    use take as many slots for each.
     """
     sizes = sorted((unit.parameter_bytes, i) for i, unit in enumerate(units) if unit.streamed)
     ends = [0, *accumulate(size for size, _ in sizes)]
@@ -435,7 +436,13 @@ def _unit_slots(units: Sequence[UnitPlan], prefetch_bytes: int) -> tuple[tuple[i
     for first, last in product(firsts, lasts):
         if first <= last:
             ahead = bisect_right(ends, ends[first] + prefetch_bytes, first, last + 1) - 1 - first
-            count, nbytes = min(last - first, max(1, ahead) + 2), sizes[last - 1][0] if first < last else 0
+            beside = Counter(units[i].spec.beside for _, i in sizes[first:last])
+            del beside[None]
+            at_once = max(beside.values(), default=1)
+            count, nbytes = (
+                min(last - first, max(at_once, ahead) + 2 * at_once),
+                sizes[last - 1][0] if first < last else 0,
+            )
             total = ends[first] + count * nbytes + ends[-1] - ends[last]
             if best is None or total < best[0]:
                 best = total, first, last, count, nbytes
