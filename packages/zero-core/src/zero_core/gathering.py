@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .building.parts import named_parts
 from .errors import GradientError, ZeroError
 from .optim.optimizer import ShardedOptimizer
 from .precision import as_bytes
 from .runtime.hooks import Engine
-from .runtime.place import Place
+from .runtime.place import Place, places_of
 from .runtime.unit import Unit
 
 __all__ = ["gathered"]
@@ -29,8 +28,7 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
     master: parameters are the fp32 masters inside, whatever their dtype. An exception inside discards what was written.
     Raises ZeroError for a module without sharded parameters.
     """
-    parts = [part.tensor for part in named_parts(module)]
-    places = [place for part in parts if (place := part.__dict__.get("_zero_home")) is not None]
+    places = places_of(module)
     if not places:
         raise ZeroError(f"{type(module).__name__} has no sharded parameter: call zero_core.shard first")
     engine: Engine = places[0].engine

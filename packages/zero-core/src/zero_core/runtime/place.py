@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..building.parts import named_parts
 from ..errors import ChangedParameterError
 from .hooks import Engine
 from .unit import Unit
 
-__all__ = ["Place"]
+__all__ = ["Place", "places_of"]
 
 
 class Place:
@@ -82,3 +83,9 @@ class Place:
         return (
             f"To clip, pass max_grad_norm= to zero_core.shard, which clips inside step(), and remove the call; {after}"
         )
+
+
+def places_of(module: nn.Module) -> list[Place]:
+    """Where the parameters of a module are, part by part; those that are not sharded are left out."""
+    found = [part.tensor.__dict__.get("_zero_home") for part in named_parts(module)]
+    return [place for place in found if place is not None]
