@@ -61,6 +61,9 @@ def work(given: argparse.Namespace) -> None:
     with zero_core.deferred_init() if given.variant != "plain" else nullcontext():
         model = get_peft_model(LlamaForCausalLM(config), adapters, autocast_adapter_dtype=False)
     torch.set_default_dtype(torch.float32)
+    if given.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=1e-4)
     store, planned = None, 0
@@ -72,7 +75,8 @@ def work(given: argparse.Namespace) -> None:
         planned = made.total("host") + made.total("device")
         store = TieredStore(plan=made, nvme=Slab([given.directory]), step=CpuStep())
         optimizer = zero_core.shard(model, optimizer, store=store, prefetch_bytes=given.prefetch)
-    tokens = torch.randint(0, config.vocab_size, (1, given.tokens))
+    generator = torch.Generator().manual_seed(0)  # what deferred construction draws comes from nobody's generator
+    tokens = torch.randint(0, config.vocab_size, (1, given.tokens), generator=generator)
 
     def block(count: int) -> float:
         for _ in range(count):
@@ -100,9 +104,9 @@ def work(given: argparse.Namespace) -> None:
 def start(variant: str, given: argparse.Namespace) -> subprocess.Popen[str]:
     folder = Path(given.directory, variant)
     folder.mkdir(parents=True, exist_ok=True)
-    options = [
-        f"--{key}={value}" for key, value in vars(given).items() if key not in ("directory", "variant", "variants")
-    ]
+    told = {key: value for key, value in vars(given).items() if key not in ("directory", "variant", "variants")}
+    options = ["--checkpointing"] if told.pop("checkpointing") else []
+    options += [f"--{key}={value}" for key, value in told.items()]
     command = [sys.executable, "-m", "tests.benchmarks.lora", str(folder), "--variant", variant, *options]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -141,6 +145,7 @@ if __name__ == "__main__":
     parser.add_argument("--variants", default="plain,host,nvme")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prefetch", type=int, default=32 << 20, help="prefetch_bytes")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--variant", help=argparse.SUPPRESS)

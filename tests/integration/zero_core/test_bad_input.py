@@ -264,6 +264,24 @@ def test_a_model_that_is_moved_to_where_it_is(move):
         assert all(torch.equal(p, master) for p, master in zip(model.parameters(), masters, strict=True))
 
 
+def test_a_parameter_that_was_frozen_when_the_model_was_sharded_is_not_trained_later():
+    """In torch the optimizer would step it; here it has no states. One that is in no optimizer is as in torch."""
+    model, other = toys.Frozen(), toys.Frozen()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    zero_core.shard(other, toys.sgd([p for p in other.parameters() if p.requires_grad]))
+    for each in (model, other):
+        each.blocks[0].up.weight.requires_grad_(True)
+    with torch.no_grad():
+        expected = model(toys.data(0, 0))
+    with pytest.raises(ChangedParameterError, match=r"blocks\.0\.up\.weight requires a gradient.*torch\.no_grad\(\)"):
+        model(toys.data(0, 0))
+    model.blocks[0].up.weight.requires_grad_(False)
+    assert torch.equal(model(toys.data(0, 0)), expected)
+    toys.loss_of(other, toys.data(0, 0)).backward()
+    assert other.blocks[0].up.weight.grad.shape == (17, 13)
+    optimizer.close()
+
+
 def test_a_moved_or_cast_model():
     model, _ = sharded()
     for dtype in (torch.float16, torch.bfloat16, torch.float64):

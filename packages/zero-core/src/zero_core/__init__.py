@@ -7,7 +7,7 @@ from .building.tiling import TiledLinear, tile_linear
 from .checkpoint.pretrained import load_pretrained, save_pretrained
 from .errors import ZeroError
 from .full_values import full_gradient, full_state, set_full_gradient, set_full_state
-from .gathering import gathered
+from .gathering import gathered, trained_state_dict
 from .heap import keep_freed_memory
 from .runtime.scaling import LossScale
 from .sharding import Handle, handle, no_sync, shard, units
@@ -39,6 +39,7 @@ __all__ = [
     "shard",
     "sleep",
     "tile_linear",
+    "trained_state_dict",
     "uneven",
     "units",
     "wake",

@@ -1,8 +1,11 @@
-"""`gathered`: full, writable parameters inside a `with`, and what was written kept. Collective, and nestable."""
+"""`gathered`: full, writable parameters inside a `with`, and what was written kept. Collective, and nestable.
+
+`trained_state_dict`: copies of what is trained alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .building.keys import named_tensors
 from .errors import GradientError, ZeroError
 from .optim.optimizer import ShardedOptimizer
 from .precision import as_bytes
@@ -17,7 +21,28 @@ from .runtime.hooks import Engine
 from .runtime.place import Place, places_of
 from .runtime.unit import Unit
 
-__all__ = ["gathered"]
+__all__ = ["gathered", "trained_state_dict"]
+
+
+@torch.no_grad()
+def trained_state_dict(model: nn.Module, also: Callable[[str], bool] = lambda name: False) -> dict[str, Tensor]:
+    """What of model.state_dict() is trained, and buffers: copies, of parameters whole and in their dtype. Collective.
+
+    model.state_dict() gathers all that is not trained too. also: names of such parameters that are wanted all the same.
+    Raises ZeroError for a module without sharded parameters.
+    """
+    _places(model)
+    found = {}
+    for named in named_tensors(model):
+        place: Any = named.tensor.__dict__.get("_zero_home")
+        if place is None:
+            value = named.tensor.detach().clone()
+        elif place.unit.trainable or any(map(also, named.names)):
+            value = place.full_copy(named.tensor)
+        else:
+            continue
+        found.update(dict.fromkeys(named.names, value))
+    return found
 
 
 @contextmanager
@@ -28,9 +53,7 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
     master: parameters are the fp32 masters inside, whatever their dtype. An exception inside discards what was written.
     Raises ZeroError for a module without sharded parameters.
     """
-    places = places_of(module)
-    if not places:
-        raise ZeroError(f"{type(module).__name__} has no sharded parameter: call zero_core.shard first")
+    places = _places(module)
     engine: Engine = places[0].engine
     if engine.busy:
         raise ZeroError("gathered() inside forward or backward: a parameter used there gathers itself")
@@ -60,6 +83,14 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
         _count_writes(engine, opened)
         for unit in opened:
             _keep(unit, master)
+
+
+def _places(module: nn.Module) -> list[Any]:
+    """Where the module's sharded parameters live."""
+    places = places_of(module)
+    if not places:
+        raise ZeroError(f"{type(module).__name__} has no sharded parameter: call zero_core.shard first")
+    return places
 
 
 def _refuse_without_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

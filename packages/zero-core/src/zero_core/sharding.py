@@ -151,7 +151,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     engine = Engine(
         model, made.units, context, STAGES[stage],
         prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes, loss_scale=scale, max_grad_norm=max_grad_norm,
-        begin_update=updates.begin if updates is not None else None,
+        begin_update=updates.begin if updates is not None else None, optimized=optimized,
     )  # fmt: skip
     handover = Handover(made.units)
     try:
@@ -159,7 +159,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         made.attach_store(initialiser, handover, stage, lent)
         for unit in made.units:
             for k, parameter in enumerate(unit.parameters):
-                set_home(parameter, Place(engine, unit, k, optimized=id(parameter) in optimized))
+                set_home(parameter, Place(engine, unit, k))
             for k, alias in unit.aliases:
                 set_home(alias, home_of(unit.parameters[k]))
             for whole in unit.wholes:

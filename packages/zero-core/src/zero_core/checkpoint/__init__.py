@@ -18,7 +18,7 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ..building.keys import Named, named_tensors
 from ..device import has_streams
 from ..errors import CheckpointError, ZeroError
 from .files import StreamingReader, StreamingWriter
@@ -58,9 +57,14 @@ def save(
     *,
     scheduler: Any = None,
     extra: Any = None,
+    trained_only: bool = False,
     tile_numel: int = TILE_NUMEL,
 ) -> None:
     """Write the sharded model, and with `optimizer` the whole run, into `folder`. Collective; all ranks see the folder.
+
+    trained_only: parameters that are not trained are left out, as the base of a model with adapters. `load` then wants
+    a model that was built in the same way, from the same weights. Not left out are buffers, and parameters with values
+    that were written since the model was built by `shard` or `load_pretrained`, as by a merge of adapters.
 
     States stream from the store one box of at most `tile_numel` elements at a time. Complete or absent: killed at any
     moment, the folder holds what it held before, or the new checkpoint. extra: anything that pickles; rank 0's is kept.
@@ -68,11 +72,12 @@ def save(
     """
     view = _view(model, optimizer)
     view.ranks.meet("checkpoint.save")
-    names = named_tensors(model)
-    contents = _contents(view, names, with_optimizer=optimizer is not None, tile_numel=tile_numel)
-    contents.add(_run_state(view, optimizer, scheduler, extra), *STATE.split("."))
+    left_out = view.left_out() if trained_only else {}
+    contents = _contents(view, left_out, with_optimizer=optimizer is not None, tile_numel=tile_numel)
+    run = _run_state(view, optimizer, scheduler, extra) | ({"left_out": left_out} if trained_only else {})
+    contents.add(run, *STATE.split("."))
     contents.add(random_state_of(view.ranks.device), "zero", f"rng.{view.ranks.rank}")
-    aliases = {f"model.{clean_name(a)}": f"model.{clean_name(n.name)}" for n in names for a in n.aliases}
+    aliases = {f"model.{clean_name(a)}": f"model.{clean_name(n.name)}" for n in view.names for a in n.aliases}
     with _unwrapped(Path(folder)):
         dcp.save(
             {},
@@ -99,6 +104,7 @@ def load(
 
     It may have been saved at any world size, stage and store, by FSDP2, or from plain state dicts; model_key and
     optimizer_key are the keys it was saved under ("" for none). Each rank reads the boxes that its slices touch.
+    Parameters that it left out (`save(trained_only=True)`) keep their values; all that are trained have to be in it.
     Without `strict`, parameters the checkpoint lacks keep their values and names the model lacks are ignored. Random
     state is restored rank by rank, where there is that rank's. Load only folders you trust: they are pickles.
     verify: compare each tensor with the checksum that was written with it (0.7 s a GB on one core of a 2.5 GHz Xeon).
@@ -107,9 +113,8 @@ def load(
     """
     view = _view(model, optimizer)
     view.ranks.meet("checkpoint.load")
-    names = named_tensors(model)
     states = tuple(s for s in view.store.state_names() if s != MASTER) if optimizer is not None else None
-    finder = Finder(Path(folder), view, names, states, strict, model_key, optimizer_key)
+    finder = Finder(Path(folder), view, states, strict, model_key, optimizer_key)
     small = _read(folder, view, finder.small, tile_numel, verify)
     run, steps = finder.decode(small)
     options = []
@@ -118,11 +123,11 @@ def load(
     if scheduler is not None and run and run["scheduler"] is None:
         raise CheckpointError(f"{folder} was saved without a scheduler; load it with scheduler=None")
     view.handle.engine.discard_gradients()
-    view.overwriting()
+    view.overwriting(finder.found)
     _read(folder, view, lambda metadata: Wanted(finder.slices(metadata, steps), (), ()), tile_numel, verify)
     with torch.no_grad():
-        for named in names:
-            if named.is_buffer and finder.found.get(named.name) in small.tensors:
+        for named in view.names:
+            if view.is_whole(named) and finder.found.get(named.name) in small.tensors:
                 named.tensor.copy_(small.tensors[finder.found[named.name]])
     for part, name, value in finder.scalars(small, steps):
         view.write_scalar(part, name, value)
@@ -141,7 +146,7 @@ def load(
 
 def _view(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ShardView:
     view = view_of(model)
-    if view is None:
+    if view is None or view.handle.model is not model:
         raise ZeroError(
             f"{type(model).__name__} is not sharded; call zero_core.shard first (any stage), or use "
             "torch.distributed.checkpoint with its state dict, which reads the same folders"
@@ -193,21 +198,23 @@ def _read(
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _contents(view: ShardView, names: Sequence[Named], *, with_optimizer: bool, tile_numel: int) -> Contents:
+def _contents(view: ShardView, left_out: Container[str], *, with_optimizer: bool, tile_numel: int) -> Contents:
     contents = Contents(view, tile_numel)
     states = [s for s in view.store.state_names() if s != MASTER] if with_optimizer else []
     for part in view.slices():
         name = clean_name(part.name)
-        contents.add_slice(part, MASTER, "model", name)
+        if name not in left_out:
+            contents.add_slice(part, MASTER, "model", name)
         if view.handle.units[part.unit].groups[part.index] is not None:
             for state in states:
                 contents.add_slice(part, state, "optim", "state", name, state)
-    for named in names:
-        if view.is_first and (named.is_buffer or named.tensor.numel() == 0):  # an empty parameter is in nobody's slice
+    for named in view.names:
+        whole = view.is_whole(named)
+        if view.is_first and (whole or named.tensor.numel() == 0):  # an empty parameter is in nobody's slice
             name = clean_name(named.name)
-            value = named.tensor if named.is_buffer else torch.empty(named.tensor.shape)
+            value = named.tensor if whole else torch.empty(named.tensor.shape)
             contents.add(value, "model", name)
-            if named.is_buffer or not named.tensor.requires_grad or not with_optimizer:
+            if whole or not named.tensor.requires_grad or not with_optimizer:
                 continue
             kept = dict.fromkeys(states, value) | dict.fromkeys(view.scalar_names, torch.zeros(()))
             for state, empty in kept.items():
@@ -273,8 +280,7 @@ def _restore_optimizer(
     view: ShardView, optimizer: Any, step: int, steps: Mapping[str, int], options: Sequence[Mapping[str, Any]]
 ) -> None:
     optimizer.step_count = step
-    for unit in view.handle.units:
-        for k, slot in enumerate(unit.layout.slots):
-            unit.steps[k] = steps.get(slot.name, 0)
+    for unit, k, name in view.parameters():
+        unit.steps[k] = steps.get(name, 0)
     for live, saved in zip(optimizer.param_groups, options, strict=True):
         live.update(saved)

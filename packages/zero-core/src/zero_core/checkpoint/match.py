@@ -31,23 +31,25 @@ class Finder:
         self,
         folder: Path,
         view: ShardView,
-        names: Sequence[Named],
         states: Sequence[str] | None,
         strict: bool,
         model_key: str,
         optimizer_key: str,
     ) -> None:
-        self._folder, self._view, self._names, self._states, self._strict = folder, view, names, states, strict
+        self._folder, self._view, self._names, self._states, self._strict = folder, view, view.names, states, strict
         self._model = f"{model_key}." if model_key else ""
         self._optimizer = f"{optimizer_key}." if optimizer_key else ""
         self.found: dict[str, str] = {}  # name in the model -> name in the checkpoint
+        self._absent: list[Named] = []  # parameters that are not trained, which the checkpoint may leave out
         self._state_name: dict[str, str] = {}  # name in the model -> the prefix of its states' names
 
     def small(self, metadata: Metadata) -> Wanted:
         """Check the checkpoint against the model; ask for its small tensors and objects."""
         shapes, everything = shapes_of(metadata), metadata.state_dict_metadata
         missing, mismatched, used = self._match(shapes)
-        tensors = [self.found[n.name] for n in self._names if n.is_buffer and n.name in self.found]
+        if STATE not in everything:
+            missing += self._names_of(self._absent)
+        tensors = [self.found[n.name] for n in self._names if self._view.is_whole(n) and n.name in self.found]
         unknown: list[str] = []
         if self._states is not None:
             absent, unknown = self._match_states(shapes)
@@ -80,11 +82,14 @@ class Finder:
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[list[str], list[str], set[str]]:
         missing, mismatched, used = [], [], set()
+        frozen = {id(p) for unit in self._view.handle.units if not unit.trainable for p in unit.parameters}
         for named in self._names:
             candidates = [self._model + clean_name(n) for n in named.names]
             present = [c for c in candidates if c in shapes]
             used.update(present)
-            if not present:
+            if not present and id(named.tensor) in frozen:
+                self._absent.append(named)
+            elif not present:
                 missing.append(candidates[0])
             elif shapes[present[0]] != tuple(named.tensor.shape):
                 mismatched.append(f"{present[0]}: saved {shapes[present[0]]}, model {tuple(named.tensor.shape)}")
@@ -123,11 +128,29 @@ class Finder:
         run = unpickle(small.objects[STATE]) if STATE in small.objects else {}
         if run and run["format"] > FORMAT:
             raise CheckpointError(f"{self._folder} has format {run['format']}; this zero-core reads up to {FORMAT}")
+        if self._strict:
+            self._check_left_out(run.get("left_out", {}))
         steps = {}
         for name, prefix in self._state_name.items():
             step = small.tensors.get(f"{prefix}.step")
             steps[name] = 1 if step is None else int(step)  # SGD has states and counts no steps
         return run, steps
+
+    def _check_left_out(self, left_out: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise unless the model has what the checkpoint left out, and nothing else is absent from it."""
+        mine = {clean_name(name): tuple(n.tensor.shape) for n in self._view.names for name in n.names}
+        absent = [n for n in self._absent if not any(clean_name(name) in left_out for name in n.names)]
+        others = [f"{n}: {shape}, model {mine.get(n, 'none')}" for n, shape in left_out.items() if mine.get(n) != shape]
+        complaints = [f"missing from the checkpoint: {_some(self._names_of(absent))}"] if absent else []
+        complaints += [f"not trained when it was saved, and not in it: {_some(others)}"] if others else []
+        if complaints:
+            raise CheckpointError(
+                f"{self._folder} is of another model: {' | '.join(complaints)}; what a checkpoint leaves out has to be "
+                "built as it was when the run was saved"
+            )
+
+    def _names_of(self, tensors: Sequence[Named]) -> list[str]:
+        return [self._model + clean_name(named.name) for named in tensors]
 
     def scalars(self, small: StreamingLoadPlanner, steps: Mapping[str, int]) -> Iterator[tuple[ShardSlice, str, float]]:
         """This rank's slices of parameters that have stepped, with the numbers saved of them besides the step."""
@@ -165,12 +188,7 @@ class Finder:
 
 def steps_of(view: ShardView) -> dict[str, int]:
     """Steps that each optimized parameter has taken."""
-    return {
-        clean_name(slot.name): unit.steps[k]
-        for unit in view.handle.units
-        for k, slot in enumerate(unit.layout.slots)
-        if unit.groups[k] is not None
-    }
+    return {clean_name(name): unit.steps[k] for unit, k, name in view.parameters() if unit.groups[k] is not None}
 
 
 def groups_of(view: ShardView) -> list[dict[str, Any]]:

@@ -112,7 +112,7 @@ def _fill(model: nn.Module, tensors: Sequence[Named], values: Mapping[str, _File
     owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
     for named in tensors:
         source, tensor = values.get(named.name), named.tensor
-        if source is None or (view is not None and not named.is_buffer):
+        if source is None or (view is not None and not view.is_whole(named)):
             continue
         if not tensor.is_meta:
             _copy(tensor, source)
@@ -122,7 +122,7 @@ def _fill(model: nn.Module, tensors: Sequence[Named], values: Mapping[str, _File
             raise PretrainedError(f"{named.name} is on the meta device; build the model in zero_core.deferred_init()")
         recording.attach(tensor, source)
     if view is not None:
-        view.overwriting(values)
+        view.overwriting(values, as_built=True)
         for slice_ in view.slices():
             source = values.get(slice_.name)
             if source is not None:
@@ -209,11 +209,10 @@ def _write_values(model: nn.Module, view: ShardView | None, writers: Mapping[str
 
     initialiser = Initialiser(model) if view is None else None
     for named in named_tensors(model):
-        if named.is_buffer and first:
-            put(named.name, 0, named.tensor.detach().reshape(-1))
-        elif not named.is_buffer and initialiser is not None:
-            assert isinstance(named.tensor, nn.Parameter)
+        if initialiser is not None and isinstance(named.tensor, nn.Parameter):
             put(named.name, 0, initialiser.values(named.tensor).reshape(-1))
+        elif first and (view is None or view.is_whole(named)):
+            put(named.name, 0, named.tensor.detach().reshape(-1))
     if view is not None and view.writes:
         for slice_ in view.slices():
             for start, stop in _tiles(slice_.start, slice_.stop):

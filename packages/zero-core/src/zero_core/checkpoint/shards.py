@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..building.keys import Named, named_tensors
+from ..building.parts import named_parts
+from ..errors import ZeroError
 from ..precision import round_to
 from ..store import ScalarStates
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # both are above this module
+    from ..runtime.unit import Unit
     from ..sharding import Handle
 
 __all__ = ["MASTER", "ShardSlice", "ShardView", "clean_name", "view_of"]
@@ -28,7 +32,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 class ShardSlice:
     """Elements [start, stop) of the row-major parameter `name`, which lie at `shard_start` of unit `unit`'s shard."""
 
-    name: str  # as in model.named_parameters()
+    name: str  # as in model.named_parameters() now
     shape: tuple[int, ...]
     start: int
     stop: int
@@ -39,26 +43,46 @@ class ShardSlice:
 
 
 class ShardView:
-    """This rank's slices of a sharded model. Making one settles the model: nothing of it is whole afterwards.
+    """This rank's slices of a sharded model, or of a part of one. Making it settles the model: nothing is whole then.
 
-    is_first: rank 0. writes: this rank's slices are written to files by it and not by a replica.
+    names: the module's parameters and persistent buffers as they are called now, which a change of the model since
+    `shard` may have made others (PEFT's merge_and_unload and delete_adapter). is_first: rank 0. writes: this rank's
+    slices are written to files by it and not by a replica.
     """
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: Handle, model: nn.Module) -> None:
         handle.settle()
         self.handle = handle
+        self.names = named_tensors(model)
+        called = {id(named.tensor): named.name for named in self.names}
+        self._called = {(u.index, k): called.get(id(p)) for u in handle.units for k, p in enumerate(u.parameters)}
+        self._sharded = {id(p) for unit in handle.units for p in unit.parameters}
         self.ranks = handle.ranks
         self.store = handle.store
         self.is_first = self.ranks.rank == 0
         self.writes = self.ranks.replicate.rank == 0
+
+    def parameters(self) -> Iterator[tuple[Unit, int, str]]:
+        """The unit, the index in it and the name of each sharded parameter that the module still has."""
+        for unit in self.handle.units:
+            for k in range(len(unit.parameters)):
+                name = self._called[unit.index, k]
+                if name is not None:
+                    yield unit, k, name
+
+    def is_whole(self, named: Named) -> bool:
+        """Whether every rank has all of it: buffers, and parameters that came into the model after `shard`."""
+        return named.is_buffer or id(named.tensor) not in self._sharded
 
     def slices(self) -> Iterator[ShardSlice]:
         """This rank's, in the store's order. Frozen parameters too; they have a master and no other state."""
         for unit in self.handle.units:
             pieces = unit.layout.pieces(self.ranks.shard.rank)
             for segment, (piece, k) in enumerate(zip(pieces, unit.segment_slots(), strict=True)):
-                where = unit.index, k, segment, piece.shard_start
-                yield ShardSlice(piece.slot.name, piece.slot.shape, piece.slot_start, piece.slot_stop, *where)
+                name = self._called[unit.index, k]
+                if name is not None:
+                    where = unit.index, k, segment, piece.shard_start
+                    yield ShardSlice(name, piece.slot.shape, piece.slot_start, piece.slot_stop, *where)
 
     def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the parameter's `state`: (stop - start,) on the CPU, memory of its own."""
@@ -68,12 +92,29 @@ class ShardView:
             values = values.clone()  # a view of the store's own memory: saving it would save all of that
         return values
 
-    def overwriting(self, names: Container[str] | None = None) -> None:
-        """Tells autograd that the parameters in `names`, or all, are about to change. To be called on every rank."""
-        for unit in self.handle.units:
-            for k, slot in enumerate(unit.layout.slots):
-                if names is None or slot.name in names:
-                    unit.overwritten(k)
+    def overwriting(self, names: Container[str], *, as_built: bool = False) -> None:
+        """Tells autograd that the parameters in `names` are about to change. To be called on every rank.
+
+        as_built: whoever builds the model anew gives them the same values, so `left_out` need not keep them.
+        """
+        for unit, k, name in self.parameters():
+            if name in names:
+                unit.overwritten(k)
+                unit.rewritten[k] = not as_built
+
+    def left_out(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the parameters that a checkpoint of what is trained can do without. Collective.
+
+        They are not trained, and nothing has written into them, on any rank, since the model was built.
+        """
+        frozen = [(unit, k, name) for unit, k, name in self.parameters() if not unit.trainable]
+        written = self.ranks.numbers([float(unit.rewritten[k]) for unit, k, _ in frozen])
+        counts = self.ranks.sum_everywhere(written, "checkpoint.save").tolist() if frozen else []
+        return {
+            clean_name(name): unit.layout.slots[k].shape
+            for (unit, k, name), count in zip(frozen, counts, strict=True)
+            if not count
+        }
 
     def write(self, part: ShardSlice, state: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)) of the parameter's `state`. See `overwriting`."""
@@ -113,9 +154,17 @@ class ShardView:
 
 
 def view_of(model: nn.Module) -> ShardView | None:
-    """The view of a model that `shard` has changed; None for any other."""
-    handle: Any = model.__dict__.get("_zero_handle")  # sharding.py is above this module
-    return None if handle is None else ShardView(handle)
+    """The view of a module with sharded parameters; None for any other.
+
+    Raises ZeroError for a module with parameters of several sharded models.
+    """
+    found = [part.tensor.__dict__.get("_zero_home") for part in named_parts(model)]
+    homes = [home for home in found if home is not None]
+    handles = {id(home.engine): home.engine.model.__dict__["_zero_handle"] for home in homes}
+    if len(handles) > 1:
+        raise ZeroError(f"the {type(model).__name__} has parameters of {len(handles)} sharded models: save each apart")
+    handle: Any = model.__dict__.get("_zero_handle") or next(iter(handles.values()), None)
+    return None if handle is None else ShardView(handle, model)
 
 
 def clean_name(name: str) -> str:

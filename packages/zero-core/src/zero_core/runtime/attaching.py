@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,8 +65,17 @@ def _refuse_repacking(path: str, module: Any, args: Any) -> None:
 class Attachment:
     """What is attached to one sharded model."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], optimized: Container[int]) -> None:
         self._model, self._units = model, units
+        frozen = [unit for unit in units if not unit.trainable]
+        self._untrained = [
+            (slot.name, p)
+            for unit in frozen
+            for slot, p in zip(unit.layout.slots, unit.parameters, strict=True)
+            if id(p) in optimized
+        ]
+        wholes = [whole for unit in frozen for whole in unit.wholes if id(whole.parameter) in optimized]
+        self._untrained += [(whole.name, whole.parameter) for whole in wholes]
         mine = {id(p) for unit in units for p in (*unit.parameters, *(whole.parameter for whole in unit.wholes))}
         self._owners = [
             (f"{path}.{key}".lstrip("."), module, key, parameter)
@@ -126,4 +135,17 @@ class Attachment:
                 f"{name} is not the parameter that was sharded: the module was moved or exported, or the parameter "
                 "replaced, after zero_core.shard; do it before, write values inside zero_core.gathered, or give "
                 "torch.func.functional_call values, {name: parameter.detach()}"
+            )
+
+    def check_trained(self) -> None:
+        """Raise if a parameter of the optimizer requires a gradient now that did not when it was sharded."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = next((name for name, parameter in self._untrained if parameter.requires_grad), None)
+        if found is not None:
+            raise ChangedParameterError(
+                f"{found} requires a gradient, and did not when the model was sharded: it has no memory for optimizer "
+                "states, and no step would train it. Call zero_core.shard while all that will be trained requires a "
+                "gradient, and freeze with requires_grad_(False) after that, which can be undone at any time (with "
+                "PEFT: model.set_requires_grad([names of adapters]) before shard, set_adapter after). To run it "
+                "without training it, use torch.no_grad()"
             )

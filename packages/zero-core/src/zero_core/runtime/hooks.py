@@ -7,7 +7,7 @@ gradient goes is `reducer`'s, when the optimizer runs `optimizer`'s; [Note: the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -62,7 +62,9 @@ class Engine:
         loss_scale: LossScale | None,
         max_grad_norm: float | None,
         begin_update: Callable[[Unit], Callable[[], None]] | None,
+        optimized: Container[int],
     ) -> None:
+        """optimized: ids of the parameters in the optimizer's groups, whether trained or not."""
         self.model, self.units, self.stage = model, units, stage
         self.ranks, self.store, self.pool = context.ranks, context.store, context.pool
         self.prefetch_bytes, self.loss_scale, self.max_grad_norm = prefetch_bytes, loss_scale, max_grad_norm
@@ -83,7 +85,7 @@ class Engine:
         self._rounds: Rounds | None = None  # between ranks whose forwards may differ
         self._whole: set[int] = set()  # units that were unsharded when that began
         self._keeping = stage.keeps_parameters  # memory stays between uses
-        self._attachment = Attachment(model, units)
+        self._attachment = Attachment(model, units, optimized)
 
     def attach(self, nodes: Sequence[Node]) -> None:
         """Put the hooks on the modules and on the parameters."""
@@ -145,6 +147,8 @@ class Engine:
             self._attachment.check()
         self.writes.check_given(stepping=False)
         grad = torch.is_grad_enabled()
+        if grad:
+            self._attachment.check_trained()
         self._refuse_gradients()
         if self._rounds is not None:
             self._rounds.begin(self, node.index)

@@ -63,9 +63,6 @@ class Home(Protocol):
     def drop_gradient(self, parameter: Tensor) -> None:
         """`p.grad = None` was asked."""
 
-    def check_trained(self) -> None:
-        """`p.requires_grad = True` was asked. Raises ChangedParameterError if a step would leave the parameter out."""
-
     def instead_of(self, operation: str) -> str:
         """What to write in place of `operation` on a gradient, which has left."""
 
@@ -468,14 +465,6 @@ _ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
 
 _AUTOGRAD: dict[Any, Callable[..., Any]] = {torch.autograd.grad: _grad, torch.autograd.backward: _backward}
 
-
-def _set_requires_grad(parameter: Sharded, value: bool = True) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        if value and not parameter.requires_grad:
-            home_of(parameter).check_trained()
-        return parameter.requires_grad_(value)
-
-
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.__iter__: lambda parameter: iter(parameter.unbind(0)),
     _T.grad.__get__: _get_grad,
@@ -483,8 +472,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__get__: _get_data,
     _T.data.__set__: _set_data,
     Tensor.to: _to,
-    _T.requires_grad.__set__: _set_requires_grad,
-    Tensor.requires_grad_: _set_requires_grad,
     Tensor.data_ptr: _refuse_address,
     Tensor.untyped_storage: _refuse_address,
     Tensor.share_memory_: _refuse_address,

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..building.parts import named_parts
-from ..errors import ChangedParameterError
 from .hooks import Engine
 from .unit import Unit
 
@@ -16,10 +15,10 @@ __all__ = ["Place", "places_of"]
 
 
 class Place:
-    """A `parameter.Home`: parameter `index` of `unit`. optimized: it is in one of the optimizer's groups."""
+    """A `parameter.Home`: parameter `index` of `unit`."""
 
-    def __init__(self, engine: Engine, unit: Unit, index: int, *, optimized: bool) -> None:
-        self.engine, self.unit, self.index, self._optimized = engine, unit, index, optimized
+    def __init__(self, engine: Engine, unit: Unit, index: int) -> None:
+        self.engine, self.unit, self.index = engine, unit, index
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the parameter's tensor, made while it has memory, is not sharded."""
@@ -49,14 +48,6 @@ class Place:
 
     def drop_gradient(self, parameter: Tensor) -> None:
         self.engine.drop_gradient(self.unit, self.index)
-
-    def check_trained(self) -> None:
-        if self._optimized and not self.unit.trainable:
-            raise ChangedParameterError(
-                f"{self.name} did not require a gradient when the model was sharded, so there is no memory for its "
-                "optimizer states, and it cannot be trained now. Shard the model while everything that will be trained "
-                "requires a gradient, then freeze with requires_grad_(False): that can be undone at any time"
-            )
 
     def instead_of(self, operation: str) -> str:
         if "unscale" in operation:  # torch.amp.GradScaler

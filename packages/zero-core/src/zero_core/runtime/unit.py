@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 
 from ..errors import ChangedParameterError
 from ..layout import UnitLayout
-from ..precision import round_to
+from ..precision import as_bytes, round_to
 from .context import UnitContext
 from .gradient import Leftover, UnitGradient
 from .parameter import Sharded, sharded_class
@@ -57,6 +57,7 @@ class Unit(UnitMemory):
         self.users = 0  # open visits; the class of the parameters is nn.Parameter while there is one
         self.steps = [0] * len(self.parameters)
         self.epochs = [0] * len(self.parameters)  # how often the values changed: by an update, a write, a checkpoint
+        self.rewritten = [False] * len(self.parameters)  # the values are others than those the model was built with
         self.visits: Counter[Any] = Counter()  # by kind: some of them compare the values before and after
         self.copies = False  # a forward writes into the parameters: never the store's own memory, see `keep`
         self._versions: list[int] = []  # of the parameters, when the first of the open visits began
@@ -83,6 +84,7 @@ class Unit(UnitMemory):
         """
         start, stop = self.layout.shard_range(self.ranks.shard.rank)
         mine = self.flat.detach()[start:stop].clone()
+        self.rewritten = [old or new for old, new in zip(self.rewritten, self.written(), strict=True)]
         if self.keeps_writes:
             self.changed()
         elif self.residency is Residency.UNSHARDED:
@@ -166,12 +168,14 @@ class Unit(UnitMemory):
     def overwritten(self, k: int) -> None:
         """Parameter k gets other values in a way that autograd does not see: [Note: changes before a backward]."""
         self.epochs[k] += 1
+        self.rewritten[k] = True
         increment_version(self.parameters[k])
         if self.users:
             self._versions[k] += 1  # no visit wrote it
 
     def write_part(self, name: str, k: int, whole: Tensor) -> None:
         """This rank's part of state `name` of parameter k goes to the store. whole: all of it, flattened."""
+        self.rewritten[k] |= name == "master"
         for piece in self.layout.pieces(self.ranks.shard.rank):
             if piece.slot is self.layout.slots[k]:
                 dtype = self.master_dtype if name == "master" else torch.float32
@@ -210,10 +214,15 @@ class Unit(UnitMemory):
         store's own memory.
         """
         self.changed()
-        if not self.trainable:
-            self.store.write_state(self.index, "master", 0, mine)
-            return
         old = self.store.read_state(self.index, "master", 0, self.layout.shard_numel).to(mine.device)
+        if not self.trainable:
+            pieces = self.layout.pieces(self.ranks.shard.rank)
+            for piece, k in zip(pieces, self.segment_slots(), strict=True):
+                part = slice(piece.shard_start, piece.shard_stop)
+                if not torch.equal(as_bytes(mine[part]), as_bytes(old[part])):
+                    self.rewritten[k] = True
+                    self.store.write_state(self.index, "master", piece.shard_start, mine[part])
+            return
         rounded = old
         if mine.dtype != torch.float32:
             rounded = torch.empty_like(mine)

@@ -78,9 +78,6 @@ class Whole:
     def drop_gradient(self, parameter: Tensor) -> None:
         pass
 
-    def check_trained(self) -> None:
-        raise ChangedParameterError(f"{self.name} is quantised and was frozen when the model was sharded: it stays so")
-
     def instead_of(self, operation: str) -> str:
         return "It has none"
 
