@@ -119,6 +119,13 @@ def packages(session: nox.Session, package: str) -> None:
 
 
 @nox.session
+def peft(session: nox.Session) -> None:
+    """LoRA over the quantised bases of bitsandbytes and torchao, which `tests` skips where they are not installed."""
+    everything(session, extras=("peft", "bitsandbytes", "torchao"))
+    session.run("pytest", "-rR", "tests/integration/zero_offload/test_quantised.py", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff, its formatter as a check, and who may import whom."""
     session.install("--quiet", "ruff", "import-linter")

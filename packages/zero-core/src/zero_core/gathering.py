@@ -18,7 +18,7 @@ from .errors import GradientError, ZeroError
 from .optim.optimizer import ShardedOptimizer
 from .precision import as_bytes
 from .runtime.hooks import Engine
-from .runtime.place import Place
+from .runtime.place import Place, places_of
 from .runtime.unit import Unit
 
 __all__ = ["gathered", "trained_state_dict"]
@@ -65,7 +65,7 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
         for unit in opened:
             unit.unshard(copy=True)
             unit.enter()
-            if master:
+            if master and unit.trainable:  # of what is frozen it is what is there
                 _show_master(unit)
     refusal = register_optimizer_step_pre_hook(_refuse_without_gradients)
     engine.gathered += 1
@@ -87,7 +87,7 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
 
 def _places(module: nn.Module) -> list[Any]:
     """Where the module's sharded parameters live."""
-    places = [p.__dict__["_zero_home"] for p in module.parameters() if "_zero_home" in p.__dict__]
+    places = places_of(module)
     if not places:
         raise ZeroError(f"{type(module).__name__} has no sharded parameter: call zero_core.shard first")
     return places

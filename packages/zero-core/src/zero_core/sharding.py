@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from .building.init import Initialiser
+from .building.parts import aliases_of, check_parts, keep_parts, named_parts, wraps
 from .building.wrapping import UnitPlan, plan_units, unit_modules
 from .comm.collectives import CollectivesFactory
 from .comm.ranks import Ranks
@@ -32,12 +33,13 @@ from .precision import FLOATS, as_bytes
 from .runtime.attaching import Node
 from .runtime.context import UnitContext
 from .runtime.hooks import Engine
-from .runtime.parameter import set_home, sharded_class
+from .runtime.parameter import home_of, set_home, sharded_class
 from .runtime.place import Place
 from .runtime.retired import retire, wrapped_in
 from .runtime.scaling import LossScale
 from .runtime.stages import STAGES
 from .runtime.unit import Unit
+from .runtime.whole import Whole
 from .store import NullObserver, Observer, Segment, ShardSpec, ShardStore, StoreContext, lent_bytes
 
 __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
@@ -158,6 +160,10 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         for unit in made.units:
             for k, parameter in enumerate(unit.parameters):
                 set_home(parameter, Place(engine, unit, k))
+            for k, alias in unit.aliases:
+                set_home(alias, home_of(unit.parameters[k]))
+            for whole in unit.wholes:
+                set_home(whole.parameter, whole)
         carry_over(optimizer, made.units, store, ranks)
         engine.attach(made.nodes(unit_modules(model, units)))
         sharded = ShardedOptimizer(optimizer, engine, updates, observer)
@@ -209,6 +215,21 @@ class _Maker:
             parameters = list(plan.parameters.values())
             places = [groups[id(p)] if plan.trained else None for p in parameters]
             self.units.append(Unit(index, layout, parameters, places, dtype, self.reduce_dtype, context))
+        self._find_aliases()
+
+    def _find_aliases(self) -> None:
+        """Tell the units of other tensors over their memory, and of parameters that have parts there."""
+        where = {id(p): (unit, k) for unit in self.units for k, p in enumerate(unit.parameters)}
+        wholes: dict[int, Whole] = {}
+        for name, part, parameter, module, quantised in list(named_parts(self.model, remove_duplicate=False)):
+            unit, k = where[id(part)]
+            known = {id(alias) for _, alias in unit.aliases}
+            unit.aliases += [(k, alias) for alias in aliases_of(module, part, name) if id(alias) not in known]
+            if quantised:
+                keep_parts(parameter, module)
+            if wraps(type(parameter)):
+                whole = wholes.setdefault(id(parameter), Whole(name.rpartition(".")[0], parameter))
+                unit.wholes += [] if whole in unit.wholes else [whole]
 
     def compare(self, stage: int, max_grad_norm: float | None) -> None:
         """The same on every rank? Else the first collective would be of two sizes, which ends a process of gloo's."""
@@ -304,11 +325,12 @@ def _check(
             f"shard() the inner one, `optimizer = zero_core.shard(model, optimizer.{wrapped[0]}, ...)`, and step what "
             "that returns. With accelerate, prepare only the data loader"
         )
-    for name, parameter in model.named_parameters():
+    for name, _, parameter, _, _ in named_parts(model):
         if isinstance(parameter, UninitializedParameter):
             raise ZeroError(f"{name} has no shape yet: run the model once on a sample before zero_core.shard")
         sharded_class(type(parameter))
-        if "_zero_home" in parameter.__dict__:
+        check_parts(name, parameter)
+        if parameter.__dict__.get("_zero_home") is not None:
             raise AlreadyShardedError(f"{name} is sharded already: call zero_core.shard once, on the whole model")
     _check_parameters(model, optimizer, param_dtype)
 

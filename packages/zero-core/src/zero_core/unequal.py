@@ -9,6 +9,7 @@ from torch import nn
 
 from .errors import CollectiveError, ZeroError
 from .runtime.hooks import Engine
+from .runtime.place import places_of
 from .runtime.rounds import Rounds
 
 __all__ = ["uneven"]
@@ -52,7 +53,7 @@ def uneven(*models: nn.Module) -> Iterator[None]:
 def _engines(models: tuple[nn.Module, ...]) -> list[Engine]:
     found: dict[Engine, None] = {}
     for model in models:
-        places = [p.__dict__["_zero_home"] for p in model.parameters() if "_zero_home" in p.__dict__]
+        places = places_of(model)
         if not places:
             raise ZeroError(f"{type(model).__name__} has no sharded parameter: call zero_core.shard first")
         found.update((place.engine, None) for place in places)

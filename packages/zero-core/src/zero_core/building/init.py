@@ -124,7 +124,7 @@ class Initialiser:
         self._recordings.clear()
 
 
-def become(parameter: nn.Parameter, data: Tensor) -> None:
+def become(parameter: Tensor, data: Tensor) -> None:
     """Give `parameter` the memory `data`, of its shape: identity, requires_grad and attributes stay, also from and to
     meta.
     """

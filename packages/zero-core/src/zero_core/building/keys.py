@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .parts import named_parts
 from .tiling import TiledLinear
 
 __all__ = ["Match", "Named", "Part", "match", "named_tensors", "whole_tensors"]
@@ -56,10 +57,11 @@ class Match:
 
 
 def named_tensors(model: nn.Module) -> tuple[Named, ...]:
-    """Parameters, then persistent buffers, each once, in the model's order, with all names that they go by."""
+    """Parameters (their parts, where they have several), then persistent buffers, each once, in the model's order, with
+    all names that they go by."""
     found: dict[int, tuple[list[str], Tensor, bool]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), ([], parameter, False))[0].append(name)
+    for part in named_parts(model, remove_duplicate=False):
+        found.setdefault(id(part.tensor), ([], part.tensor, False))[0].append(part.name)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:

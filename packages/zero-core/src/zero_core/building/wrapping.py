@@ -4,6 +4,7 @@ Default: every child of every ModuleList, plus large embeddings and heads apart;
 which run on some ranks only (experts, in a ModuleList inside a block) belong to their block's unit. Tied parameters put
 the modules that hold them into one unit. The parameters of one module form several units where they differ in dtype, or
 where some are trained and others are not. What is not trained is bytes of any dtype: no gradient, no master, no states.
+A parameter of several parts, as quantised weights are, is in units part by part: [Note: the parts of a parameter].
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .parts import named_parts
 from .tiling import TiledLinear
 
 __all__ = ["UnitPlan", "plan_units", "unit_modules"]
@@ -26,14 +28,17 @@ _APART = 0.01  # an embedding or a head with this share of the model's elements 
 class UnitPlan:
     """One unit to be: its modules (by qualified name), and its parameters, all of one dtype, in naming order.
 
-    trained: all of its parameters are; else none is.
+    trained: all of its parameters are; else none is. exact: floats of quantised parameters, which are not cast.
+    owners: by name, the quantised parameters whose parts these are.
     """
 
     name: str
     trained: bool = True
     modules: dict[str, nn.Module] = field(default_factory=dict)
     beside: int | None = None  # the same number for all units that the same modules open; None: there is one
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    exact: bool = False
+    owners: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,7 +47,8 @@ class UnitPlan:
     @property
     def own_dtype(self) -> torch.dtype | None:
         """What is kept as it is whatever the model is computed in: integers and 8-bit floats. None: it is cast."""
-        return None if self.trained or (self.dtype.is_floating_point and self.dtype.itemsize > 1) else self.dtype
+        cast = self.dtype.is_floating_point and self.dtype.itemsize > 1 and not self.exact
+        return None if self.trained or cast else self.dtype
 
     @property
     def encloses(self) -> bool:
@@ -126,26 +132,34 @@ def plan_units(
             if parameter is not None and owner[id(module)] not in homes.setdefault(id(parameter), []):
                 homes[id(parameter)].append(owner[id(module)])
     merged = _merge(modules, homes.values())
-    plans: dict[tuple[str, torch.dtype, bool], UnitPlan] = {}
-    for name, parameter in model.named_parameters():
+    plans: dict[_Key, UnitPlan] = {}
+    for name, part, parameter, _, quantised in named_parts(model):
         lead = merged[homes[id(parameter)][0]]
         trained = parameter.requires_grad and (optimized is None or id(parameter) in optimized)
-        key = (lead, parameter.dtype, trained)
+        exact = quantised and part.is_floating_point() and part.dtype.itemsize > 1
+        key = (lead, part.dtype, trained, exact)
         if key not in plans:
             members = {p: m for p, m in modules.items() if merged[p] == lead}
-            plans[key] = UnitPlan(_label(key, [k for k in plans if k[0] == lead]), trained, members)
-        plans[key].parameters[name] = parameter
-    together = Counter(lead for lead, _, _ in plans)
+            plans[key] = UnitPlan(_label(key, [k for k in plans if k[0] == lead]), trained, members, exact=exact)
+        plans[key].parameters[name] = part
+        if quantised:
+            plans[key].owners[name] = parameter
+    together = Counter(lead for lead, *_ in plans)
     numbers = {lead: number for number, lead in enumerate(together) if together[lead] > 1}
-    for (lead, _, _), plan in plans.items():
+    for (lead, *_), plan in plans.items():
         plan.beside = numbers.get(lead)
     return list(plans.values())
 
 
-def _label(key: tuple[str, torch.dtype, bool], twins: Sequence[tuple[str, torch.dtype, bool]]) -> str:
+_Key = tuple[str, torch.dtype, bool, bool]  # the first of its modules, dtype, trained, exact
+
+
+def _label(key: _Key, twins: Sequence[_Key]) -> str:
     """The name of a unit. `twins`: those of the same modules that have names already."""
-    lead, dtype, trained = key
+    lead, dtype, trained, exact = key
     parts = [lead or "root"]
+    if exact:
+        parts.append("exact")
     if any(twin[2] != trained for twin in twins):
         parts.append("trained" if trained else "frozen")
     if any(twin[1] != dtype for twin in twins):

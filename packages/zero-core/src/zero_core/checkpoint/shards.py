@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..building.keys import Named, named_tensors
+from ..building.parts import named_parts
 from ..errors import ZeroError
 from ..precision import round_to
 from ..store import ScalarStates
@@ -157,7 +158,8 @@ def view_of(model: nn.Module) -> ShardView | None:
 
     Raises ZeroError for a module with parameters of several sharded models.
     """
-    homes = [p.__dict__["_zero_home"] for p in model.parameters() if "_zero_home" in p.__dict__]
+    found = [part.tensor.__dict__.get("_zero_home") for part in named_parts(model)]
+    homes = [home for home in found if home is not None]
     handles = {id(home.engine): home.engine.model.__dict__["_zero_handle"] for home in homes}
     if len(handles) > 1:
         raise ZeroError(f"the {type(model).__name__} has parameters of {len(handles)} sharded models: save each apart")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..building.init import become
+from ..building.parts import forget_parts
 from ..errors import StoreError
 from ..runtime.unit import Unit
 from ..store import ShardStore
@@ -28,6 +29,7 @@ class _Was:
     kind: type[nn.Parameter]
     like: Tensor
     device: torch.device
+    aliases: tuple[Tensor, ...]
 
 
 class Handover:
@@ -40,8 +42,11 @@ class Handover:
     def take(self, i: int) -> None:
         """Unit i's parameters become views without memory: the caller has their values."""
         self._away[i] = [
-            _Was(p, type(p), p.detach() if p.is_meta else torch.empty_like(p.data, device="meta"), p.device)
-            for p in self._units[i].parameters
+            _Was(
+                *(p, type(p), p.detach() if p.is_meta else torch.empty_like(p.data, device="meta"), p.device),
+                tuple(alias for j, alias in self._units[i].aliases if j == k),
+            )
+            for k, p in enumerate(self._units[i].parameters)
         ]
         self._units[i].adopt_parameters(become)
 
@@ -62,6 +67,8 @@ class Handover:
                 _restore(was, values.copy_(master[slot.offset : slot.stop].view(slot.shape)))
             else:
                 lost.append(was)
+        for each in unit.wholes:
+            each.give_back()
         if lost:
             self._away[i] = lost
 
@@ -92,5 +99,9 @@ class Handover:
 def _restore(was: _Was, data: Tensor) -> None:
     was.parameter.__class__ = nn.Parameter
     was.parameter.__dict__.pop("_zero_home", None)
+    forget_parts(was.parameter)
     become(was.parameter, data)
     was.parameter.__class__ = was.kind
+    for alias in was.aliases:
+        alias.__class__ = torch.Tensor
+        become(alias, was.parameter.detach())

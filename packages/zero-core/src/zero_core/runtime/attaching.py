@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..building.parts import repacks_in_eval
 from ..errors import ChangedParameterError, ZeroError
 from .outputs import not_traced, unwrapped
 from .parameter import keep_state_dict, refuse_copies
@@ -49,6 +50,18 @@ class _Collector:
             collect(unit, self.k)
 
 
+def _refuse_repacking(path: str, module: Any, args: Any) -> None:
+    """bitsandbytes would replace the weight's bytes and round its scales, as it does on some processors."""
+    if module.training or not module.support_avx512bf16_for_cpu or not args:
+        return
+    if args[0].device.type == "cpu" and not args[0].requires_grad:
+        raise ChangedParameterError(
+            f"{path} is in eval mode, where bitsandbytes repacks 4-bit weights for avx512_bf16 and rounds their scales "
+            "for good, which shards cannot follow. Before the forward, set support_avx512bf16_for_cpu = False on every "
+            "Linear4bit: it then computes in eval mode as it does in training"
+        )
+
+
 class Attachment:
     """What is attached to one sharded model."""
 
@@ -61,7 +74,9 @@ class Attachment:
             for slot, p in zip(unit.layout.slots, unit.parameters, strict=True)
             if id(p) in optimized
         ]
-        mine = {id(p) for unit in units for p in unit.parameters}
+        wholes = [whole for unit in frozen for whole in unit.wholes if id(whole.parameter) in optimized]
+        self._untrained += [(whole.name, whole.parameter) for whole in wholes]
+        mine = {id(p) for unit in units for p in (*unit.parameters, *(whole.parameter for whole in unit.wholes))}
         self._owners = [
             (f"{path}.{key}".lstrip("."), module, key, parameter)
             for path, module in model.named_modules()
@@ -85,6 +100,9 @@ class Attachment:
                 node.module.register_forward_hook(not_traced(partial(after, node)), always_call=True),
             ]
             refuse_copies(node.module)
+        for path, module in self._model.named_modules():
+            if repacks_in_eval(module):
+                self._handles.append(module.register_forward_pre_hook(partial(_refuse_repacking, path)))
         for module in {id(module): module for _, module, _, _ in self._owners}.values():
             self._handles.append(module.register_state_dict_post_hook(keep_state_dict))
         for unit in self._units:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..building.parts import wraps
 from ..errors import ChangedParameterError, GradientError, ShardedParameterError
 from .outputs import outside_transforms, unwrapped
 
@@ -70,8 +71,8 @@ def home_of(parameter: Tensor) -> Home:
     return parameter.__dict__[_HOME]
 
 
-def set_home(parameter: nn.Parameter, home: Home) -> None:
-    """Tell a parameter where it lives from now on."""
+def set_home(parameter: Tensor, home: Home | None) -> None:
+    """Tell a parameter where it lives from now on. None: it is the user's again."""
     parameter.__dict__[_HOME] = home
 
 
@@ -136,20 +137,34 @@ class Sharded(nn.Parameter):
 
 
 @functools.cache
-def sharded_class(kind: type[nn.Parameter]) -> type[Sharded]:
-    """The class of a parameter of class `kind` between its uses: an instance of both `Sharded` and `kind`.
+def sharded_class(kind: type[Tensor]) -> type[Sharded]:
+    """The class of a parameter, or a part of one, of class `kind` between its uses: both `Sharded` and `kind`.
 
-    Raises ShardedParameterError for a class whose tensors are more than one flat memory.
+    Raises ShardedParameterError for a class whose memory cannot be found.
     """
-    if issubclass(kind, Sharded) or kind is nn.Parameter:
+    if issubclass(kind, Sharded) or kind in (nn.Parameter, Tensor):
         return Sharded
-    torch_dispatch: Any = kind.__torch_dispatch__
-    if torch_dispatch is not nn.Parameter.__torch_dispatch__:
-        raise ShardedParameterError(
-            f"parameters of class {kind.__qualname__} define __torch_dispatch__, as quantised and distributed tensors "
-            "do, and cannot be cut into shards: convert them to plain parameters before zero_core.shard"
-        )
-    return type(f"Sharded{kind.__name__}", (Sharded, kind), {})
+    # Moves of its own that a subclass has, as bitsandbytes' do, read memory: between uses they are those of Sharded.
+    moves = {name: getattr(Tensor, name) for name in ("to", "cpu", "cuda", "xpu") if hasattr(Tensor, name)}
+    own: dict[str, Any] = {name: method for name, method in moves.items() if getattr(kind, name) is not method}
+    if wraps(kind):
+        if not hasattr(kind, "__tensor_flatten__") or _is_distributed(kind):
+            raise ShardedParameterError(
+                f"parameters of class {kind.__qualname__} define __torch_dispatch__ and no __tensor_flatten__, or are "
+                "distributed already, and cannot be cut into shards: convert them to plain parameters before "
+                "zero_core.shard"
+            )
+        own["__tensor_flatten__"] = property(_refuse_flatten)
+    # PEFT and transformers know some classes by name.
+    return type(kind.__name__, (Sharded, kind), {**own, "__qualname__": f"Sharded{kind.__qualname__}"})
+
+
+def _is_distributed(kind: type[Tensor]) -> bool:
+    return any(base.__module__.startswith("torch.distributed") for base in kind.__mro__)
+
+
+def _refuse_flatten(parameter: Sharded) -> Any:
+    raise AttributeError(f"the inner tensors of a {parameter!r} have no memory: use zero_core.gathered(module)")
 
 
 def refuse_copies(module: nn.Module) -> None:
@@ -178,6 +193,8 @@ def _full(parameter: Sharded) -> Tensor:
 def _values_for_graphs(parameter: Tensor) -> Tensor:
     """Full values that share the parameter's version counter, so that autograd refuses what it saved of them once the
     parameter has changed."""
+    if wraps(type(parameter)):
+        return home_of(parameter).full_copy(parameter)
     values = parameter.detach()
     values.data = home_of(parameter).full_copy(parameter)
     return values
@@ -201,7 +218,8 @@ def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if result is taken.values:
             return taken.parameter
     counts = func != _T.data.__get__
-    return _writing_through(func, result, [replace(taken, counts=counts) for taken, _ in gathered.values()], apart=True)
+    plain = [taken for taken, _ in gathered.values() if not wraps(type(taken.values))]
+    return _writing_through(func, result, [replace(taken, counts=counts) for taken in plain], apart=True)
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -370,8 +388,12 @@ def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
 
 
 def _set_data(parameter: Sharded, value: Tensor) -> None:
-    if value is parameter:
-        return  # model.to() where it is already
+    if value is parameter or (isinstance(value, Sharded) and home_of(value) is home_of(parameter)):
+        return  # model.to() where it is already; the other tensor over the same memory
+    if wraps(type(parameter)):
+        raise ChangedParameterError(
+            f"new data for a {parameter!r}: quantise the model before zero_core.shard; write values with copy_()"
+        )
     with torch._C.DisableTorchFunctionSubclass():
         kinds = [(tuple(t.shape), t.dtype, t.device) for t in (value, parameter)]
     changes = ", ".join(str(new) for new, old in zip(*kinds, strict=True) if new != old)
@@ -389,6 +411,15 @@ def _set_data(parameter: Sharded, value: Tensor) -> None:
             f"a {parameter!r} was given a view of {value.taken.parameter!r}, p.data = q.data, which in torch makes the "
             "two share memory: write p.data.copy_(q.data)"
         )
+
+
+def _get_data(parameter: Sharded) -> Tensor:
+    if wraps(type(parameter)):
+        raise ShardedParameterError(
+            f"p.data of a {parameter!r}: what is written into it would reach no shard. Read with p.detach(), write "
+            "with p.copy_() or inside zero_core.gathered(module)"
+        )
+    return _call_gathered(_T.data.__get__, (parameter,), {})
 
 
 def _to(parameter: Sharded, *args: Any, **kwargs: Any) -> Tensor:
@@ -438,6 +469,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.__iter__: lambda parameter: iter(parameter.unbind(0)),
     _T.grad.__get__: _get_grad,
     _T.grad.__set__: _set_grad,
+    _T.data.__get__: _get_data,
     _T.data.__set__: _set_data,
     Tensor.to: _to,
     Tensor.data_ptr: _refuse_address,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..building.parts import named_parts
 from .hooks import Engine
 from .unit import Unit
 
-__all__ = ["Place"]
+__all__ = ["Place", "places_of"]
 
 
 class Place:
@@ -17,6 +19,9 @@ class Place:
 
     def __init__(self, engine: Engine, unit: Unit, index: int) -> None:
         self.engine, self.unit, self.index = engine, unit, index
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the parameter's tensor, made while it has memory, is not sharded."""
 
     @property
     def name(self) -> str:
@@ -69,3 +74,9 @@ class Place:
         return (
             f"To clip, pass max_grad_norm= to zero_core.shard, which clips inside step(), and remove the call; {after}"
         )
+
+
+def places_of(module: nn.Module) -> list[Place]:
+    """Where the parameters of a module are, part by part; those that are not sharded are left out."""
+    found = [part.tensor.__dict__.get("_zero_home") for part in named_parts(module)]
+    return [place for place in found if place is not None]

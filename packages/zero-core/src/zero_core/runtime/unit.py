@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..errors import ChangedParameterError
@@ -25,8 +25,9 @@ from ..layout import UnitLayout
 from ..precision import as_bytes, round_to
 from .context import UnitContext
 from .gradient import Leftover, UnitGradient
-from .parameter import sharded_class
+from .parameter import Sharded, sharded_class
 from .residency import Residency, UnitMemory
+from .whole import Whole
 
 __all__ = ["Unit"]
 
@@ -40,7 +41,7 @@ class Unit(UnitMemory):
         self,
         index: int,
         layout: UnitLayout,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Any],  # nn.Parameter, or its parts
         groups: Sequence[int | None],
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
@@ -50,7 +51,9 @@ class Unit(UnitMemory):
         super().__init__(index, layout, dtype, context, exact=not self.trainable)
         self.parameters, self.groups = tuple(parameters), tuple(groups)
         self.gradient = UnitGradient(index, layout, self.parameters, self.groups, reduce_dtype, context)
-        self._classes = [type(parameter) for parameter in self.parameters]  # nn.Parameter, or the user's subclass
+        self._classes: list[type[Tensor]] = [type(p) for p in self.parameters]  # nn.Parameter, or the user's subclass
+        self.aliases: list[tuple[int, Tensor]] = []  # other tensors over the memory of parameter k
+        self.wholes: list[Whole] = []  # what has parts here
         self.users = 0  # open visits; the class of the parameters is nn.Parameter while there is one
         self.steps = [0] * len(self.parameters)
         self.epochs = [0] * len(self.parameters)  # how often the values changed: by an update, a write, a checkpoint
@@ -60,12 +63,17 @@ class Unit(UnitMemory):
         self._versions: list[int] = []  # of the parameters, when the first of the open visits began
         self._checksum: Tensor | None = None
 
-    def adopt_parameters(self, become: Callable[[nn.Parameter, Tensor], None]) -> None:
+    def adopt_parameters(self, become: Callable[[Any, Tensor], None]) -> None:
         """Make the user's parameters views of `flat` through `become`, without memory. Once, at the start."""
         for parameter, view, kind in zip(self.parameters, self.views, self._classes, strict=True):
             parameter.grad = None
             become(parameter, view)
             parameter.__class__ = sharded_class(kind)
+        for k, alias in self.aliases:
+            become(alias, self.views[k])
+            alias.__class__ = Sharded
+        for whole in self.wholes:
+            whole.close(self.index)
 
     def keep_written(self) -> None:
         """Give the store what a visit wrote. Call it when the visit is over, while the memory is still there.
@@ -114,6 +122,10 @@ class Unit(UnitMemory):
                         f"{slot.name} was {slot.shape}, {self.dtype} when the model was sharded and is now "
                         f"{tuple(parameter.shape)}, {parameter.dtype}: shard again a model built anew"
                     )
+            for _, alias in self.aliases:
+                alias.__class__ = Tensor
+            for whole in self.wholes:
+                whole.open(self.index)
 
     def was_written(self) -> bool:
         """Whether anything wrote into the parameters since the first of the open visits began, but through `p.data`.
@@ -232,3 +244,7 @@ class Unit(UnitMemory):
         self.users = 0
         for parameter, kind in zip(self.parameters, self._classes, strict=True):
             parameter.__class__ = sharded_class(kind)
+        for _, alias in self.aliases:
+            alias.__class__ = Sharded
+        for whole in self.wholes:
+            whole.close(self.index)

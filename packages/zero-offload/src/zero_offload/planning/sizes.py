@@ -29,6 +29,7 @@ class ParameterSizes:
 
     name: str
     numel: int
+    matmul_numel: int | None = None  # elements every token is multiplied with; None: all. A packed weight has more.
 
 
 @dataclass(frozen=True)
@@ -187,8 +188,7 @@ def _of_module(
     model: nn.Module, classes: Sequence[type[nn.Module]] | None, dtype: torch.dtype | None, cast: bool
 ) -> ModelSizes:
     embeddings = {id(w) for w in _weights(model, nn.Embedding, nn.EmbeddingBag)}
-    heads = {id(w) for w in _weights(model, nn.Linear)}  # a tied embedding is multiplied too
-    # A packed weight, of 4 bits for example, has fewer elements than the layer multiplies with.
+    # A tied embedding is multiplied too. A packed weight, as of 4 bits, has fewer elements than are multiplied.
     linears = {
         id(module._parameters.get("weight")): module.in_features * module.out_features
         for module in model.modules()
@@ -196,16 +196,21 @@ def _of_module(
     }
     units: list[UnitSizes] = []
     seen: set[str] = set()
+    counted: set[int] = set()  # quantised weights of several parts, the first of which stands for all
     for unit in plan_units(model, classes):
-        rows = tuple(ParameterSizes(name, p.numel()) for name, p in unit.parameters.items())
-        looked_up = sum(p.numel() for p in unit.parameters.values() if id(p) in embeddings and id(p) not in heads)
         opens = any(m is not model and next(m.children(), None) is not None for m in unit.modules.values())
         is_block = opens and not seen & unit.modules.keys()  # a block's units have its activations once
         seen |= unit.modules.keys()
-        packed = sum(linears[id(p)] - p.numel() for p in unit.parameters.values() if id(p) in linears)
-        matmul = sum(row.numel for row in rows) - looked_up + packed
+        rows = []
+        for name, p in unit.parameters.items():
+            owner = id(unit.owners.get(name, p))
+            multiplied = linears.get(owner, 0 if owner in embeddings else p.numel())
+            rows.append(ParameterSizes(name, p.numel(), 0 if owner in counted else multiplied))
+            if name in unit.owners:
+                counted.add(owner)
+        matmul = sum(row.matmul_numel or 0 for row in rows)
         told = unit.encloses, unit.trained, unit.own_dtype if cast else unit.dtype, unit.beside
-        units.append(UnitSizes(unit.name, rows, matmul, is_block, *told))
+        units.append(UnitSizes(unit.name, tuple(rows), matmul, is_block, *told))
     config = getattr(model, "config", None)
     hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))
     wider = (dtype or torch.bfloat16).itemsize / 2  # the formulas count 16-bit activations
@@ -228,6 +233,7 @@ def _block_bytes(units: Sequence[UnitSizes], hidden: int, inner: int) -> tuple[i
     """
     matrix = hidden * inner
     for unit in units:
-        if unit.is_block and matrix and sum(p.numel for p in unit.parameters if p.numel % matrix == 0) == 3 * matrix:
+        numels = [p.numel if p.matmul_numel is None else p.matmul_numel for p in unit.parameters]
+        if unit.is_block and matrix and sum(n for n in numels if n % matrix == 0) == 3 * matrix:
             return 24 * hidden + 8 * inner, 26 * hidden + 12 * inner
     return 34 * hidden, 34 * hidden

@@ -1,0 +1,175 @@
+"""Which plain tensors a parameter consists of, and which other tensors show the same memory. Changes nothing.
+
+[Note: the parts of a parameter]
+Most parameters are one tensor. A wrapper subclass (torchao's quantised weights) has no memory of its own: its parts are
+the tensors that `__tensor_flatten__` names. A bitsandbytes weight is a tensor of packed bytes, with scales in objects
+beside it. Every part is a slot of a unit, named `weight.qdata` or `weight.quant_state.absmax`, and keeps its own dtype.
+
+Some modules keep a second tensor over a parameter's memory (`Linear8bitLt.state.CB`). Such an alias follows the
+parameter. An alias of another shape cannot, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ShardedParameterError, ZeroError
+
+__all__ = [
+    "NamedPart",
+    "aliases_of",
+    "check_parts",
+    "forget_parts",
+    "keep_parts",
+    "named_parts",
+    "parts_of",
+    "repacks_in_eval",
+    "wraps",
+]
+
+_PARTS = "_zero_parts"
+_SCALES = ("quant_state.absmax", "quant_state.offset", "quant_state.state2.absmax", "SCB")  # of bitsandbytes
+
+
+def wraps(kind: type[Tensor]) -> bool:
+    """Whether this is a wrapper subclass, whose memory is in other tensors."""
+    dispatch: Any = kind.__torch_dispatch__
+    return dispatch is not Tensor.__torch_dispatch__
+
+
+def parts_of(parameter: Tensor, module: nn.Module | None = None) -> dict[str, Tensor]:
+    """Suffix of the name -> tensor; {"": parameter} for most. module: the one that holds it."""
+    kept = parameter.__dict__.get(_PARTS)
+    if kept is not None:
+        return kept
+    if wraps(type(parameter)):
+        flatten: Any = getattr(parameter, "__tensor_flatten__", None)
+        return {"": parameter} if flatten is None else {f".{name}": getattr(parameter, name) for name in flatten()[0]}
+    found = {"": parameter}
+    for path in _SCALES:
+        holders = (parameter, getattr(module, "state", None)) if path == "SCB" else (parameter,)
+        for holder in holders:
+            scale = _reach(holder, path)
+            if type(scale) is Tensor:
+                found.setdefault(f".{path}", scale)
+    return found
+
+
+def keep_parts(parameter: nn.Parameter, module: nn.Module) -> None:
+    """Let `parts_of` answer the same from now on, wherever the library moves them."""
+    parameter.__dict__[_PARTS] = parts_of(parameter, module)
+
+
+def forget_parts(parameter: Tensor) -> None:
+    parameter.__dict__.pop(_PARTS, None)
+
+
+def _reach(holder: Any, path: str) -> Any:
+    for name in path.split("."):
+        holder = getattr(holder, "__dict__", {}).get(name)
+    return holder
+
+
+class NamedPart(NamedTuple):
+    """One part of a parameter, and the module that holds it. quantised: no value may change, whatever its dtype."""
+
+    name: str
+    tensor: Tensor
+    parameter: nn.Parameter
+    module: nn.Module
+    quantised: bool
+
+
+def named_parts(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[NamedPart]:
+    """Every part of every parameter, in the order of `model.named_parameters()`."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
+        for key, parameter in module._parameters.items():
+            if parameter is None or (remove_duplicate and id(parameter) in seen):
+                continue
+            seen.add(id(parameter))
+            name = f"{prefix}.{key}" if prefix else key
+            parts = parts_of(parameter, module)
+            quantised = len(parts) > 1 or "" not in parts
+            for suffix, part in parts.items():
+                yield NamedPart(name + suffix, part, parameter, module, quantised)
+
+
+def aliases_of(module: nn.Module, part: Tensor, name: str) -> list[Tensor]:
+    """Tensors among the module's attributes and the part's, or one object below, that lie over the part's memory.
+
+    Raises ShardedParameterError for one that is not all of it in the same order, naming both.
+    """
+    if part.is_meta or not part.numel():
+        return []
+    storage = part.untyped_storage().data_ptr()
+    found: list[Tensor] = []
+    for holder in (part, module):
+        for path, tensor in _tensors(holder):
+            if tensor is part or any(tensor is other for other in found) or isinstance(tensor, nn.Parameter):
+                continue
+            if (
+                wraps(type(tensor))
+                or tensor.layout is not torch.strided
+                or tensor.untyped_storage().data_ptr() != storage
+            ):
+                continue
+            geometry = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tensor, part)]
+            if geometry[0] != geometry[1] or tensor.requires_grad or type(tensor) is not Tensor:
+                raise ShardedParameterError(
+                    f"{type(holder).__name__}.{path} {tuple(tensor.shape)} lies over the memory of {name} "
+                    f"{tuple(part.shape)}, and is not all of it in the same order, so it cannot follow it into shards: "
+                    "delete it, or give it memory of its own with clone(), before zero_core.shard"
+                )
+            found.append(tensor)
+    return found
+
+
+def _tensors(holder: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, value in list(vars(holder).items()):
+        if isinstance(value, Tensor):
+            yield name, value
+        elif not isinstance(value, (nn.Module, type)) and isinstance(getattr(value, "__dict__", None), dict):
+            yield from ((f"{name}.{key}", inner) for key, inner in vars(value).items() if isinstance(inner, Tensor))
+
+
+def check_parts(name: str, parameter: nn.Parameter) -> None:
+    """Raises ZeroError for a parameter whose parts cannot be cut into shards."""
+    kind = type(parameter).__qualname__
+    if getattr(parameter, "bnb_quantized", None) is False or (
+        getattr(parameter, "has_fp16_weights", None) is False and parameter.is_floating_point()
+    ):
+        raise ZeroError(
+            f"{name} is a {kind} that is not quantised yet, and would be in its first forward, when it has no memory "
+            'of its own: call model.to("cpu"), or .to(device), before zero_core.shard'
+        )
+    if getattr(getattr(parameter, "quant_state", None), "packing_format_for_cpu", False):
+        raise ZeroError(
+            f"{name} was repacked by bitsandbytes, in a forward in eval mode on a processor with avx512_bf16, and its "
+            "scales were rounded: shard a model that was not evaluated since it was quantised"
+        )
+    if not wraps(type(parameter)):
+        return
+    inner = parts_of(parameter)
+    plain = {n: type(t) is Tensor and t.layout is torch.strided and t.is_contiguous() for n, t in inner.items()}
+    odd = [n[1:] for n, is_plain in plain.items() if not is_plain]
+    if odd:
+        raise ShardedParameterError(
+            f"{name} is a {kind} whose inner {odd[0]} is no plain, contiguous tensor, and cannot be cut into shards: "
+            "convert it to a plain parameter before zero_core.shard"
+        )
+    if parameter.requires_grad:
+        raise ShardedParameterError(
+            f"{name} is a {kind} that requires a gradient, and only frozen ones are sharded: call "
+            "requires_grad_(False) on it, or convert it to a plain parameter, before zero_core.shard"
+        )
+
+
+def repacks_in_eval(module: nn.Module) -> bool:
+    """Whether a forward in eval mode replaces the weight's bytes and rounds its scales: bitsandbytes' 4-bit linears."""
+    state = getattr(module._parameters.get("weight"), "quant_state", None)
+    return state is not None and bool(getattr(module, "support_avx512bf16_for_cpu", False))

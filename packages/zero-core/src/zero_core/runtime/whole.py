@@ -1,0 +1,85 @@
+"""A parameter whose memory is in its parts: see [Note: the parts of a parameter]. Knows neither units nor stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..building.parts import forget_parts
+from ..errors import ChangedParameterError
+from .parameter import home_of, set_home, sharded_class
+
+__all__ = ["Whole"]
+
+
+class Whole:
+    """A parameter whose memory is in its parts, which may be in several units: it is usable while all of them are.
+
+    It is its own `Home`. It was frozen when the model was sharded.
+    """
+
+    def __init__(self, name: str, parameter: Any) -> None:
+        self.name, self.parameter = name, parameter
+        self.kind: Any = type(parameter)
+        names, self._context = parameter.__tensor_flatten__()
+        self.parts: dict[str, Any] = {each: getattr(parameter, each) for each in names}
+        self._closed: set[int] = set()  # indices of units
+
+    def close(self, unit: int) -> None:
+        """The unit's memory is about to go."""
+        self._closed.add(unit)
+        self.parameter.__class__ = sharded_class(self.kind)
+
+    def open(self, unit: int) -> None:
+        """The unit's memory is there."""
+        found = self.parameter.__dict__
+        if type(self.parameter) is not sharded_class(self.kind) or any(
+            found.get(n) is not t for n, t in self.parts.items()
+        ):
+            raise ChangedParameterError(
+                f"{self.name} has been given other values than those that were sharded, as model.to(dtype) does: move, "
+                "cast and quantise the model before zero_core.shard"
+            )
+        self._closed.discard(unit)
+        if not self._closed:
+            self.parameter.__class__ = self.kind
+
+    def give_back(self) -> None:
+        """Sharding failed: the parts are the user's again."""
+        self.parameter.__class__ = self.kind
+        set_home(self.parameter, None)
+        forget_parts(self.parameter)
+
+    def full_copy(self, parameter: Tensor) -> Tensor:
+        inner = {name: home_of(part).full_copy(part) for name, part in self.parts.items()}
+        with torch._C.DisableTorchFunctionSubclass():
+            size, stride = parameter.size(), parameter.stride()
+        return self.kind.__tensor_unflatten__(inner, self._context, size, stride)
+
+    def write_back(self, parameter: Tensor, values: Tensor) -> None:
+        for name, part in self.parts.items():
+            home_of(part).write_back(part, getattr(values, name))
+
+    def take_values(self, parameter: Tensor, values: Tensor) -> None:
+        raise AssertionError("p.data = tensor is refused before")
+
+    def epoch(self, parameter: Tensor) -> int:
+        return sum(home_of(part).epoch(part) for part in self.parts.values())
+
+    def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda gradient: gradient
+
+    def holds_gradient(self, parameter: Tensor) -> bool:
+        return False
+
+    def drop_gradient(self, parameter: Tensor) -> None:
+        pass
+
+    def instead_of(self, operation: str) -> str:
+        return "It has none"
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the parameter, made while it has memory, is not sharded."""
