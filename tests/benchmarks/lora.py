@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +57,14 @@ def work(given: argparse.Namespace) -> None:
     config = LlamaConfig(use_cache=False, **MODELS[given.model])
     torch.set_default_dtype(dtype)
     adapters = LoraConfig(r=16, lora_alpha=32, target_modules=LINEARS)
-    with zero_core.deferred_init() if given.variant != "plain" else nullcontext():
+    with zero_core.deferred_init():
         model = get_peft_model(LlamaForCausalLM(config), adapters, autocast_adapter_dtype=False)
     torch.set_default_dtype(torch.float32)
     if given.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
+    if given.variant == "plain":
+        zero_core.materialise(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=1e-4)
     store, planned = None, 0
