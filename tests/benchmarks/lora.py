@@ -4,7 +4,8 @@
 
 Each variant (plain PEFT, everything on the host, everything on NVMe) is a process of its own that trains r = 16 on all
 linear layers of a Llama with random weights. Blocks of `--steps` steps alternate, and a block ends when every update is
-stored. `loaded` is a process that has only imported what the others import. What is printed is one JSON line a variant.
+stored. `loaded` is a process that has only imported what the others import, and `predicted` one that measures the
+machine afterwards and plans with that. What is printed is one JSON line a variant.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ def work(given: argparse.Namespace) -> None:
 
     import zero_core
     from zero_nvme import Slab
-    from zero_offload import TieredStore, plan
+    from zero_offload import TieredStore, plan, probe
     from zero_optim_cpu import CpuStep
 
     peak_loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -67,12 +69,22 @@ def work(given: argparse.Namespace) -> None:
         zero_core.materialise(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    store, planned = None, 0
+    store, planned, step = None, 0, CpuStep()
+    step.bind(optimizer)
+    kinds = ("parameters", "gradients", "optimizer")
+    options: dict[str, Any] = {"step": step, "tile_numel": 1 << 20, "prefetch_bytes": given.prefetch}
+    if given.variant == "predicted":
+        with closing(Slab([given.directory])) as slab:
+            sizes = {"hidden_size": config.hidden_size, "tokens": given.tokens}
+            machine = probe(nvme=slab, step=CpuStep(), parameter_dtype=dtype, **sizes)
+        policy = "recompute" if given.checkpointing else "keep"
+        options |= {"tokens": given.tokens, "activations": policy}
+        found = {tier: plan(model, machine, **dict.fromkeys(kinds, tier), **options) for tier in ("host", "nvme")}
+        seconds = {tier: each.prediction and each.prediction.step_seconds for tier, each in found.items()}
+        print(json.dumps({"seconds": seconds, "tflops": machine.tflops}), flush=True)
+        return
     if given.variant != "plain":
-        kinds = dict.fromkeys(("parameters", "gradients", "optimizer"), given.variant)
-        step = CpuStep()
-        step.bind(optimizer)
-        made = plan(model, **kinds, step=step, tile_numel=1 << 20, prefetch_bytes=given.prefetch)
+        made = plan(model, **dict.fromkeys(kinds, given.variant), **options)
         planned = made.total("host") + made.total("device")
         store = TieredStore(plan=made, nvme=Slab([given.directory]), step=CpuStep())
         optimizer = zero_core.shard(model, optimizer, store=store, prefetch_bytes=given.prefetch)
@@ -95,8 +107,19 @@ def work(given: argparse.Namespace) -> None:
         begin, loss = time.perf_counter(), block(given.steps)
         row = {"seconds": (time.perf_counter() - begin) / given.steps, "loss": loss, "planned_kib": planned >> 10}
         held = dict(store.describe().held) if store is not None else {}
-        row |= {"held": {" ".join(key): nbytes for key, nbytes in held.items()}, "trained": sum(map(len, trained))}
+        row |= {
+            "held": {" ".join(key): nbytes for key, nbytes in held.items()},
+            "trained": sum(p.numel() for p in trained),
+        }
         row |= {"numel": sum(p.numel() for p in model.parameters())}
+        print(json.dumps(row | {"peak_rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}), flush=True)
+    if store is not None and given.checkpoint:
+        folder, begin = Path(given.directory, "checkpoint"), time.perf_counter()
+        zero_core.checkpoint.save(folder, model, optimizer, trained_only=True)
+        saved = time.perf_counter()
+        zero_core.checkpoint.load(folder, model, optimizer)
+        nbytes = sum(file.stat().st_size for file in folder.iterdir())
+        row = {"checkpoint_bytes": nbytes, "save": saved - begin, "load": time.perf_counter() - saved}
         print(json.dumps(row | {"peak_rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}), flush=True)
     if store is not None:
         store.close()
@@ -106,15 +129,18 @@ def start(variant: str, given: argparse.Namespace) -> subprocess.Popen[str]:
     folder = Path(given.directory, variant)
     folder.mkdir(parents=True, exist_ok=True)
     told = {key: value for key, value in vars(given).items() if key not in ("directory", "variant", "variants")}
-    options = ["--checkpointing"] if told.pop("checkpointing") else []
+    options = [f"--{flag}" for flag in ("checkpointing", "checkpoint") if told.pop(flag)]
     options += [f"--{key}={value}" for key, value in told.items()]
     command = [sys.executable, "-m", "tests.benchmarks.lora", str(folder), "--variant", variant, *options]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+def alone(variant: str, given: argparse.Namespace) -> None:
+    print(json.dumps({"variant": variant, **json.loads(start(variant, given).communicate()[0])}), flush=True)
+
+
 def compare(given: argparse.Namespace) -> None:
-    loaded = start("loaded", given)
-    print(json.dumps({"variant": "loaded", **json.loads(loaded.communicate()[0])}), flush=True)
+    alone("loaded", given)
     workers = {variant: start(variant, given) for variant in given.variants.split(",")}
     for worker in workers.values():
         assert worker.stdout is not None
@@ -125,8 +151,9 @@ def compare(given: argparse.Namespace) -> None:
     for pair in range(given.pairs):
         for variant in list(workers)[:: 1 if pair % 2 else -1]:
             rows[variant].append(ask(workers[variant]))
-    for worker in workers.values():
-        worker.communicate()
+    for variant, worker in workers.items():
+        if last := worker.communicate()[0]:
+            print(json.dumps({"variant": variant, **json.loads(last)}), flush=True)
     first = next(iter(rows.values()))
     for variant, taken in rows.items():
         found = {"variant": variant, **taken[-1], "seconds": statistics.median(row["seconds"] for row in taken)}
@@ -136,6 +163,7 @@ def compare(given: argparse.Namespace) -> None:
             found["ratio"] = [round(math.exp(value), 3) for value in (mean, mean - half, mean + half)]
             found["loss_of_first"] = first[-1]["loss"]
         print(json.dumps(found), flush=True)
+    alone("predicted", given)
 
 
 if __name__ == "__main__":
@@ -147,6 +175,7 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prefetch", type=int, default=32 << 20, help="prefetch_bytes")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    parser.add_argument("--checkpoint", action="store_true", help="save and load what is trained at the end")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--variant", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Seconds: how long a step takes on a given hardware, what of it is exposed, and from how many tokens on nothing is.
+"""Predicts step time, the part that overlap cannot hide, and the batch size above which all I/O is hidden.
 
 Owns the arithmetic of windows. Pure: takes bytes from `accounting` and rates from `hardware`.
 
@@ -10,8 +10,8 @@ Within a window the resources (compute, each stored tier, link, network, the CPU
 lasts as long as its busiest one. Where the CPU is the compute device its update competes with compute: I/O hides,
 arithmetic adds. Where compute is apart from the host the windows have ends as well, which nothing hides: `timetable`
 has them by unit. The rates of a tier that compresses are those that it reaches beside compute.
-A window is w FLOP per parameter and token: 2 for a forward, 4 for a backward, 6 for one that recomputes. Traffic of B
-bytes per parameter hides in it iff tokens ≥ B·F/(w·BW).
+A window is w FLOP per parameter and token: 2 for a forward; 4 for a backward, of which a parameter that is not trained
+takes 2; 2 more to recompute. Traffic of B bytes per parameter hides in it iff tokens ≥ B·F/(w·BW).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from .sizes import ModelSizes
 from .timetable import UnitWork, backward_seconds, forward_seconds
 
 FORWARD_FLOP = 2
-BACKWARD_FLOP = 4
+INPUT_FLOP = 2  # of a backward: the gradient of a layer's input
+WEIGHT_FLOP = 2  # and that of its weight, if that is trained
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def predict(
     again = sum(u.compute_numel for u, policy in zip(sizes.units, activations, strict=True) if policy != "keep")
     recomputed = again / sizes.compute_numel if sizes.compute_numel else 0.0
     token_flop = sizes.compute_numel / step.flops  # seconds per FLOP-per-parameter and token
-    forward_each, backward_each = FORWARD_FLOP * token_flop, (BACKWARD_FLOP + FORWARD_FLOP * recomputed) * token_flop
+    trained = sum(u.compute_numel for u in sizes.units if u.trained) / max(1, sizes.compute_numel)
+    backward_flop = INPUT_FLOP + WEIGHT_FLOP * trained + FORWARD_FLOP * recomputed
+    forward_each, backward_each = FORWARD_FLOP * token_flop, backward_flop * token_flop
     accumulate = shape.accumulate
     micro = tokens / accumulate
     forward, backward = forward_each * micro, backward_each * micro
@@ -205,6 +208,8 @@ class _Step:
         mixed = self.hardware.rank_rate("link_mixed_gbps")
         slower = 1.0 if mixed is None else min(1.0, mixed / (self.link + self.link_out))
         share = 1 / max(1, sizes.compute_numel)
+        works = [unit.compute_numel * (INPUT_FLOP + WEIGHT_FLOP * unit.trained) for unit in sizes.units]
+        back_share = 1 / max(1, sum(works))
         parameters = self._units_below("parameters", [unit.nbytes(shape.parameter_dtype) for unit in sizes.units])
         trained = [unit.trained_numel for unit in sizes.units]
         gradients, states = self._units_below("gradients", trained), self._units_below("optimizer", trained)
@@ -216,7 +221,7 @@ class _Step:
         units = [
             UnitWork(
                 forward=forward * unit.compute_numel * share,
-                backward=backward * unit.compute_numel * share,
+                backward=backward * work * back_share,
                 update=element * updated,
                 # What lives on the device and is updated below crosses after its update, as what lives below does.
                 upload=max(used, updated * itemsize) / self.link,
@@ -225,7 +230,9 @@ class _Step:
                 add=reduces * added / self.host_update,
                 nbytes=unit.nbytes(shape.parameter_dtype),
             )
-            for unit, used, reduces, updated in zip(sizes.units, parameters, gradients, states, strict=True)
+            for unit, work, used, reduces, updated in zip(
+                sizes.units, works, parameters, gradients, states, strict=True
+            )
         ]
         units = _opened(units, sizes)
         back, tail = backward_seconds(units, shape.prefetch_bytes, LANDING_BUFFERS)
