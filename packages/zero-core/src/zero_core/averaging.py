@@ -129,7 +129,7 @@ class AveragedModel:
         """Write the averages, and how many updates they are of, as a checkpoint of the model."""
         count = self.n_averaged
         with self.swapped_in() as model:
-            checkpoint.save(folder, model, extra={"n_averaged": count})
+            checkpoint.save(folder, model, extra={"n_averaged": count}, trained_only=True)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Read what `save` wrote, at any world size, stage and store."""
