@@ -28,7 +28,7 @@ Folder = str | os.PathLike[str]
 class Slab(IOQueue):
     """Disk space that is handed out in extents.
 
-    paths: one folder, or several that the bytes are striped over.
+    paths: one folder, or several that the bytes are striped over; `.paths` has them.
     capacity_bytes: reserved at once. None: reserved by reserve(), or as extents are allocated. It is not a limit, since
         a full slab grows.
     weights: the share of each path. None: measured, if there are several, by writing and reading 64 MiB in each.
@@ -72,6 +72,7 @@ class Slab(IOQueue):
         options, reason = probe.choose(folders, asked)
         if weights is None and len(folders) > 1:
             weights = measure_weights(folders, options)
+        self.paths = tuple(folders)
         self.pattern = tuple(striping.pattern_of(weights or [1]))
         self._lock = threading.Lock()
         label, opened = f"Slab({', '.join(folders)})", open_folders(folders, direct=bool(options.direct))
