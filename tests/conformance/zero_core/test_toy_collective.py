@@ -105,3 +105,18 @@ def test_a_write_leaves_all_other_masters_as_they_were(ranks, where):
     Outside of gathered(), the parameter that was written is kept as it was shown, like one of 16 bits.
     """
     assert ranks(2).run(changed_masters, where) == [["head.weight"]] * 2
+
+
+def gathered_frozen() -> tuple[bool, bool]:
+    """Whether a frozen and a trained weight arrive with all bits."""
+    torch.manual_seed(1)
+    model = toys.Stack()
+    model.embed.requires_grad_(False)
+    before = [model.embed.weight.detach().clone(), model.head.weight.detach().clone()]
+    zero_core.shard(model, toys.adamw(model.parameters()), collectives=Int8Gather)
+    with zero_core.gathered(model):
+        return torch.equal(model.embed.weight, before[0]), torch.equal(model.head.weight, before[1])
+
+
+def test_what_is_not_trained_arrives_with_all_bits(ranks):
+    assert ranks(2).run(gathered_frozen) == [(True, False)] * 2

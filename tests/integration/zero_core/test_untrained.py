@@ -187,6 +187,17 @@ def test_param_dtype_leaves_integers_and_8_bit_floats_as_they_are() -> None:
     optimizer.close()
 
 
+def test_a_checkpoint_in_more_bits_is_rounded_as_masters_are(tmp_path: Path) -> None:
+    """To nearest, ties away from zero, as every bf16 value of this library."""
+    wide, narrow = toys.Stack(), toys.Stack().bfloat16()
+    torch.nn.init.constant_(wide.head.bias, 1 + 2.0**-8)  # halfway between two values of bf16
+    zero_core.shard(wide)
+    zero_core.shard(narrow)
+    zero_core.checkpoint.save(tmp_path / "checkpoint", wide)
+    zero_core.checkpoint.load(tmp_path / "checkpoint", narrow)
+    assert narrow.head.bias.tolist() == [1 + 2.0**-7] * 3
+
+
 # -- a model without an optimizer --------------------------------------------------------------------------------------
 
 
