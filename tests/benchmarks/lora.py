@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.lora DIRECTORY --model 135m --pairs 9
 
-Each variant (plain PEFT, everything on the host, everything on NVMe) is a process of its own that trains r = 16 on all
-linear layers of a Llama with random weights. Blocks of `--steps` steps alternate, and a block ends when every update is
-stored. `loaded` is a process that has only imported what the others import, and `predicted` one that measures the
-machine afterwards and plans with that. What is printed is one JSON line a variant.
+Each variant (plain PEFT, FSDP2 on one rank, everything on the host, everything on NVMe) is a process of its own that
+trains r = 16 on all linear layers of a Llama with random weights. Blocks of `--steps` steps alternate, and a block
+ends when every update is stored. `loaded` is a process that has only imported what the others import, and `predicted`
+one that measures the machine afterwards and plans with that. What is printed is one JSON line a variant.
 """
 
 from __future__ import annotations
@@ -65,8 +65,13 @@ def work(given: argparse.Namespace) -> None:
     if given.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
-    if given.variant == "plain":
+    if given.variant in ("plain", "fsdp2"):
         zero_core.materialise(model)
+    if given.variant == "fsdp2":
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+        for layer in model.base_model.model.model.layers:
+            torch.distributed.fsdp.fully_shard(layer)
+        torch.distributed.fsdp.fully_shard(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=1e-4)
     store, planned, step = None, 0, CpuStep()
@@ -83,7 +88,7 @@ def work(given: argparse.Namespace) -> None:
         seconds = {tier: each.prediction and each.prediction.step_seconds for tier, each in found.items()}
         print(json.dumps({"seconds": seconds, "tflops": machine.tflops}), flush=True)
         return
-    if given.variant != "plain":
+    if given.variant in ("host", "nvme"):
         made = plan(model, **dict.fromkeys(kinds, given.variant), **options)
         planned = made.total("host") + made.total("device")
         store = TieredStore(plan=made, nvme=Slab([given.directory]), step=CpuStep())
@@ -171,7 +176,7 @@ if __name__ == "__main__":
     parser.add_argument("directory", help="on the drive that is measured")
     parser.add_argument("--model", choices=list(MODELS), default="135m")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--variants", default="plain,host,nvme")
+    parser.add_argument("--variants", default="plain,host,nvme", help="fsdp2 too")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prefetch", type=int, default=32 << 20, help="prefetch_bytes")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
