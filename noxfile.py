@@ -120,9 +120,10 @@ def packages(session: nox.Session, package: str) -> None:
 
 @nox.session
 def peft(session: nox.Session) -> None:
-    """LoRA over the quantised bases of bitsandbytes and torchao, which `tests` skips where they are not installed."""
+    """PEFT's adapters, also over bases of bitsandbytes and torchao, which `tests` skips where these are missing."""
     everything(session, extras=("peft", "bitsandbytes", "torchao"))
-    session.run("pytest", "-rR", "tests/integration/zero_offload/test_quantised.py", *session.posargs)
+    files = ("test_peft.py", "test_quantised.py")
+    session.run("pytest", "-rR", *(f"tests/integration/zero_offload/{name}" for name in files), *session.posargs)
 
 
 @nox.session
