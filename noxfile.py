@@ -22,8 +22,10 @@ SIBLINGS = {  # what a package declares: import-linter holds the same table
     "zero-optim-cpu": [],
     "zero-core": [],
     "zero-offload": ["zero-core"],
+    "zero-hf": ["zero-core", "zero-offload", "zero-nvme", "zero-optim-cpu"],
     "zero-train": ["zero-core", "zero-offload", "zero-nvme", "zero-optim-cpu"],
 }
+WITH = {"zero-hf": "[nvme,cpu]", "zero-train": "[nvme,cpu,hf]"}  # extras
 DEVELOPMENT = {"zero-sim": []}  # nothing that is shipped imports it, and it imports nothing of ours
 TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-benchmark", "pytest-rerunfailures", "hypothesis"]
 # What tests use beside the package's own requirements: real architectures, and files that other libraries wrote.
@@ -32,6 +34,7 @@ TEST_EXTRAS = {
     "zero-optim-cpu": ["torch", "numpy"],
     "zero-core": ["torch", "numpy", "transformers", "safetensors"],
     "zero-offload": ["torch", "numpy", "transformers", "zstandard"],
+    "zero-hf": ["torch", "numpy", "transformers", "accelerate"],
     "zero-train": ["torch", "numpy", "transformers", "safetensors", "zstandard"],
     "zero-sim": ["torch", "numpy"],
 }
@@ -41,7 +44,7 @@ ON_SIM = ["tests/device", *sorted(str(path.relative_to(ROOT)) for path in ROOT.g
 def install(session: nox.Session, *packages: str, tools: list[str] = TEST_TOOLS, extras: tuple[str, ...] = ()) -> None:
     """Install these packages from the tree in one pip call, so that siblings satisfy each other."""
     session.install("--quiet", "--upgrade", "pip")
-    folders = [f"./packages/{name}" + ("[nvme,cpu,hf]" if name == "zero-train" else "") for name in packages]
+    folders = [f"./packages/{name}" + WITH.get(name, "") for name in packages]
     needs = sorted({need for name in packages for need in TEST_EXTRAS[name]} | set(extras))
     session.install("--quiet", "-c", "constraints.txt", *tools, *needs, *folders)
 
@@ -149,7 +152,7 @@ def types(session: nox.Session) -> None:
 def minimums(session: nox.Session) -> None:
     """The unit tests on the lowest versions that the packages allow; torch 2.8 comes from the registry."""
     lowest = ["torch==2.8.0", "hydra-core==1.3.2", "omegaconf==2.3.0", "aiofiles==23.2.1", "pybind11==2.12.0"]
-    folders = [f"./packages/{name}" + ("[nvme,cpu,hf]" if name == "zero-train" else "") for name in SIBLINGS]
+    folders = [f"./packages/{name}" + WITH.get(name, "") for name in SIBLINGS]
     session.install("--quiet", *TEST_TOOLS, "numpy", "safetensors", *lowest, *folders)
     session.run("pytest", "tests/unit", "tests/integration/zero_core/test_swapping_store.py", *session.posargs)
 

@@ -1,0 +1,96 @@
+"""`ZeroConfig`: which stage and which tiers, from arguments, a mapping, or a YAML or JSON file. No behaviour."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+__all__ = ["ConfigError", "ZeroConfig"]
+
+_PLACES = {"none": "device", "host": "host", "nvme": "nvme"}
+_KINDS = ("parameters", "gradients", "optimizer")
+
+
+class ConfigError(ValueError):
+    """A setting is not known, or cannot be followed here. The message names it and what to write instead."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroConfig:
+    """How a model is sharded, and where its state is kept.
+
+    stage: ZeRO stage 0 to 3. offload: where everything is kept, "none" (on the device), "host" or "nvme"; parameters,
+    gradients and optimizer say otherwise for one kind, "device", "host" or "nvme". nvme_paths: folders on the drives,
+    in which "{local_rank}" is this process's number on its machine. states: a layout of zero_optim_cpu.CpuStep.
+    prefetch_bytes, resident_bytes: as zero_core.shard takes them. tile_numel, slots, host_bytes, overlap: as
+    zero_offload.TieredStore takes them. param_dtype: "bf16" or "fp16" computes in it, with fp32 masters; None computes
+    in the model's own dtype.
+    """
+
+    stage: int = 3
+    offload: str = "none"
+    parameters: str | None = None
+    gradients: str | None = None
+    optimizer: str | None = None
+    nvme_paths: tuple[str, ...] = ()
+    param_dtype: str | None = None
+    states: str = "fp32"
+    prefetch_bytes: int = 64 << 20
+    resident_bytes: int = 0
+    tile_numel: int = 1 << 22
+    slots: int | None = None
+    host_bytes: int | None = None
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.nvme_paths, (str, Path)):
+            object.__setattr__(self, "nvme_paths", (str(self.nvme_paths),))
+        object.__setattr__(self, "nvme_paths", tuple(str(path) for path in self.nvme_paths))
+        _known("stage", self.stage, (0, 1, 2, 3))
+        _known("offload", self.offload, tuple(_PLACES))
+        _known("param_dtype", self.param_dtype, (None, "bf16", "fp16"))
+        for kind in _KINDS:
+            _known(kind, getattr(self, kind), (None, "device", "host", "nvme"))
+        if "nvme" in self.placements.values() and not self.nvme_paths:
+            raise ConfigError(
+                'nvme_paths is empty and something is kept on "nvme": name a folder on your fastest drive'
+            )
+
+    @property
+    def placements(self) -> dict[str, str]:
+        """Where parameters, gradients and optimizer states are kept: "device", "host" or "nvme" of each."""
+        return {kind: getattr(self, kind) or _PLACES[self.offload] for kind in _KINDS}
+
+    @classmethod
+    def of(cls, given: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> ZeroConfig:
+        """Returns the settings that a caller gave: themselves, a mapping, or the path of a YAML or JSON file.
+
+        Raises:
+            ConfigError: a key or a value is not known, or the file cannot be read.
+        """
+        if given is None or isinstance(given, cls):
+            return given or cls()
+        where = "zero"
+        if isinstance(given, (str, os.PathLike)):
+            where = os.fspath(given)
+            try:
+                given = yaml.safe_load(Path(where).read_text(encoding="utf-8")) or {}  # JSON is YAML, too
+            except (OSError, yaml.YAMLError) as error:
+                raise ConfigError(f"{where}: {error}; give the path of a YAML or JSON file") from error
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{where} is a {type(given).__name__}: give a mapping, such as {{'offload': 'host'}}")
+        names = [field.name for field in dataclasses.fields(cls)]
+        unknown = [str(key) for key in given if key not in names]
+        if unknown:
+            raise ConfigError(f"{where} has {', '.join(unknown)}, which is no setting: there are {', '.join(names)}")
+        return cls(**given)
+
+
+def _known(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r}: choose one of {', '.join(map(repr, allowed))}")

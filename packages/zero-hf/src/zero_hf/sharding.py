@@ -1,0 +1,122 @@
+"""`shard`: a model and its optimizer, sharded as a `ZeroConfig` says. Owns the slab and the store, and their end."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import zero_core
+import zero_offload
+
+from .config import ConfigError, ZeroConfig
+
+__all__ = ["Run", "shard"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Run:
+    """A sharded model: its optimizer (None: it is not trained), store and plan (None: all stays on the device)."""
+
+    model: nn.Module
+    optimizer: zero_core.ShardedOptimizer | None
+    config: ZeroConfig
+    store: zero_offload.TieredStore | None
+    plan: zero_offload.Plan
+    _ending: ExitStack
+
+    def close(self) -> None:
+        """Finishes what is under way and gives all memory and files back. The model cannot be used after."""
+        self._ending.close()
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: ZeroConfig,
+    *,
+    device: torch.device | str | None = None,
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+    hardware: zero_offload.Hardware | None = None,
+) -> Run:
+    """Shards `model` in place. accumulate: micro-batches of a step. Collective.
+
+    Raises:
+        ConfigError: a package that the tiers need is missing, or the optimizer has no CPU kernels.
+        zero_offload.PlanError: a tier of `hardware` is too small.
+    """
+    dtype = _DTYPES.get(config.param_dtype or "")
+    kept = ExitStack()
+    with ExitStack() as stack:
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        step = _step(optimizer, config)
+        options: dict[str, Any] = {
+            "stage": config.stage,
+            "prefetch_bytes": config.prefetch_bytes,
+            "resident_bytes": config.resident_bytes,
+        }
+        planned = zero_offload.plan(
+            model,
+            hardware,
+            **config.placements,
+            step=step,
+            parameter_dtype=dtype,
+            shard_count=ranks,
+            tile_numel=config.tile_numel,
+            slots=config.slots,
+            host_bytes=config.host_bytes,
+            accumulate=accumulate,
+            **options,
+        )
+        store = None
+        if any(place != "device" for place in config.placements.values()):
+            slab = _slab(config, stack) if planned.total("nvme") else None
+            store = zero_offload.TieredStore(
+                plan=planned, nvme=slab, step=step, host_bytes=config.host_bytes, overlap=config.overlap
+            )
+            stack.callback(store.close)
+        more = {"param_dtype": dtype, "max_grad_norm": max_grad_norm, "store": store, "device": device}
+        made = zero_core.shard(model, optimizer, **options, **more)  # type: ignore[call-overload]
+        stack.callback(made.close)
+        kept = stack.pop_all()
+    return Run(model, None if optimizer is None else made, config, store, planned, kept)
+
+
+def _step(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
+    """zero-optim-cpu's kernels where they are installed and know the optimizer, else torch's own on the host."""
+    if optimizer is None:
+        return None
+    try:
+        kernels = importlib.import_module("zero_optim_cpu")
+    except ImportError:
+        if config.states != "fp32":
+            raise ConfigError(f"states={config.states!r} needs the package zero-optim-cpu: install it") from None
+        return zero_offload.TorchStep()
+    try:
+        step = kernels.CpuStep(layout=config.states)
+        step.bind(optimizer)
+        return step
+    except (TypeError, ValueError) as error:
+        if config.states != "fp32":
+            raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {error}") from error
+        return zero_offload.TorchStep()
+
+
+def _slab(config: ZeroConfig, stack: ExitStack) -> Any:
+    try:
+        nvme = importlib.import_module("zero_nvme")
+    except ImportError:
+        raise ConfigError('"nvme" needs the package zero-nvme: install it, or write offload: host') from None
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    paths = [path.replace("{local_rank}", local_rank) for path in config.nvme_paths]
+    for path in paths:
+        os.makedirs(path, exist_ok=True)
+    return stack.enter_context(nvme.Slab(paths))

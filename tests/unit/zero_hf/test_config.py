@@ -1,0 +1,42 @@
+"""What a `ZeroConfig` accepts, and from where."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zero_hf import ConfigError, ZeroConfig
+
+
+def test_offload_places_what_no_kind_places_itself():
+    config = ZeroConfig(offload="nvme", gradients="host", nvme_paths=["/a", "/b"])
+    assert config.placements == {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}
+    assert config.nvme_paths == ("/a", "/b")
+    assert ZeroConfig().placements == dict.fromkeys(("parameters", "gradients", "optimizer"), "device")
+
+
+@pytest.mark.parametrize("text", [json.dumps({"stage": 2, "offload": "host"}), "stage: 2\noffload: host\n"])
+def test_a_yaml_or_json_file_is_read(tmp_path, text):
+    (tmp_path / "zero.conf").write_text(text)
+    assert (
+        ZeroConfig.of(tmp_path / "zero.conf")
+        == ZeroConfig(stage=2, offload="host")
+        == ZeroConfig.of({"stage": 2, "offload": "host"})
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"stage": 4}, "stage=4: choose one of 0, 1, 2, 3"),
+        ({"offload": "nvme"}, "nvme_paths is empty"),
+        ({"optimizer": "disk"}, "optimizer='disk': choose one of"),
+        ({"zero_stage": 3}, "zero_stage, which is no setting: there are stage, offload"),
+        (["host"], "a list: give a mapping"),
+        ("/nowhere/zero.yaml", "/nowhere/zero.yaml"),
+    ],
+)
+def test_what_is_not_known_is_refused_with_the_values_there_are(given, said):
+    with pytest.raises(ConfigError, match="(?s).*".join(said.split("...")).replace("(", r"\(")):
+        ZeroConfig.of(given)
