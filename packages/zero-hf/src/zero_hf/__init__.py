@@ -2,7 +2,8 @@
 
 from .config import ConfigError, ZeroConfig
 from .sharding import Run, shard
+from .trainer import sharded
 
 __version__ = "0.1.0"
 
-__all__ = ["ConfigError", "Run", "ZeroConfig", "shard"]
+__all__ = ["ConfigError", "Run", "ZeroConfig", "shard", "sharded"]
