@@ -1,0 +1,96 @@
+"""What TRL's trainers need beyond transformers' Trainer: reference and reward models in shards, and generation.
+
+Owns the shards of models that are not trained. TRL is neither imported nor changed: `sharded` puts `ShardedTRL` before
+a class of TRL's, and it answers the calls that TRL's trainers make.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+import zero_core
+
+from .config import ConfigError, ZeroConfig
+from .sharding import Run, shard
+
+__all__ = ["ShardedTRL", "is_trl"]
+
+
+def is_trl(trainer: type[Any]) -> bool:
+    """Whether a Trainer class is one of TRL's or made from one."""
+    base = sys.modules.get("trl.trainer.base_trainer")
+    return base is not None and issubclass(trainer, base._BaseTrainer)
+
+
+class ShardedTRL(Trainer):
+    """The methods that `sharded` overrides in TRL's trainers.
+
+    zero_others: the runs of models that are not trained (reference, reward, teacher), in the order they were sharded.
+    """
+
+    zero_config: ZeroConfig
+    zero_others: list[Run]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        _refuse(self.args)
+        super().create_accelerator_and_postprocess()
+        self.zero_others = []
+        prepare = self.accelerator.prepare_model
+
+        def prepare_model(model: nn.Module, *given: Any, **options: Any) -> nn.Module:
+            """Shards what TRL prepares for evaluation alone. Then Accelerator.prepare_model adds autocast to it."""
+            if options.get("evaluation_mode") and model is not self.model:
+                self._shard_other(model)
+                options["device_placement"] = False
+            return prepare(model, *given, **options)
+
+        self.accelerator.prepare_model = prepare_model  # type: ignore[method-assign]
+
+    def _shard_other(self, model: nn.Module) -> None:
+        device = self.args.device
+        run = shard(model, None, self.zero_config, device="cpu" if device.type == "cpu" else device)
+        self.zero_others.append(run)
+        if self.zero_config.host_bytes is not None:  # what this model takes of it is not there for the next
+            left = max(0, self.zero_config.host_bytes - run.plan.total("host"))
+            self.zero_config = dataclasses.replace(self.zero_config, host_bytes=left)
+        if self.is_world_process_zero():
+            sys.stdout.write(f"{run.describe()}\n")
+            sys.stdout.flush()
+
+    def end(self) -> None:
+        for run in self.zero_others:
+            run.close()
+        super().end()
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether generation holds the whole model: ds3_gather_for_generation, where it is not there anyway."""
+        config = self.zero_config
+        scattered = (config.stage > 0 and self.args.world_size > 1) or config.placements["parameters"] != "device"
+        return scattered and getattr(self.args, "ds3_gather_for_generation", True)
+
+    def _generate(self, *given: Any, **options: Any) -> Any:
+        with zero_core.gathered(self.model) if self._gathers else nullcontext():
+            return super()._generate(*given, **options)  # type: ignore[misc]
+
+    def _generate_single_turn(self, *given: Any, **options: Any) -> Any:
+        with nullcontext() if self._gathers else zero_core.uneven(self.model):
+            return super()._generate_single_turn(*given, **options)  # type: ignore[misc]
+
+
+def _refuse(args: TrainingArguments) -> None:
+    """Raises ConfigError for an argument of TRL's that cannot be followed, before anything is allocated."""
+    for name, way_out in (
+        ("use_vllm", "generate with transformers: leave it out"),
+        ("use_transformers_continuous_batching", "it casts a model that is sharded: leave it out"),
+    ):
+        if getattr(args, name, False):
+            raise ConfigError(f"{name}=True cannot be combined with sharding: {way_out}")
