@@ -73,7 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._count()
                 return loss
             factor = take_factor(engine)
-            self.grad_norm = abs(factor) * engine.exchange.norm(engine.store.gradient_norm_squared)
+            self.grad_norm = abs(factor) * engine.exchange.norm(engine.reducer.norm_squared)
             scale = self._coefficient(self.grad_norm)
             if scale is not None:
                 self._update(scale * factor)
@@ -119,6 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 unit.overwritten(k)
             steps.append(unit.count_step(Leftover.STEPPED))
         engine.factors.forget()
+        engine.reducer.changed()
         engine.store.update(frozen(self.param_groups), scale, engine.next_use(), steps)
         self._count()
 

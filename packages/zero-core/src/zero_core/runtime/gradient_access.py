@@ -104,8 +104,7 @@ def write(engine: Engine, unit: Unit, k: int, flat: Tensor) -> bool:
     piece = unit.layout.piece(unit.ranks.shard.rank, k)
     if piece is not None:
         store.write_gradient(unit.index, piece.shard_start, flat[piece.slot_start : piece.slot_stop])
-    engine.factors.forget((unit.index, k))
-    unit.gradient.age += 1
+    _changed(engine, unit, k)
     return True
 
 
@@ -119,7 +118,12 @@ def edit(engine: Engine, unit: Unit, k: int, change: Callable[[Tensor], Any]) ->
         values = engine.factors.apply((unit.index, k), store.read_gradient(unit.index, start, stop))
         change(values.mul_(1.0 / scale))
         store.write_gradient(unit.index, start, values.mul_(scale))
+    _changed(engine, unit, k)
+
+
+def _changed(engine: Engine, unit: Unit, k: int) -> None:
     engine.factors.forget((unit.index, k))
+    engine.reducer.changed()
     unit.gradient.age += 1
 
 
@@ -147,7 +151,7 @@ def power_sum(engine: Engine, keys: Sequence[Key], order: float) -> float:
         engine.complete_all_gradients()
         common = engine.factors.common(keys)
         if common is not None:
-            return (common / scale * engine.exchange.norm(engine.store.gradient_norm_squared)) ** 2
+            return (common / scale * engine.exchange.norm(engine.reducer.norm_squared)) ** 2
     store = access(engine, engine.units[keys[0][0]].layout.slots[keys[0][1]].name)
     engine.complete_gradients([(engine.units[u], k) for u, k in keys])
     sums = []
@@ -193,6 +197,7 @@ def apply_factors(engine: Engine) -> None:
             for start, stop in _mine(unit, k):
                 store.write_gradient(u, start, engine.factors.apply((u, k), store.read_gradient(u, start, stop)))
     engine.factors.forget()
+    engine.reducer.changed()
 
 
 def whole(unit: Unit, k: int, read: Callable[[int, int], Tensor]) -> Tensor:
