@@ -109,23 +109,33 @@ def shard(
 
 
 def _step(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
-    """zero-optim-cpu's kernels where they are installed and know the optimizer, else torch's own on the host."""
+    """zero-optim-cpu's kernels where they are installed and know the optimizer, else torch's own on the host.
+
+    None: neither knows it. It then runs where its states are, on the device.
+    """
     if optimizer is None:
         return None
-    try:
-        kernels = importlib.import_module("zero_optim_cpu")
-    except ImportError:
+    reasons = []
+    for package, make in (
+        ("zero-optim-cpu", lambda: importlib.import_module("zero_optim_cpu").CpuStep(layout=config.states)),
+        ("zero-offload", zero_offload.TorchStep),
+    ):
+        try:
+            step = make()
+            step.bind(optimizer)
+            return step
+        except ImportError:
+            reasons.append(f"{package} is not installed")
+        except (TypeError, ValueError) as error:
+            reasons.append(str(error))
         if config.states != "fp32":
-            raise ConfigError(f"states={config.states!r} needs the package zero-optim-cpu: install it") from None
-        return zero_offload.TorchStep()
-    try:
-        step = kernels.CpuStep(layout=config.states)
-        step.bind(optimizer)
-        return step
-    except (TypeError, ValueError) as error:
-        if config.states != "fp32":
-            raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {error}") from error
-        return zero_offload.TorchStep()
+            raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {reasons[0]}")
+    if any(place != "device" for place in config.placements.values()):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has no update on the host: {reasons[0]}. Take one that has, or keep everything "
+            "on the device with offload: none"
+        )
+    return None
 
 
 def _slab(config: ZeroConfig, stack: ExitStack) -> Any:
