@@ -5,7 +5,6 @@ Owns when each of them can be had, and the way from shards to one tensor and bac
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,7 +15,6 @@ from .errors import GradientError, ZeroError
 from .runtime.gradient import Leftover
 from .runtime.hooks import in_backward
 from .runtime.place import Place
-from .runtime.unit import Unit
 from .store import GradientAccess
 
 __all__ = ["full_gradient", "full_state", "set_full_gradient", "set_full_state"]
@@ -41,7 +39,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     if store is None:
         zeroed = place.unit.gradient.leftover[place.index] is Leftover.ZEROED
         return torch.zeros(parameter.shape, device=place.unit.ranks.device) if zeroed else None
-    values = _whole(place.unit, place.index, partial(store.read_gradient, place.unit.index))
+    values = place.unit.whole_values(place.index, partial(store.read_gradient, place.unit.index))
     scale = place.engine.loss_scale
     return values if scale is None else values.mul_(1.0 / scale.value)
 
@@ -87,7 +85,7 @@ def full_state(parameter: nn.Parameter, name: str) -> Tensor | None:
     unit, k = place.unit, place.index
     if name != "master" and not unit.steps[k]:
         return None
-    return _whole(unit, k, partial(unit.store.read_state, unit.index, name))
+    return unit.whole_values(k, partial(unit.store.read_state, unit.index, name))
 
 
 @torch.no_grad()
@@ -200,21 +198,3 @@ def _flat(place: Place, values: Tensor) -> Tensor:
             "numbers for the whole parameter, on every rank"
         )
     return values.detach().to(place.unit.ranks.device, torch.float32).reshape(-1)
-
-
-def _whole(unit: Unit, k: int, read: Callable[[int, int], Tensor]) -> Tensor:
-    """Parameter k's values, fp32, of which `read(start, stop)` gives elements of this rank's shard. Collective."""
-    slot, ranks = unit.layout.slots[k], unit.ranks
-    if ranks.shard.size == 1:
-        return read(slot.offset, slot.stop).to(ranks.device).view(slot.shape)
-    pieces = [unit.layout.piece(rank, k) for rank in range(ranks.shard.size)]
-    widest = max((piece.numel for piece in pieces if piece is not None), default=0)
-    rows = torch.zeros(len(pieces), widest, dtype=torch.float32, device=ranks.device)
-    mine = pieces[ranks.shard.rank]
-    if mine is not None:
-        rows[ranks.shard.rank, : mine.numel] = read(mine.shard_start, mine.shard_stop)
-    if widest:
-        work = ranks.all_gather(rows.view(-1), rows[ranks.shard.rank], unit.name, unit.index, exact=True)
-        ranks.wait(work, "all_gather", unit.name)
-    parts = [rows[rank, : piece.numel] for rank, piece in enumerate(pieces) if piece is not None]
-    return torch.cat(parts or [rows.view(-1)]).view(slot.shape)
