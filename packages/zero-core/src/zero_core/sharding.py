@@ -166,7 +166,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
                 set_home(whole.parameter, whole)
         carry_over(optimizer, made.units, store, ranks)
         engine.attach(made.nodes(unit_modules(model, units)))
-        sharded = ShardedOptimizer(optimizer, engine, updates, observer)
+        sharded = ShardedOptimizer(optimizer, engine, updates)
     except BaseException as error:
         engine.detach()
         handover.undo(error, store)
