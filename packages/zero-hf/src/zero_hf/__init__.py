@@ -2,8 +2,9 @@
 
 from .accelerating import Accelerator
 from .config import ConfigError, ZeroConfig
+from .loading import from_pretrained
 from .sharding import Run, shard
 
 __version__ = "0.1.0"
 
-__all__ = ["Accelerator", "ConfigError", "Run", "ZeroConfig", "shard"]
+__all__ = ["Accelerator", "ConfigError", "Run", "ZeroConfig", "from_pretrained", "shard"]
