@@ -15,11 +15,12 @@ pytest.importorskip("datasets")
 STEPS = 50
 
 
-def losses(pool, folder: Path, zero: str | None, *arguments: str) -> list[float]:
-    """What the script logged, step by step."""
+def logged(pool, folder: Path, zero: str | None, *arguments: str) -> tuple[list[float], list[float]]:
+    """Losses and norms of the gradients that the script logged, step by step."""
     pool.run(run_example, "sft.py", ["--output", str(folder), "--steps", str(STEPS), *arguments], zero)
     state = json.loads((folder / "trainer_state.json").read_text())
-    return [row["loss"] for row in state["log_history"] if "loss" in row]
+    rows = [row for row in state["log_history"] if "loss" in row]
+    return [row["loss"] for row in rows], [row["grad_norm"] for row in rows]
 
 
 def settings(tmp_path: Path, offload: str) -> str:
@@ -39,12 +40,13 @@ def test_two_lines_adapt_it():
 def test_its_losses_are_the_stock_scripts(ranks, tmp_path, size, precision):
     """Fails when sharding changes what the Trainer computes, or a tier changes one bit of it."""
     more = ["--bf16"] if precision == "bf16" else []
-    stock = losses(ranks(size), tmp_path / "stock", None, *more)
+    stock = logged(ranks(size), tmp_path / "stock", None, *more)
     runs = {}
     for offload in ("none", "host", "nvme"):
-        runs[offload] = losses(ranks(size), tmp_path / offload, settings(tmp_path, offload), *more)
-    assert len(stock) == STEPS
+        runs[offload] = logged(ranks(size), tmp_path / offload, settings(tmp_path, offload), *more)
+    assert len(stock[0]) == STEPS
     assert runs["host"] == runs["nvme"]
     tolerance = 1e-2 if more else 1e-5
-    for found in runs.values():
-        assert found == pytest.approx(stock, rel=tolerance)
+    for losses, norms in runs.values():
+        assert losses == pytest.approx(stock[0], rel=tolerance)
+        assert norms == pytest.approx(stock[1], rel=10 * tolerance)
