@@ -11,6 +11,7 @@ import sys
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -37,10 +38,22 @@ class ShardedTRL(Trainer):
     zero_config: ZeroConfig
     zero_others: list[Run]
 
-    def create_accelerator_and_postprocess(self) -> None:
-        _refuse(self.args)
-        super().create_accelerator_and_postprocess()
+    def __init__(self, *given: Any, **options: Any) -> None:
+        models = [thing for thing in given[:2] if isinstance(thing, nn.Module)]
+        models += [options[name] for name in ("model", "ref_model") if isinstance(options.get(name), nn.Module)]
         self.zero_others = []
+        self._reference_is_deferred = bool(models) and _deferred(models[-1])
+        if not (options.get("peft_config") and models and _deferred(models[0])):
+            super().__init__(*given, **options)
+            return
+        with zero_core.deferred_init():  # adapters of a model that is not read yet are not drawn yet either
+            super().__init__(*given, **options)
+            random_state = torch.get_rng_state()
+        torch.set_rng_state(random_state)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        _refuse(self.args, self._reference_is_deferred)
+        super().create_accelerator_and_postprocess()
         prepare = self.accelerator.prepare_model
 
         def prepare_model(model: nn.Module, *given: Any, **options: Any) -> nn.Module:
@@ -86,11 +99,22 @@ class ShardedTRL(Trainer):
             return super()._generate_single_turn(*given, **options)  # type: ignore[misc]
 
 
-def _refuse(args: TrainingArguments) -> None:
+def _deferred(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _refuse(args: TrainingArguments, deferred: bool) -> None:
     """Raises ConfigError for an argument of TRL's that cannot be followed, before anything is allocated."""
-    for name, way_out in (
-        ("use_vllm", "generate with transformers: leave it out"),
-        ("use_transformers_continuous_batching", "it casts a model that is sharded: leave it out"),
+    for name, applies, way_out in (
+        ("use_vllm", True, "generate with transformers: leave it out"),
+        ("use_transformers_continuous_batching", True, "it casts the model: leave it out"),
+        ("activation_offloading", True, "zero_offload.offload_activations(model, store, ...) moves activations"),
+        (
+            "precompute_ref_log_probs",
+            deferred,
+            "TRL hashes the weights of the reference model, which zero_hf.from_pretrained has not read yet: load it "
+            "with from_pretrained of transformers",
+        ),
     ):
-        if getattr(args, name, False):
-            raise ConfigError(f"{name}=True cannot be combined with sharding: {way_out}")
+        if applies and getattr(args, name, False):
+            raise ConfigError(f"{name}=True does not go with zero_hf.sharded: {way_out}")
