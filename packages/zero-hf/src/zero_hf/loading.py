@@ -84,7 +84,10 @@ def from_pretrained(
         own = getattr(cls, "config_class", None) or AutoConfig
         config, kwargs = own.from_pretrained(folder, return_unused_kwargs=True, **kwargs)
     config = copy.deepcopy(config)
-    if getattr(config, "quantization_config", None) is not None:
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None and _method(quantised) == "gguf":  # a mark of where they came from: they are dequantised
+        del config.quantization_config
+    elif quantised is not None:
         raise ConfigError(
             f"{folder} holds quantised weights: load them with {cls.__name__}.from_pretrained, on every rank whole, and "
             "shard the model then"
@@ -136,9 +139,13 @@ def _dtype(dtype: torch.dtype | str | None, config: Any, entries: Mapping[str, E
         if dtype is None:
             dtype = next((e.dtype for e in entries.values() if e.dtype.is_floating_point), None)
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.get_default_dtype()
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"dtype={dtype!r}: give a torch.dtype, its name, or 'auto'")
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype={dtype!r}: give a floating-point torch.dtype, its name, or 'auto'")
     return found
+
+
+def _method(quantised: Any) -> Any:
+    return quantised.get("quant_method") if isinstance(quantised, Mapping) else getattr(quantised, "quant_method", None)
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
