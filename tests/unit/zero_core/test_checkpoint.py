@@ -412,6 +412,18 @@ def test_another_optimizers_checkpoint_is_named(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, *grouped)
 
 
+def test_groups_may_keep_other_states(tmp_path: Path) -> None:
+    def groups(parameters):
+        return torch.optim.SGD([{"params": parameters[:2], "momentum": 0.9}, {"params": parameters[2:]}], lr=0.1)
+
+    run, again = make(0, optimizer=groups), make(1, optimizer=groups)
+    losses(*run, 2)
+    checkpoint.save(tmp_path, *run)
+    expected = losses(*run, 2)
+    checkpoint.load(tmp_path, *again)
+    assert losses(*again, 2) == expected
+
+
 def test_what_is_not_sharded_is_refused_by_name(tmp_path: Path) -> None:
     plain = nn.Linear(2, 2)
     with pytest.raises(ZeroError, match="Linear is not sharded"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from .errors import GradientError, ZeroError
-from .runtime.gradient_access import read, refusal, whole, write
+from .runtime.gradient_access import read, refusal, write
 from .runtime.place import Place
 
 __all__ = ["full_gradient", "full_state", "set_full_gradient", "set_full_state"]
@@ -68,7 +68,7 @@ def full_state(parameter: nn.Parameter, name: str) -> Tensor | None:
     unit, k = place.unit, place.index
     if name != "master" and not unit.steps[k]:
         return None
-    return whole(unit, k, partial(unit.store.read_state, unit.index, name))
+    return unit.whole_values(k, partial(unit.store.read_state, unit.index, name))
 
 
 @torch.no_grad()

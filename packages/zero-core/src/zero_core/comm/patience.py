@@ -8,6 +8,12 @@ the store, and from then on reads what other ranks have written there. If its n-
 rank, neither of them can go on. The rank then makes gloo fail its connections, which ends its own wait and the waits of
 the others, and each raises an error that names the two calls. Nothing is written or read before a rank has waited that
 long, so a collective normally costs only a dictionary entry and a tuple.
+
+[Note: a call of rank 0 alone]
+`if rank == 0: torch.save(model.state_dict())` is right with plain torch, and gathers here. The other ranks may be in a
+barrier meanwhile, of which nothing is known here, up to the group's time-out. So ranks leave a mark in the store when
+they make a call that is often made to save something, and rank 0 raises if it has been alone in it for `ALONE` times
+`SECONDS`. Ranks that wait for rank 0 go on waiting: it may be writing a file.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import os
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -29,9 +35,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["SECONDS", "Patience"]
+from ..errors import CollectiveError
+
+__all__ = ["ALONE", "SECONDS", "Patience"]
 
 SECONDS = 5.0  # until a wait is told; a rank may take longer, which is why it is only told
+ALONE = 6  # times as long rank 0 waits in a call that no other rank has made
 _LOG = logging.getLogger("zero_core")
 _KEPT = 1024  # calls that are compared: a few steps of a large model
 _OWN = (
@@ -53,6 +62,7 @@ class Patience:
         self._calls: deque[tuple[str, str]] = deque(maxlen=_KEPT)
         self._count = 0  # collectives called so far
         self._told: Any = None
+        self._assembled: Counter[str] = Counter()
 
     def called(self, collective: str, unit: str) -> None:
         """One more collective, which every rank must call as its next."""
@@ -69,6 +79,29 @@ class Patience:
             yield
         finally:
             del _waits[thread]
+
+    def assemble(self, call: str) -> None:
+        """Wait on rank 0 for another rank to make this call too: see [Note: a call of rank 0 alone]."""
+        if self._size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        key = f"{self._key}/{call}/{self._assembled[call]}"
+        if self._rank:
+            store.add(key, 1)
+        else:
+            with self.waiting(call, "the model"):
+                pause, deadline = 0.001, time.monotonic() + ALONE * SECONDS
+                while not store.add(key, 0):
+                    if time.monotonic() > deadline:
+                        raise CollectiveError(
+                            f"rank 0 of {self._size} called {call}, and no other rank did within {ALONE * SECONDS:.0f} "
+                            f"s: it gathers from all ranks. Call it on every rank, outside of `if rank == 0`, and let "
+                            "rank 0 save what it returns. zero_core.checkpoint.save and zero_core.save_pretrained "
+                            "write from every rank, and need no such memory"
+                        )
+                    time.sleep(pause)
+                    pause = min(0.1, 2 * pause)
+        self._assembled[call] += 1
 
     def crossing(self) -> str | None:
         """The first call in which this rank and another one differ, as far as the others have written theirs."""

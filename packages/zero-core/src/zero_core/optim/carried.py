@@ -17,7 +17,7 @@ from ..errors import UnsupportedOptimizerError, ZeroError
 from ..runtime.unit import Unit
 from ..store import ScalarStates, ShardStore
 
-__all__ = ["carry_over", "put_states"]
+__all__ = ["carry_over", "check_states", "from_rank_0", "put_states"]
 
 _WAY_OUT = "give shard() an optimizer that has not stepped, or shard first and load with zero_core.checkpoint.load"
 
@@ -41,19 +41,20 @@ def carry_over(optimizer: torch.optim.Optimizer, units: Sequence[Unit], store: S
 def put_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardStore, ranks: Ranks, kind: str) -> None:
     """Write whole states (unit, parameter in it, its state as torch has it) into the store. Collective.
 
-    One whole tensor is alive on its way at a time. Raises UnsupportedOptimizerError naming a state that the store does
-    not keep, and ZeroError where ranks hold states of different parameters or steps.
+    One whole tensor is alive on its way at a time. Raises as `check_states` does, and ZeroError where ranks hold states
+    of different parameters or steps.
     """
     description = [(u.layout.slots[k].name, _steps(state), sorted(state)) for u, k, state in found]
     if not ranks.agree(zlib.crc32(repr(description).encode()), "the optimizer's state"):
         raise ZeroError(
             f"ranks bring optimizers of different steps ({len(found)} parameters have state here): {_WAY_OUT}"
         )
+    check_states(found, store, kind)
     for unit, k, state in found:
         tensors = {n: v for n, v in state.items() if isinstance(v, Tensor) and n != "step"}
         numbers = {n: float(v) for n, v in state.items() if isinstance(v, (int, float)) and n != "step"}
         for name, value in sorted(tensors.items()):
-            _put(unit, k, name, value, store, ranks, kind)
+            _put(unit, k, name, value, store, ranks)
         for name, number in sorted(numbers.items()):
             _put_number(unit, k, name, number, store, ranks)
         unit.steps[k] = _steps(state)
@@ -66,25 +67,41 @@ def _steps(state: Mapping[str, Any]) -> int:
     return int(any(value is not None for value in state.values()))
 
 
-def _put(unit: Unit, k: int, name: str, value: Tensor, store: ShardStore, ranks: Ranks, kind: str) -> None:
-    slot = unit.layout.slots[k]
-    if value.dim() == 0 and name not in store.state_names():  # not by the shape: a parameter may have none itself
+def check_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardStore, kind: str) -> None:
+    """Raises UnsupportedOptimizerError naming a state that the store does not keep, or of another shape."""
+    names, scalars = store.state_names(), store.scalar_names() if isinstance(store, ScalarStates) else ()
+    for unit, k, state in found:
+        slot = unit.layout.slots[k]
+        for name, value in state.items():
+            if name == "step" or not isinstance(value, (Tensor, int, float)):
+                continue
+            shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+            if not (shape == slot.shape if name in names else name in scalars and shape == ()):
+                raise UnsupportedOptimizerError(
+                    f"{kind} brings {name!r} of {slot.name}, shape {shape}, which {type(store).__name__} does not keep "
+                    f"(it keeps {', '.join((*names, *scalars))}): {_WAY_OUT}"
+                )
+
+
+def from_rank_0(value: Tensor, unit: Unit) -> Tensor:
+    """(numel,) fp32 on the device: rank 0's `value`, of a parameter's shape. On other ranks it may be on meta."""
+    ranks = unit.ranks
+    if value.is_meta and not ranks.device.type == "meta":
+        mine = torch.empty(value.shape, dtype=torch.float32, device=ranks.device)
+    else:
+        mine = value.detach().to(ranks.device, torch.float32).contiguous()
+    return ranks.broadcast(mine, unit.name).reshape(-1)
+
+
+def _put(unit: Unit, k: int, name: str, value: Tensor, store: ShardStore, ranks: Ranks) -> None:
+    if name not in store.state_names():
         _put_number(unit, k, name, float(value), store, ranks)
-        return
-    if name not in store.state_names() or value.shape != slot.shape:
-        raise UnsupportedOptimizerError(
-            f"{kind} brings {name!r} of {slot.name}, shape {tuple(value.shape)}, which {type(store).__name__} does not "
-            f"keep (it keeps {', '.join(store.state_names())}): {_WAY_OUT}"
-        )
-    whole = ranks.broadcast(value.detach().to(ranks.device, torch.float32).contiguous(), unit.name).reshape(-1)
-    unit.write_part(name, k, whole)
+    else:
+        unit.write_part(name, k, from_rank_0(value, unit))
 
 
 def _put_number(unit: Unit, k: int, name: str, number: float, store: ShardStore, ranks: Ranks) -> None:
-    if not isinstance(store, ScalarStates) or name not in store.scalar_names():
-        raise UnsupportedOptimizerError(
-            f"{type(store).__name__} does not keep {name!r} of {unit.layout.slots[k].name}: {_WAY_OUT}"
-        )
+    assert isinstance(store, ScalarStates)
     number = float(ranks.broadcast(torch.tensor(number, dtype=torch.float64, device=ranks.device), unit.name))
     for segment, place in enumerate(unit.segment_slots()):
         if place == k:

@@ -415,8 +415,14 @@ class _Shard:
         for k, segment in enumerate(self.spec.segments):
             low, high = max(start, segment.start), min(stop, segment.stop)
             if low < high and segment.group is not None:
-                state = self._made_state(k, name)[name]
-                state[low - segment.start : high - segment.start].copy_(values[low - start : high - start])
+                state, part = self._made_state(k, name).get(name), values[low - start : high - start]
+                if state is not None:
+                    state[low - segment.start : high - segment.start].copy_(part)
+                elif bool(part.any()):
+                    raise StoreError(
+                        f"{name} of {segment.name} is written, which the optimizer does not keep with the options of "
+                        f"group {segment.group}: give the group the options with which the values were saved"
+                    )
 
     def read_scalar(self, k: int, name: str) -> float | None:
         value = self._state_of(self.views[k]).get(name)

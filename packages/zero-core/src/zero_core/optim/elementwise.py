@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedOptimizerError
 
-__all__ = ["KeptStates", "kept_states", "over_segments"]
+__all__ = ["KeptStates", "StateFormat", "kept_states", "over_segments", "state_formats"]
 
 # They look at a parameter's shape, or at all parameters together: a slice of one is not enough for them.
 _NOT_ELEMENTWISE = ("LBFGS", "SparseAdam", "Adafactor", "Muon", "Shampoo", "SOAP")
@@ -74,6 +74,28 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
                         )
             _probe_neighbours(optimizer, group, device)
     return KeptStates(tuple(tensors), tuple(scalars), counts)
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """The state that torch has of a parameter of a group, name -> value: when the optimizer is `built` (Adagrad has one
+    then), and once the parameter has `stepped`. Types, dtypes and first values are read from it."""
+
+    built: dict[str, Any]
+    stepped: dict[str, Any]
+
+
+def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> list[StateFormat]:
+    """Of each group, from throw-away parameters. Draws no random number."""
+    capturable = any(group.get("capturable") for group in optimizer.param_groups)  # which CPU parameters cannot be
+    values, gradients = _drawn(2, device if capturable else torch.device("cpu"))
+    formats = []
+    with torch.random.fork_rng(devices=[]):
+        for group in range(len(optimizer.param_groups)):
+            probe = nn.Parameter(values.clone())
+            built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
+            formats.append(StateFormat(built, _two_steps(optimizer, group, [values], [gradients])[1]))
+    return formats
 
 
 def _probe(

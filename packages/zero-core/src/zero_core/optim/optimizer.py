@@ -6,10 +6,12 @@ Owns the parameter groups, the counting of steps and the clipping. Gradients and
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import GradientError, UnsupportedOptimizerError, ZeroError
 from ..runtime.gradient import Leftover
@@ -18,7 +20,8 @@ from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
 from ..store import ScalarStates
 from .backward_updates import UpdatesInBackward, frozen
-from .carried import put_states
+from .elementwise import state_formats
+from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
 
 __all__ = ["ShardedOptimizer"]
 
@@ -40,6 +43,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm = math.nan
         self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # what was carried over
         self._updates = updates
+        self._formats = state_formats(optimizer, engine.ranks.device)
+        self.state = States()
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -73,7 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._count()
                 return loss
             factor = take_factor(engine)
-            self.grad_norm = abs(factor) * engine.exchange.norm(engine.store.gradient_norm_squared)
+            self.grad_norm = abs(factor) * engine.exchange.norm(engine.reducer.norm_squared)
             scale = self._coefficient(self.grad_norm)
             if scale is not None:
                 self._update(scale * factor)
@@ -119,6 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 unit.overwritten(k)
             steps.append(unit.count_step(Leftover.STEPPED))
         engine.factors.forget()
+        engine.reducer.changed()
         engine.store.update(frozen(self.param_groups), scale, engine.next_use(), steps)
         self._count()
 
@@ -141,64 +147,74 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and step counts, while that is all there is.
+        """Groups and step counts, while that is all there is. Not collective.
 
-        Raises UnsupportedOptimizerError once a parameter has stepped and the optimizer keeps states besides its count:
-        those lie in shards, and zero_core.checkpoint saves them.
+        Raises UnsupportedOptimizerError once a parameter has stepped, where there are optimizer states, or fp32 masters
+        of 16-bit parameters: those lie in shards, and the error names the calls that save them.
         """
-        if self._kept and any(any(unit.steps) for unit in self.engine.units):
+        if not any(any(unit.steps) for unit in self.engine.units):
+            return self._packed({})
+        halves = any(unit.trainable and unit.dtype != torch.float32 for unit in self.engine.units)
+        kept = [*self._kept, *(["fp32 masters"] if halves else [])]
+        if kept:
             raise UnsupportedOptimizerError(
-                f"state_dict() of a sharded optimizer would lack {', '.join(self._kept)}, which lie in shards. Save "
-                "the run with zero_core.checkpoint.save(folder, model, optimizer) on every rank, and resume with "
-                "zero_core.checkpoint.load(folder, model, optimizer)"
+                f"state_dict() of a sharded optimizer would lack {', '.join(kept)}, which lie in shards. {INSTEAD}"
             )
-        for unit in self.engine.units:
-            for parameter, group, steps in zip(unit.parameters, unit.groups, unit.steps, strict=True):
-                if group is not None:
-                    self.state[parameter] = {"step": steps}
+        return self._full(keep=True)
+
+    def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any]:
+        """All states as one plain dict, in host memory. Collective: every rank calls it.
+
+        It is what the torch optimizer of the unsharded model would return from state_dict(), with states in fp32: that
+        optimizer loads it, and so does `load_state_dict` at any world size, stage and store. It also has "step_count",
+        "loss_scale", and for parameters in 16 bits "masters", number -> fp32 master, which torch ignores. States are
+        gathered one at a time. rank0_only: other ranks get an empty dict, as they would need the same memory.
+
+        The host needs 8 bytes an element for Adam, and 4 more for 16-bit parameters; zero_core.checkpoint.save needs no
+        such memory. Raises ZeroError inside forward, backward, `gathered` and `uneven`.
+        """
+        refuse_busy(self.engine, "full_state_dict()")
+        self.engine.settle()
+        self.engine.ranks.assemble("optimizer.full_state_dict()")
+        return self._full(keep=not rank0_only or self.engine.ranks.rank == 0)
+
+    def _full(self, *, keep: bool) -> dict[str, Any]:
+        states, masters = gather_states(self.param_groups, self._formats, self.engine, keep=keep)
+        return self._packed(states, masters) if keep else {}
+
+    def _packed(self, states: dict[Tensor, dict[str, Any]], masters: dict[int, Tensor] | None = None) -> dict[str, Any]:
+        nothing, self.state = self.state, defaultdict(dict, states)
         try:
             packed = super().state_dict()
         finally:
-            self.state.clear()
+            self.state = nothing
         scale = self.engine.loss_scale
         return {
             **packed,
+            **({"masters": masters} if masters else {}),
             "step_count": self.step_count,
             "loss_scale": scale.state_dict() if scale is not None else None,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what state_dict() gave, or a plain optimizer's with its whole tensors. Collective, rank 0's tensors.
+        """Take what `full_state_dict` or `state_dict` returned, or a torch optimizer's. Collective; rank 0's is taken.
 
-        Raises UnsupportedOptimizerError, before anything is changed, where steps were counted and states are missing.
+        Other ranks may give an empty dict. A parameter of which it has no state begins anew, as with torch. Of
+        parameters in 16 bits load the weights first: the masters of a `full_state_dict` then get all their bits back.
+
+        Raises before anything is changed: UnsupportedOptimizerError for states that are absent, or that this optimizer
+        does not keep, ValueError for other groups, and ZeroError for masters of other weights.
         """
-        groups = state_dict["param_groups"]
-        ours, theirs = ([len(g["params"]) for g in side] for side in (self.param_groups, groups))
-        if ours != theirs:
-            raise ValueError(f"groups of {theirs} parameters loaded into an optimizer with groups of {ours}")
-        bare = [n for n, entry in state_dict["state"].items() if set(entry) == {"step"} and int(entry["step"]) > 0]
-        if bare and self._kept:
-            raise UnsupportedOptimizerError(
-                f"the state dict has a step count of {len(bare)} parameters and no {', '.join(self._kept)}: training "
-                "would go on with empty moments. Load a checkpoint of zero_core.checkpoint.save with "
-                "zero_core.checkpoint.load(folder, model, optimizer), or the full state dict of a torch optimizer"
-            )
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({k: v for k, v in saved.items() if k != "params"})
-        numbers = {id(p): n for n, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        whole = []
-        for unit in self.engine.units:
-            for k, parameter in enumerate(unit.parameters):
-                entry = state_dict["state"].get(numbers.get(id(parameter), -1))
-                if entry is not None and any(value is not None for name, value in entry.items() if name != "step"):
-                    whole.append((unit, k, entry))
-                elif entry is not None and "step" in entry:
-                    unit.steps[k] = int(entry["step"])
+        refuse_busy(self.engine, "load_state_dict()")
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
         self.engine.settle()
-        put_states(whole, self.engine.store, self.engine.ranks, "the state dict")
-        if self.engine.loss_scale is not None and state_dict.get("loss_scale") is not None:
-            self.engine.loss_scale.load_state_dict(state_dict["loss_scale"])
-        self.step_count = int(state_dict.get("step_count", max(max(u.steps, default=0) for u in self.engine.units)))
+        found = put_back(self.param_groups, self._formats, self.engine, state_dict)
+        if self.engine.loss_scale is not None and found.get("loss_scale") is not None:
+            self.engine.loss_scale.load_state_dict(found["loss_scale"])
+        self.step_count = int(found.get("step_count", max(max(u.steps, default=0) for u in self.engine.units)))
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     @property
     def _kept(self) -> list[str]:
@@ -217,7 +233,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.engine.pool.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        raise UnsupportedOptimizerError("pickling a ShardedOptimizer: use zero_core.checkpoint.save, or state_dict()")
+        raise UnsupportedOptimizerError(
+            f"copying or pickling a ShardedOptimizer, whose states lie in shards. {INSTEAD}"
+        )
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer over {len(self.engine.units)} units, {super().__repr__()}"

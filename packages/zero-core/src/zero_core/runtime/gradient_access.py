@@ -23,7 +23,7 @@ from .unit import Unit
 if TYPE_CHECKING:
     from .hooks import Engine
 
-__all__ = ["apply_factors", "complete", "edit", "power_sum", "read", "refusal", "take_factor", "whole", "write"]
+__all__ = ["apply_factors", "complete", "edit", "power_sum", "read", "refusal", "take_factor", "write"]
 
 
 def refusal(engine: Engine) -> str | None:
@@ -88,7 +88,7 @@ def read(engine: Engine, unit: Unit, k: int) -> Tensor | None:
     if store is None:
         zeroed = unit.gradient.leftover[k] is Leftover.ZEROED
         return torch.zeros(unit.layout.slots[k].shape, device=unit.ranks.device) if zeroed else None
-    values = engine.factors.apply((unit.index, k), whole(unit, k, partial(store.read_gradient, unit.index)))
+    values = engine.factors.apply((unit.index, k), unit.whole_values(k, partial(store.read_gradient, unit.index)))
     scale = engine.loss_scale
     return values if scale is None else values.mul_(1.0 / scale.value)
 
@@ -104,8 +104,7 @@ def write(engine: Engine, unit: Unit, k: int, flat: Tensor) -> bool:
     piece = unit.layout.piece(unit.ranks.shard.rank, k)
     if piece is not None:
         store.write_gradient(unit.index, piece.shard_start, flat[piece.slot_start : piece.slot_stop])
-    engine.factors.forget((unit.index, k))
-    unit.gradient.age += 1
+    _changed(engine, unit, k)
     return True
 
 
@@ -119,7 +118,12 @@ def edit(engine: Engine, unit: Unit, k: int, change: Callable[[Tensor], Any]) ->
         values = engine.factors.apply((unit.index, k), store.read_gradient(unit.index, start, stop))
         change(values.mul_(1.0 / scale))
         store.write_gradient(unit.index, start, values.mul_(scale))
+    _changed(engine, unit, k)
+
+
+def _changed(engine: Engine, unit: Unit, k: int) -> None:
     engine.factors.forget((unit.index, k))
+    engine.reducer.changed()
     unit.gradient.age += 1
 
 
@@ -147,7 +151,7 @@ def power_sum(engine: Engine, keys: Sequence[Key], order: float) -> float:
         engine.complete_all_gradients()
         common = engine.factors.common(keys)
         if common is not None:
-            return (common / scale * engine.exchange.norm(engine.store.gradient_norm_squared)) ** 2
+            return (common / scale * engine.exchange.norm(engine.reducer.norm_squared)) ** 2
     store = access(engine, engine.units[keys[0][0]].layout.slots[keys[0][1]].name)
     engine.complete_gradients([(engine.units[u], k) for u, k in keys])
     sums = []
@@ -193,21 +197,4 @@ def apply_factors(engine: Engine) -> None:
             for start, stop in _mine(unit, k):
                 store.write_gradient(u, start, engine.factors.apply((u, k), store.read_gradient(u, start, stop)))
     engine.factors.forget()
-
-
-def whole(unit: Unit, k: int, read: Callable[[int, int], Tensor]) -> Tensor:
-    """Parameter k's values, fp32, of which `read(start, stop)` gives elements of this rank's shard. Collective."""
-    slot, ranks = unit.layout.slots[k], unit.ranks
-    if ranks.shard.size == 1:
-        return read(slot.offset, slot.stop).to(ranks.device).view(slot.shape)
-    pieces = [unit.layout.piece(rank, k) for rank in range(ranks.shard.size)]
-    widest = max((piece.numel for piece in pieces if piece is not None), default=0)
-    rows = torch.zeros(len(pieces), widest, dtype=torch.float32, device=ranks.device)
-    mine = pieces[ranks.shard.rank]
-    if mine is not None:
-        rows[ranks.shard.rank, : mine.numel] = read(mine.shard_start, mine.shard_stop)
-    if widest:
-        work = ranks.all_gather(rows.view(-1), rows[ranks.shard.rank], unit.name, unit.index, exact=True)
-        ranks.wait(work, "all_gather", unit.name)
-    parts = [rows[rank, : piece.numel] for rank, piece in enumerate(pieces) if piece is not None]
-    return torch.cat(parts or [rows.view(-1)]).view(slot.shape)
+    engine.reducer.changed()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +30,9 @@ _T: Any = Tensor
 class GradientHome(Protocol):
     """What a held gradient asks of the one who keeps it. All but the first three are collective."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Of the parameter."""
 
     def gradient_age(self) -> tuple[int, int]:
         """(other after each step or zero_grad(), other after each change) of this gradient."""
@@ -99,12 +102,12 @@ class HeldGradient(Tensor):
             for g in _listed(args[0]):
                 method = _ELEMENTWISE[func]
                 edit = g.home.edit_gradient if isinstance(g, HeldGradient) else _call_with(g)
-                edit(lambda values, method=method: method(values, *args[1:], **kwargs))
+                edit(partial(_in_place, method, args[1:], kwargs))
             return args[0] if isinstance(args[0], Tensor) else None
         return _call_with_values(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise GradientError(f"{func} on a held gradient, which has no memory: use zero_core.full_gradient(parameter)")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -168,7 +171,7 @@ class HeldNorm(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*tree_map_only(HeldNorm, HeldNorm.value, args), **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -180,7 +183,7 @@ class HeldNorm(Tensor):
 
 def _made(cls: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
 def _norm(order: float, parts: Sequence[Any], device: torch.device) -> Tensor:
@@ -206,6 +209,10 @@ def _norm(order: float, parts: Sequence[Any], device: torch.device) -> Tensor:
 
 def _listed(given: Any) -> Sequence[Any]:
     return given if isinstance(given, (list, tuple)) else [given]
+
+
+def _in_place(method: Callable[..., Any], args: Any, kwargs: Any, values: Tensor) -> None:
+    method(values, *args, **kwargs)
 
 
 def _call_with(values: Tensor) -> Callable[[Callable[[Tensor], Any]], Any]:

@@ -182,6 +182,23 @@ class Unit(UnitMemory):
                 part = whole[piece.slot_start : piece.slot_stop].to(dtype)
                 self.store.write_state(self.index, name, piece.shard_start, part)
 
+    def whole_values(self, k: int, read: Callable[[int, int], Tensor]) -> Tensor:
+        """Parameter k's values, fp32, of which `read(start, stop)` gives elements of this rank's shard. Collective."""
+        slot, ranks = self.layout.slots[k], self.ranks
+        if ranks.shard.size == 1:
+            return read(slot.offset, slot.stop).to(ranks.device).view(slot.shape)
+        pieces = [self.layout.piece(rank, k) for rank in range(ranks.shard.size)]
+        widest = max((piece.numel for piece in pieces if piece is not None), default=0)
+        rows = torch.zeros(len(pieces), widest, dtype=torch.float32, device=ranks.device)
+        mine = pieces[ranks.shard.rank]
+        if mine is not None:
+            rows[ranks.shard.rank, : mine.numel] = read(mine.shard_start, mine.shard_stop)
+        if widest:
+            work = ranks.all_gather(rows.view(-1), rows[ranks.shard.rank], self.name, self.index, exact=True)
+            ranks.wait(work, "all_gather", self.name)
+        parts = [rows[rank, : piece.numel] for rank, piece in enumerate(pieces) if piece is not None]
+        return torch.cat(parts or [rows.view(-1)]).view(slot.shape)
+
     def segment_slots(self) -> list[int]:
         """For each segment of the unit's shard on this rank, the index of its parameter in the unit."""
         places = {id(slot): k for k, slot in enumerate(self.layout.slots)}

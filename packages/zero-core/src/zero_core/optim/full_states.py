@@ -1,0 +1,226 @@
+"""An optimizer's states as one plain dict in torch's format: gathered from shards, and put back into them.
+
+Owns that format, and what is compared before anything changes. Folders of shards are `checkpoint`'s.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ..comm.ranks import Ranks
+from ..errors import UnsupportedOptimizerError, ZeroError
+from ..precision import as_bytes, round_to
+from ..runtime.hooks import Engine, in_backward
+from ..runtime.unit import Unit
+from ..store import ScalarStates
+from .carried import check_states, from_rank_0, put_states
+from .elementwise import StateFormat
+
+__all__ = ["INSTEAD", "States", "gather_states", "put_back", "refuse_busy"]
+
+INSTEAD = (
+    "zero_core.checkpoint.save(folder, model, optimizer) writes them from every rank, for checkpoint.load at any "
+    "number of ranks; optimizer.full_state_dict() returns them as a plain dict. Call either on every rank"
+)
+
+_Groups = Sequence[Mapping[str, Any]]
+_Placed = tuple[int, Tensor, Unit, int, StateFormat]  # number in a state dict, parameter, its unit and place there
+
+
+class States(defaultdict[Any, Any]):
+    """What a sharded optimizer has for `state`: nothing, as states lie in shards, and it says so when asked for one."""
+
+    def __missing__(self, parameter: Any) -> Any:
+        raise UnsupportedOptimizerError(
+            "optimizer.state of a sharded optimizer was asked for a parameter, whose states lie in shards: "
+            f"zero_core.full_state(parameter, name) reads one, and set_full_state writes it. {INSTEAD}"
+        )
+
+    def __bool__(self) -> bool:
+        """torch.distributed.checkpoint makes states by a step of zeros where there are none."""
+        return True
+
+
+def refuse_busy(engine: Engine, call: str) -> None:
+    if engine.busy or in_backward():
+        raise ZeroError(f"{call} inside forward or backward: call it after loss.backward() returned")
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gather_states(
+    groups: _Groups, formats: Sequence[StateFormat], engine: Engine, *, keep: bool
+) -> tuple[dict[Tensor, dict[str, Any]], dict[int, Tensor]]:
+    """Each parameter's state as torch has it, and the fp32 masters of 16-bit parameters by number. Collective.
+
+    They are on the host. On the device there is one state of one parameter at a time. keep: this rank wants them.
+    """
+    states: dict[Tensor, dict[str, Any]] = {}
+    masters: dict[int, Tensor] = {}
+    for number, parameter, unit, k, form in _trained(groups, formats, engine):
+        made = form.stepped if unit.steps[k] else form.built
+        state = {name: _value(unit, k, name, like) for name, like in made.items() if _kept(unit, name)}
+        master = None if unit.dtype == torch.float32 else _gather(unit, k, "master")
+        if keep and state:
+            states[parameter] = state
+        if keep and master is not None:
+            masters[number] = master
+    return states, masters
+
+
+def _trained(groups: _Groups, formats: Sequence[StateFormat], engine: Engine) -> Iterator[_Placed]:
+    where = {id(p): (unit, k) for unit in engine.units if unit.trainable for k, p in enumerate(unit.parameters)}
+    for number, parameter in enumerate(p for group in groups for p in group["params"]):
+        unit, k = where.get(id(parameter), (None, 0))
+        group = None if unit is None else unit.groups[k]
+        if unit is not None and group is not None:
+            yield number, parameter, unit, k, formats[group]
+
+
+def _scalar_names(unit: Unit) -> tuple[str, ...]:
+    return unit.store.scalar_names() if isinstance(unit.store, ScalarStates) else ()
+
+
+def _kept(unit: Unit, name: str) -> bool:
+    """Whether the store has it. What it has not is how an optimizer of its own dtypes encodes the others."""
+    return name == "step" or name in unit.store.state_names() or name in _scalar_names(unit)
+
+
+def _value(unit: Unit, k: int, name: str, like: Any) -> Any:
+    """The state `name` of parameter k, of the type and the scalar dtype of `like`. Collective."""
+    if name == "step":
+        number: float = unit.steps[k]
+    elif name in _scalar_names(unit):
+        number = _read_number(unit, k, name, like)
+    else:
+        return _gather(unit, k, name)
+    return torch.tensor(number, dtype=like.dtype) if isinstance(like, Tensor) else type(like)(number)
+
+
+def _read_number(unit: Unit, k: int, name: str, like: Any) -> float:
+    """Only some ranks have a part of the parameter, and with it the number. Collective."""
+    assert isinstance(unit.store, ScalarStates)
+    parts = [segment for segment, place in enumerate(unit.segment_slots()) if place == k]
+    found = unit.store.read_scalar(unit.index, parts[0], name) if parts else None
+    if unit.ranks.size == 1:
+        return float(like) if found is None else found
+    mine = unit.ranks.numbers([0.0, 0.0] if found is None else [found, 1.0])
+    total, count = unit.ranks.sum_everywhere(mine, f"{name} of {unit.layout.slots[k].name}").tolist()
+    return total / count if count else float(like)
+
+
+def _gather(unit: Unit, k: int, name: str) -> Tensor:
+    """(shape) fp32 on the host, the only one in its memory. Collective."""
+    values = unit.whole_values(k, partial(unit.store.read_state, unit.index, name)).cpu()
+    return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def put_back(
+    groups: _Groups, formats: Sequence[StateFormat], engine: Engine, state_dict: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Write a state dict, as `full_state_dict` or a torch optimizer gives it, into the shards. Collective.
+
+    Rank 0's is written and returned, with tensors of other ranks on meta. Raises before anything is changed: ValueError
+    for other groups, UnsupportedOptimizerError for states that are absent, unknown or of another shape, and ZeroError
+    for masters of other weights.
+    """
+    given = _from_rank_0(engine.ranks, state_dict)
+    ours, theirs = ([len(g["params"]) for g in side] for side in (groups, given["param_groups"]))
+    if ours != theirs:
+        raise ValueError(f"groups of {theirs} parameters loaded into an optimizer with groups of {ours}")
+    ids = [each for group in given["param_groups"] for each in group["params"]]  # numbers, or names in DCP's dicts
+    brought: list[tuple[Unit, int, dict[str, Any]]] = []
+    masters: list[tuple[Unit, int, dict[str, Any]]] = []
+    cleared: list[tuple[Unit, int, StateFormat]] = []
+    for number, _, unit, k, form in _trained(groups, formats, engine):
+        entry = {name: value for name, value in given["state"].get(ids[number], {}).items() if value is not None}
+        if entry:
+            _refuse_absent(unit, k, form, entry)
+            brought.append((unit, k, entry))
+        elif unit.steps[k]:
+            cleared.append((unit, k, form))
+        master = given.get("masters", {}).get(ids[number])
+        if master is not None and unit.dtype != torch.float32:
+            masters.append((unit, k, {"master": master}))
+    check_states([*brought, *masters], engine.store, "the state dict")
+    _check_masters(masters, engine.ranks)
+    for unit, k, entry in masters:
+        unit.write_part("master", k, from_rank_0(entry["master"], unit))
+    put_states(brought, engine.store, engine.ranks, "the state dict")
+    for unit, k, form in cleared:
+        _clear(unit, k, form)
+    for group, saved in zip(groups, given["param_groups"], strict=True):
+        options = {name: copy.deepcopy(value) for name, value in saved.items() if name != "params"}
+        group.update(options)  # type: ignore[attr-defined]  # a dict of the optimizer's
+    return given
+
+
+def _from_rank_0(ranks: Ranks, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    if ranks.size == 1:
+        return state_dict
+    ranks.meet("optimizer.load_state_dict")
+    sent: list[Any] = [None]
+    if ranks.rank == 0:
+        sent = [tree_map_only(Tensor, lambda t: t.to("meta") if t.dim() else t.cpu(), dict(state_dict))]
+    dist.broadcast_object_list(sent, src=0)
+    return state_dict if ranks.rank == 0 else sent[0]
+
+
+def _refuse_absent(unit: Unit, k: int, form: StateFormat, entry: Mapping[str, Any]) -> None:
+    """torch's SGD counts no steps, and zero_optim_cpu's does: that alone may be absent."""
+    absent = [n for n, like in form.stepped.items() if like is not None and n not in entry and _kept(unit, n)]
+    if absent and absent != ["step"] and ("step" not in entry or int(entry["step"]) > 0):
+        raise UnsupportedOptimizerError(
+            f"the state dict has {', '.join(entry)} of {unit.layout.slots[k].name} and no {', '.join(absent)}: "
+            "training would go on with empty states. Load what optimizer.full_state_dict() or a torch optimizer with "
+            "the same options returned, or a folder with zero_core.checkpoint.load(folder, model, optimizer)"
+        )
+
+
+def _check_masters(masters: Sequence[tuple[Unit, int, dict[str, Any]]], ranks: Ranks) -> None:
+    """Raise where a master is not what the parameter was rounded from: it would change the weights."""
+    differ = []
+    for unit, k, entry in masters:
+        whole = from_rank_0(entry["master"], unit)
+        unequal = 0
+        for piece in unit.layout.pieces(ranks.shard.rank):
+            if piece.slot is unit.layout.slots[k]:
+                mine = unit.store.read_state(unit.index, "master", piece.shard_start, piece.shard_stop)
+                both = [torch.empty(mine.shape, dtype=unit.dtype, device=mine.device) for _ in range(2)]
+                round_to(mine, both[0])
+                round_to(whole[piece.slot_start : piece.slot_stop].to(mine.device), both[1])
+                unequal += not torch.equal(*map(as_bytes, both))
+        differ.append(float(unequal))
+    counts = ranks.sum_everywhere(ranks.numbers(differ), "the state dict's masters").tolist() if masters else []
+    names = [u.layout.slots[k].name for (u, k, _), count in zip(masters, counts, strict=True) if count]
+    if names:
+        raise ZeroError(
+            f"the state dict has fp32 masters of other weights than the model has, for {len(names)} parameters "
+            f"({names[0]} ...): load the weights first, with model.load_state_dict, and then the optimizer. To keep "
+            "the model's weights with these optimizer states, remove state_dict['masters']"
+        )
+
+
+def _clear(unit: Unit, k: int, form: StateFormat) -> None:
+    """As torch, which then has no state of this parameter: it begins anew."""
+    numel = unit.layout.slots[k].numel
+    for name in unit.store.state_names():
+        if name in form.stepped:
+            first = float(form.built[name].reshape(-1)[0]) if name in form.built else 0.0
+            unit.write_part(name, k, torch.full((numel,), first, device=unit.ranks.device))
+    unit.steps[k] = 0

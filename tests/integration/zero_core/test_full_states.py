@@ -1,0 +1,278 @@
+"""`optimizer.full_state_dict()`: an optimizer's states as one dict in torch's format, to plain torch and back.
+
+Fails if a state, a count, a dtype or an option differs from what torch's optimizer has of the unsharded model, if a
+run that goes on from such a dict differs from one that was not interrupted, or if something is saved without states.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import zero_core
+from tests.integration.zero_core import toys
+from zero_core.comm import patience
+from zero_core.errors import CollectiveError, UnsupportedOptimizerError, ZeroError
+
+
+def amsgrad(parameters):
+    return torch.optim.Adam(parameters, lr=1e-2, amsgrad=True)
+
+
+def mixed(parameters):
+    """Two groups of SGD, of which one has momentum."""
+    parameters = list(parameters)
+    groups = [{"params": parameters[::2], "momentum": 0.9}, {"params": parameters[1::2], "lr": 0.02}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+OPTIMIZERS = {kind: getattr(torch.optim, kind) for kind in ("NAdam", "ASGD", "Rprop", "RMSprop", "Adadelta", "Adamax")}
+OPTIMIZERS |= {"adamw": toys.adamw, "momentum": toys.sgd, "amsgrad": amsgrad, "mixed": mixed}
+OPTIMIZERS["plain"] = partial(torch.optim.SGD, lr=0.1)
+OPTIMIZERS["adagrad"] = partial(torch.optim.Adagrad, initial_accumulator_value=0.1)
+
+
+class Thawed(toys.Unused):
+    """With parameters that never step, parameters that are frozen from the start, and a number without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def twins(name, make=Thawed, **options):
+    torch.manual_seed(0)
+    dense = make()
+    model = copy.deepcopy(dense)
+    theirs, ours = (OPTIMIZERS[name](each.parameters()) for each in (dense, model))
+    return dense, theirs, model, zero_core.shard(model, ours, **options)
+
+
+def steps(model, optimizer, first, last):
+    """The same data on every rank."""
+    for step in range(first, last):
+        toys.loss_of(model, toys.data(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same(found, expected):
+    """Of the same keys, types, dtypes and values."""
+    assert type(found) is type(expected), (found, expected)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), (found.keys(), expected.keys())
+        for key, value in expected.items():
+            same(found[key], value)
+    elif isinstance(expected, (list, tuple)):
+        for one, other in zip(found, expected, strict=True):
+            same(one, other)
+    elif isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, check_device=False)
+        assert found.untyped_storage().nbytes() == found.nbytes
+    else:
+        assert found == expected
+
+
+def shared(found):
+    """Rank 0's, by way of a file, as a loop that resumes has it."""
+    assert (found == {}) == (toys.world()[0] > 0), "one rank has the memory for it"
+    file = io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def expected_of(theirs):
+    """torch's Adagrad has states of frozen parameters too, which nothing steps."""
+    found = theirs.state_dict()
+    frozen = [n for n, p in enumerate(p for g in theirs.param_groups for p in g["params"]) if not p.requires_grad]
+    return {**found, "state": {n: entry for n, entry in found["state"].items() if n not in frozen}}
+
+
+def there_and_back(name, stage):
+    dense, theirs, model, ours = twins(name, stage=stage)
+    for first in (0, 2):
+        found = shared(ours.full_state_dict())
+        if found:
+            assert found["step_count"] == first
+            same({key: found[key] for key in ("state", "param_groups")}, expected_of(theirs))
+            plain = copy.deepcopy(dense)
+            loaded = OPTIMIZERS[name](plain.parameters())
+            loaded.load_state_dict(found)
+            steps(plain, loaded, first, first + 2)
+        steps(model, ours, first, first + 2)
+        steps(dense, theirs, first, first + 2)
+        if found:
+            same(expected_of(loaded), expected_of(theirs))
+    _, _, model, again = twins(name, stage=3 - stage)
+    steps(model, again, 5, 6)  # what it has by now is replaced
+    model.load_state_dict(dense.state_dict())
+    again.load_state_dict(shared(ours.full_state_dict()))
+    assert again.step_count == 4
+    for optimizer in (again, theirs):
+        optimizer.param_groups[0]["lr"] *= 0.5
+    steps(model, again, 4, 6)
+    steps(dense, theirs, 4, 6)
+    state = model.state_dict()
+    same({name: state[name].clone() for name in state}, dict(dense.state_dict()))
+    again.load_state_dict(OPTIMIZERS[name](dense.parameters()).state_dict())  # of one that has not stepped
+    last = again.full_state_dict()
+    if last:
+        same(last["state"], expected_of(OPTIMIZERS[name](dense.parameters()))["state"])
+    ours.close()
+    again.close()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_go_to_torch_and_back(name):
+    there_and_back(name, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("adamw", 3), ("momentum", 2), ("NAdam", 1), ("adagrad", 0), ("mixed", 3), ("ASGD", 3)]
+)
+def test_states_of_two_ranks_go_to_torch_and_back(ranks, name, stage):
+    ranks(2).run(there_and_back, name, stage)
+
+
+def halves(stage):
+    """bf16 parameters: the fp32 masters travel too, and go back to the weights that they were rounded to."""
+
+    def step(model, optimizer, number):
+        toys.loss_of(model, toys.data(number, 0).bfloat16()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    _, _, model, ours = twins("adamw", toys.Stack, stage=stage, param_dtype=torch.bfloat16)
+    _, _, other, again = twins("adamw", toys.Stack, param_dtype=torch.bfloat16)
+    for number in range(2):
+        step(model, ours, number)
+    found = shared(ours.full_state_dict())
+    with pytest.raises(ZeroError, match=r"masters of other weights .*embed.weight.*: load the weights first"):
+        again.load_state_dict(found)
+    assert again.step_count == 0 and not any(any(unit.steps) for unit in again.engine.units)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(found)
+    for number in range(2, 4):
+        step(model, ours, number)
+        step(other, again, number)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(zero_core.full_state(one, "master"), zero_core.full_state(two, "master"))
+    if found:
+        assert found["masters"].keys() == found["state"].keys()
+        plain = toys.Stack().bfloat16()
+        toys.adamw(plain.parameters()).load_state_dict(found)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_masters_of_16_bit_parameters_keep_their_bits(ranks, size):
+    ranks(size).run(halves, size)
+
+
+def refuse():
+    _, _, model, ours = twins("plain", toys.Stack, param_dtype=torch.bfloat16)
+    toys.loss_of(model, toys.data(0, 0).bfloat16()).backward()
+    ours.step()
+    with pytest.raises(UnsupportedOptimizerError, match="would lack fp32 masters"):
+        ours.state_dict()
+    _, _, model, ours = twins("adamw", toys.Stack)
+    ours.load_state_dict(ours.state_dict())  # nothing is lost before the first step
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    assert get_optimizer_state_dict(model, ours)["state"] == {}, "and nothing is stepped to find out"
+    assert ours.step_count == 0
+    ours.step()
+    instead = r"checkpoint.save\(folder.*optimizer.full_state_dict\(\)"
+    for save in (
+        lambda: torch.save(ours.state_dict(), io.BytesIO()),
+        lambda: get_optimizer_state_dict(model, ours),
+        lambda: pickle.dumps(ours),
+        lambda: copy.deepcopy(ours),
+        lambda: ours.state[model.head.bias]["exp_avg"],
+    ):
+        with pytest.raises(UnsupportedOptimizerError, match=instead):
+            save()
+    full = ours.full_state_dict(rank0_only=False)
+    absent = copy.deepcopy(full)
+    del absent["state"][3]["exp_avg_sq"]
+    unknown = copy.deepcopy(full)
+    unknown["state"][3]["projection"] = torch.zeros(7)
+    unknown["param_groups"][0]["lr"] = 9.0
+    for wrong, complaint in ((absent, "and no exp_avg_sq"), (unknown, r"brings 'projection' of .* shape \(7,\)")):
+        with pytest.raises(UnsupportedOptimizerError, match=complaint):
+            ours.load_state_dict(wrong)
+    assert ours.param_groups[0]["lr"] == 1e-2, "a refused state dict changes nothing"
+    for call in (ours.full_state_dict, lambda: ours.load_state_dict(full)):
+        model.head.register_full_backward_hook(lambda *_, call=call: call())
+        with pytest.raises(ZeroError, match="inside forward or backward"):
+            toys.loss_of(model, toys.data(1, 0)).backward()
+        model.head._backward_hooks.clear()
+        with zero_core.gathered(model), pytest.raises(ZeroError, match="inside zero_core.gathered"):
+            call()
+    ours.zero_grad()
+    ours.load_state_dict(full)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_states_are_never_saved_in_part(ranks, size):
+    ranks(size).run(refuse)
+
+
+def by_name():
+    """What torch.distributed.checkpoint makes of a plain model has names for numbers."""
+    dense, theirs, model, ours = twins("adamw", toys.Stack)
+    steps(dense, theirs, 0, 2)
+    model.load_state_dict(dense.state_dict())
+    set_optimizer_state_dict(model, ours, get_optimizer_state_dict(dense, theirs))
+    found = ours.full_state_dict()
+    if found:
+        same(found["state"], theirs.state_dict()["state"])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_state_dict_with_names_loads(ranks, size):
+    ranks(size).run(by_name)
+
+
+def test_named_parameters_and_options_travel():
+    dense, model = toys.Stack(), toys.Stack()
+    theirs, plain = (torch.optim.AdamW(m.named_parameters(), lr=0.01, foreach=False) for m in (dense, model))
+    ours = zero_core.shard(model, plain)
+    for each, optimizer in ((dense, theirs), (model, ours)):
+        steps(each, optimizer, 0, 1)
+    found = ours.full_state_dict()
+    same(found["param_groups"], theirs.state_dict()["param_groups"])
+    theirs.load_state_dict(found)
+    ours.load_state_dict(theirs.state_dict())
+    seen = []
+    ours.register_state_dict_post_hook(lambda optimizer, state: seen.append("saved"))
+    ours.register_load_state_dict_pre_hook(lambda optimizer, state: {**state, "step_count": 7})
+    ours.load_state_dict(ours.full_state_dict())
+    assert seen == ["saved"] and ours.step_count == 7
+
+
+def alone():
+    patience.SECONDS, seconds = 0.05, patience.SECONDS
+    _, _, _, ours = twins("adamw", toys.Stack)
+    try:
+        if toys.world()[0] == 0:
+            with pytest.raises(CollectiveError, match=r"rank 0 of 2 called optimizer.full_state_dict\(\).*every rank"):
+                ours.full_state_dict()
+    finally:
+        patience.SECONDS = seconds
+    torch.distributed.barrier()
+    assert ours.full_state_dict(rank0_only=False)["step_count"] == 0, "the run goes on"
+
+
+def test_a_rank_that_calls_alone_fails_soon(ranks):
+    ranks(2).run(alone)
