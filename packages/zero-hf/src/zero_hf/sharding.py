@@ -6,13 +6,14 @@ import importlib
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 import zero_core
 import zero_offload
+from zero_core.optim.optimizer import ShardedOptimizer
 
 from .config import ConfigError, ZeroConfig
 
@@ -26,11 +27,27 @@ class Run:
     """A sharded model: its optimizer (None: it is not trained), store and plan (None: all stays on the device)."""
 
     model: nn.Module
-    optimizer: zero_core.ShardedOptimizer | None
+    optimizer: ShardedOptimizer | None
     config: ZeroConfig
     store: zero_offload.TieredStore | None
     plan: zero_offload.Plan
     _ending: ExitStack
+
+    def describe(self) -> str:
+        """Returns the plan as text to print: GiB of this rank on each tier, and what a step moves to and from NVMe."""
+        numel = sum(parameter.numel() for parameter in self.model.parameters())
+        ranks = zero_core.handle(self.model).ranks.size
+        rows = self.plan.table()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            f"zero_hf: {type(self.model).__name__} of {numel / 1e6:,.1f} M parameters at stage {self.config.stage} on "
+            f"{ranks} rank{'s' if ranks > 1 else ''}" + (", of each:" if ranks > 1 else ""),
+            *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows),
+        ]
+        if self.plan.total("nvme"):
+            moved = [f"{n / 1e9:.2f} GB" for n in (self.plan.read_bytes_per_step, self.plan.write_bytes_per_step)]
+            lines.append(f"each step reads {moved[0]} from NVMe and writes {moved[1]}")
+        return "\n".join(lines)
 
     def close(self) -> None:
         """Finishes what is under way and gives all memory and files back. The model cannot be used after."""
@@ -63,10 +80,11 @@ def shard(
             "prefetch_bytes": config.prefetch_bytes,
             "resident_bytes": config.resident_bytes,
         }
+        placements: dict[str, Any] = {**config.placements}
         planned = zero_offload.plan(
             model,
             hardware,
-            **config.placements,
+            **placements,
             step=step,
             parameter_dtype=dtype,
             shard_count=ranks,
@@ -84,7 +102,7 @@ def shard(
             )
             stack.callback(store.close)
         more = {"param_dtype": dtype, "max_grad_norm": max_grad_norm, "store": store, "device": device}
-        made = zero_core.shard(model, optimizer, **options, **more)  # type: ignore[call-overload]
+        made: Any = zero_core.shard(model, cast(Any, optimizer), **options, **more)
         stack.callback(made.close)
         kept = stack.pop_all()
     return Run(model, None if optimizer is None else made, config, store, planned, kept)
