@@ -89,7 +89,7 @@ def test_weights_are_those_that_transformers_loads(tmp_path, name, auto, options
 
 
 def test_a_parameter_that_transformers_computes_is_computed_by_it(tmp_path):
-    """Fails if a conversion other than stacking is taken for stacking, or left out: here q and k are one in the file."""
+    """Fails if a conversion is left out or taken for stacking: q and k are one tensor of the file, and v is turned."""
     from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
     import zero_core
@@ -193,7 +193,7 @@ def test_what_cannot_be_read_in_slices_is_refused_with_the_way_out(tmp_path):
     import zero_hf
 
     kind = transformers.AutoModelForCausalLM
-    convert = r"AutoModelForCausalLM.from_pretrained\(...\) of transformers once, then zero_core.save_pretrained"
+    convert = r"AutoModelForCausalLM.from_pretrained\(...\) once, then zero_core.save_pretrained"
     for given, options, said in (
         ("gpt2", {}, "no local folder: fetch it with huggingface_hub.snapshot_download"),
         (tmp_path / "a.gguf", {}, f"a.gguf: a GGUF file is dequantised whole.*{convert}"),
@@ -211,9 +211,8 @@ def test_what_cannot_be_read_in_slices_is_refused_with_the_way_out(tmp_path):
 
 def _reads(folder, zero):
     """What one rank reads to shard a model: the largest piece, and all of them; and a loss."""
-    from zero_core.checkpoint.safetensors import Reader
-
     import zero_hf
+    from zero_core.checkpoint.safetensors import Reader
     from zero_hf.config import ZeroConfig
 
     read, found = Reader.read, []

@@ -1,4 +1,4 @@
-"""`Accelerator`: accelerate's, which shards the models that it prepares. Owns their runs, and where their state is saved.
+"""`Accelerator`: accelerate's, which shards the models that it prepares. Owns their runs, and how they are saved.
 
 What accelerate does itself stays accelerate's: data loaders, schedulers, autocast, trackers, random state.
 """
@@ -65,6 +65,7 @@ class Accelerator(accelerate.Accelerator):
     def __init__(self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | str | Path | None = None, **kwargs: Any):
         self.zero_config = ZeroConfig.of(zero)
         self._prepared: list[_Prepared] = []
+        self._optimizers: list[AcceleratedOptimizer]  # accelerate's
         self._saving = False
         precision = str(kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         _check_precision(precision)
@@ -75,8 +76,8 @@ class Accelerator(accelerate.Accelerator):
             other = "a ParallelismConfig"
         if other is not None:
             raise ConfigError(
-                f"accelerate was told to use {other}, which distributes models itself: leave it out of the script and of "
-                "`accelerate launch`, or use accelerate.Accelerator"
+                f"accelerate was told to use {other}, which distributes models itself: leave it out of the script and "
+                "of `accelerate launch`, or use accelerate.Accelerator"
             )
 
     def zero_run(self, model: nn.Module) -> Run | None:
@@ -291,7 +292,7 @@ class Accelerator(accelerate.Accelerator):
             if loaded.extra["save"] != json.loads((folders[0] / _SAVED).read_text())["save"]:
                 raise CheckpointError(
                     f"{folder} is of another save than the other files of {folders[0]}, where a later save was cut "
-                    "short: the model is not as it was at either. Load another checkpoint, and save each to a new folder"
+                    "short: the model is as it was at neither. Load another checkpoint, and save each to a new folder"
                 )
             self.step = loaded.extra["step"]  # a rank that the saved run had not has no file that says it
 
