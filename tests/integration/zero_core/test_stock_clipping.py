@@ -18,7 +18,7 @@ from zero_core.errors import ChangedParameterError, GradientError
 from zero_core.store import ShardStore
 
 UTILS = nn.utils
-STAGES_AND_RANKS = [(0, 1), (3, 1), (1, 2), (3, 2)]
+STAGES_AND_RANKS = [(3, 1), (0, 2), (1, 2), (3, 2)]
 
 
 def norms_of(parameters):
