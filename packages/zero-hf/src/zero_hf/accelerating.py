@@ -54,16 +54,17 @@ class _InShards(dict[str, Tensor]):
 class Accelerator(accelerate.Accelerator):
     """accelerate.Accelerator whose `prepare` shards each model together with its optimizer.
 
-    zero: a ZeroConfig, a mapping of its fields, or the path of a YAML or JSON file; None is ZeroConfig(). All other
-    arguments are accelerate's. A model that is prepared without an optimizer is sharded and not trained, as a reference
-    model is. The model stays the object that it was: nothing wraps it.
+    zero: a ZeroConfig, a mapping of its fields, or the path of a YAML or JSON file; None: the file that the environment
+    variable ZERO_HF_CONFIG names, else ZeroConfig(). All other arguments are accelerate's. A model that is prepared
+    without an optimizer is sharded and not trained, as a reference model is. A prepared model stays the object that it
+    was: nothing wraps it.
 
     Raises ConfigError for mixed_precision "fp16" and "fp8", and where accelerate was told to use DeepSpeed, FSDP,
     Megatron-LM, XLA or a ParallelismConfig, which shard or wrap models themselves.
     """
 
     def __init__(self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | str | Path | None = None, **kwargs: Any):
-        self.zero_config = ZeroConfig.of(zero)
+        self.zero_config = ZeroConfig.of(zero if zero is not None else os.environ.get("ZERO_HF_CONFIG") or None)
         self._prepared: list[_Prepared] = []
         self._optimizers: list[AcceleratedOptimizer]  # accelerate's
         self._saving = False
