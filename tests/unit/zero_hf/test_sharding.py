@@ -47,3 +47,15 @@ def test_a_run_describes_its_plan(tmp_path):
     assert [row.split()[0] for row in rows] == ["device", "host", "nvme"]
     assert moved.startswith("each step reads 0.00 GB from NVMe and writes")
     run.close()
+
+
+def test_what_is_not_trained_has_no_states_in_the_plan():
+    """Without an optimizer, or with one of a part of the model, though all parameters require a gradient."""
+    nets = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)) for _ in range(3)]
+    trained = (None, torch.optim.AdamW(nets[1][1].parameters()), torch.optim.AdamW(nets[2].parameters()))
+    runs = [shard(net, some, ZeroConfig(offload="host")) for net, some in zip(nets, trained, strict=True)]
+    nothing, half, everything = (run.plan.bytes_of("host", "optimizer") for run in runs)
+    assert nothing == 0 and half == everything / 2
+    assert all(parameter.requires_grad for net in nets for parameter in net.parameters())
+    for run in runs:
+        run.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -49,6 +50,11 @@ class Run:
             lines.append(f"each step reads {moved[0]} from NVMe and writes {moved[1]}")
         return "\n".join(lines)
 
+    def report(self) -> str:
+        """Returns the plan as lines to print: GiB by tier and kind, then what a step reads and writes."""
+        rows = ["".join(f"{cell:>14}" for cell in row) for row in self.plan.table()]
+        return "\n".join(rows + [f"{name}: {value}" for name, value in self.plan.facts()])
+
     def close(self) -> None:
         """Finishes what is under way and gives all memory and files back. The model cannot be used after."""
         self._ending.close()
@@ -81,19 +87,20 @@ def shard(
             "resident_bytes": config.resident_bytes,
         }
         placements: dict[str, Any] = {**config.placements}
-        planned = zero_offload.plan(
-            model,
-            hardware,
-            **placements,
-            step=step,
-            parameter_dtype=dtype,
-            shard_count=ranks,
-            tile_numel=config.tile_numel,
-            slots=config.slots,
-            host_bytes=config.host_bytes,
-            accumulate=accumulate,
-            **options,
-        )
+        with _only_trained(model, optimizer):
+            planned = zero_offload.plan(
+                model,
+                hardware,
+                **placements,
+                step=step,
+                parameter_dtype=dtype,
+                shard_count=ranks,
+                tile_numel=config.tile_numel,
+                slots=config.slots,
+                host_bytes=config.host_bytes,
+                accumulate=accumulate,
+                **options,
+            )
         store = None
         if any(place != "device" for place in config.placements.values()):
             slab = _slab(config, stack) if planned.total("nvme") else None
@@ -106,6 +113,20 @@ def shard(
         stack.callback(made.close)
         kept = stack.pop_all()
     return Run(model, None if optimizer is None else made, config, store, planned, kept)
+
+
+@contextmanager
+def _only_trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Inside, only what the optimizer trains requires a gradient: the planner counts states of whatever does."""
+    trained = {id(p) for group in (optimizer.param_groups if optimizer is not None else ()) for p in group["params"]}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
 
 
 def _step(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
@@ -132,8 +153,8 @@ def _step(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
             raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {reasons[0]}")
     if any(place != "device" for place in config.placements.values()):
         raise ConfigError(
-            f"{type(optimizer).__name__} has no update on the host: {reasons[0]}. Take one that has, or keep everything "
-            "on the device with offload: none"
+            f"{type(optimizer).__name__} has no update on the host: {reasons[0]}. Take one that has, or keep all on "
+            "the device with offload: none"
         )
     return None
 
