@@ -35,9 +35,10 @@ def train(given: argparse.Namespace) -> None:
     """One run in this process. Prints a line for each step, and one with the peak of resident memory."""
     import torch
     import trl
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 
+    import zero_core
     import zero_hf
     from examples.sft import pairs
 
@@ -48,19 +49,17 @@ def train(given: argparse.Namespace) -> None:
 
     where, source = Path(given.directory), Path(given.directory, "model")
     if given.variant != "imported":
-        dtype = getattr(torch, given.dtype)
-        options: dict[str, Any] = {"callbacks": [Printed()]}
+        set_seed(0)
+        stock = given.variant == "stock"
+        model = zero_hf.from_pretrained(AutoModelForCausalLM, source, dtype=getattr(torch, given.dtype))
         if given.adapters:
             linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-            options["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules=linears)
-        if given.variant == "stock":
-            trainer_class, model = trl.SFTTrainer, AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-        else:
-            zero = {"offload": "nvme", "nvme_paths": str(where / "states")}
-            trainer_class = zero_hf.sharded(trl.SFTTrainer, zero)
-            model = zero_hf.from_pretrained(AutoModelForCausalLM, source, dtype=dtype)
-            if given.adapters:  # whose first values are then those of the stock run
-                model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+            with zero_core.deferred_init():
+                model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
+        if stock:
+            zero_core.materialise(model)  # a plain model: the same weights, and the same adapters
+        zero = {"offload": "nvme", "nvme_paths": str(where / "states")}
+        trainer_class = trl.SFTTrainer if stock else zero_hf.sharded(trl.SFTTrainer, zero)
         args = trl.SFTConfig(
             output_dir=str(where / given.variant),
             max_steps=given.steps,
@@ -75,7 +74,8 @@ def train(given: argparse.Namespace) -> None:
             report_to="none",
         )
         tokenizer = AutoTokenizer.from_pretrained(source)
-        trainer = trainer_class(model, args, train_dataset=pairs(), processing_class=tokenizer, **options)
+        callbacks = [Printed()]
+        trainer = trainer_class(model, args, train_dataset=pairs(), processing_class=tokenizer, callbacks=callbacks)
         trainer.train(resume_from_checkpoint=given.resume)
     report(peak_rss_mb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
 

@@ -84,13 +84,23 @@ class ShardedTRL(Trainer):
     # -- generation ----------------------------------------------------------------------------------------------------
 
     @property
-    def _gathers(self) -> bool:
-        """Whether generation holds the whole model: ds3_gather_for_generation, where it is not there anyway."""
+    def _scattered(self) -> bool:
+        """Whether a forward gathers parameters, from other ranks or from another tier."""
         config = self.zero_config
-        scattered = (config.stage > 0 and self.args.world_size > 1) or config.placements["parameters"] != "device"
-        return scattered and getattr(self.args, "ds3_gather_for_generation", True)
+        return (config.stage > 0 and self.args.world_size > 1) or config.placements["parameters"] != "device"
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether the whole model is held while it generates: DeepSpeed's setting in TRL's arguments, here too."""
+        return self._scattered and getattr(self.args, "ds3_gather_for_generation", True)
 
     def _generate(self, *given: Any, **options: Any) -> Any:
+        turns = getattr(self, "tools", None) or getattr(self, "environment_factories", None)
+        if turns and self._scattered and not self._gathers and self.args.world_size > 1:
+            raise ConfigError(
+                "tools with ds3_gather_for_generation=False: ranks would take different numbers of turns, and wait for "
+                "each other. Set it to True, which gathers the model while it generates"
+            )
         with zero_core.gathered(self.model) if self._gathers else nullcontext():
             return super()._generate(*given, **options)  # type: ignore[misc]
 
