@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ def launched():
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     try:
-        yield
+        with mock.patch("torch.distributed.destroy_process_group"):  # end_training() would leave the pool's group
+            yield
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()

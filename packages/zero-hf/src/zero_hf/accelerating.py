@@ -1,4 +1,4 @@
-"""`Accelerator`: accelerate's, which shards the models that it prepares. Owns their runs, and where their state is saved.
+"""`Accelerator`: accelerate's, which shards the models that it prepares. Owns their runs, and how they are saved.
 
 What accelerate does itself stays accelerate's: data loaders, schedulers, autocast, trackers, random state.
 """
@@ -54,17 +54,19 @@ class _InShards(dict[str, Tensor]):
 class Accelerator(accelerate.Accelerator):
     """accelerate.Accelerator whose `prepare` shards each model together with its optimizer.
 
-    zero: a ZeroConfig, a mapping of its fields, or the path of a YAML or JSON file; None is ZeroConfig(). All other
-    arguments are accelerate's. A model that is prepared without an optimizer is sharded and not trained, as a reference
-    model is. The model stays the object that it was: nothing wraps it.
+    zero: a ZeroConfig, a mapping of its fields, or the path of a YAML or JSON file; None: the file that the environment
+    variable ZERO_HF_CONFIG names, else ZeroConfig(). All other arguments are accelerate's. A model that is prepared
+    without an optimizer is sharded and not trained, as a reference model is. A prepared model stays the object that it
+    was: nothing wraps it.
 
     Raises ConfigError for mixed_precision "fp16" and "fp8", and where accelerate was told to use DeepSpeed, FSDP,
     Megatron-LM, XLA or a ParallelismConfig, which shard or wrap models themselves.
     """
 
     def __init__(self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | str | Path | None = None, **kwargs: Any):
-        self.zero_config = ZeroConfig.of(zero)
+        self.zero_config = ZeroConfig.of(zero if zero is not None else os.environ.get("ZERO_HF_CONFIG") or None)
         self._prepared: list[_Prepared] = []
+        self._optimizers: list[AcceleratedOptimizer]  # accelerate's
         self._saving = False
         precision = str(kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         _check_precision(precision)
@@ -75,12 +77,12 @@ class Accelerator(accelerate.Accelerator):
             other = "a ParallelismConfig"
         if other is not None:
             raise ConfigError(
-                f"accelerate was told to use {other}, which distributes models itself: leave it out of the script and of "
-                "`accelerate launch`, or use accelerate.Accelerator"
+                f"accelerate was told to use {other}, which distributes models itself: leave it out of the script and "
+                "of `accelerate launch`, or use accelerate.Accelerator"
             )
 
     def zero_run(self, model: nn.Module) -> Run | None:
-        """Returns the run of a prepared model, with its `plan`, `store` and `optimizer`. None: it is not sharded."""
+        """Returns the run of a prepared model: `describe()`, `plan`, `store`, `optimizer`. None: it is not sharded."""
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         return next((known.run for known in self._prepared if known.run.model is model), None)
 
@@ -161,7 +163,7 @@ class Accelerator(accelerate.Accelerator):
         steps = self.gradient_accumulation_steps if optimizer is not None else 1
         run = shard(model, optimizer, self.zero_config, device=self.device, accumulate=steps)
         self._prepared.append(_Prepared(run, optimizer))
-        logger.info(f"{type(model).__name__} is sharded at stage {self.zero_config.stage}:\n{run.plan}")
+        logger.info(run.describe())
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -291,7 +293,7 @@ class Accelerator(accelerate.Accelerator):
             if loaded.extra["save"] != json.loads((folders[0] / _SAVED).read_text())["save"]:
                 raise CheckpointError(
                     f"{folder} is of another save than the other files of {folders[0]}, where a later save was cut "
-                    "short: the model is not as it was at either. Load another checkpoint, and save each to a new folder"
+                    "short: the model is as it was at neither. Load another checkpoint, and save each to a new folder"
                 )
             self.step = loaded.extra["step"]  # a rank that the saved run had not has no file that says it
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -46,6 +46,7 @@ _REFUSED = {  # arguments of transformers that say where a whole model goes, or 
     "state_dict": "weights are read from files: zero_core.load_pretrained takes renamed ones",
     "distributed_config": "zero_hf distributes the model: leave it out",
 }
+_TILE_NUMEL = 1 << 22
 _IGNORED = ("low_cpu_mem_usage", "local_files_only", "use_safetensors", "weights_only", "token", "revision")
 
 
@@ -84,10 +85,13 @@ def from_pretrained(
         own = getattr(cls, "config_class", None) or AutoConfig
         config, kwargs = own.from_pretrained(folder, return_unused_kwargs=True, **kwargs)
     config = copy.deepcopy(config)
-    if getattr(config, "quantization_config", None) is not None:
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None and _method(quantised) == "gguf":  # a mark of where they came from: they are dequantised
+        del config.quantization_config
+    elif quantised is not None:
         raise ConfigError(
-            f"{folder} holds quantised weights: load them with {cls.__name__}.from_pretrained, on every rank whole, and "
-            "shard the model then"
+            f"{folder} holds quantised weights: load them with {cls.__name__}.from_pretrained, on every rank whole, "
+            "and shard the model then"
         )
     found = _dtype(kwargs.pop("torch_dtype", None) or dtype, config, entries)
     config.name_or_path = str(folder)
@@ -105,12 +109,10 @@ def from_pretrained(
 def _check(cls: Any, folder: Path, kwargs: dict[str, Any]) -> None:
     """Raises ConfigError for what cannot be read slice by slice."""
     name = cls.__name__
-    whole = "from_pretrained(...) of transformers once, then zero_core.save_pretrained(model, another_folder), and load that"
+    whole = f"{name}.from_pretrained(...) once, then zero_core.save_pretrained(model, another_folder), and load that"
     if folder.suffix == ".gguf" or kwargs.get("gguf_file") is not None:
         given = folder if folder.suffix == ".gguf" else folder / kwargs["gguf_file"]
-        raise ConfigError(
-            f"{given}: a GGUF file is dequantised whole, so it is not read in slices: call {name}.{whole}"
-        )
+        raise ConfigError(f"{given}: a GGUF file is dequantised whole, it is not read in slices: call {whole}")
     for key, reason in _REFUSED.items():
         if kwargs.pop(key, None) is not None:
             raise ConfigError(f"{key}= of from_pretrained: {reason}")
@@ -118,8 +120,8 @@ def _check(cls: Any, folder: Path, kwargs: dict[str, Any]) -> None:
         kwargs.pop(key, None)
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder} is no local folder: fetch it with huggingface_hub.snapshot_download, and give the folder that it "
-            "returns"
+            f"{folder} is no local folder: fetch it with huggingface_hub.snapshot_download, and give the folder that "
+            "it returns"
         )
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json: give a folder that save_pretrained wrote")
@@ -127,7 +129,7 @@ def _check(cls: Any, folder: Path, kwargs: dict[str, Any]) -> None:
         others = sorted(f.name for f in folder.iterdir() if f.suffix in (".bin", ".gguf", ".pt", ".h5", ".msgpack"))
         raise ConfigError(
             f"{folder} has no *.safetensors ({', '.join(others) or 'and no other weights'}), and other files are read "
-            f"whole: call {name}.{whole}"
+            f"whole: call {whole}"
         )
 
 
@@ -138,9 +140,13 @@ def _dtype(dtype: torch.dtype | str | None, config: Any, entries: Mapping[str, E
         if dtype is None:
             dtype = next((e.dtype for e in entries.values() if e.dtype.is_floating_point), None)
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.get_default_dtype()
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"dtype={dtype!r}: give a torch.dtype, its name, or 'auto'")
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype={dtype!r}: give a floating-point torch.dtype, its name, or 'auto'")
     return found
+
+
+def _method(quantised: Any) -> Any:
+    return quantised.get("quant_method") if isinstance(quantised, Mapping) else getattr(quantised, "quant_method", None)
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -149,7 +155,7 @@ def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     if dtype == torch.float16:
         kept |= set(model._keep_in_fp32_modules or ())
     if kept:
-        wanted, *_ = build_glob_alternation(sorted(kept))
+        wanted, *_ = build_glob_alternation([*sorted(kept)])
         for name, parameter in model.named_parameters():
             if wanted.search(name) and parameter.is_floating_point():
                 parameter.data = parameter.data.float()
@@ -221,7 +227,7 @@ def _sources(
             sources[target] = _Target(converted, target) if parts is None else FileValues(parts, reader, entries)
             shapes[target] = shape
     used = [t for t in transforms if getattr(t, "was_used", lambda: True)()]  # transformers 5.0 does not ask
-    model._weight_conversions = used  # what its save_pretrained reverts
+    model.__dict__["_weight_conversions"] = used  # what its save_pretrained reverts
     return sources, shapes, unexpected
 
 
@@ -245,7 +251,7 @@ class _Converted:
         self.model = model
 
     def _convert(self, read: Any) -> dict[str, Tensor]:
-        converter = copy.deepcopy(self.converter)
+        converter: Any = copy.deepcopy(self.converter)
         for pattern, keys in self.keys.items():
             for key in keys:
                 entry = self.entries[key]
@@ -263,7 +269,7 @@ class _Converted:
         return self._convert(lambda entry: self.reader.read(entry, 0, entry.numel).view(entry.shape))[target]
 
     def parts(self, shape: tuple[int, ...]) -> list[Part] | None:
-        """The tensors that lie end to end in the parameter, as the stacked projections of experts do. None: computed."""
+        """The tensors that lie end to end in the parameter, as stacked experts do. None: it has to be computed."""
         operations = [(type(o), getattr(o, "dim", None)) for o in self.converter.operations]
         columns = [self.keys.get(pattern, []) for pattern in self.converter.source_patterns]
         stacked = operations == [(MergeModulelist, 0)] and len(columns) == 1
@@ -290,8 +296,8 @@ def _check_tied(
 ) -> None:
     """Raises PretrainedError where files hold different values for one parameter: transformers would not tie it."""
     for other in names[1:]:
-        for start in range(0, numel, tile):
-            stop = min(start + tile, numel)
+        for start in range(0, numel, _TILE_NUMEL):
+            stop = min(start + _TILE_NUMEL, numel)
             if not torch.equal(sources[names[0]].read(start, stop), sources[other].read(start, stop)):
                 raise PretrainedError(
                     f"{folder} holds different values for {names[0]} and {other}, which the config ties to one "
