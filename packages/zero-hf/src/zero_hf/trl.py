@@ -37,6 +37,7 @@ class ShardedTRL(Trainer):
 
     zero_config: ZeroConfig
     zero_others: list[Run]
+    model: Any
 
     def __init__(self, *given: Any, **options: Any) -> None:
         models = [thing for thing in given[:2] if isinstance(thing, nn.Module)]
@@ -63,7 +64,7 @@ class ShardedTRL(Trainer):
                 options["device_placement"] = False
             return prepare(model, *given, **options)
 
-        self.accelerator.prepare_model = prepare_model  # type: ignore[method-assign]
+        self.accelerator.prepare_model = prepare_model
 
     def _shard_other(self, model: nn.Module) -> None:
         device = self.args.device
@@ -102,11 +103,13 @@ class ShardedTRL(Trainer):
                 "each other. Set it to True, which gathers the model while it generates"
             )
         with zero_core.gathered(self.model) if self._gathers else nullcontext():
-            return super()._generate(*given, **options)  # type: ignore[misc]
+            inherited: Any = super()
+            return inherited._generate(*given, **options)
 
     def _generate_single_turn(self, *given: Any, **options: Any) -> Any:
         with nullcontext() if self._gathers else zero_core.uneven(self.model):
-            return super()._generate_single_turn(*given, **options)  # type: ignore[misc]
+            inherited: Any = super()
+            return inherited._generate_single_turn(*given, **options)
 
 
 def _deferred(model: nn.Module) -> bool:
