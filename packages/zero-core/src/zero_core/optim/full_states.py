@@ -187,7 +187,7 @@ def _refuse_absent(unit: Unit, k: int, form: StateFormat, entry: Mapping[str, An
     if absent and absent != ["step"] and ("step" not in entry or int(entry["step"]) > 0):
         raise UnsupportedOptimizerError(
             f"the state dict has {', '.join(entry)} of {unit.layout.slots[k].name} and no {', '.join(absent)}: "
-            "training would go on with empty states. Load what optimizer.full_state_dict() or a torch optimizer with the "
+            "training would go on with empty states. Load what optimizer.full_state_dict() or a torch optimizer of the "
             "same options returned, or a folder with zero_core.checkpoint.load(folder, model, optimizer)"
         )
 

@@ -83,7 +83,7 @@ class Attachment:
             for key, parameter in module._parameters.items()
             if id(parameter) in mine
         ]
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
 
     def attach(
         self,
@@ -95,16 +95,16 @@ class Attachment:
         """Let `before` and `after` be called around each node's forward, with the node, and `collect` with a unit and
         the number of its parameter whose gradient is complete."""
         for node in nodes:
-            self._handles += [
+            self.handles += [
                 node.module.register_forward_pre_hook(not_traced(partial(before, node)), prepend=True),
                 node.module.register_forward_hook(not_traced(partial(after, node)), always_call=True),
             ]
             refuse_copies(node.module)
         for path, module in self._model.named_modules():
             if repacks_in_eval(module):
-                self._handles.append(module.register_forward_pre_hook(partial(_refuse_repacking, path)))
+                self.handles.append(module.register_forward_pre_hook(partial(_refuse_repacking, path)))
         for module in {id(module): module for _, module, _, _ in self._owners}.values():
-            self._handles.append(module.register_state_dict_post_hook(keep_state_dict))
+            self.handles.append(module.register_state_dict_post_hook(keep_state_dict))
         for unit in self._units:
             for k, parameter in enumerate(unit.parameters):
                 if unit.groups[k] is None:
@@ -112,13 +112,13 @@ class Attachment:
                 wanted = parameter.requires_grad
                 parameter.requires_grad_(True)  # the hook can only be put where a gradient can arrive
                 hook = _Collector(weakref.WeakMethod(collect), weakref.ref(unit), k)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
                 parameter.requires_grad_(wanted)
 
     def detach(self) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles.clear()
+        self.handles.clear()
 
     def check(self) -> None:
         """Raise if the model is traced, or has another parameter where one was sharded."""
