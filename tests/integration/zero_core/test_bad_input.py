@@ -85,33 +85,15 @@ def test_add_param_group_is_refused_with_the_reason():
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_stock_clipping_never_silently_does_nothing(stage):
+def test_a_gradient_is_not_zeroed_in_place(stage):
     model, optimizer = sharded(stage=stage)
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0.0  # no gradient yet
     toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(GradientError, match="To clip, pass max_grad_norm= to zero_core.shard.*remove the call"):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    with pytest.raises(GradientError, match="max_grad_norm"):
-        model.head.weight.grad.mul_(0.5)
-    with pytest.raises(
-        GradientError, match=r"zero_core.full_gradient\(parameter\) returns it, and .*set_full_gradient"
-    ):
-        model.head.weight.grad.add_(0.5)
-    with pytest.raises(GradientError, match=r"Call optimizer.zero_grad\(\)"):
+    with pytest.raises(GradientError, match=r"call optimizer.zero_grad\(\)"):
         model.zero_grad(set_to_none=False)
     optimizer.step()
     optimizer.zero_grad()
     assert model.head.weight.grad is None
-
-
-def test_stock_clipping_beside_max_grad_norm_is_told_to_go():
-    model, optimizer = sharded(max_grad_norm=0.5)
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(GradientError, match=r"Remove the call: optimizer.step\(\) clips to max_grad_norm=0.5"):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.max_grad_norm = None
-    with pytest.raises(GradientError, match="To clip, pass max_grad_norm="):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 @pytest.mark.parametrize("call", ["step", "state_dict", "load_state_dict", "add_param_group"])
@@ -200,7 +182,7 @@ def test_model_and_optimizer_the_wrong_way_round():
         zero_core.shard(toys.sgd(model.parameters()), model)
 
 
-@pytest.mark.parametrize(("scale", "told"), [(None, 'Pass loss_scale="dynamic"'), (4.0, "The loss is scaled already")])
+@pytest.mark.parametrize(("scale", "told"), [(None, 'pass loss_scale="dynamic"'), (4.0, "the loss is scaled already")])
 def test_a_grad_scaler_is_told_about_loss_scale(scale, told):
     model, optimizer = sharded(loss_scale=scale)
     scaler = torch.amp.GradScaler("cpu")
@@ -539,7 +521,7 @@ def test_a_plain_optimizer_inside_gathered_steps_gradients_that_were_given_to_it
 def test_clipping_what_was_updated_in_backward_is_refused():
     model, optimizer = sharded(update_in_backward=True)
     toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(GradientError, match="left during backward"):
+    with pytest.raises(GradientError, match="used up in backward"):
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -127,6 +127,29 @@ def initialise_differently():
         optimizer.step()
 
 
+def fill_differently(values):
+    model = toys.Stack()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    with torch.no_grad():
+        model.head.weight.copy_(values(toys.world()[0]))
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(ChangedParameterError, match=r"wrote into head.weight"):
+        optimizer.step()
+
+
+def round_numbers(rank):
+    return torch.full((3, toys.WIDTH), 0.5 + rank)  # whose low bits are zeros
+
+
+def another_order(rank):
+    return torch.arange(3.0 * toys.WIDTH).roll(4 * rank).view(3, toys.WIDTH)
+
+
+@pytest.mark.parametrize("values", [round_numbers, another_order])
+def test_round_numbers_and_another_order_are_different_values(ranks, values):
+    ranks(2).run(fill_differently, values)
+
+
 def test_ranks_that_initialise_differently_are_told_at_the_step(ranks):
     ranks(2).run(initialise_differently)
 

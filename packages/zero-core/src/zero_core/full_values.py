@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from .errors import GradientError, ZeroError
-from .runtime.gradient import Leftover
-from .runtime.hooks import in_backward
+from .runtime.gradient_access import read, refusal, write
 from .runtime.place import Place
-from .store import GradientAccess
 
 __all__ = ["full_gradient", "full_state", "set_full_gradient", "set_full_state"]
 
@@ -35,13 +33,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     sharded.
     """
     place = _place(parameter, "full_gradient")
-    store = _complete(place, parameter)
-    if store is None:
-        zeroed = place.unit.gradient.leftover[place.index] is Leftover.ZEROED
-        return torch.zeros(parameter.shape, device=place.unit.ranks.device) if zeroed else None
-    values = place.unit.whole_values(place.index, partial(store.read_gradient, place.unit.index))
-    scale = place.engine.loss_scale
-    return values if scale is None else values.mul_(1.0 / scale.value)
+    return read(place.engine, place.unit, place.index)
 
 
 @torch.no_grad()
@@ -55,20 +47,11 @@ def set_full_gradient(parameter: nn.Parameter, values: Tensor) -> None:
     gradient.
     """
     place = _place(parameter, "set_full_gradient")
-    unit, engine = place.unit, place.engine
-    flat = _flat(place, values)
-    store = _complete(place, parameter)
-    if store is None:
+    if not write(place.engine, place.unit, place.index, _flat(place, values)):
         raise GradientError(
             f"set_full_gradient() of {place.name}, which has no gradient to overwrite: no backward reached it since "
             "the last zero_grad(), or it is frozen. Call it between backward() and step()"
         )
-    engine.writes.note(f"the gradient of {place.name}", flat)
-    if engine.loss_scale is not None:
-        flat = flat * engine.loss_scale.value
-    piece = unit.layout.piece(unit.ranks.shard.rank, place.index)
-    if piece is not None:
-        store.write_gradient(unit.index, piece.shard_start, flat[piece.slot_start : piece.slot_stop])
 
 
 @torch.no_grad()
@@ -120,57 +103,9 @@ def _place(parameter: nn.Parameter, call: str) -> Place:
             "one of model.parameters() after zero_core.shard(model, optimizer). An unsharded one has its values, and "
             "its gradient in .grad"
         )
-    if place.engine.busy or in_backward():
-        raise ZeroError(
-            f"{call}() of {place.name} inside forward or backward: call it after loss.backward() returned. A gradient "
-            "can be changed on its way, too: parameter.register_hook sees this rank's part of it"
-        )
-    if place.engine.uneven:
-        raise ZeroError(
-            f"{call}() of {place.name} inside zero_core.uneven, where ranks may differ: leave the with block first"
-        )
-    if place.engine.gathered:
-        raise ZeroError(
-            f"{call}() of {place.name} inside zero_core.gathered, which writes parameters back at its end: leave the "
-            "with block first"
-        )
+    if (why := refusal(place.engine)) is not None:
+        raise ZeroError(f"{call}() of {place.name} {why}")
     return place
-
-
-def _complete(place: Place, parameter: nn.Parameter) -> GradientAccess | None:
-    """The store, which has all of the parameter's gradient. None: there is no gradient, on any rank. Collective."""
-    engine, unit, k, store = place.engine, place.unit, place.index, place.unit.store
-    if not isinstance(store, GradientAccess):
-        raise GradientError(
-            f"{type(store).__name__} lets nobody read or write the gradients that it keeps: it has no read_gradient "
-            "and write_gradient, see zero_core.store.GradientAccess. parameter.register_hook sees this rank's part "
-            "of a gradient in backward"
-        )
-    if engine.reducer.updates:
-        raise GradientError(
-            f"the gradient of {place.name} was used up in backward, as zero_core.shard(update_in_backward=True) "
-            "says: leave that out, or change the gradient in parameter.register_hook"
-        )
-    if unit.groups[k] is None:
-        if not parameter.requires_grad:
-            return None
-        raise GradientError(
-            f"{place.name} requires a gradient and is in no group of the optimizer, so its gradient is dropped in "
-            "backward: give it to the optimizer before zero_core.shard"
-        )
-    if unit.gradient.leftover[k] is Leftover.STEPPED:
-        raise GradientError(
-            f"step() has used up the gradient of {place.name}: ask between backward() and step(), and call "
-            "optimizer.zero_grad() after each step()"
-        )
-    if not engine.complete_gradient(unit, k):
-        return None
-    if not unit.gradient.arrived:
-        raise GradientError(
-            f"the last backward raised before the gradient of {place.name} was complete: call optimizer.zero_grad() "
-            "and repeat the backwards of this step"
-        )
-    return store
 
 
 def _state_place(parameter: nn.Parameter, name: str, call: str) -> Place:

@@ -168,7 +168,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         carry_over(optimizer, made.units, store, ranks)
         engine.attach(made.nodes(unit_modules(model, units)))
         engine.keep_attached(Snapshots(engine).attach(model))
-        sharded = ShardedOptimizer(optimizer, engine, updates, observer)
+        sharded = ShardedOptimizer(optimizer, engine, updates)
     except BaseException as error:
         engine.detach()
         handover.undo(error, store)

@@ -1,8 +1,10 @@
 """transformers' Trainer, TRL's trainers and accelerate over zero-core's stages and zero-offload's tiers."""
 
+from .accelerating import Accelerator
 from .config import ConfigError, ZeroConfig
+from .loading import from_pretrained
 from .sharding import Run, shard
 
 __version__ = "0.1.0"
 
-__all__ = ["ConfigError", "Run", "ZeroConfig", "shard"]
+__all__ = ["Accelerator", "ConfigError", "Run", "ZeroConfig", "from_pretrained", "shard"]

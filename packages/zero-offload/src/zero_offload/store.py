@@ -20,8 +20,9 @@ from zero_core.memory import ElementBytes
 from zero_core.store import GroupStep, ShardSpec, StoreContext
 
 from .arena import Arena
+from .asleep import Memory
 from .ending import Ending
-from .errors import AsleepError, BudgetError, ClosedError, OffloadError, PlacementError, SwapError, gib
+from .errors import AsleepError, BudgetError, ClosedError, OffloadError, PlacementError, gib
 from .host_budget import HostBudget
 from .monitor import Monitor
 from .placement import Placement, shares
@@ -42,12 +43,6 @@ from .timeline import Timeline
 from .torch_step import TorchStep
 
 __all__ = ["TieredStore"]
-
-_STILL_AWAKE = "the store is awake and has lost nothing: make room there, or give sleep(to=) another ByteStore"
-_STILL_ASLEEP = (
-    "the store still sleeps and nothing was freed: call wake() again when the cause is gone. If its bytes cannot be "
-    "read any more, close() it and resume from the last checkpoint"
-)
 
 
 class TieredStore:
@@ -116,7 +111,6 @@ class TieredStore:
         self._closed = False
         self._ending: Ending | None = None
         self._in_use: set[int] = set()  # units that parameters() lent
-        self._aside = Aside()  # the bytes, while the store sleeps
         self._link: Link | None = None  # to a device apart from the host
         self.swaps_in = False
 
@@ -197,8 +191,9 @@ class TieredStore:
         self._pipeline = pipeline = Pipeline(
             self._parameters, self._gradients, self._states, self.step, monitor, stores, **told
         )
+        self._memory = Memory(arena, self._parameters, self._states, self._gradients, self._link, monitor)
         # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
-        self._ending = Ending(self, partial(_shut_down, pipeline, stores, self._link, arena, self._aside))
+        self._ending = Ending(self, partial(_shut_down, pipeline, stores, self._link, arena, self._memory.aside))
 
     def _lay_out(self, optimizer: torch.optim.Optimizer, initial: Callable[[int], Tensor]) -> None:
         """Take over every shard in order, one in memory at a time; a device apart asks for those that it keeps."""
@@ -468,14 +463,7 @@ class TieredStore:
             raise AsleepError(f"sleep() while {names} is in use: zero_core.sleep(model) gives units back first")
         if self._link is not None:
             self._link.streams.drain()
-        values = self._in_memory()
-        try:
-            self._aside.put(keeper, values)
-        except Exception as error:
-            raise self._failed("sleep", error, _STILL_AWAKE) from error
-        del values  # views of the arena keep its memory
-        self._monitor.asleep = True
-        self._let_go()
+        self._memory.put_into(keeper)
 
     def wake(self) -> None:
         """Take the memory back that sleep() gave away, with the same bits. Of a store that is awake it changes nothing.
@@ -486,21 +474,7 @@ class TieredStore:
         if not self.asleep:
             self._monitor.check()
             return
-        try:
-            self._arena.take_back()
-            if self._link is not None:
-                self._link.streams.register(self._arena.whole())
-                self._link.take_back()
-            self._aside.take(self._in_memory())
-        except BaseException as error:
-            self._let_go()
-            if isinstance(error, BudgetError) or not isinstance(error, Exception):
-                raise
-            raise self._failed("wake", error, _STILL_ASLEEP) from error
-        if self._link is not None:
-            self._link.device.restored()
-        self._monitor.asleep = False
-        self._aside.free()
+        self._memory.take_back()
 
     @property
     def asleep(self) -> bool:
@@ -516,27 +490,6 @@ class TieredStore:
             "sleep() has nowhere to put its bytes: this store has no nvme= and no tiers=; give sleep(to=) a ByteStore, "
             "such as zero_nvme.Slab([path])"
         )
-
-    def _in_memory(self) -> list[Tensor]:
-        """Whatever no ByteStore has, in an order that stays while the store sleeps. Slots have only copies."""
-        here = [*self._parameters.in_memory(), *self._states.in_memory(), *self._gradients.kept_in_memory()]
-        return here if self._link is None else [*here, *self._link.device.values()]
-
-    def _let_go(self) -> None:
-        """Give all memory away; nothing is in flight. Idempotent."""
-        for slots in (self._parameters, self._states.slots, self._gradients.slots):
-            slots.forget()
-        if self._link is not None:
-            self._link.let_go()
-            if self._arena.has_memory:
-                self._link.streams.give_back(self._arena.whole())
-        self._arena.give_back()
-
-    @staticmethod
-    def _failed(call: str, error: Exception, way_out: str) -> SwapError:
-        explained = SwapError(f"{call}() failed: {error}; {way_out}")
-        explained.errno = getattr(error, "errno", None)
-        return explained
 
     # -- facts --------------------------------------------------------------------------------------------------
 

@@ -75,7 +75,8 @@ def save(
     left_out = view.left_out() if trained_only else {}
     contents = _contents(view, left_out, with_optimizer=optimizer is not None, tile_numel=tile_numel)
     run = _run_state(view, optimizer, scheduler, extra) | ({"left_out": left_out} if trained_only else {})
-    contents.add(run, *STATE.split("."))
+    if view.is_first:  # of what several ranks add, torch keeps whichever it likes
+        contents.add(run, *STATE.split("."))
     contents.add(random_state_of(view.ranks.device), "zero", f"rng.{view.ranks.rank}")
     aliases = {f"model.{clean_name(a)}": f"model.{clean_name(n.name)}" for n in view.names for a in n.aliases}
     with _unwrapped(Path(folder)):

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from ..building.deferred import recording_of
 from ..building.init import Initialiser
-from ..building.keys import Named, Part, match, named_tensors, whole_tensors
+from ..building.keys import Part, match, named_tensors, whole_tensors
+from ..building.replay import Source
 from ..errors import PretrainedError
 from .safetensors import INDEX_NAME, SINGLE_NAME, Entry, Reader, Writer, open_index
 from .shards import ShardView, view_of
 
-__all__ = ["PretrainedReport", "load_pretrained", "save_pretrained"]
+__all__ = ["FileValues", "PretrainedReport", "fill", "load_pretrained", "save_pretrained"]
 
 _TILE_NUMEL = 1 << 22
 _Kind = tuple[torch.dtype, tuple[int, ...]]
@@ -58,13 +59,11 @@ class _Laid:
             yield part.name, part.start + max(start - begin, 0), part.start + min(stop - begin, part.numel)
 
 
-@dataclass
-class _FileValues:
-    """Fills `replay.Source`."""
+class FileValues:
+    """A parameter's values, laid end to end from `parts` of the tensors in `entries`. Fills `replay.Source`."""
 
-    laid: _Laid
-    reader: Reader
-    entries: Mapping[str, Entry]
+    def __init__(self, parts: Sequence[Part], reader: Reader, entries: Mapping[str, Entry]) -> None:
+        self.laid, self.reader, self.entries = _Laid(parts), reader, entries
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the row-major parameter, in the file's dtype."""
@@ -100,15 +99,18 @@ def load_pretrained(
         raise PretrainedError(f"{folder} does not fit {type(model).__name__}: {' | '.join(complaints)}{way_out}")
     tensors = named_tensors(model)
     reader = Reader()
-    values = {name: _FileValues(_Laid(parts), reader, entries) for name, parts in found.parts.items()}
-    _fill(model, tensors, values)
+    fill(model, {name: FileValues(parts, reader, entries) for name, parts in found.parts.items()})
     ties = tuple((alias, t.name) for t in tensors if not t.is_buffer for alias in t.aliases)
     return PretrainedReport(tuple(found.parts), found.missing, found.unexpected, ties, reader.read_bytes)
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, tensors: Sequence[Named], values: Mapping[str, _FileValues]) -> None:
-    view = view_of(model)
+def fill(model: nn.Module, values: Mapping[str, Source]) -> None:
+    """Give parameters and buffers the values of their sources, by the names of `keys.named_tensors`.
+
+    A deferred parameter is given them by `shard`, which reads each rank's slices; all others now.
+    """
+    tensors, view = named_tensors(model), view_of(model)
     owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
     for named in tensors:
         source, tensor = values.get(named.name), named.tensor
@@ -130,7 +132,7 @@ def _fill(model: nn.Module, tensors: Sequence[Named], values: Mapping[str, _File
                     view.write(slice_, "master", start, source.read(start, stop))
 
 
-def _copy(tensor: Tensor, source: _FileValues) -> None:
+def _copy(tensor: Tensor, source: Source) -> None:
     if not tensor.is_contiguous():
         tensor.copy_(source.read(0, tensor.numel()).view(tensor.shape))
         return

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map_only
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError, ZeroError
 from ..precision import as_bytes, round_to
-from ..runtime.hooks import Engine, in_backward
+from ..runtime.hooks import Engine
+from ..runtime.outputs import in_backward
 from ..runtime.unit import Unit
 from ..store import ScalarStates
 from .carried import check_states, from_rank_0, put_states
@@ -187,8 +188,8 @@ def _refuse_absent(unit: Unit, k: int, form: StateFormat, entry: Mapping[str, An
     if absent and absent != ["step"] and ("step" not in entry or int(entry["step"]) > 0):
         raise UnsupportedOptimizerError(
             f"the state dict has {', '.join(entry)} of {unit.layout.slots[k].name} and no {', '.join(absent)}: "
-            "training would go on with empty states. Load what optimizer.full_state_dict() or a torch optimizer of the "
-            "same options returned, or a folder with zero_core.checkpoint.load(folder, model, optimizer)"
+            "training would go on with empty states. Load what optimizer.full_state_dict() or a torch optimizer with "
+            "the same options returned, or a folder with zero_core.checkpoint.load(folder, model, optimizer)"
         )
 
 

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ChangedParameterError, CollectiveError, GradientError, UnsupportedOptimizerError, ZeroError
+from ..errors import GradientError, UnsupportedOptimizerError, ZeroError
 from ..runtime.gradient import Leftover
-from ..runtime.hooks import Engine, in_backward
-from ..store import Observer, ScalarStates
+from ..runtime.gradient_access import take_factor
+from ..runtime.hooks import Engine
+from ..runtime.outputs import in_backward
+from ..store import ScalarStates
 from .backward_updates import UpdatesInBackward, frozen
 from .elementwise import state_formats
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
@@ -30,9 +32,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     grad_norm: global L2 norm of the last step's gradients, before clipping; float, nan before the first step.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, updates: UpdatesInBackward | None, observer: Observer
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, updates: UpdatesInBackward | None) -> None:
         self._sealed = False
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -42,7 +42,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine = engine
         self.grad_norm = math.nan
         self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # what was carried over
-        self._updates, self._observer = updates, observer
+        self._updates = updates
         self._formats = state_formats(optimizer, engine.ranks.device)
         self.state = States()
 
@@ -68,19 +68,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine = self.engine
         with torch.no_grad():
             self._refuse_while_busy()
-            self._refuse_stepped()
+            engine.exchange.refuse_stepped()
             engine.writes.check_given(stepping=True)
             engine.settle()
             engine.reducer.reduce_kept()
             if self._updates is not None:
-                self.grad_norm = self._exchange_norm(self._updates.squared)
+                self.grad_norm = engine.exchange.norm(self._updates.squared)
                 self._updates.finish()
                 self._count()
                 return loss
-            self.grad_norm = self._exchange_norm(engine.store.gradient_norm_squared)
+            factor = take_factor(engine)
+            self.grad_norm = abs(factor) * engine.exchange.norm(engine.reducer.norm_squared)
             scale = self._coefficient(self.grad_norm)
             if scale is not None:
-                self._update(scale)
+                self._update(scale * factor)
         return loss
 
     def _count(self) -> None:
@@ -92,88 +93,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ZeroError("step() inside forward or backward: call it after loss.backward() returned")
         if getattr(self.engine.store, "asleep", False):  # before gradients that wait on this rank are reduced
             raise ZeroError("step() while the store sleeps: call zero_core.wake(model)")
-
-    def _refuse_stepped(self) -> None:
-        """torch keeps a gradient after step(): adds to it, and steps it once more. Ours are consumed."""
-        for unit in self.engine.units:
-            if Leftover.STEPPED in unit.gradient.leftover:
-                name = unit.layout.slots[unit.gradient.leftover.index(Leftover.STEPPED)].name
-                raise GradientError(
-                    f"the gradients of the last step() were not zeroed (that of {name}, for one): torch would add to "
-                    "them, and a sharded optimizer has consumed them. Call optimizer.zero_grad() after each step()"
-                )
-
-    def _exchange_norm(self, squared: Callable[[], Tensor]) -> float:
-        """The global norm of gradients of which `squared` gives this rank's sum. Late ones are reduced before."""
-        with self._observer.span("norm", ""):
-            total, late = self._exchange(squared())
-        if any(late):
-            self.engine.reducer.reduce_late(late)
-            with self._observer.span("norm", ""):
-                total, _ = self._exchange(squared())
-        return math.sqrt(total)
-
-    def _exchange(self, squared: Tensor) -> tuple[float, list[bool]]:
-        """The sum of this rank's `squared` over all ranks, and for each unit whether any rank has a late gradient.
-
-        With it travel the used-parameter masks, and digests of the collectives called and of values written.
-        """
-        engine, ranks = self.engine, self.engine.ranks
-        unseen = engine.writes.unseen_count()
-        zeros = sum(unit.gradient.zeros for unit in engine.units)
-        if ranks.size == 1:
-            self._refuse_zeros(zeros)
-            if unseen is None:
-                return float(squared), []
-            total, count = torch.stack([squared, unseen]).tolist()
-            self._refuse_unseen(count)
-            return total, []
-        digests = [float(ranks.digest), float(engine.writes.digest)]
-        late = [float(flag) for flag in engine.reducer.late()]
-        used = [float(flag) for unit in engine.units for flag in unit.gradient.used]
-        mine = ranks.numbers([0.0, 0.0, float(zeros), *digests, *(digest * digest for digest in digests), *late, *used])
-        if ranks.replicate.rank == 0:  # replicas hold the same gradients
-            mine[0] = squared
-        if unseen is not None:
-            mine[1] = unseen
-        total = ranks.sum_everywhere(mine, "the gradient norm").tolist()
-        called, written, called_squares, written_squares = total[3:7]
-        if called_squares * ranks.size != called * called:
-            raise CollectiveError(
-                f"the {ranks.size} ranks did not call the same collectives in the same order since the last step "
-                f"(digest on rank {ranks.rank}: {ranks.digest}): some rank used a parameter outside its unit, or ran "
-                "another number of forwards. Nothing was updated; zero_core.uneven lets ranks differ"
-            )
-        if written_squares * ranks.size != written * written:
-            names = ", ".join(engine.writes.names) or "nothing"
-            raise ChangedParameterError(
-                f"the {ranks.size} ranks wrote different values since the last step (rank {ranks.rank} wrote into "
-                f"{names}), as random numbers of different seeds or nn.Embedding(max_norm=) do: each rank "
-                f"keeps its slice, so the result is none of them. {self._undone}Write the same on every rank, "
-                "or inside zero_core.gathered, which keeps what rank 0 wrote"
-            )
-        self._refuse_unseen(total[1])
-        self._refuse_zeros(total[2])
-        engine.writes.forget()
-        flags = iter(total[7:])
-        anywhere = [next(flags) > 0 for _ in late]
-        for unit in engine.units:
-            unit.gradient.used = [next(flags) > 0 for _ in unit.gradient.used]
-        return total[0], anywhere
-
-    def _refuse_unseen(self, count: float) -> None:
-        """Raise if a forward wrote through `p.data` on any rank. What it wrote is lost, unlike all other writes."""
-        if count:
-            names = ", ".join(self.engine.writes.unseen_names()) or "a unit of another rank"
-            raise ChangedParameterError(
-                f"the forward of {names} writes into a parameter through its .data, which nothing sees, so the value "
-                f"would be lost. {self._undone}Write into the parameter itself, in a torch.no_grad() block"
-            )
-        self.engine.writes.forget()
-
-    @property
-    def _undone(self) -> str:
-        return "" if self._updates is not None else "Nothing was updated. "
 
     def _coefficient(self, norm: float) -> float | None:
         """What gradients are multiplied by; as torch: max_norm / (norm + 1e-6), at most 1. None: skip this step."""
@@ -204,17 +123,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for k in unit.stepped():
                 unit.overwritten(k)
             steps.append(unit.count_step(Leftover.STEPPED))
+        engine.factors.forget()
+        engine.reducer.changed()
         engine.store.update(frozen(self.param_groups), scale, engine.next_use(), steps)
         self._count()
-
-    def _refuse_zeros(self, count: float) -> None:
-        """What zero_grad(set_to_none=False) left, and no backward has reached since: torch would step zeros."""
-        if count:
-            raise GradientError(
-                "zero_grad(set_to_none=False) left gradients of zeros to parameters that no backward has reached since "
-                f"({int(count)}, over all ranks): torch would step them, with momentum and weight decay. "
-                f"{self._undone}Leave set_to_none at True"
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients.

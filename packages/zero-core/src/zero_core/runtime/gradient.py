@@ -82,6 +82,9 @@ class UnitGradient:
         self.state = GradientState.NONE
         self.used = [False] * len(parameters)  # since the last step, on this rank
         self.leftover = [Leftover.NOTHING] * len(parameters)
+        self.generation = [0] * len(parameters)  # other when a gradient has gone: consumed, discarded or dropped
+        self.stored = False  # the store has a gradient since the last step
+        self.age = 0  # other after every change of what waits for the step
         self.dropped: set[int] = set()  # parameters whose `.grad` was set to None after it arrived
         self.current: Tensor | None = None  # (numel,) reduce dtype: this backward's, the pool's memory or the store's
         self.filled: set[int] = set()  # which parameters `current` has
@@ -109,6 +112,7 @@ class UnitGradient:
             into.add_(gradient) if k in self.filled else into.copy_(gradient)
         self.filled.add(k)
         self.used[k] = True
+        self.age += 1
 
     def _memory(self) -> Tensor:
         """The store's own memory where nothing happens between here and there, else a pooled buffer."""
@@ -142,6 +146,7 @@ class UnitGradient:
         self.leftover[k] = Leftover.NOTHING
         self.dropped.add(k)
         self.used[k] = False
+        self.generation[k] += 1
 
     def forget_dropped(self) -> None:
         """Zero what was dropped. Late, because where all is dropped there is no need to."""
@@ -173,7 +178,9 @@ class UnitGradient:
         for k, left in enumerate(self.leftover):
             if self.used[k] or left is not Leftover.NOTHING:
                 self.leftover[k] = leftover
+        self.stored = False
         self.used = [False] * len(self.used)
+        self.generation = [number + 1 for number in self.generation]
         self.dropped.clear()
 
     @property
@@ -225,6 +232,7 @@ class UnitGradient:
         """Begin the collective that turns the whole gradient into this rank's shard of the mean."""
         self.forget_dropped()
         self._move("reduce")
+        self.stored = True
         if self.kept is None:
             return Reduction(self, self._complete())
         self.keep_late()

@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from ..errors import CollectiveError, ZeroError
 from .attaching import Attachment, Node
 from .context import UnitContext
+from .exchange import Exchange
+from .factors import Factors
 from .gradient import Leftover
-from .outputs import hook_outputs, outside_transforms
+from .gradient_access import apply_factors
+from .outputs import hook_outputs, in_backward, outside_transforms
 from .recompute import Recomputations
 from .reducer import Reducer
 from .residency import Residency
@@ -31,7 +34,7 @@ from .stages import StageRow
 from .unit import Unit
 from .writes import Writes
 
-__all__ = ["Engine", "in_backward"]
+__all__ = ["Engine"]
 
 
 @dataclasses.dataclass
@@ -40,11 +43,6 @@ class _Backward:
 
     current: Pass | None = None
     passes: list[Pass] = dataclasses.field(default_factory=list)
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward on this thread now."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Engine:
@@ -79,6 +77,8 @@ class Engine:
         self._backward: _Backward | None = None
         self._recomputed = Recomputations()
         self.writes = Writes(context.ranks)
+        self.factors = Factors()
+        self.exchange = Exchange(units, context, self.reducer, self.writes)
         self.gathered = 0  # how many `gathered` blocks are open
         self.uneven = False  # inside `zero_core.uneven`
         self.plans: dict[int, list[int]] = {}  # `rounds` learns them
@@ -231,6 +231,7 @@ class Engine:
             raise ZeroError("backward() inside zero_core.uneven, where ranks may differ: leave the with block first")
         if self._backward is None:
             self._backward = _Backward()
+            apply_factors(self)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
 
@@ -489,23 +490,35 @@ class Engine:
         if self._backward is not None:
             self.abandon_backward()  # a reduction of it may still be under way
         self.reducer.discard(leftover)
+        self.factors.forget()
 
-    def complete_gradient(self, unit: Unit, k: int) -> bool:
-        """Whether any rank has a gradient of parameter k for the next step. The stores then have all of it. Collective.
+    def complete_all_gradients(self) -> None:
+        """Reduce what is kept of all gradients before the step does, but for late ones. Collective."""
+        if self._backward is not None:
+            self.abandon_backward()
+        self.reducer.reduce_kept()
+
+    def complete_gradients(self, wanted: Sequence[tuple[Unit, int]]) -> list[bool]:
+        """Whether any rank has a gradient of each parameter for the next step. The stores then have all of it.
+        Collective.
 
         Other ranks' flags decide too, so that all of them reduce, or none.
         """
         if self._backward is not None:
             self.abandon_backward()
-        mine = [float(unit.gradient.used[k]), float(unit.gradient.late)]
-        what = f"the full gradient of {unit.layout.slots[k].name}"
-        used, late = self.ranks.sum_everywhere(self.ranks.numbers(mine), what).tolist()
-        if used:
-            self.reducer.complete(unit, late=late > 0)
-        return used > 0
+        mine = [float(flag) for unit, k in wanted for flag in (unit.gradient.used[k], unit.gradient.late)]
+        what = f"the full gradient of {', '.join(unit.layout.slots[k].name for unit, k in wanted[:3])}"
+        flags = [flag > 0 for flag in self.ranks.sum_everywhere(self.ranks.numbers(mine), what).tolist()]
+        used, late = flags[::2], flags[1::2]
+        for unit in dict.fromkeys(unit for (unit, _), there in zip(wanted, used, strict=True) if there):
+            self.reducer.complete(
+                unit, late=any(flag for (of, _), flag in zip(wanted, late, strict=True) if of is unit)
+            )
+        return used
 
     def drop_gradient(self, unit: Unit, k: int) -> None:
         """`p.grad = None` on one parameter: it is not updated. When that was the last one, all gradients go."""
+        self.factors.forget((unit.index, k))
         if not self.reducer.drop(unit, k):
             self.discard_gradients()
 

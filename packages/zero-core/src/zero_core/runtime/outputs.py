@@ -1,4 +1,4 @@
-"""Finding and hooking the tensors that a module returned, whatever they are wrapped in."""
+"""Finding and hooking the tensors that a module returned, whatever they are wrapped in; whether autograd runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from torch import Tensor, nn
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
-__all__ = ["hook_outputs", "not_traced", "outside_transforms", "tensors_of", "unwrapped"]
+__all__ = ["hook_outputs", "in_backward", "not_traced", "outside_transforms", "tensors_of", "unwrapped"]
 
 
 _NOT_TRACED = (
     "zero_core gathers parameters between modules, which cannot be compiled: leave fullgraph=True out, or compile the "
     "blocks one by one"
 )
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread now."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def hook_outputs(output: Any, sequence: int, hook: Callable[[Tensor], Any]) -> bool:

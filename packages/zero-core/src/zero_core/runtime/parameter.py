@@ -18,14 +18,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..building.parts import wraps
 from ..errors import ChangedParameterError, GradientError, ShardedParameterError
+from .held import GradientHome, HeldGradient
+from .memoryless import METADATA
 from .outputs import outside_transforms, unwrapped
 
 __all__ = [
-    "HeldGradient",
     "Home",
     "Sharded",
     "home_of",
@@ -57,14 +58,11 @@ class Home(Protocol):
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         """The parameter takes part in a graph outside its unit; returns what its gradient goes through."""
 
-    def holds_gradient(self, parameter: Tensor) -> bool:
-        """Whether a gradient of this parameter waits for step(), as far as this rank knows."""
+    def held_gradient(self, parameter: Tensor) -> GradientHome | None:
+        """Where a gradient of this parameter waits for step(), as far as this rank knows."""
 
     def drop_gradient(self, parameter: Tensor) -> None:
         """`p.grad = None` was asked."""
-
-    def instead_of(self, operation: str) -> str:
-        """What to write in place of `operation` on a gradient, which has left."""
 
 
 def home_of(parameter: Tensor) -> Home:
@@ -74,26 +72,6 @@ def home_of(parameter: Tensor) -> Home:
 def set_home(parameter: Tensor, home: Home | None) -> None:
     """Tell a parameter where it lives from now on. None: it is the user's again."""
     parameter.__dict__[_HOME] = home
-
-
-class HeldGradient(Tensor):
-    """Stands for a gradient that has left for the store. Knows its shape; any use raises."""
-
-    home: Home
-
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        held = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, HeldGradient))
-        raise GradientError(
-            f"{_name(func)} on the gradient of a sharded parameter, which left during backward. "
-            f"{held.home.instead_of(_name(func))}"
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"HeldGradient({tuple(_T.shape.__get__(self))})"
 
 
 class _Gather(torch.autograd.Function):
@@ -120,7 +98,7 @@ class Sharded(nn.Parameter):
             return special(*args, **kwargs)
         if func in _AUTOGRAD:
             return _AUTOGRAD[func](*args, **kwargs)
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return _call_gathered(func, args, kwargs)
@@ -319,7 +297,7 @@ class WriteThrough(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
 
             def plain(view: WriteThrough) -> Tensor:
-                if func not in _METADATA and not view.taken.kept:
+                if func not in METADATA and not view.taken.kept:
                     view.taken.check()
                 views.append(view)
                 return view.as_subclass(Tensor)
@@ -360,23 +338,18 @@ def keep_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metad
             value.taken = replace(value.taken, kept=True)
 
 
-def _name(func: Callable[..., Any]) -> str:
-    return torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
-
-
 def _get_grad(parameter: Sharded) -> Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
         if parameter.grad is not None:
             return parameter.grad
-        if not home_of(parameter).holds_gradient(parameter):
-            return None
-        shell = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        held = shell.as_subclass(HeldGradient)
-        held.home = home_of(parameter)
-        return held
+        home = home_of(parameter).held_gradient(parameter)
+        return None if home is None else HeldGradient.of(parameter, home)
 
 
 def _set_grad(parameter: Sharded, value: Tensor | None) -> None:
+    if isinstance(value, HeldGradient) and value.home is home_of(parameter):
+        value.check()
+        return  # p.grad *= c: done already
     if value is not None:
         raise GradientError(
             "p.grad = tensor on a sharded parameter: gradients leave during backward. p.grad = None drops this one, "
@@ -439,25 +412,6 @@ def _to(parameter: Sharded, *args: Any, **kwargs: Any) -> Tensor:
 def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
     raise ShardedParameterError(f"the memory of a {parameter!r} was asked for: use zero_core.gathered(module)")
 
-
-def _getters(*names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
-
-
-# By getter, never by the name `__get__`, which all of them share.
-_METADATA: set[Any] = _getters(
-    *("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "names", "is_cuda"),
-    *("is_cpu", "is_sparse", "is_meta", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "is_sparse_csr"),
-    *("_version", "output_nr", "retains_grad", "itemsize", "nbytes", "name", "_backward_hooks", "grad_dtype"),
-    *("is_xla", "is_ipu", "is_hpu", "is_mtia", "is_maia", "is_vulkan", "is_ort", "_post_accumulate_grad_hooks"),
-) | {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.ndimension),
-    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device, Tensor.requires_grad_),
-    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, _T.requires_grad.__set__, Tensor.__len__),
-    *(Tensor.storage_offset, Tensor.is_signed, Tensor.is_inference, _T._backward_hooks.__set__),
-    *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, Tensor.is_same_size),
-    *(torch.is_tensor, Tensor.is_shared, Tensor._is_view),
-}
 
 # Their results are asked for to be kept, though on the CPU torch does not copy.
 _COPYING: set[Any] = {Tensor.cpu, Tensor.to}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..building.parts import named_parts
+from ..errors import GradientError
+from . import gradient_access
+from .gradient import Leftover
 from .hooks import Engine
 from .unit import Unit
 
@@ -43,37 +48,61 @@ class Place:
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         return self.engine.note_external_use(self.unit)
 
-    def holds_gradient(self, parameter: Tensor) -> bool:
-        return self.unit.gradient.holds(self.index)
+    def held_gradient(self, parameter: Tensor) -> Place | None:
+        return self if self.unit.gradient.holds(self.index) else None
 
     def drop_gradient(self, parameter: Tensor) -> None:
         self.engine.drop_gradient(self.unit, self.index)
 
-    def instead_of(self, operation: str) -> str:
-        if "unscale" in operation:  # torch.amp.GradScaler
-            if self.engine.loss_scale is not None:
-                return "The loss is scaled already, by loss_scale= of zero_core.shard: leave the GradScaler out"
-            return 'Pass loss_scale="dynamic" to zero_core.shard, and leave the GradScaler out'
-        norm = self.engine.max_grad_norm
-        if operation.rpartition(".")[2].endswith("zero_"):
-            return "Call optimizer.zero_grad(), which forgets it"
-        if not any(word in operation for word in ("norm", "clamp", "mul")):
-            return (
-                "zero_core.full_gradient(parameter) returns it, and zero_core.set_full_gradient(parameter, values) "
-                "changes it, both on every rank; inside backward parameter.register_hook sees this rank's part, and "
-                "after step() the norm is optimizer.grad_norm"
-            )
-        after = (
-            "optimizer.grad_norm is the norm before clipping, once step() has returned. For other edits there are "
-            "zero_core.full_gradient(parameter) and zero_core.set_full_gradient(parameter, values)"
-        )
-        if norm is not None:
-            return (
-                f"Remove the call: optimizer.step() clips to max_grad_norm={norm} as zero_core.shard was told; {after}"
-            )
+    # -- `held.GradientHome` -------------------------------------------------------------------------------------------
+
+    def gradient_age(self) -> tuple[int, int]:
+        gradient = self.unit.gradient
+        return gradient.generation[self.index], gradient.age
+
+    def multiply_gradient(self, factor: Tensor | float) -> None:
+        self.engine.factors.multiply((self.unit.index, self.index), factor)
+        self.unit.gradient.age += 1
+
+    def gradient(self) -> Tensor:
+        values = gradient_access.read(self.engine, self.unit, self.index)
         return (
-            f"To clip, pass max_grad_norm= to zero_core.shard, which clips inside step(), and remove the call; {after}"
+            torch.zeros(self.unit.layout.slots[self.index].shape, device=self.engine.ranks.device)
+            if values is None
+            else values
         )
+
+    def overwrite_gradient(self, values: Tensor) -> None:
+        flat = values.detach().to(self.engine.ranks.device, torch.float32).reshape(-1)
+        if not gradient_access.write(self.engine, self.unit, self.index, flat):
+            raise GradientError(f"{self.name} has no gradient to overwrite, on any rank: p.grad is None in plain torch")
+
+    def edit_gradient(self, edit: Callable[[Tensor], Any]) -> None:
+        gradient_access.edit(self.engine, self.unit, self.index, edit)
+
+    def power_sum(self, homes: Sequence[Any], order: float) -> float:
+        keys: dict[Engine, list[tuple[int, int]]] = {}
+        for home in homes:
+            keys.setdefault(home.engine, []).append((home.unit.index, home.index))
+        sums = [gradient_access.power_sum(engine, found, order) for engine, found in keys.items()]
+        return max(sums) if order == math.inf and not any(map(math.isnan, sums)) else sum(sums)
+
+    def refuse(self, operation: str) -> str | None:
+        engine = self.engine
+        if "unscale" in operation:  # torch.amp.GradScaler
+            if engine.loss_scale is not None:
+                return "the loss is scaled already, by loss_scale= of zero_core.shard: leave the GradScaler out"
+            return 'pass loss_scale="dynamic" to zero_core.shard, and leave the GradScaler out'
+        if operation.rpartition(".")[2].endswith("zero_"):
+            return "call optimizer.zero_grad(), which forgets it"
+        if engine.reducer.updates:
+            return (
+                "it was used up in backward, as zero_core.shard(update_in_backward=True) says: leave that out, or "
+                "change the gradient in parameter.register_hook"
+            )
+        if self.unit.gradient.leftover[self.index] is Leftover.STEPPED:
+            return "step() has used it up; call optimizer.zero_grad() after each step()"
+        return gradient_access.refusal(engine)
 
 
 def places_of(module: nn.Module) -> list[Place]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from .context import UnitContext
 from .gradient import GradientState, Leftover, Reduction
 from .unit import Unit
@@ -35,6 +37,7 @@ class Reducer:
         self._synchronising = True  # False inside no_sync
         self._under_way: tuple[Reduction, Callable[[], None] | None] | None = None
         self._updating: Callable[[], None] | None = None  # of the unit that was accepted last
+        self._squared: Tensor | None = None  # of the store's gradients, as long as they are the same
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -82,6 +85,16 @@ class Reducer:
             self._reduce(unit)
         self.finish()
 
+    def norm_squared(self) -> Tensor:
+        """() float64, device: the sum of this rank's squared gradients that are the store's."""
+        if self._squared is None:
+            self._squared = self._store.gradient_norm_squared()
+        return self._squared
+
+    def changed(self) -> None:
+        """The store's gradients are others, or will be."""
+        self._squared = None
+
     @property
     def updates(self) -> bool:
         """Whether units are updated in backward, which consumes their gradients there."""
@@ -116,6 +129,7 @@ class Reducer:
         self._update()  # before the store has another gradient: the norm is of what it has
         (reduction, update), self._under_way = self._under_way, None
         reduction.finish()
+        self.changed()
         self._updating = update
         if not getattr(self._store, "swaps_in", False):
             self._update()
@@ -135,6 +149,7 @@ class Reducer:
 
     def discard(self, leftover: Leftover = Leftover.NOTHING) -> None:
         """Forget every gradient. leftover: see `UnitGradient.consumed`."""
+        self.changed()
         self._store.discard_gradients()  # first: a store that refuses, because it sleeps, keeps all of them
         self._updating = None
         for unit in self._units:
@@ -147,5 +162,6 @@ class Reducer:
             gradient.leftover[k] = Leftover.NOTHING  # the step has consumed it: nothing of it is left to discard
             return True
         gradient.drop(k)
+        self.changed()
         # the unit first: it answers at once while its others are held, so zero_grad() over n parameters is not n * n
         return any(each.gradient.holds(j) for each in (unit, *self._units) for j in range(len(each.parameters)))

@@ -72,14 +72,11 @@ class Whole:
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda gradient: gradient
 
-    def holds_gradient(self, parameter: Tensor) -> bool:
-        return False
+    def held_gradient(self, parameter: Tensor) -> None:
+        return None
 
     def drop_gradient(self, parameter: Tensor) -> None:
         pass
-
-    def instead_of(self, operation: str) -> str:
-        return "It has none"
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the parameter, made while it has memory, is not sharded."""

@@ -24,6 +24,8 @@ from ..errors import ChangedParameterError
 __all__ = ["Writes"]
 
 _BITS = 20  # as in a digest of collectives
+_COLUMNS = 4096
+_MIXER = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: Knuth, The Art of Computer Programming, volume 3, 6.4
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,7 @@ class Writes:
         """`values`, contiguous, are the new ones of the parameter or the unit `name`."""
         if self._ranks.size == 1:
             return
-        bits = values.detach().contiguous().reshape(-1).view(torch.uint8)
-        words = bits[: bits.numel() // 8 * 8].view(torch.int64)
-        total = int(words.sum()) + int(bits[words.numel() * 8 :].sum())
-        self.digest = (self.digest * 31 + total + len(name)) % (1 << _BITS)
+        self.digest = (self.digest * 31 + _digest(values) + len(name)) % (1 << _BITS)
         self.names[name] = None
 
     def unseen(self, name: str, written: Tensor | None) -> None:
@@ -92,3 +91,15 @@ class Writes:
         self.digest = 0
         self.names.clear()
         self._unseen.clear()
+
+
+def _digest(values: Tensor) -> int:
+    """Of all bits of `values` and of where they are: sums over rows and columns of 64-bit words, which then are mixed,
+    as the low bits of round numbers are zeros. Waits for the device."""
+    bits = values.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = bits[: bits.numel() // 8 * 8].view(torch.int64)
+    table = words[: words.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
+    rest = bits[table.numel() * 8 :].to(torch.int64)
+    sums = torch.cat([table.sum(0), table.sum(1), rest])
+    total = int((sums * torch.arange(1, 2 * sums.numel(), 2, device=sums.device)).sum())
+    return (total * _MIXER % (1 << 64)) >> (64 - _BITS)

@@ -1,0 +1,120 @@
+"""What ranks tell each other before a step: the norm, used parameters, late gradients, digests of what they did.
+
+Owns that exchange and what it refuses. Gradients and their norm are the store's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import ChangedParameterError, CollectiveError, GradientError
+from .context import UnitContext
+from .gradient import Leftover
+from .reducer import Reducer
+from .unit import Unit
+from .writes import Writes
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """Of one sharded model. Every call is collective."""
+
+    def __init__(self, units: Sequence[Unit], context: UnitContext, reducer: Reducer, writes: Writes) -> None:
+        self._units, self._ranks, self._observer = units, context.ranks, context.observer
+        self._reducer, self._writes = reducer, writes
+
+    def norm(self, squared: Callable[[], Tensor]) -> float:
+        """The global norm of gradients of which `squared` gives this rank's sum. Late ones are reduced before."""
+        with self._observer.span("norm", ""):
+            total, late = self._told(squared())
+        if any(late):
+            self._reducer.reduce_late(late)
+            with self._observer.span("norm", ""):
+                total, _ = self._told(squared())
+        return math.sqrt(total)
+
+    def refuse_stepped(self) -> None:
+        """torch keeps a gradient after step(): adds to it, and steps it once more. Ours are consumed."""
+        for unit in self._units:
+            if Leftover.STEPPED in unit.gradient.leftover:
+                name = unit.layout.slots[unit.gradient.leftover.index(Leftover.STEPPED)].name
+                raise GradientError(
+                    f"the gradients of the last step() were not zeroed (that of {name}, for one): torch would add to "
+                    "them, and a sharded optimizer has consumed them. Call optimizer.zero_grad() after each step()"
+                )
+
+    def _told(self, squared: Tensor) -> tuple[float, list[bool]]:
+        """The sum of this rank's `squared` over all ranks, and for each unit whether any rank has a late gradient.
+
+        With it travel the used-parameter masks, and digests of the collectives called and of values written.
+        """
+        ranks, writes = self._ranks, self._writes
+        unseen = writes.unseen_count()
+        zeros = sum(unit.gradient.zeros for unit in self._units)
+        if ranks.size == 1:
+            self._refuse_zeros(zeros)
+            if unseen is None:
+                return float(squared), []
+            total, count = torch.stack([squared, unseen]).tolist()
+            self._refuse_unseen(count)
+            return total, []
+        digests = [float(ranks.digest), float(writes.digest)]
+        late = [float(flag) for flag in self._reducer.late()]
+        used = [float(flag) for unit in self._units for flag in unit.gradient.used]
+        mine = ranks.numbers([0.0, 0.0, float(zeros), *digests, *(digest * digest for digest in digests), *late, *used])
+        if ranks.replicate.rank == 0:  # replicas hold the same gradients
+            mine[0] = squared
+        if unseen is not None:
+            mine[1] = unseen
+        total = ranks.sum_everywhere(mine, "the gradient norm").tolist()
+        called, written, called_squares, written_squares = total[3:7]
+        if called_squares * ranks.size != called * called:
+            raise CollectiveError(
+                f"the {ranks.size} ranks did not call the same collectives in the same order since the last step "
+                f"(digest on rank {ranks.rank}: {ranks.digest}): some rank used a parameter outside its unit, or ran "
+                "another number of forwards. Nothing was updated; zero_core.uneven lets ranks differ"
+            )
+        if written_squares * ranks.size != written * written:
+            names = ", ".join(writes.names) or "nothing"
+            raise ChangedParameterError(
+                f"the {ranks.size} ranks wrote different values since the last step (rank {ranks.rank} wrote into "
+                f"{names}), as random numbers of different seeds or nn.Embedding(max_norm=) do: each rank "
+                f"keeps its slice, so the result is none of them. {self._undone}Write the same on every rank, "
+                "or inside zero_core.gathered, which keeps what rank 0 wrote"
+            )
+        self._refuse_unseen(total[1])
+        self._refuse_zeros(total[2])
+        writes.forget()
+        flags = iter(total[7:])
+        anywhere = [next(flags) > 0 for _ in late]
+        for unit in self._units:
+            unit.gradient.used = [next(flags) > 0 for _ in unit.gradient.used]
+        return total[0], anywhere
+
+    def _refuse_unseen(self, count: float) -> None:
+        """Raise if a forward wrote through `p.data` on any rank. What it wrote is lost, unlike all other writes."""
+        if count:
+            names = ", ".join(self._writes.unseen_names()) or "a unit of another rank"
+            raise ChangedParameterError(
+                f"the forward of {names} writes into a parameter through its .data, which nothing sees, so the value "
+                f"would be lost. {self._undone}Write into the parameter itself, in a torch.no_grad() block"
+            )
+        self._writes.forget()
+
+    @property
+    def _undone(self) -> str:
+        return "" if self._reducer.updates else "Nothing was updated. "
+
+    def _refuse_zeros(self, count: float) -> None:
+        """What zero_grad(set_to_none=False) left, and no backward has reached since: torch would step zeros."""
+        if count:
+            raise GradientError(
+                "zero_grad(set_to_none=False) left gradients of zeros to parameters that no backward has reached since "
+                f"({int(count)}, over all ranks): torch would step them, with momentum and weight decay. "
+                f"{self._undone}Leave set_to_none at True"
+            )

@@ -1,0 +1,290 @@
+"""What stands for a gradient that has left for the store: `p.grad` between backward and step, and norms of it.
+
+Owns which torch functions need no memory. What it knows of the gradient, it asks a `GradientHome`.
+
+[Note: norms of held gradients]
+torch.nn.utils.clip_grad_norm_ takes the norm of each gradient, the norm of these norms, and multiplies each gradient.
+Norms of single gradients are therefore not computed until somebody reads one: the norm of all of them is the one that
+step() needs, which the store has summed already while gradients arrived. Factors are kept for the step, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..errors import GradientError
+from .memoryless import METADATA, name_of
+
+__all__ = ["GradientHome", "HeldGradient", "HeldNorm"]
+
+_T: Any = Tensor
+
+
+class GradientHome(Protocol):
+    """What a held gradient asks of the one who keeps it. All but the first three are collective."""
+
+    @property
+    def name(self) -> str:
+        """Of the parameter."""
+
+    def gradient_age(self) -> tuple[int, int]:
+        """(other after each step or zero_grad(), other after each change) of this gradient."""
+
+    def multiply_gradient(self, factor: Tensor | float) -> None:
+        """Multiply it by a number, or by a tensor of one element, before the step at the latest."""
+
+    def gradient(self) -> Tensor:
+        """A copy, fp32, of the parameter's shape."""
+
+    def overwrite_gradient(self, values: Tensor) -> None:
+        """Let `values`, of the parameter's shape, be the gradient."""
+
+    def edit_gradient(self, edit: Callable[[Tensor], Any]) -> None:
+        """Call `edit` with parts of the gradient, which it changes in place, element by element."""
+
+    def power_sum(self, homes: Sequence[GradientHome], order: float) -> float:
+        """The sum of |g| ** order over the gradients in `homes`; of order inf their largest |g|."""
+
+    def refuse(self, operation: str) -> str | None:
+        """Why `operation` cannot be had, and what to write instead."""
+
+
+class HeldGradient(Tensor):
+    """Stands for a gradient that has left for the store: knows its shape, and answers clipping without it.
+
+    Everything else is computed from a copy of the full gradient, and what that changes in place is kept.
+    """
+
+    home: GradientHome
+    age: int
+
+    @classmethod
+    def of(cls, parameter: Tensor, home: GradientHome) -> HeldGradient:
+        held = _made(cls, parameter.shape, parameter.dtype, parameter.device)
+        held.home, (held.age, _) = home, home.gradient_age()
+        return held
+
+    def check(self) -> None:
+        if self.age != self.home.gradient_age()[0]:
+            raise GradientError(
+                f"{self.home.name}.grad from before a step() or zero_grad() is used: the optimizer has consumed that "
+                "gradient. Ask for p.grad again after backward(), or keep a copy, p.grad.clone()"
+            )
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for held in (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, HeldGradient)):
+            held.check()
+            if (refusal := held.home.refuse(name_of(func))) is not None:
+                raise GradientError(f"{name_of(func)} on the gradient of {held.home.name}: {refusal}")
+        if func in _THE_SAME:
+            return args[0]
+        order = _order(func, args, kwargs)
+        if order is not None:
+            norms = [HeldNorm.of(g, order) if isinstance(g, HeldGradient) else func(g, order) for g in _listed(args[0])]
+            return norms if isinstance(args[0], (list, tuple)) else norms[0]
+        if func in _PRODUCTS and len(args) == 2 and not kwargs and (factor := _factor(func, args[1])) is not None:
+            for g in _listed(args[0]):
+                g.home.multiply_gradient(factor) if isinstance(g, HeldGradient) else g.mul_(factor)
+            return args[0] if isinstance(args[0], Tensor) else None
+        if func in _ELEMENTWISE and not any(isinstance(rest, Tensor) for rest in tree_leaves((args[1:], kwargs))):
+            for g in _listed(args[0]):
+                method = _ELEMENTWISE[func]
+                edit = g.home.edit_gradient if isinstance(g, HeldGradient) else _call_with(g)
+                edit(partial(_in_place, method, args[1:], kwargs))
+            return args[0] if isinstance(args[0], Tensor) else None
+        return _call_with_values(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise GradientError(f"{func} on a held gradient, which has no memory: use zero_core.full_gradient(parameter)")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"HeldGradient({tuple(_T.shape.__get__(self))})"
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+class HeldNorm(Tensor):
+    """Norms of held gradients, () or (n,), fp32, computed when they are read. See [Note: norms of held gradients]."""
+
+    parts: list[tuple[HeldGradient, int] | Tensor]  # a gradient and its age then; or a number that is known
+    order: float
+
+    @classmethod
+    def of(cls, gradient: HeldGradient, order: float) -> HeldNorm:
+        norm = _made(cls, torch.Size(()), torch.float32, gradient.device)
+        norm.parts, norm.order = [(gradient, gradient.home.gradient_age()[1])], order
+        return norm
+
+    @classmethod
+    def stacked(cls, norms: Sequence[Tensor]) -> HeldNorm | None:
+        """All of them in one tensor; None if their orders differ."""
+        first = next(norm for norm in norms if isinstance(norm, HeldNorm))
+        with torch._C.DisableTorchFunctionSubclass():
+            same = all(norm.dim() == 0 and norm.device == first.device for norm in norms)
+        if not same or any(norm.order != first.order for norm in norms if isinstance(norm, HeldNorm)):
+            return None
+        made = _made(cls, torch.Size([len(norms)]), torch.float32, first.device)
+        made.parts = [part for n in norms for part in (n.parts if isinstance(n, HeldNorm) else [n])]
+        made.order = first.order
+        return made
+
+    def value(self) -> Tensor:
+        """The norms themselves."""
+        if _T.dim(self) == 0:
+            return self.total()
+        return torch.stack([p if isinstance(p, Tensor) else _norm(self.order, [p], self.device) for p in self.parts])
+
+    def total(self) -> Tensor:
+        """The norm of these norms."""
+        return _norm(self.order, self.parts, self.device)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is torch.stack and len(args) == 1 and not kwargs and (made := cls.stacked(args[0])) is not None:
+            return made
+        if func in _THE_SAME or (func is Tensor.to and _stays(args, kwargs)):
+            return args[0]
+        if isinstance(args[0], HeldNorm) and _order(func, args, kwargs) == args[0].order:
+            return args[0].total()
+        args, kwargs = tree_map_only(HeldNorm, HeldNorm.value, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*tree_map_only(HeldNorm, HeldNorm.value, args), **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.value())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.value().__reduce_ex__(protocol)
+
+
+def _made(cls: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def _norm(order: float, parts: Sequence[Any], device: torch.device) -> Tensor:
+    """() fp32: of held gradients and of norms that are known."""
+    held = [part[0] for part in parts if not isinstance(part, Tensor)]
+    for part in parts:
+        if not isinstance(part, Tensor):
+            gradient, age = part
+            gradient.check()
+            if gradient.home.gradient_age()[1] != age:
+                raise GradientError(
+                    f"a norm of {gradient.home.name}.grad is read after the gradient has changed: norms are computed "
+                    "when they are read. Read it before, norm.item()"
+                )
+    known = [float(part) for part in parts if isinstance(part, Tensor)]
+    found = held[0].home.power_sum([gradient.home for gradient in held], order) if held else 0.0
+    if math.isinf(order):
+        total = math.nan if any(map(math.isnan, [found, *known])) else max([found, *known])
+    else:
+        total = (found + math.fsum(number**order for number in known)) ** (1.0 / order)
+    return torch.tensor(total, dtype=torch.float32, device=device)
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, (list, tuple)) else [given]
+
+
+def _in_place(method: Callable[..., Any], args: Any, kwargs: Any, values: Tensor) -> None:
+    method(values, *args, **kwargs)
+
+
+def _call_with(values: Tensor) -> Callable[[Callable[[Tensor], Any]], Any]:
+    return lambda edit: edit(values)
+
+
+def _stays(args: Any, kwargs: Any) -> bool:
+    """Whether `tensor.to(...)` asks for the device where it is."""
+    return len(args) == 2 and not kwargs and isinstance(args[1], (str, torch.device)) and _same(args[0], args[1])
+
+
+def _same(tensor: Tensor, device: Any) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.device(device) == tensor.device
+
+
+def _order(func: Any, args: Any, kwargs: Any) -> float | None:
+    """The p of a call that asks for the p-norm of each whole tensor; None for all other calls."""
+    others = [value for key, value in kwargs.items() if key not in ("ord", "p")]
+    if func not in _NORMS or len(args) > 2 or any(value is not None and value is not False for value in others):
+        return None
+    given = [*args[1:], *(kwargs[key] for key in ("ord", "p") if key in kwargs), 2.0][0]
+    if isinstance(given, str) or given is None:
+        return 2.0 if given in ("fro", None) else None
+    return float(given) if float(given) > 0 else None
+
+
+def _factor(func: Any, by: Any) -> Tensor | float | None:
+    """What `func` multiplies by, where that is one exact number for all elements."""
+    divides = func in _QUOTIENTS
+    if isinstance(by, Tensor):
+        return by if by.numel() == 1 and not divides and not by.is_complex() else None
+    if isinstance(by, (bool, complex)) or not isinstance(by, (int, float)):
+        return None
+    if not divides:
+        return float(by)
+    exact = by != 0 and abs(math.frexp(by)[0]) == 0.5  # dividing by other numbers rounds otherwise
+    return 1.0 / by if exact else None
+
+
+def _call_with_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `func` with copies of the full gradients, and keep what it changed in place."""
+    copies: dict[int, tuple[HeldGradient, Tensor, int]] = {}
+
+    def copied(held: HeldGradient) -> Tensor:
+        if id(held) not in copies:
+            values = held.home.gradient().to(held.dtype)
+            copies[id(held)] = held, values, values._version
+        return copies[id(held)][1]
+
+    args, kwargs = tree_map_only(HeldGradient, copied, (args, kwargs))
+    result = func(*args, **kwargs)
+    for held, values, version in copies.values():
+        if values._version != version:
+            held.home.overwrite_gradient(values)
+    return tree_map_only(Tensor, lambda t: next((h for h, v, _ in copies.values() if v is t), t), result)
+
+
+_THE_SAME: set[Any] = {Tensor.detach, _T.data.__get__, Tensor.requires_grad_, Tensor.contiguous}
+_NORMS: set[Any] = {torch.linalg.vector_norm, torch.norm, Tensor.norm, torch._foreach_norm}
+_QUOTIENTS: set[Any] = {Tensor.div_, Tensor.__itruediv__, torch._foreach_div_}
+_PRODUCTS: set[Any] = {Tensor.mul_, Tensor.__imul__, torch._foreach_mul_, *_QUOTIENTS}
+_ELEMENTWISE: dict[Any, Callable[..., Any]] = {
+    Tensor.div_: Tensor.div_,
+    Tensor.__itruediv__: Tensor.div_,
+    torch._foreach_div_: Tensor.div_,
+    Tensor.clamp_: Tensor.clamp_,
+    Tensor.clip_: Tensor.clamp_,
+    Tensor.clamp_min_: Tensor.clamp_min_,
+    Tensor.clamp_max_: Tensor.clamp_max_,
+    torch._foreach_clamp_min_: Tensor.clamp_min_,
+    torch._foreach_clamp_max_: Tensor.clamp_max_,
+    torch.clamp_: Tensor.clamp_,
+    Tensor.nan_to_num_: Tensor.nan_to_num_,
+}

@@ -1,0 +1,349 @@
+"""`Accelerator`: accelerate's, which shards the models that it prepares. Owns their runs, and where their state is saved.
+
+What accelerate does itself stays accelerate's: data loaders, schedulers, autocast, trackers, random state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import accelerate
+import torch
+from accelerate.logging import get_logger
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, convert_file_size_to_int
+from torch import Tensor, nn
+
+import zero_core
+from zero_core import ZeroError, checkpoint
+from zero_core.errors import CheckpointError
+from zero_core.optim.optimizer import ShardedOptimizer
+
+from .config import ConfigError, ZeroConfig
+from .sharding import Run, shard
+
+__all__ = ["Accelerator"]
+
+_SAVED = "zero.json"  # names the save that the files of accelerate and the shards of a folder both belong to
+_OTHERS = {
+    DistributedType.DEEPSPEED: "DeepSpeed",
+    DistributedType.FSDP: "FSDP",
+    DistributedType.MEGATRON_LM: "Megatron-LM",
+    DistributedType.XLA: "XLA",
+}
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    run: Run
+    given: torch.optim.Optimizer | None  # what the caller made, for which run.optimizer stands
+
+
+class _InShards(dict[str, Tensor]):
+    """Stands for the weights of a sharded model while `save_state` runs. They are saved from their shards."""
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate.Accelerator whose `prepare` shards each model together with its optimizer.
+
+    zero: a ZeroConfig, a mapping of its fields, or the path of a YAML or JSON file; None is ZeroConfig(). All other
+    arguments are accelerate's. A model that is prepared without an optimizer is sharded and not trained, as a reference
+    model is. The model stays the object that it was: nothing wraps it.
+
+    Raises ConfigError for mixed_precision "fp16" and "fp8", and where accelerate was told to use DeepSpeed, FSDP,
+    Megatron-LM, XLA or a ParallelismConfig, which shard or wrap models themselves.
+    """
+
+    def __init__(self, *args: Any, zero: ZeroConfig | Mapping[str, Any] | str | Path | None = None, **kwargs: Any):
+        self.zero_config = ZeroConfig.of(zero)
+        self._prepared: list[_Prepared] = []
+        self._saving = False
+        precision = str(kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+        _check_precision(precision)
+        super().__init__(*args, **kwargs)
+        _check_precision(self.mixed_precision)  # it may have been given by position, or by another Accelerator before
+        other = _OTHERS.get(self.distributed_type)
+        if other is None and self.parallelism_config:
+            other = "a ParallelismConfig"
+        if other is not None:
+            raise ConfigError(
+                f"accelerate was told to use {other}, which distributes models itself: leave it out of the script and of "
+                "`accelerate launch`, or use accelerate.Accelerator"
+            )
+
+    def zero_run(self, model: nn.Module) -> Run | None:
+        """Returns the run of a prepared model, with its `plan`, `store` and `optimizer`. None: it is not sharded."""
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
+        return next((known.run for known in self._prepared if known.run.model is model), None)
+
+    # -- preparing -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Shards the models among `args`, each with the optimizer that trains it, and prepares the rest. Collective.
+
+        Raises:
+            ZeroError: an optimizer trains parameters of two models, or of a model that was prepared before; or two
+                optimizers train one model.
+        """
+        models = [a for a in args if isinstance(a, nn.Module) and self.zero_run(a) is None]
+        optimizers = [a for a in args if isinstance(a, torch.optim.Optimizer)]
+        trained = self._pair(models, optimizers)
+        for model in models:
+            self._shard(model, trained.get(id(model)))
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shards a model that is not sharded yet, without an optimizer; then as accelerate does for evaluation.
+
+        That leaves out DistributedDataParallel, which would average gradients once more.
+        """
+        if self.zero_run(model) is None:
+            self._shard(model, None)
+        return cast(nn.Module, super().prepare_model(model, device_placement=False, evaluation_mode=True))
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Wraps the sharded optimizer that stands for `optimizer`. One whose model is not sharded is accelerate's.
+
+        Raises ZeroError where its model was prepared without it.
+        """
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return super().prepare_optimizer(optimizer, device_placement)
+        sharded = next((known.run.optimizer for known in self._prepared if known.given is optimizer), None)
+        if sharded is not None:
+            return super().prepare_optimizer(sharded, device_placement=False)
+        self._pair([], [optimizer])
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def _pair(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[int, Any]:
+        """The optimizer of each model, by id. Raises ZeroError where they do not pair off."""
+        names = {id(p): m for m in models for p in m.parameters()}
+        before = {id(p): known.run.model for known in self._prepared for p in known.run.model.parameters()}
+        trained: dict[int, torch.optim.Optimizer] = {}
+        for optimizer in optimizers:
+            if isinstance(optimizer, AcceleratedOptimizer) or any(optimizer is k.given for k in self._prepared):
+                continue
+            kind = type(optimizer).__name__
+            ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+            sharded = next((before[i] for i in ids if i in before), None)
+            if sharded is not None:
+                raise ZeroError(
+                    f"the {kind} trains a {type(sharded).__name__} that was prepared without it, in an earlier call, "
+                    "and is sharded already: give both to one call, prepare(model, optimizer, ...)"
+                )
+            owners = list({id(names[i]): names[i] for i in ids if i in names}.values())
+            if len(owners) > 1:
+                raise ZeroError(
+                    f"the {kind} trains parameters of {' and '.join(type(m).__name__ for m in owners)}: make an "
+                    "optimizer for each, or put the models into one nn.Module and prepare that"
+                )
+            if owners and trained.setdefault(id(owners[0]), optimizer) is not optimizer:
+                raise ZeroError(
+                    f"two optimizers, {type(trained[id(owners[0])]).__name__} and {kind}, train one "
+                    f"{type(owners[0]).__name__}: make one optimizer with a parameter group for each"
+                )
+        return trained
+
+    def _shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        if next(model.parameters(), None) is None:
+            return  # a loss, for example
+        steps = self.gradient_accumulation_steps if optimizer is not None else 1
+        run = shard(model, optimizer, self.zero_config, device=self.device, accumulate=steps)
+        self._prepared.append(_Prepared(run, optimizer))
+        logger.info(f"{type(model).__name__} is sharded at stage {self.zero_config.stage}:\n{run.plan}")
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Lets backwards of a sharded model only accumulate at stages 0 and 1, which keep unsharded gradients anyway.
+
+        At stages 2 and 3 each backward adds to the shards, as with DeepSpeed: an unsharded gradient would not fit.
+        """
+        run = self.zero_run(model)
+        if run is None:
+            with super().no_sync(model):
+                yield
+        elif run.optimizer is not None and run.config.stage < 2 and self.use_distributed:
+            with zero_core.no_sync(run.model):
+                yield
+        else:
+            yield
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """accelerate's, for what is not sharded. Raises ZeroError for a sharded model on several ranks."""
+        if self.use_distributed and any(isinstance(j, nn.Module) and self.zero_run(j) for j in joinables):
+            raise ZeroError(
+                "join_uneven_inputs() is of DistributedDataParallel, and this model is sharded: train with even "
+                "batches, which is accelerate's default, and evaluate uneven ones inside zero_core.uneven(model)"
+            )
+        with super().join_uneven_inputs(joinables, even_batches):
+            yield
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Returns the unsharded weights of a sharded model on the main process, on its CPU; {} on all others.
+
+        Collective. The main process needs memory for the whole model; `save_model` does not. The names are those of
+        model.state_dict(), the dtypes those of the parameters.
+        """
+        run = self.zero_run(model)
+        if run is None:
+            return cast(dict[str, Tensor], super().get_state_dict(model, unwrap))
+        if self._saving:
+            return _InShards()
+        copies: dict[int, Tensor] = {}
+        state: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for name, tensor in run.model.state_dict(keep_vars=True).items():
+                if id(tensor) not in copies:  # tied parameters stay one tensor
+                    value = tensor.detach()  # gathers
+                    copies[id(tensor)] = value.cpu().clone() if self.is_main_process else value.new_empty(0)
+                state[name] = copies[id(tensor)]
+        return state if self.is_main_process else {}
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes the weights as accelerate does. Those of a sharded model are written by all ranks, each its shard.
+
+        Collective. safe_serialization=False goes through `get_state_dict`, for which the main process needs memory.
+        """
+        run = self.zero_run(model)
+        if run is None or not safe_serialization:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        zero_core.save_pretrained(run.model, save_directory, max_file_bytes=convert_file_size_to_int(max_shard_size))
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Path:
+        """Saves what accelerate saves, and of each sharded model weights and states, streamed from their shards.
+
+        Collective; all ranks see the folder, which holds `zero_0`, `zero_1` ..., one for each sharded model.
+        """
+        token = uuid.uuid4().hex
+
+        def before(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+            weights[:] = [weight for weight in weights if not isinstance(weight, _InShards)]
+            if self.is_main_process and self._prepared:
+                (Path(folder) / _SAVED).write_text(json.dumps({"save": token, "models": len(self._prepared)}))
+
+        hook = self.register_save_state_pre_hook(before)  # the last one: those of the caller see all models
+        self._saving = True
+        try:
+            with self._plain_optimizers():
+                folder = Path(super().save_state(output_dir, safe_serialization, **save_model_func_kwargs))
+        finally:
+            self._saving = False
+            hook.remove()
+        for i, known in enumerate(self._prepared):
+            extra = {"save": token, "step": self.step}
+            checkpoint.save(folder / f"zero_{i}", known.run.model, known.run.optimizer, extra=extra)
+        return folder
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Loads what `save_state` saved, at any number of ranks. At the same number training goes on bit for bit.
+
+        Collective. strict=False is passed on, see zero_core.checkpoint.load. Raises CheckpointError for a folder of
+        stock accelerate, of other models, or of a save that did not come to its end.
+        """
+        folders: list[Path] = []
+        strict = load_model_func_kwargs.get("strict", True)
+
+        def before(models: list[nn.Module], folder: str) -> None:
+            folders.append(Path(folder))
+            models[:] = [model for model in models if self.zero_run(model) is None]
+            if self._prepared:
+                self._check_saved(Path(folder))
+
+        hook = self.register_load_state_pre_hook(before)
+        try:
+            with self._plain_optimizers():
+                super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        finally:
+            hook.remove()
+        for i, known in enumerate(self._prepared):
+            folder = folders[0] / f"zero_{i}"
+            run = known.run
+            loaded = checkpoint.load(folder, run.model, run.optimizer, strict=strict, random_state=False)
+            if loaded.extra["save"] != json.loads((folders[0] / _SAVED).read_text())["save"]:
+                raise CheckpointError(
+                    f"{folder} is of another save than the other files of {folders[0]}, where a later save was cut "
+                    "short: the model is not as it was at either. Load another checkpoint, and save each to a new folder"
+                )
+            self.step = loaded.extra["step"]  # a rank that the saved run had not has no file that says it
+
+    def _check_saved(self, folder: Path) -> None:
+        saved = folder / _SAVED
+        if not saved.is_file():
+            raise CheckpointError(
+                f"{folder} has no {_SAVED}, so zero_hf.Accelerator.save_state did not save it. Of a folder that stock "
+                f"accelerate saved, zero_core.load_pretrained(model, '{folder}/model.safetensors') loads the weights"
+            )
+        models = json.loads(saved.read_text())["models"]
+        if models != len(self._prepared):
+            raise CheckpointError(
+                f"{folder} holds {models} sharded models, and {len(self._prepared)} are prepared: prepare the same "
+                "models in the same order as the run that saved it"
+            )
+
+    @contextmanager
+    def _plain_optimizers(self) -> Iterator[None]:
+        """Inside, accelerate knows only the optimizers whose states are plain tensors."""
+        everything = self._optimizers
+        self._optimizers = [o for o in everything if not isinstance(o.optimizer, ShardedOptimizer)]
+        try:
+            yield
+        finally:
+            self._optimizers = everything
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As accelerate's; and gives the shards' memory and files back. Their models cannot be used after."""
+        self._close()
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """As accelerate's; and gives the shards' memory and files back. Their models cannot be used after."""
+        self._close()
+        super().end_training()
+
+    def _close(self) -> None:
+        prepared, self._prepared = self._prepared, []
+        for known in prepared:
+            known.run.close()
+
+
+def _check_precision(precision: str) -> None:
+    if precision == "fp16":
+        raise ConfigError(
+            "mixed_precision='fp16' scales the loss with torch's GradScaler, which reads gradients that have left for "
+            "their shards: use mixed_precision='bf16'"
+        )
+    if precision == "fp8":
+        raise ConfigError(
+            "mixed_precision='fp8' replaces modules whose weights cannot be sharded: use mixed_precision='bf16'"
+        )

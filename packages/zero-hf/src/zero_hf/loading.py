@@ -1,0 +1,326 @@
+"""`from_pretrained`: a transformers model whose weights every rank reads slice by slice, once the model is sharded.
+
+Owns which tensors of the files make up which parameter, as transformers' own table of conversions says. Names are
+transformers', bytes zero-core's: the model is built under `zero_core.deferred_init` and holds no weights before
+`shard`, `Accelerator.prepare` or a Trainer shards it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
+
+import zero_core
+from zero_core.building.keys import Part, named_tensors
+from zero_core.checkpoint.pretrained import FileValues, fill
+from zero_core.checkpoint.safetensors import Entry, Reader, open_index
+from zero_core.errors import PretrainedError
+
+from .config import ConfigError
+
+__all__ = ["from_pretrained"]
+
+_REFUSED = {  # arguments of transformers that say where a whole model goes, or what else its weights become
+    "device_map": "the model is sharded instead: leave it out",
+    "gguf_file": "a GGUF file is read whole: see below",
+    "quantization_config": "load a quantised model with transformers, then shard it",
+    "state_dict": "weights are read from files: zero_core.load_pretrained takes renamed ones",
+    "distributed_config": "zero_hf distributes the model: leave it out",
+}
+_IGNORED = ("low_cpu_mem_usage", "local_files_only", "use_safetensors", "weights_only", "token", "revision")
+
+
+def from_pretrained(
+    cls: Any,
+    folder: str | Path,
+    *,
+    config: Any = None,
+    dtype: torch.dtype | str | None = "auto",
+    ignore_mismatched_sizes: bool = False,
+    key_mapping: Mapping[str, str] | None = None,
+    output_loading_info: bool = False,
+    seed: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Builds the model that `cls.from_pretrained(folder)` would, without its weights: sharding reads those.
+
+    cls: an Auto class, or a class of model. folder: a local one with config.json and safetensors, in one file or with
+    an index. config, dtype, ignore_mismatched_sizes, key_mapping, output_loading_info and further keywords are as
+    transformers takes them: those that the config knows change the config, and the rest goes to the model's class.
+    seed: of parameters that the files lack; None: torch's own seed, which must then be the same on all ranks.
+
+    Each rank reads its slices of each parameter, once, when the model is sharded. A parameter that transformers
+    computes from several tensors, other than by stacking experts, is computed whole by each rank, one at a time.
+    Parameters that the files lack are initialised as transformers does, and warned about, as tensors that no parameter
+    takes are. The model is in evaluation mode, as from transformers: a Trainer calls train(), a loop has to.
+
+    Raises:
+        ConfigError: the folder is not local, or has no safetensors, or an argument would load the model whole.
+        zero_core.errors.PretrainedError: shapes differ, or the files are damaged.
+    """
+    folder = Path(folder)
+    _check(cls, folder, kwargs)
+    entries = open_index(folder)
+    if config is None:
+        own = getattr(cls, "config_class", None) or AutoConfig
+        config, kwargs = own.from_pretrained(folder, return_unused_kwargs=True, **kwargs)
+    config = copy.deepcopy(config)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{folder} holds quantised weights: load them with {cls.__name__}.from_pretrained, on every rank whole, and "
+            "shard the model then"
+        )
+    found = _dtype(kwargs.pop("torch_dtype", None) or dtype, config, entries)
+    config.name_or_path = str(folder)
+    with zero_core.deferred_init(seed):
+        build = cls.from_config if hasattr(cls, "from_config") else cls._from_config
+        model: PreTrainedModel = build(config, dtype=found, **kwargs)
+    _keep_in_fp32(model, found)
+    info = _attach(model, folder, entries, key_mapping, ignore_mismatched_sizes)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.eval()
+    return (model, info) if output_loading_info else model
+
+
+def _check(cls: Any, folder: Path, kwargs: dict[str, Any]) -> None:
+    """Raises ConfigError for what cannot be read slice by slice."""
+    name = cls.__name__
+    whole = "from_pretrained(...) of transformers once, then zero_core.save_pretrained(model, another_folder), and load that"
+    if folder.suffix == ".gguf" or kwargs.get("gguf_file") is not None:
+        given = folder if folder.suffix == ".gguf" else folder / kwargs["gguf_file"]
+        raise ConfigError(f"{given}: a GGUF file is dequantised whole, so it is not read in slices: call {name}.{whole}")
+    for key, reason in _REFUSED.items():
+        if kwargs.pop(key, None) is not None:
+            raise ConfigError(f"{key}= of from_pretrained: {reason}")
+    for key in _IGNORED:
+        kwargs.pop(key, None)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no local folder: fetch it with huggingface_hub.snapshot_download, and give the folder that it "
+            "returns"
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json: give a folder that save_pretrained wrote")
+    if not any(folder.glob("*.safetensors")):
+        others = sorted(f.name for f in folder.iterdir() if f.suffix in (".bin", ".gguf", ".pt", ".h5", ".msgpack"))
+        raise ConfigError(
+            f"{folder} has no *.safetensors ({', '.join(others) or 'and no other weights'}), and other files are read "
+            f"whole: call {name}.{whole}"
+        )
+
+
+def _dtype(dtype: torch.dtype | str | None, config: Any, entries: Mapping[str, Entry]) -> torch.dtype:
+    """As transformers finds it: "auto" is the config's, or else that of the first floating-point tensor."""
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None)
+        if dtype is None:
+            dtype = next((e.dtype for e in entries.values() if e.dtype.is_floating_point), None)
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.get_default_dtype()
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"dtype={dtype!r}: give a torch.dtype, its name, or 'auto'")
+    return found
+
+
+def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Parameters that the model's class wants in fp32 although the model is in 16 bits."""
+    kept = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
+    if dtype == torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    if kept:
+        wanted, *_ = build_glob_alternation(sorted(kept))
+        for name, parameter in model.named_parameters():
+            if wanted.search(name) and parameter.is_floating_point():
+                parameter.data = parameter.data.float()
+
+
+def _attach(
+    model: PreTrainedModel,
+    folder: Path,
+    entries: Mapping[str, Entry],
+    key_mapping: Mapping[str, str] | None,
+    ignore_mismatched_sizes: bool,
+) -> dict[str, Any]:
+    """Tells each parameter where in the files its values are. Returns what transformers calls the loading info."""
+    reader = Reader()
+    sources, shapes, unexpected = _sources(model, entries, key_mapping, reader)
+    values, missing, mismatched = {}, [], []
+    for named in named_tensors(model):
+        given = [name for name in named.names if name in sources]
+        wrong = [(n, shapes[n], tuple(named.tensor.shape)) for n in given if shapes[n] != tuple(named.tensor.shape)]
+        mismatched += wrong
+        if given and not wrong:
+            values[named.name] = sources[given[0]]
+            _check_tied(folder, given, sources, named.tensor.numel())
+        else:
+            missing += [] if wrong else [named.name]
+    if mismatched and not ignore_mismatched_sizes:
+        listed = "; ".join(f"{name}: file {file}, model {own}" for name, file, own in mismatched)
+        raise PretrainedError(
+            f"{folder} does not fit {type(model).__name__}: shapes differ: {listed}. Give the config that fits, or "
+            "ignore_mismatched_sizes=True to initialise them anew"
+        )
+    fill(model, values)
+    return _report(model, folder, missing, unexpected, mismatched)
+
+
+def _sources(
+    model: PreTrainedModel, entries: Mapping[str, Entry], key_mapping: Mapping[str, str] | None, reader: Reader
+) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], list[str]]:
+    """By names in the model: where values come from, and their shapes there. And names that the model has not.
+
+    The order and the conditions are those of transformers' convert_and_load_state_dict_in_model.
+    """
+    known = {name: tensor for tensors in map(_named, named_tensors(model)) for name, tensor in tensors}
+    transforms = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    prefix = model.base_model_prefix
+    sources: dict[str, Any] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    unexpected: list[str] = []
+    groups: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}
+    for key in sorted(entries, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known and key in known:
+            name, pattern = rename_source_key(key, [], [], prefix, known)
+        if name not in known:
+            unexpected.append(name)
+        elif pattern is None:
+            sources[name] = FileValues([Part(key, 0, entries[key].numel)], reader, entries)
+            shapes[name] = entries[key].shape
+        else:
+            _, keys = groups.setdefault(name, (by_pattern[pattern], {}))
+            keys.setdefault(pattern, []).append(key)
+    for name, (converter, keys) in groups.items():
+        converted = _Converted(name, converter, keys, reader, entries, model)
+        for target, shape in converted.shapes().items():
+            parts = converted.parts(shape)
+            sources[target] = _Target(converted, target) if parts is None else FileValues(parts, reader, entries)
+            shapes[target] = shape
+    used = [t for t in transforms if getattr(t, "was_used", lambda: True)()]  # transformers 5.0 does not ask
+    model._weight_conversions = used  # what its save_pretrained reverts
+    return sources, shapes, unexpected
+
+
+def _named(named: Any) -> list[tuple[str, Tensor]]:
+    return [(name, named.tensor) for name in named.names]
+
+
+class _Converted:
+    """Parameters that transformers computes from tensors of the files: computed by it, one group at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        converter: WeightConverter,
+        keys: Mapping[str, Sequence[str]],
+        reader: Reader,
+        entries: Mapping[str, Entry],
+        model: PreTrainedModel,
+    ) -> None:
+        self.name, self.converter, self.keys, self.reader, self.entries = name, converter, keys, reader, entries
+        self.model = model
+
+    def _convert(self, read: Any) -> dict[str, Tensor]:
+        converter = copy.deepcopy(self.converter)
+        for pattern, keys in self.keys.items():
+            for key in keys:
+                entry = self.entries[key]
+                converter.add_tensor(self.name, key, pattern, lambda entry=entry: read(entry))
+        made = converter.convert(self.name, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of what comes out, found without reading."""
+        made = self._convert(lambda entry: torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+        return {name: tuple(value.shape) for name, value in made.items()}
+
+    def values(self, target: str) -> Tensor:
+        """The whole of one parameter, in the file's dtype."""
+        return self._convert(lambda entry: self.reader.read(entry, 0, entry.numel).view(entry.shape))[target]
+
+    def parts(self, shape: tuple[int, ...]) -> list[Part] | None:
+        """The tensors that lie end to end in the parameter, as the stacked projections of experts do. None: computed."""
+        operations = [(type(o), getattr(o, "dim", None)) for o in self.converter.operations]
+        columns = [self.keys.get(pattern, []) for pattern in self.converter.source_patterns]
+        stacked = operations == [(MergeModulelist, 0)] and len(columns) == 1
+        stacked |= operations == [(MergeModulelist, 0), (Concatenate, 1)]
+        if not stacked or len({len(column) for column in columns}) > 1:
+            return None
+        parts = [Part(key, 0, self.entries[key].numel) for row in zip(*columns, strict=True) for key in row]
+        return parts if sum(part.numel for part in parts) == math.prod(shape) else None
+
+
+class _Target:
+    """One parameter of a group. Fills zero-core's `replay.Source`."""
+
+    def __init__(self, group: _Converted, name: str) -> None:
+        self.group, self.name = group, name
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the row-major parameter, in the file's dtype."""
+        return self.group.values(self.name).reshape(-1)[start:stop].clone()
+
+
+def _check_tied(folder: Path, names: Sequence[str], sources: Mapping[str, Any], numel: int, tile: int = 1 << 22) -> None:
+    """Raises PretrainedError where files hold different values for one parameter: transformers would not tie it."""
+    for other in names[1:]:
+        for start in range(0, numel, tile):
+            stop = min(start + tile, numel)
+            if not torch.equal(sources[names[0]].read(start, stop), sources[other].read(start, stop)):
+                raise PretrainedError(
+                    f"{folder} holds different values for {names[0]} and {other}, which the config ties to one "
+                    "parameter: pass tie_word_embeddings=False"
+                )
+
+
+def _report(
+    model: PreTrainedModel,
+    folder: Path,
+    missing: list[str],
+    unexpected: list[str],
+    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]],
+) -> dict[str, Any]:
+    """Warns about what transformers warns about, and returns it."""
+    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    for end, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
+        patterns += [pattern] if any(name.endswith(end) for name in buffers) else []
+    unexpected = [name for name in unexpected if not any(re.search(p, name) for p in patterns)]
+    missing = [
+        name for name in missing if not any(re.search(p, name) for p in model._keys_to_ignore_on_load_missing or ())
+    ]
+    anew = missing + [name for name, *_ in mismatched]
+    if anew:
+        warnings.warn(
+            f"{len(anew)} weights of {type(model).__name__} are not in {folder} and are newly initialised: "
+            f"{', '.join(anew)}. Train the model before you use it",
+            stacklevel=4,
+        )
+    if unexpected:
+        warnings.warn(
+            f"{len(unexpected)} tensors of {folder} are not used by {type(model).__name__}: {', '.join(unexpected)}",
+            stacklevel=4,
+        )
+    return {"missing_keys": set(missing), "unexpected_keys": set(unexpected), "mismatched_keys": set(mismatched)}

@@ -1,0 +1,282 @@
+"""torch's own clipping, and other reads and edits of `p.grad`, on sharded parameters between backward and step.
+
+Fails if a norm is not that of the mean gradient over all ranks and of all parameters given, if a coefficient is lost,
+applied twice or to other parameters, if what was clipped is added to unclipped, or if a stale norm or gradient is used.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from tests.integration.zero_core import toys
+from zero_core.errors import ChangedParameterError, GradientError
+from zero_core.store import ShardStore
+
+UTILS = nn.utils
+STAGES_AND_RANKS = [(0, 1), (3, 1), (1, 2), (3, 2)]
+
+
+def norms_of(parameters):
+    return [p.grad.norm() for p in parameters if p.grad is not None]
+
+
+def each(model, edit):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            edit(parameter)
+
+
+def multiplied(parameter):
+    parameter.grad *= 0.7
+    parameter.grad.mul_(torch.tensor(0.5))
+
+
+def centred(parameter):
+    parameter.grad.sub_(parameter.grad.mean())
+
+
+CLIPPINGS = {
+    "L2": lambda model: UTILS.clip_grad_norm_(model.parameters(), 0.05),
+    "foreach": lambda model: UTILS.clip_grad_norm_(model.parameters(), 0.05, foreach=True),
+    "one by one": lambda model: UTILS.clip_grad_norm_(model.parameters(), 0.05, foreach=False),
+    "inf": lambda model: UTILS.clip_grad_norm_(model.parameters(), 0.05, norm_type=torch.inf),
+    "L1": lambda model: UTILS.clip_grad_norm_(model.parameters(), 0.05, norm_type=1.0),
+    "a subset": lambda model: UTILS.clip_grad_norm_(model.blocks[0].parameters(), 0.05),
+    "two subsets": lambda model: torch.stack(
+        [UTILS.clip_grad_norm_(part.parameters(), 0.03) for part in (model.blocks, model.head)]
+    ),
+    "each alone": lambda model: torch.stack([UTILS.clip_grad_norm_(p, 0.02) for p in model.parameters()]),
+    "twice": lambda model: [UTILS.clip_grad_norm_(model.parameters(), most) for most in (0.05, 0.02)][1],
+    "values": lambda model: UTILS.clip_grad_value_(model.parameters(), 0.01),
+    "values, foreach": lambda model: UTILS.clip_grad_value_(model.parameters(), 0.01, foreach=True),
+    "total first": lambda model: UTILS.clip_grads_with_norm_(
+        model.parameters(), 0.05, UTILS.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    ),
+    "by hand": lambda model: torch.norm(torch.stack(norms_of(model.parameters())), 2),
+    "squares": lambda model: sum(norm**2 for norm in norms_of(model.parameters())) ** 0.5,
+    "largest": lambda model: max(p.grad.abs().max() for p in model.parameters() if p.grad is not None),
+    "multiplied": lambda model: each(model, multiplied),
+    "divided": lambda model: each(model, lambda p: p.grad.div_(3)),
+    "halved": lambda model: each(model, lambda p: p.grad.div_(2)),
+    "decayed": lambda model: each(model, lambda p: p.grad.add_(p.detach(), alpha=0.1)),
+    "centred": lambda model: each(model, centred),
+}
+
+
+def twins(**options):
+    torch.manual_seed(0)
+    dense = toys.Stack(2)
+    model = copy.deepcopy(dense)
+    return (
+        dense,
+        toys.adamw(dense.parameters()),
+        model,
+        zero_core.shard(model, toys.adamw(model.parameters()), **options),
+    )
+
+
+def backward(model, dense, step):
+    """On this rank's data; and on that of all ranks in turn, with the mean of their gradients."""
+    rank, size = toys.world()
+    toys.loss_of(model, toys.data(step, rank)).backward()
+    for other in range(size):
+        (toys.loss_of(dense, toys.data(step, other)) / size).backward()
+
+
+def step_both(*optimizers):
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check(model, dense):
+    for a, b in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(a.detach().clone(), b.detach(), rtol=1e-5, atol=1e-6)
+
+
+def clipped(names, stage, micro_batches=1):
+    for name in names:
+        dense, theirs, model, ours = twins(stage=stage)
+        for step in range(2):
+            for micro in range(micro_batches):
+                backward(model, dense, 10 * step + micro)
+                found, expected = CLIPPINGS[name](model), CLIPPINGS[name](dense)
+                if expected is not None:
+                    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+            step_both(ours, theirs)
+        check(model, dense)
+        ours.close()
+
+
+@pytest.mark.parametrize(("stage", "size"), STAGES_AND_RANKS)
+def test_clipping_and_edits_are_those_of_plain_torch(ranks, stage, size):
+    ranks(size).run(clipped, list(CLIPPINGS), stage)
+
+
+@pytest.mark.parametrize(("stage", "size"), [(3, 1), (1, 2), (3, 2)])
+def test_what_was_clipped_is_added_to_as_in_plain_torch(ranks, stage, size):
+    """Each micro-batch clips the sum so far."""
+    ranks(size).run(clipped, ["L2", "a subset", "values", "multiplied"], stage, 2)
+
+
+def reads_nothing():
+    """The norm of all gradients is step()'s own, and the coefficient is step()'s own factor."""
+    _, _, model, ours = twins()
+    store = zero_core.handle(model).store
+    store.read_gradient = store.write_gradient = None
+    toys.loss_of(model, toys.data(0, toys.world()[0])).backward()
+    norm = UTILS.clip_grad_norm_(model.parameters(), 0.05)
+    assert norm > 0.05
+    ours.step()
+    assert ours.grad_norm == pytest.approx(0.05, rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_clipping_all_gradients_reads_and_writes_none(ranks, size):
+    ranks(size).run(reads_nothing)
+
+
+def test_a_plain_layer_beside_is_clipped_with_the_sharded_model():
+    dense, theirs, model, ours = twins()
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    backward(model, dense, 0)
+    found = []
+    for layer, beside in zip(layers, (model, dense), strict=True):
+        layer(torch.ones(1, 3)).sum().backward()
+        found.append(UTILS.clip_grad_norm_([*layer.parameters(), *beside.parameters()], 0.05))
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(layers[0].weight.grad, layers[1].weight.grad)
+    step_both(ours, theirs)
+    check(model, dense)
+
+
+def test_two_sharded_models_are_clipped_together():
+    first, second = twins(), twins()
+    for step, (dense, _, model, _) in enumerate((first, second)):
+        backward(model, dense, step)
+    norms = [UTILS.clip_grad_norm_([*first[i].parameters(), *second[i].parameters()], 0.05) for i in (2, 0)]
+    torch.testing.assert_close(*norms)
+    for dense, theirs, model, ours in (first, second):
+        step_both(ours, theirs)
+        check(model, dense)
+
+
+def test_stock_clipping_and_max_grad_norm_clip_one_after_the_other():
+    dense, theirs, model, ours = twins(max_grad_norm=0.02)
+    backward(model, dense, 0)
+    for each_model in (model, dense):
+        UTILS.clip_grad_norm_(each_model.parameters(), 0.05)
+    UTILS.clip_grad_norm_(dense.parameters(), 0.02)
+    step_both(ours, theirs)
+    check(model, dense)
+
+
+def test_norms_and_edits_are_without_the_loss_scale():
+    dense, theirs, model, ours = twins(loss_scale=1024.0)
+    for step, name in enumerate(("L2", "L1", "values", "decayed")):
+        backward(model, dense, step)
+        found, expected = CLIPPINGS[name](model), CLIPPINGS[name](dense)
+        assert expected is None or torch.allclose(found, expected)
+        step_both(ours, theirs)
+    check(model, dense)
+
+
+def test_what_is_not_finite_is_seen():
+    _, _, model, ours = twins()
+    (toys.loss_of(model, toys.data(0, 0)) * torch.inf).backward()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        UTILS.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    assert not torch.isfinite(UTILS.clip_grad_norm_(model.parameters(), 1.0))
+    assert not torch.isfinite(UTILS.clip_grad_norm_(model.parameters(), 1.0, norm_type=torch.inf))
+    with pytest.raises(GradientError, match="gradient norm is (nan|inf)"):
+        ours.step()
+
+
+def test_an_old_gradient_and_an_old_norm_are_refused():
+    _, _, model, ours = twins()
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    gradient, norm = model.head.weight.grad, model.head.weight.grad.norm()
+    gradient.mul_(0.5)
+    with pytest.raises(GradientError, match="read after the gradient has changed"):
+        norm.item()
+    ours.step()
+    with pytest.raises(GradientError, match=r"step\(\) has used it up|from before a step"):
+        gradient.mul_(0.5)
+    ours.zero_grad()
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(GradientError, match="from before a step"):
+        gradient.mul_(0.5)
+
+
+def different():
+    """A rank that multiplies by a number of its own."""
+    _, _, model, ours = twins()
+    toys.loss_of(model, toys.data(0, toys.world()[0])).backward()
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5 + toys.world()[0])
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ChangedParameterError, match="wrote different values"):
+        ours.step()
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old, parameter.detach().clone())
+
+
+def test_ranks_that_multiply_by_different_numbers_are_refused(ranks):
+    ranks(2).run(different)
+
+
+def test_a_dropped_gradient_forgets_its_factor():
+    dense, theirs, model, ours = twins()
+    for step in range(2):
+        backward(model, dense, step)
+        for each_model in (model, dense):
+            each_model.head.weight.grad.mul_(0.1)
+            each_model.head.weight.grad = None
+        if step:
+            for each_model in (model, dense):
+                each_model.blocks[0].up.weight.grad.mul_(0.5)
+        step_both(ours, theirs)
+    check(model, dense)
+
+
+def test_a_factor_that_changes_afterwards_was_taken_as_it_was():
+    dense, theirs, model, ours = twins()
+    backward(model, dense, 0)
+    for each_model in (model, dense):
+        factor = torch.tensor(0.5)
+        for parameter in each_model.parameters():
+            parameter.grad.mul_(factor)
+            factor.mul_(0.9)
+    step_both(ours, theirs)
+    check(model, dense)
+
+
+class NoAccess:
+    """A store of which nobody can read gradients."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        if name in ("read_gradient", "write_gradient"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def test_a_store_without_access_to_gradients_clips_all_and_refuses_the_rest():
+    from zero_core.optim.device_store import DeviceStore
+
+    _, _, model, ours = twins(store=NoAccess(DeviceStore()))
+    assert isinstance(zero_core.handle(model).store, ShardStore | NoAccess)
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    UTILS.clip_grad_norm_(model.parameters(), 0.05)
+    with pytest.raises(GradientError, match="lets nobody read or write the gradients"):
+        UTILS.clip_grad_norm_(model.head.parameters(), 0.05)
+    ours.step()
+    assert ours.grad_norm == pytest.approx(0.05, rel=1e-4)

@@ -1,0 +1,98 @@
+"""One accelerate script, as a function: for stock accelerate and for ours, on any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+VOCABULARY = 64
+
+
+@contextlib.contextmanager
+def launched():
+    """The environment that `accelerate launch` makes, and accelerate's global state empty before and after."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    made = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
+    before = dict(os.environ)
+    os.environ.update({key: str(value) for key, value in made.items()} if size > 1 else {})
+    os.environ.update(MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true")
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def accelerator(zero=None, **options):
+    """Ours with `zero`, stock without."""
+    import accelerate
+
+    import zero_hf
+
+    options = {"cpu": True, **options}
+    return accelerate.Accelerator(**options) if zero is None else zero_hf.Accelerator(zero=zero, **options)
+
+
+def llama(seed=0, **sizes):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, **sizes}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=32))
+
+
+def rows(count, seed=1):
+    """(count, 8) token numbers, of which each follows from the one before."""
+    first = torch.randint(0, VOCABULARY, (count, 1), generator=torch.Generator().manual_seed(seed))
+    return list((first + 3 * torch.arange(8)) % VOCABULARY)
+
+
+def loaders(batches, batch_size=2):
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return DataLoader(rows(batches * batch_size * world), batch_size=batch_size)
+
+
+def nvme(tmp_path):
+    return {"offload": "nvme", "nvme_paths": [str(tmp_path / "nvme")]}
+
+
+class Script:
+    """What a script makes before its loop, and the loop."""
+
+    def __init__(self, zero=None, *, steps=12, accumulate=2, clip=1.0, lr=5e-3, **options):
+        self.accelerator = accelerator(zero, gradient_accumulation_steps=accumulate, **options)
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+        self.clip = clip
+        prepared = self.accelerator.prepare(optimizer, loaders(steps * accumulate), model, scheduler)
+        self.optimizer, self.data, self.model, self.scheduler = prepared
+
+    def train(self, skip=0, stop=None):
+        """The mean loss over all ranks of each batch from `skip` to `stop`."""
+        losses = []
+        data = self.accelerator.skip_first_batches(self.data, skip) if skip else self.data
+        for number, batch in enumerate(data, skip):
+            if number == stop:
+                break
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(input_ids=batch, labels=batch).loss
+                losses.append(self.accelerator.gather(loss.detach().view(1)).mean().item())
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients and self.clip:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return losses

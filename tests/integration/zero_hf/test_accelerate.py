@@ -1,0 +1,224 @@
+"""An accelerate script with zero_hf.Accelerator trains as it does with accelerate's, wherever the state is kept."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from .accelerated import Script, accelerator, launched, llama, loaders, nvme, rows
+
+pytest.importorskip("accelerate")
+
+
+def _losses(zero, options):
+    with launched():
+        script = Script(zero, **options)
+        losses = script.train()
+        script.accelerator.free_memory()
+        return losses
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_losses_equal_the_stock_run(ranks, tmp_path, world):
+    """Fails if a gradient is averaged twice or not at all, accumulated in other parts, or clipped otherwise."""
+    pool = ranks(world)
+    stock = pool.run(_losses, None, {})[0]
+    found = {
+        place: pool.run(_losses, zero, {})[0]
+        for place, zero in (
+            ("none", {}),
+            ("stage 1", {"stage": 1}),
+            ("host", {"offload": "host"}),
+            ("nvme", nvme(tmp_path)),
+        )
+    }
+    assert len(stock) == 24 and stock[-1] < 0.9 * stock[0]
+    for losses in found.values():
+        assert losses == pytest.approx(stock, rel=1e-5)
+    assert found["host"] == found["nvme"]
+
+
+def test_bf16_equals_the_stock_run(ranks):
+    """Fails if autocast is left out, or if parameters in bf16 lose their fp32 masters."""
+    options = {"mixed_precision": "bf16", "accumulate": 1}
+    stock = ranks(1).run(_losses, None, options)[0]
+    assert ranks(1).run(_losses, {}, options)[0] == stock != ranks(1).run(_losses, None, {"accumulate": 1})[0]
+    assert ranks(1).run(_losses, {"param_dtype": "bf16"}, options)[0] == pytest.approx(stock, rel=1e-2)
+
+
+def _reference_and_policy(zero):
+    """A policy that is trained against a frozen copy of itself, as preference training does."""
+    with launched():
+        acc = accelerator(zero)
+        policy = llama()
+        reference = copy.deepcopy(policy).eval().requires_grad_(False)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+        optimizer, policy, data, *rest = acc.prepare(
+            optimizer, policy, loaders(5), *([] if zero is None else [reference])
+        )  # stock accelerate puts a frozen model into DistributedDataParallel, which refuses it
+        losses = []
+        for batch in data:
+            with torch.no_grad():
+                expected = reference(input_ids=batch).logits
+            loss = policy(input_ids=batch, labels=batch).loss + (policy(input_ids=batch).logits - expected).pow(2).mean()
+            acc.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(acc.gather(loss.detach().view(1)).mean().item())
+        if zero is not None:
+            assert acc.zero_run(reference).optimizer is None and acc.zero_run(policy).optimizer is not None
+        acc.free_memory()
+        return losses
+
+
+def test_a_frozen_reference_beside_the_policy(ranks):
+    """Fails if the optimizer is paired by position, or the reference is trained."""
+    stock = ranks(2).run(_reference_and_policy, None)[0]
+    assert ranks(2).run(_reference_and_policy, {"offload": "host"})[0] == pytest.approx(stock, rel=1e-5)
+
+
+def _metrics(zero):
+    with launched():
+        acc = accelerator(zero)
+        model, data = acc.prepare(llama(), torch.utils.data.DataLoader(rows(7), batch_size=2))
+        model.eval()
+        with torch.no_grad():
+            found = [acc.gather_for_metrics(model(input_ids=batch).logits.mean((1, 2))) for batch in data]
+        acc.free_memory()
+        return torch.cat(found)
+
+
+def test_metrics_of_a_model_alone_are_gathered_once_for_each_row(ranks):
+    """Fails if a model without an optimizer is not sharded as it is, or a row that fills up the last batch is kept."""
+    stock = ranks(2).run(_metrics, None)[0]
+    ours = ranks(2).run(_metrics, {})[0]
+    assert len(ours) == 7
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+
+
+def _weights(zero, folder):
+    with launched():
+        script = Script(zero, steps=2)
+        script.train()
+        acc, model = script.accelerator, script.model
+        acc.save_model(model, f"{folder}/{'stock' if zero is None else 'ours'}", max_shard_size="5KB")
+        state = acc.get_state_dict(model)
+        kept = {name: tensor.clone() for name, tensor in state.items()}  # save_pretrained empties what it is given
+        assert type(acc.unwrap_model(model)).__name__ == "LlamaForCausalLM"
+        acc.unwrap_model(model).save_pretrained(
+            f"{folder}/pretrained", is_main_process=acc.is_main_process, save_function=acc.save, state_dict=state
+        )
+        acc.wait_for_everyone()
+        acc.free_memory()
+        return kept
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_weights_are_saved_as_stock_saves_them(ranks, tmp_path, world):
+    """Fails if a rank's shard is missing from the files, or a name, a tie or a shape differs from stock's."""
+    from accelerate import load_checkpoint_in_model
+    from transformers import AutoModelForCausalLM
+
+    stock = ranks(world).run(_weights, None, str(tmp_path))[0]
+    ours = ranks(world).run(_weights, {"offload": "host"}, str(tmp_path))
+    assert ours[0].keys() == stock.keys() and all(state == {} for state in ours[1:])
+    torch.testing.assert_close(ours[0], stock, rtol=1e-4, atol=1e-5)
+    loaded = llama(seed=5)
+    load_checkpoint_in_model(loaded, str(tmp_path / "ours"))
+    torch.testing.assert_close(loaded.state_dict(), ours[0], rtol=0, atol=0, check_device=False)
+    pretrained = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained")
+    torch.testing.assert_close(dict(pretrained.state_dict()), ours[0], rtol=0, atol=0)
+    assert {f.name for f in (tmp_path / "ours").glob("*.safetensors")} == {
+        f.name for f in (tmp_path / "stock").glob("*.safetensors")
+    }
+
+
+def _end(zero):
+    """What lies in the slab's folder while a run goes on and after it, twice with one Accelerator."""
+    import pathlib
+
+    found = []
+    with launched():
+        acc = accelerator(zero)
+        for _ in range(2):
+            model = llama()
+            model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            files = lambda: sum(f.stat().st_blocks for f in pathlib.Path(zero["nvme_paths"][0]).iterdir())  # noqa: E731
+            store = acc.zero_run(model).store
+            during = store.nbytes if hasattr(store, "nbytes") else 1
+            acc.free_memory()
+            found.append((during > 0, files(), acc.zero_run(model), len(acc._models)))
+            with pytest.raises(Exception, match="closed"):
+                model(input_ids=torch.zeros(1, 2, dtype=torch.long))
+    return found
+
+
+def test_free_memory_gives_the_files_back_and_another_model_can_be_prepared(ranks, tmp_path):
+    """Fails if a run stays open after free_memory, or the next one takes up its optimizer."""
+    (first, second), *_ = ranks(1).run(_end, nvme(tmp_path))
+    assert first == second and first[1:] == (0, None, 0)
+
+
+class _Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def test_optimizers_that_do_not_pair_off_with_models_are_refused():
+    """Fails if an optimizer would step parameters whose gradients are not there, or only half of its own."""
+    from zero_hf import ConfigError
+
+    with launched():
+        acc = accelerator({})
+        alone, one, two, pair = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), _Pair()
+        acc.prepare(alone)
+        late = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for prepare in (acc.prepare, acc.prepare_optimizer):
+            with pytest.raises(Exception, match=r"prepared without it, in an earlier call.*prepare\(model, optimizer"):
+                prepare(late)
+        both = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+        with pytest.raises(Exception, match=r"parameters of Linear and Linear: make an optimizer for each"):
+            acc.prepare(one, two, both)
+        halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (pair.a, pair.b)]
+        with pytest.raises(Exception, match=r"two optimizers, SGD and SGD, train one _Pair"):
+            acc.prepare(pair, *halves)
+        number = nn.Parameter(torch.ones(1))  # of no model: accelerate's, as it is
+        plain = acc.prepare(torch.optim.SGD([number], lr=0.5))
+        number.grad = torch.ones(1)
+        plain.step()
+        assert number.item() == 0.5
+        acc.free_memory()
+    for precision in ("fp16", "fp8"):
+        with launched(), pytest.raises(ConfigError, match=f"mixed_precision='{precision}'.*use mixed_precision='bf16'"):
+            accelerator({}, mixed_precision=precision)
+
+
+def test_another_way_to_shard_is_refused(monkeypatch):
+    """Fails if models would be sharded twice."""
+    import accelerate
+
+    from zero_hf import ConfigError
+
+    told = accelerate.utils.DistributedType.FSDP
+    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", property(lambda self: told))
+    with launched(), pytest.raises(ConfigError, match="told to use FSDP.*leave it out"):
+        accelerator({})
+
+
+def _uneven():
+    with launched():
+        acc = accelerator({})
+        model = acc.prepare(llama())
+        with pytest.raises(Exception, match=r"evaluate uneven ones inside zero_core.uneven\(model\)"):
+            with acc.join_uneven_inputs([model]):
+                pass
+        acc.free_memory()
+
+
+def test_join_uneven_inputs_is_refused_on_several_ranks(ranks):
+    """Fails if ranks may run different numbers of steps, and wait for each other for ever."""
+    ranks(2).run(_uneven)

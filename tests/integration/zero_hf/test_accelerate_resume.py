@@ -1,0 +1,157 @@
+"""save_state and load_state of zero_hf.Accelerator: resumed bit for bit, at another number of ranks, or refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from .accelerated import Script, accelerator, launched, llama, nvme
+
+pytest.importorskip("accelerate")
+
+SAVED_AFTER = 10  # batches, of which two make a step
+
+
+def _run(zero, folder, resume, named):
+    """Losses after the save, of a run that goes on or of one that is resumed from it."""
+    with launched():
+        options = {"project_config": _project(folder)} if named else {}
+        script = Script(zero, steps=8, **options)
+        counted = Counted()
+        script.accelerator.register_for_checkpointing(counted)
+        where = None if named else f"{folder}/state"
+        if resume:
+            torch.manual_seed(99)
+            script.accelerator.load_state(where)
+            assert counted.value == 5
+        else:
+            script.train(stop=SAVED_AFTER)
+            counted.value = 5
+            script.accelerator.save_state(where)
+        acc = script.accelerator
+        weights = {name: tensor.clone() for name, tensor in acc.get_state_dict(script.model).items()}
+        found = Found(weights, script.scheduler.get_last_lr(), acc.step, torch.rand(1).item())
+        losses = script.train(skip=SAVED_AFTER)
+        acc.free_memory()
+        return found, losses, script.scheduler.get_last_lr()
+
+
+@dataclass
+class Found:
+    """What was saved, as the run has it that saved or loaded it."""
+
+    weights: dict[str, torch.Tensor]
+    rates: list[float]
+    step: int
+    drawn: float
+
+    def __eq__(self, other):
+        same = self.weights.keys() == other.weights.keys() and all(
+            torch.equal(self.weights[name], other.weights[name]) for name in self.weights
+        )
+        return same and (self.rates, self.step, self.drawn) == (other.rates, other.step, other.drawn)
+
+
+def _project(folder):
+    from accelerate.utils import ProjectConfiguration
+
+    return ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+
+
+class Counted:
+    """An object of the script's own."""
+
+    value = 0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize(("world", "place"), [(1, "host"), (1, "nvme"), (2, "none")])
+def test_a_resumed_run_goes_on_bit_for_bit(ranks, tmp_path, world, place):
+    """Fails if a moment, a step count, a learning rate, a random state or the place in an accumulation is lost."""
+    zero = nvme(tmp_path) if place == "nvme" else {"offload": place}
+    went_on = ranks(world).run(_run, zero, str(tmp_path), False, place == "host")
+    assert ranks(world).run(_run, zero, str(tmp_path), True, place == "host") == went_on
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2)])
+def test_a_run_is_resumed_at_another_number_of_ranks(ranks, tmp_path, saved, loaded):
+    """Fails if a rank that the saved run had not takes up no step count, and updates at other batches."""
+    before = ranks(saved).run(_run, {"offload": "host"}, str(tmp_path), False, False)[0][0]
+    found = ranks(loaded).run(_run, {"stage": 2}, str(tmp_path), True, False)
+    assert found[0][0] == before and {after.step for after, *_ in found} == {before.step}
+    assert len({tuple(losses) for _, losses, _ in found}) == 1
+
+
+def _two_models(folder, save):
+    with launched():
+        acc = accelerator({})
+        actor, critic = llama(seed=1), llama(seed=2)
+        one = torch.optim.AdamW(actor.parameters(), lr=1e-2)
+        two = torch.optim.SGD(critic.parameters(), lr=1e-2, momentum=0.9)
+        actor, critic, one, two = acc.prepare(actor, critic, one, two)
+        seen = []
+        acc.register_save_state_pre_hook(lambda models, weights, where: seen.append((len(models), len(weights))))
+        acc.register_load_state_pre_hook(lambda models, where: seen.append(len(models)))
+        if not save:
+            acc.load_state(folder)
+        for _ in range(2):
+            for model, optimizer in ((actor, one), (critic, two)):
+                acc.backward(model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4).long()).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if save:
+                acc.save_state(folder)
+                save = False
+        assert seen in ([(2, 2)], [2])
+        states = acc.get_state_dict(actor), acc.get_state_dict(critic)
+        acc.free_memory()
+        return states
+
+
+def test_two_models_and_hooks(tmp_path):
+    """Fails if a model's shards go under the other's name, or a hook of the script does not see the models."""
+    with_save = _two_models(str(tmp_path / "state"), save=True)
+    for state, other in zip(_two_models_resumed(tmp_path), with_save, strict=True):
+        assert not torch.equal(state["lm_head.weight"], other["lm_head.weight"])  # one step further
+    assert {p.name for p in (tmp_path / "state").glob("zero*")} == {"zero.json", "zero_0", "zero_1"}
+
+
+def _two_models_resumed(tmp_path):
+    return _two_models(str(tmp_path / "state"), save=False)
+
+
+def _saved(folder):
+    with launched():
+        script = Script({}, steps=1)
+        script.accelerator.save_state(folder)
+        script.accelerator.free_memory()
+
+
+def _refused(folder, match):
+    with launched():
+        script = Script({}, steps=1)
+        with pytest.raises(Exception, match=match):
+            script.accelerator.load_state(folder)
+        script.accelerator.free_memory()
+
+
+def test_what_is_no_complete_save_is_refused(tmp_path):
+    """Fails if shards of one save are loaded beside the schedulers and random states of another."""
+    folder = tmp_path / "state"
+    _saved(str(folder))
+    (folder / "zero.json").write_text(json.dumps({"save": "a later one", "models": 1}))
+    _refused(str(folder), "of another save than the other files.*Load another checkpoint")
+    (folder / "zero.json").write_text(json.dumps({"save": "a later one", "models": 2}))
+    _refused(str(folder), "holds 2 sharded models, and 1 are prepared: prepare the same models")
+    with launched():
+        script = Script(None, steps=1)
+        script.accelerator.save_state(str(tmp_path / "stock"))
+    _refused(str(tmp_path / "stock"), r"has no zero.json.*zero_core.load_pretrained\(model, '.*model.safetensors'\)")
