@@ -426,6 +426,26 @@ def test_every_rank_is_told_where_the_ranks_crossed(ranks, way, stage):
         assert "'blocks.0'" in text and "'blocks.1'" in text, texts
 
 
+def add_an_adapter() -> None:
+    model, optimizer = sharded()
+    x = toys.data(0, 0)
+    model.blocks[1].register_parameter("scale", nn.Parameter(torch.ones(3)))
+    for forward in (lambda: model(x), lambda: model.blocks[1](torch.ones(2, toys.WIDTH))):
+        with pytest.raises(ChangedParameterError, match=r"blocks.1.scale came into the model .* not averaged"):
+            forward()
+    with torch.no_grad():
+        model(x)
+    model.blocks[1].scale.requires_grad_(False)
+    toys.loss_of(model, x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_adapter_that_no_rank_averages_is_refused(ranks):
+    """Ranks would drift apart without an error."""
+    ranks(2).run(add_an_adapter)
+
+
 def read_the_state_late() -> list[str]:
     """Rank 0 comes when rank 1 was told something: what rank 1 was told, which must not end anything."""
     patience.SECONDS = 0.1

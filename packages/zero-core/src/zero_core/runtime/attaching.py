@@ -137,6 +137,19 @@ class Attachment:
                 "torch.func.functional_call values, {name: parameter.detach()}"
             )
 
+    def check_added(self, module: nn.Module) -> None:
+        """Raise if `module` has a parameter that came after `shard` and requires a gradient, which nobody averages."""
+        for parameter in map(unwrapped, module.parameters()):
+            if not isinstance(parameter, nn.Parameter):
+                continue  # torch.func.functional_call's
+            if parameter.__dict__.get("_zero_home") is None and parameter.requires_grad:
+                name = next(name for name, p in self._model.named_parameters() if p is parameter)
+                raise ChangedParameterError(
+                    f"{name} came into the model after zero_core.shard and requires a gradient, which is not averaged "
+                    "over the ranks: each rank would train another one. Add it before shard, and give it to shard's "
+                    "optimizer; or freeze it with requires_grad_(False), or run it under torch.no_grad()"
+                )
+
     def check_trained(self) -> None:
         """Raise if a parameter of the optimizer requires a gradient now that did not when it was sharded."""
         with torch._C.DisableTorchFunctionSubclass():

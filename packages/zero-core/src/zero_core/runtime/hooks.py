@@ -154,6 +154,8 @@ class Engine:
         grad = torch.is_grad_enabled()
         if grad:
             self._attachment.check_trained()
+            if self.ranks.size > 1:
+                self._attachment.check_added(node.module)
         self._refuse_gradients()
         if self._rounds is not None:
             self._rounds.begin(self, node.index)
