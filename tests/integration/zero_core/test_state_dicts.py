@@ -124,7 +124,9 @@ def load():
     with pytest.raises(ShardedParameterError, match=r"load_state_dict\(assign=True\) .* embed.weight.*leave assign at"):
         model.load_state_dict(other.state_dict(), assign=True)
     same(model.state_dict(), dense.state_dict())
+    sent = optimizer.engine.ranks.sent_numel["all_gather"]
     model.load_state_dict(other.state_dict())
+    assert optimizer.engine.ranks.sent_numel["all_gather"] == sent, "nothing is gathered to be overwritten"
     dense.load_state_dict(other.state_dict())
     step((model, optimizer), (dense, plain))
     for name, value in model.state_dict().items():
