@@ -6,7 +6,15 @@ Imports only, of what there is: a fork would lose what a thread does and what a 
 import importlib
 from contextlib import suppress
 
-for name in ("torch", "zero_core.testing", "zero_offload", "zero_nvme", "zero_optim_cpu", "zero_train.train"):
+for name in (
+    "torch",
+    "zero_core.testing",
+    "zero_offload",
+    "zero_nvme",
+    "zero_optim_cpu",
+    "zero_train.train",
+    "zero_hf",
+):
     with suppress(ImportError):
         importlib.import_module(name)
 

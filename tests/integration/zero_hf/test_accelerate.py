@@ -63,7 +63,9 @@ def _reference_and_policy(zero):
         for batch in data:
             with torch.no_grad():
                 expected = reference(input_ids=batch).logits
-            loss = policy(input_ids=batch, labels=batch).loss + (policy(input_ids=batch).logits - expected).pow(2).mean()
+            loss = (
+                policy(input_ids=batch, labels=batch).loss + (policy(input_ids=batch).logits - expected).pow(2).mean()
+            )
             acc.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -4,7 +4,8 @@ from .accelerating import Accelerator
 from .config import ConfigError, ZeroConfig
 from .loading import from_pretrained
 from .sharding import Run, shard
+from .trainer import sharded
 
 __version__ = "0.1.0"
 
-__all__ = ["Accelerator", "ConfigError", "Run", "ZeroConfig", "from_pretrained", "shard"]
+__all__ = ["Accelerator", "ConfigError", "Run", "ZeroConfig", "from_pretrained", "shard", "sharded"]

@@ -108,7 +108,9 @@ def _check(cls: Any, folder: Path, kwargs: dict[str, Any]) -> None:
     whole = "from_pretrained(...) of transformers once, then zero_core.save_pretrained(model, another_folder), and load that"
     if folder.suffix == ".gguf" or kwargs.get("gguf_file") is not None:
         given = folder if folder.suffix == ".gguf" else folder / kwargs["gguf_file"]
-        raise ConfigError(f"{given}: a GGUF file is dequantised whole, so it is not read in slices: call {name}.{whole}")
+        raise ConfigError(
+            f"{given}: a GGUF file is dequantised whole, so it is not read in slices: call {name}.{whole}"
+        )
     for key, reason in _REFUSED.items():
         if kwargs.pop(key, None) is not None:
             raise ConfigError(f"{key}= of from_pretrained: {reason}")
@@ -283,7 +285,9 @@ class _Target:
         return self.group.values(self.name).reshape(-1)[start:stop].clone()
 
 
-def _check_tied(folder: Path, names: Sequence[str], sources: Mapping[str, Any], numel: int, tile: int = 1 << 22) -> None:
+def _check_tied(
+    folder: Path, names: Sequence[str], sources: Mapping[str, Any], numel: int, tile: int = 1 << 22
+) -> None:
     """Raises PretrainedError where files hold different values for one parameter: transformers would not tie it."""
     for other in names[1:]:
         for start in range(0, numel, tile):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 import zero_core
 import zero_offload
+from zero_core.optim.optimizer import ShardedOptimizer
 
 from .config import ConfigError, ZeroConfig
 
@@ -26,11 +28,27 @@ class Run:
     """A sharded model: its optimizer (None: it is not trained), store and plan (None: all stays on the device)."""
 
     model: nn.Module
-    optimizer: zero_core.ShardedOptimizer | None
+    optimizer: ShardedOptimizer | None
     config: ZeroConfig
     store: zero_offload.TieredStore | None
     plan: zero_offload.Plan
     _ending: ExitStack
+
+    def describe(self) -> str:
+        """Returns the plan as text to print: GiB of this rank on each tier, and what a step moves to and from NVMe."""
+        numel = sum(parameter.numel() for parameter in self.model.parameters())
+        ranks = zero_core.handle(self.model).ranks.size
+        rows = self.plan.table()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            f"zero_hf: {type(self.model).__name__} of {numel / 1e6:,.1f} M parameters at stage {self.config.stage} on "
+            f"{ranks} rank{'s' if ranks > 1 else ''}" + (", of each:" if ranks > 1 else ""),
+            *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows),
+        ]
+        if self.plan.total("nvme"):
+            moved = [f"{n / 1e9:.2f} GB" for n in (self.plan.read_bytes_per_step, self.plan.write_bytes_per_step)]
+            lines.append(f"each step reads {moved[0]} from NVMe and writes {moved[1]}")
+        return "\n".join(lines)
 
     def close(self) -> None:
         """Finishes what is under way and gives all memory and files back. The model cannot be used after."""
@@ -63,19 +81,21 @@ def shard(
             "prefetch_bytes": config.prefetch_bytes,
             "resident_bytes": config.resident_bytes,
         }
-        planned = zero_offload.plan(
-            model,
-            hardware,
-            **config.placements,
-            step=step,
-            parameter_dtype=dtype,
-            shard_count=ranks,
-            tile_numel=config.tile_numel,
-            slots=config.slots,
-            host_bytes=config.host_bytes,
-            accumulate=accumulate,
-            **options,
-        )
+        placements: dict[str, Any] = {**config.placements}
+        with _only_trained(model, optimizer):
+            planned = zero_offload.plan(
+                model,
+                hardware,
+                **placements,
+                step=step,
+                parameter_dtype=dtype,
+                shard_count=ranks,
+                tile_numel=config.tile_numel,
+                slots=config.slots,
+                host_bytes=config.host_bytes,
+                accumulate=accumulate,
+                **options,
+            )
         store = None
         if any(place != "device" for place in config.placements.values()):
             slab = _slab(config, stack) if planned.total("nvme") else None
@@ -84,30 +104,54 @@ def shard(
             )
             stack.callback(store.close)
         more = {"param_dtype": dtype, "max_grad_norm": max_grad_norm, "store": store, "device": device}
-        made = zero_core.shard(model, optimizer, **options, **more)  # type: ignore[call-overload]
+        made: Any = zero_core.shard(model, cast(Any, optimizer), **options, **more)
         stack.callback(made.close)
         kept = stack.pop_all()
     return Run(model, None if optimizer is None else made, config, store, planned, kept)
 
 
+@contextmanager
+def _only_trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Inside, only what the optimizer trains requires a gradient: the planner counts states of whatever does."""
+    trained = {id(p) for group in (optimizer.param_groups if optimizer is not None else ()) for p in group["params"]}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
+
+
 def _step(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
-    """zero-optim-cpu's kernels where they are installed and know the optimizer, else torch's own on the host."""
+    """zero-optim-cpu's kernels where they are installed and know the optimizer, else torch's own on the host.
+
+    None: neither knows it. It then runs where its states are, on the device.
+    """
     if optimizer is None:
         return None
-    try:
-        kernels = importlib.import_module("zero_optim_cpu")
-    except ImportError:
+    reasons = []
+    for package, make in (
+        ("zero-optim-cpu", lambda: importlib.import_module("zero_optim_cpu").CpuStep(layout=config.states)),
+        ("zero-offload", zero_offload.TorchStep),
+    ):
+        try:
+            step = make()
+            step.bind(optimizer)
+            return step
+        except ImportError:
+            reasons.append(f"{package} is not installed")
+        except (TypeError, ValueError) as error:
+            reasons.append(str(error))
         if config.states != "fp32":
-            raise ConfigError(f"states={config.states!r} needs the package zero-optim-cpu: install it") from None
-        return zero_offload.TorchStep()
-    try:
-        step = kernels.CpuStep(layout=config.states)
-        step.bind(optimizer)
-        return step
-    except (TypeError, ValueError) as error:
-        if config.states != "fp32":
-            raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {error}") from error
-        return zero_offload.TorchStep()
+            raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {reasons[0]}")
+    if any(place != "device" for place in config.placements.values()):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has no update on the host: {reasons[0]}. Take one that has, or keep all on "
+            "the device with offload: none"
+        )
+    return None
 
 
 def _slab(config: ZeroConfig, stack: ExitStack) -> Any:

@@ -1,0 +1,275 @@
+"""`sharded`: a Trainer class whose model is sharded. Owns when a Trainer shards, saves and loads.
+
+All of it is in methods of transformers.Trainer that a subclass overrides, so other Trainers of the process stay as they
+are. The data, the loop, the schedule, the random state and trainer_state.json stay the Trainer's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+import zero_core
+
+from .config import ConfigError, ZeroConfig
+from .sharding import Run, shard
+
+__all__ = ["sharded"]
+
+Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+T = TypeVar("T", bound=type[Any])
+
+STATE = "zero"  # the folder inside a Trainer's checkpoint: fp32 masters and optimizer states, zero_core.checkpoint
+_TRAINER_STATE = "trainer_state.json"  # what a Trainer writes last
+_SCHEDULER = "scheduler.pt"
+_ARGUMENTS = "training_args.bin"
+
+
+def sharded(trainer: T, zero: Given = None) -> T:
+    """Returns a subclass of `trainer`, a transformers.Trainer class, that shards its model before it trains.
+
+    The subclass is made once for each class and `zero`. Its constructor takes one more keyword, `zero`: a ZeroConfig, a
+    mapping, or the path of a YAML or JSON file. Where that is not given, it uses the `zero` given here; where that is
+    not given either, the file that the environment variable ZERO_HF_CONFIG names; else stage 3, with everything on the
+    device.
+
+    Raises:
+        TypeError: `trainer` is no Trainer class.
+        ConfigError: `zero` has a key or a value that is not known, or is a file that cannot be read.
+    """
+    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+        raise TypeError(f"sharded({trainer!r}): give it transformers.Trainer or a subclass of it, the class itself")
+    unsharded: Any = trainer.__mro__[2] if issubclass(trainer, _Sharded) else trainer
+    return cast(T, _made(unsharded, None if zero is None else ZeroConfig.of(zero)))
+
+
+@functools.cache
+def _made(trainer: type[Any], default: ZeroConfig | None) -> Any:
+    body = {"__doc__": trainer.__doc__, "__module__": __name__, "_zero_default": default}
+    return type(f"Sharded{trainer.__name__}", (_Sharded, trainer), body)
+
+
+class _Sharded(Trainer):
+    """What `sharded` puts before a Trainer class.
+
+    zero_config: the settings. zero_run: the sharded model with its plan, store and optimizer, from the first train(),
+    evaluate() or predict() on; None before.
+    """
+
+    _zero_default: ZeroConfig | None = None
+    args: TrainingArguments
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+
+    def __init__(self, *given: Any, zero: Given = None, **options: Any) -> None:
+        default: Given = self._zero_default or os.environ.get("ZERO_HF_CONFIG") or None
+        self.zero_config = ZeroConfig.of(default if zero is None else zero)
+        self.zero_run: Run | None = None
+        super().__init__(*given, **options)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        _refuse(self.args, self.model)
+        super().create_accelerator_and_postprocess()
+        for name in ("deepspeed_plugin", "fsdp_plugin"):
+            if getattr(self.accelerator.state, name, None) is not None:
+                raise ConfigError(
+                    f"accelerate was launched with a {name}, which shards the model itself: launch it with torchrun, "
+                    "or with accelerate launch --multi_gpu, and say stage and tiers with zero="
+                )
+
+    # -- sharding ------------------------------------------------------------------------------------------------------
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leaves the model where it is: `shard` takes it to the device unit by unit, as far as it is kept there."""
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        if self.zero_run is not None:  # before there is a second model
+            self.zero_run.close()
+            self.zero_run = None
+        return super().call_model_init(trial)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.zero_run is None:
+            self._shard(super().create_optimizer(*([] if model is None else [model])))
+        elif self.zero_run.optimizer is None:
+            raise ConfigError(
+                "the model was sharded for evaluation, without an optimizer, because the Trainer had no train_dataset "
+                "then: give it one when it is built, or call train() before evaluate()"
+            )
+        return self.optimizer
+
+    def _shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+        device = self.args.device
+        run = self.zero_run = shard(
+            self.model,
+            optimizer,
+            self.zero_config,
+            device="cpu" if device.type == "cpu" else device,  # torch names the second rank's "cpu:1"
+            accumulate=self.args.gradient_accumulation_steps,
+        )
+        if self.is_world_process_zero():
+            sys.stdout.write(f"{run.describe()}\n")
+            sys.stdout.flush()
+        accelerator = self.accelerator
+        accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)  # autocast, and no DDP
+        self.model._is_accelerate_prepared = True
+        if run.optimizer is not None:
+            self.optimizer = accelerator.prepare_optimizer(run.optimizer, device_placement=False)
+            self.optimizer._is_accelerate_prepared = True
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *given: Any, **options: Any) -> Any:
+        if self.zero_run is None:
+            if self.train_dataset is None:
+                self._shard(None)
+            else:
+                self.create_optimizer()
+        return super().evaluation_loop(*given, **options)
+
+    def prediction_step(self, *given: Any, **options: Any) -> Any:
+        generates = getattr(self.args, "predict_with_generate", False) and self.args.world_size > 1
+        with zero_core.uneven(self.model) if generates else nullcontext():
+            return super().prediction_step(*given, **options)
+
+    # -- saving and loading --------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self.zero_run is None or state_dict is not None:
+            super()._save(output_dir, state_dict)
+            return
+        adapters = _adapters(self.model)
+        if adapters:
+            names = tuple(f".{adapter}." for adapter in adapters)
+            wanted = zero_core.trained_state_dict(self.model, also=lambda name: any(n in f"{name}." for n in names))
+            super()._save(output_dir, wanted)
+            return
+        folder = Path(output_dir or str(self.args.output_dir))
+        zero_core.save_pretrained(self.model, folder)
+        if self.args.should_save:
+            with_files = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if with_files is not None:
+                with_files.save_pretrained(folder)
+            torch.save(self.args, folder / _ARGUMENTS)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        run = self._trained_run()
+        only = bool(_adapters(self.model))
+        zero_core.checkpoint.save(Path(output_dir) / STATE, self.model, run.optimizer, trained_only=only)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *given: Any, **options: Any) -> Any:
+        if resume_from_checkpoint is True:  # a run that was killed while it saved has one that is not complete
+            found = {path.parent for path in Path(str(self.args.output_dir)).glob(f"checkpoint-*/{_TRAINER_STATE}")}
+            steps = {int(folder.name.split("-")[1]): str(folder) for folder in found if folder.name[11:].isdecimal()}
+            resume_from_checkpoint = steps[max(steps)] if steps else True
+        return super().train(resume_from_checkpoint, *given, **options)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if (Path(resume_from_checkpoint) / STATE).is_dir():
+            return  # _load_optimizer_and_scheduler reads the masters, once the model is sharded
+        if not self._load_weights(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / STATE).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        run = self._trained_run()
+        zero_core.checkpoint.load(Path(checkpoint) / STATE, self.model, run.optimizer, random_state=False)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        if (best / STATE).is_dir():
+            zero_core.checkpoint.load(best / STATE, self.model, random_state=False)
+        elif not self._load_weights(best):
+            super()._load_best_model()
+
+    def _load_weights(self, folder: str | os.PathLike[str]) -> bool:
+        """Reads the safetensors of a whole model, each rank its part. False: there are none."""
+        names = ("model.safetensors", "model.safetensors.index.json")
+        if not any((Path(folder) / name).is_file() for name in names):
+            return False
+        found = zero_core.load_pretrained(self.model, folder, strict=False)
+        if found.missing or found.unexpected:
+            raise ConfigError(
+                f"{folder} is of another model than {type(self.model).__name__}: it lacks "
+                f"{list(found.missing)}, and {list(found.unexpected)} are not in the model"
+            )
+        return True
+
+    def _trained_run(self) -> Run:
+        if self.zero_run is None or self.zero_run.optimizer is None:
+            raise ConfigError("there are no optimizer states to save or load before train()")
+        return self.zero_run
+
+    def end(self) -> None:
+        """Gives memory and files back; the model cannot be used after. Then what Trainer.end() does."""
+        if self.zero_run is not None:
+            self.zero_run.close()
+        super().end()
+
+
+def _adapters(model: nn.Module) -> tuple[str, ...]:
+    """The names of PEFT's adapters in the model."""
+    return tuple(getattr(model, "peft_config", None) or ())
+
+
+def _refuse(args: TrainingArguments, model: nn.Module | None) -> None:
+    """Raises ConfigError for an argument that cannot be followed, before anything is allocated."""
+    others = "zero= says which stage and which tiers"
+    scaled = (
+        "torch's GradScaler reads gradients that are in shards: train with bf16=True, or load the model in bfloat16, "
+        "which is then trained with fp32 masters"
+    )
+    whole = "it casts a model that is sharded: evaluate with bf16=True, or load the model in bfloat16"
+    for found, what, way_out in (
+        (args.deepspeed, "deepspeed=", f"DeepSpeed shards the model itself: leave it out, {others}"),
+        (args.fsdp, "fsdp=", f"FSDP shards the model itself: leave it out, {others}"),
+        (args.parallelism_config, "parallelism_config=", "ranks are data parallel here: leave it out"),
+        (args.fp16 or args.mixed_precision == "fp16", "fp16=True", scaled),
+        (args.mixed_precision == "fp8", "mixed_precision=fp8", "use bf16=True"),
+        (args.fp16_full_eval, "fp16_full_eval=True", whole),
+        (args.bf16_full_eval, "bf16_full_eval=True", whole),
+        (
+            args.torch_compile,
+            "torch_compile=True",
+            "it compiles the whole model before it is sharded: leave it out, and compile the blocks, as in "
+            "`for layer in model.model.layers: layer.compile()`",
+        ),
+        (
+            args.save_on_each_node,
+            "save_on_each_node=True",
+            "each rank writes its part of a checkpoint: leave it out, and make output_dir a folder that all see",
+        ),
+        (
+            args.n_gpu > 1,
+            f"{args.n_gpu} GPUs in one process",
+            f"start a process for each of them, with torchrun --nproc-per-node {args.n_gpu}",
+        ),
+        (
+            len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1,
+            "a model that device_map= spread over devices",
+            "load it without device_map",
+        ),
+        (
+            getattr(model, "is_distributed_loading_by_transformers", False),
+            "a model that distributed_config= sharded",
+            f"load it without distributed_config, {others}",
+        ),
+    ):
+        if found:
+            raise ConfigError(f"{what} does not go with zero_hf.sharded: {way_out}")

@@ -1,0 +1,92 @@
+"""`sharded`: one class for each Trainer class, where its settings come from, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+from accelerate.state import AcceleratorState
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+
+from zero_hf import ConfigError, ZeroConfig, sharded
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, x, labels=None):
+        return (self.linear(x).sum(),)
+
+
+def made(tmp_path, cls=None, model=None, zero=None, **arguments):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    given = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **arguments)
+    return (cls or sharded(Trainer))(model or Model(), given, zero=zero)
+
+
+def test_a_class_is_made_once_and_is_a_subclass():
+    made_class = sharded(Seq2SeqTrainer)
+    assert made_class is sharded(Seq2SeqTrainer) is sharded(made_class)
+    assert issubclass(made_class, Seq2SeqTrainer) and made_class.__name__ == "ShardedSeq2SeqTrainer"
+    assert sharded(Trainer, zero={"stage": 2}) is sharded(Trainer, zero=ZeroConfig(stage=2)) is not sharded(Trainer)
+    assert Trainer.create_optimizer is not sharded(Trainer).create_optimizer
+
+
+def test_the_nearest_setting_counts(tmp_path, monkeypatch):
+    """The constructor's, the class's, the environment's, then stage 3 on the device."""
+    stage_2 = tmp_path / "zero.json"
+    stage_2.write_text(json.dumps({"stage": 2}))
+    assert made(tmp_path).zero_config == ZeroConfig()
+    monkeypatch.setenv("ZERO_HF_CONFIG", str(stage_2))
+    assert made(tmp_path).zero_config == ZeroConfig(stage=2)
+    assert made(tmp_path, zero={}).zero_config == ZeroConfig()
+    with_default = sharded(Trainer, zero={"stage": 1, "offload": "host"})
+    assert made(tmp_path, with_default).zero_config == ZeroConfig(stage=1, offload="host")
+    assert made(tmp_path, with_default, zero={"stage": 0}).zero_config == ZeroConfig(stage=0)
+
+
+@pytest.mark.parametrize("given", [torch.nn.Module, "Trainer", None])
+def test_what_is_no_trainer_class_is_refused(given):
+    with pytest.raises(TypeError, match="give it transformers.Trainer or a subclass of it, the class itself"):
+        sharded(given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"fp16_full_eval": True}, "fp16_full_eval=True does not go with zero_hf.sharded: it casts a model"),
+        ({"bf16_full_eval": True}, "bf16_full_eval=True does not go with"),
+        ({"torch_compile": True}, "torch_compile=True does not go with .* layer.compile()"),
+        ({"save_on_each_node": True}, "save_on_each_node=True .* a folder that all see"),
+        ({"deepspeed": "x"}, "deepspeed= does not go with .*zero= says which stage"),
+        ({"fsdp": True}, "fsdp= does not go with"),
+        ({"mixed_precision": "fp16"}, "fp16=True does not go with .* train with bf16=True"),
+        ({"mixed_precision": "fp8"}, "mixed_precision=fp8 does not go with"),
+        ({"parallelism_config": object()}, "parallelism_config= does not go with"),
+        ({"_n_gpu": 4}, "4 GPUs in one process .* torchrun --nproc-per-node 4"),
+    ],
+)
+def test_an_argument_that_cannot_be_followed_is_refused_before_anything_is_allocated(arguments, said, tmp_path):
+    """Set after TrainingArguments is built: some need packages that are not here."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    given = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    for name, value in arguments.items():
+        setattr(given, name, value)
+    with pytest.raises(ConfigError, match=said):
+        sharded(Trainer)(Model(), given)
+
+
+def test_a_model_that_somebody_else_placed_is_refused(tmp_path):
+    model = Model()
+    model.hf_device_map = {"a": 0, "b": 1}
+    with pytest.raises(ConfigError, match="device_map= spread over devices .* load it without device_map"):
+        made(tmp_path, model=model)
+    model = Model()
+    model.is_distributed_loading_by_transformers = True
+    with pytest.raises(ConfigError, match="distributed_config= sharded"):
+        made(tmp_path, model=model)
