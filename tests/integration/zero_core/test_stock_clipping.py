@@ -64,8 +64,23 @@ CLIPPINGS = {
     "divided": lambda model: each(model, lambda p: p.grad.div_(3)),
     "halved": lambda model: each(model, lambda p: p.grad.div_(2)),
     "decayed": lambda model: each(model, lambda p: p.grad.add_(p.detach(), alpha=0.1)),
+    "a row": lambda model: each(model, row_zeroed),
+    "views": lambda model: each(model, flat_clamped),
     "centred": lambda model: each(model, centred),
 }
+
+
+def row_zeroed(parameter):
+    view = parameter.grad.detach()[0]
+    view.zero_()
+    view.reshape(-1)[0] += 0.5
+
+
+def flat_clamped(parameter):
+    parameter.grad.data.view(-1).clamp_(-0.01, 0.01)
+    parameter.grad[parameter.grad > 0.005] = 0.25
+    for row in parameter.grad:
+        row.mul_(1.5)
 
 
 def twins(**options):
@@ -212,6 +227,29 @@ def test_an_old_gradient_and_an_old_norm_are_refused():
     toys.loss_of(model, toys.data(0, 0)).backward()
     with pytest.raises(GradientError, match="from before a step"):
         gradient.mul_(0.5)
+
+
+def test_views_of_a_gradient_are_kept_or_refused():
+    _, _, model, ours = twins()
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    weight = model.head.weight
+    row, copied, array = weight.grad[0], weight.grad.cpu(), weight.grad.numpy()
+    before = weight.grad.clone()
+    weight.grad.mul_(0.5)
+    with pytest.raises(GradientError, match="a view of head.weight.grad is used after"):
+        row.mul_(2.0)
+    assert torch.equal(copied, before)
+    with pytest.raises(GradientError, match="a view of head.weight.grad is used after"):
+        copied.zero_()
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 0.0
+    for replace in (lambda: setattr(weight.grad, "data", before), lambda: weight.grad.set_(before)):
+        with pytest.raises(GradientError, match="memory"):
+            replace()
+    assert torch.equal(weight.grad.clone(), before * 0.5)
+    ours.step()
+    with pytest.raises(GradientError, match="used it up|before a step"):
+        row.sum()
 
 
 def different():

@@ -32,16 +32,17 @@ def model_of(way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_are_those_of_the_stock_trainer_and_host_and_nvme_agree_to_the_digit(way, tmp_path):
-    """Fails if a micro-batch, a norm, a schedule or a random number is not the stock Trainer's."""
+    """Fails if a micro-batch, a norm that is logged, a schedule or a random number is not the stock Trainer's."""
     given = WAYS[way]
     stock, logs = train(Trainer, tmp_path, model_of(given := dict(WAYS[way])), **given)
     exact = {}
     for tier, zero in tiers(tmp_path).items():
         made, ours = train(Sharded, tmp_path, model_of(given := dict(WAYS[way])), zero=zero, **given)
         near(ours.losses, logs.losses)
+        near(ours.norms, logs.norms, 1e-4)
         for name, value in weights(made.model).items():
             torch.testing.assert_close(value, stock.model.state_dict()[name], rtol=1e-3, atol=1e-4)
-        exact[tier] = ours.losses
+        exact[tier] = ours.losses, ours.norms
         made.zero_run.close()
     assert exact["host"] == exact["nvme"]
 
@@ -79,16 +80,16 @@ def _on_two_ranks(folder, zero, given):
         if zero is None:
             made, logs = train(Trainer, folder, llama(torch.distributed.get_rank()), **given)
             assert type(made.model_wrapped).__name__ == "DistributedDataParallel"
-            return logs.losses, logs.evaluations
+            return logs.losses, logs.evaluations, logs.norms
         made, logs = train(Sharded, folder, llama(torch.distributed.get_rank()), zero=zero, **given)
         assert made.model_wrapped is made.model
         made.zero_run.close()
-        return logs.losses, logs.evaluations
+        return logs.losses, logs.evaluations, logs.norms
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_on_two_ranks_they_are_those_of_ddp(stage, ranks, tmp_path):
-    """27 rows: the last batch of an epoch is smaller, on one rank only. Evaluation has 7 rows, 3 a batch."""
+    """27 rows to train on and 7 to evaluate, 2 and 3 a batch: no last batch is full."""
     given = {"data": 27, "max_steps": 9, "eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 3}
     given |= {"gradient_accumulation_steps": 2} if stage != 3 else {}
     theirs = ranks(2).run(_on_two_ranks, tmp_path, None, given)
@@ -98,3 +99,4 @@ def test_on_two_ranks_they_are_those_of_ddp(stage, ranks, tmp_path):
         for rank in range(2):
             near(ours[rank][0], theirs[rank][0])
             near(ours[rank][1], theirs[rank][1])
+            near(ours[rank][2], theirs[rank][2], 1e-4)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -86,19 +87,20 @@ def shard(
             "resident_bytes": config.resident_bytes,
         }
         placements: dict[str, Any] = {**config.placements}
-        planned = zero_offload.plan(
-            model,
-            hardware,
-            **placements,
-            step=step,
-            parameter_dtype=dtype,
-            shard_count=ranks,
-            tile_numel=config.tile_numel,
-            slots=config.slots,
-            host_bytes=config.host_bytes,
-            accumulate=accumulate,
-            **options,
-        )
+        with _only_trained(model, optimizer):
+            planned = zero_offload.plan(
+                model,
+                hardware,
+                **placements,
+                step=step,
+                parameter_dtype=dtype,
+                shard_count=ranks,
+                tile_numel=config.tile_numel,
+                slots=config.slots,
+                host_bytes=config.host_bytes,
+                accumulate=accumulate,
+                **options,
+            )
         store = None
         if any(place != "device" for place in config.placements.values()):
             slab = _slab(config, stack) if planned.total("nvme") else None
@@ -113,24 +115,48 @@ def shard(
     return Run(model, None if optimizer is None else made, config, store, planned, kept)
 
 
+@contextmanager
+def _only_trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Inside, only what the optimizer trains requires a gradient: the planner counts states of whatever does."""
+    trained = {id(p) for group in (optimizer.param_groups if optimizer is not None else ()) for p in group["params"]}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
+
+
 def _step(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
-    """zero-optim-cpu's kernels where they are installed and know the optimizer, else torch's own on the host."""
+    """zero-optim-cpu's kernels where they are installed and know the optimizer, else torch's own on the host.
+
+    None: neither knows it. It then runs where its states are, on the device.
+    """
     if optimizer is None:
         return None
-    try:
-        kernels = importlib.import_module("zero_optim_cpu")
-    except ImportError:
+    reasons = []
+    for package, make in (
+        ("zero-optim-cpu", lambda: importlib.import_module("zero_optim_cpu").CpuStep(layout=config.states)),
+        ("zero-offload", zero_offload.TorchStep),
+    ):
+        try:
+            step = make()
+            step.bind(optimizer)
+            return step
+        except ImportError:
+            reasons.append(f"{package} is not installed")
+        except (TypeError, ValueError) as error:
+            reasons.append(str(error))
         if config.states != "fp32":
-            raise ConfigError(f"states={config.states!r} needs the package zero-optim-cpu: install it") from None
-        return zero_offload.TorchStep()
-    try:
-        step = kernels.CpuStep(layout=config.states)
-        step.bind(optimizer)
-        return step
-    except (TypeError, ValueError) as error:
-        if config.states != "fp32":
-            raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {error}") from error
-        return zero_offload.TorchStep()
+            raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {reasons[0]}")
+    if any(place != "device" for place in config.placements.values()):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has no update on the host: {reasons[0]}. Take one that has, or keep all on "
+            "the device with offload: none"
+        )
+    return None
 
 
 def _slab(config: ZeroConfig, stack: ExitStack) -> Any:

@@ -117,7 +117,6 @@ class _Sharded(Trainer):
             self.zero_config,
             device="cpu" if device.type == "cpu" else device,  # torch names the second rank's "cpu:1"
             accumulate=self.args.gradient_accumulation_steps,
-            max_grad_norm=self.args.max_grad_norm or None,
         )
         if self.is_world_process_zero():
             sys.stdout.write(f"{run.describe()}\n")
@@ -128,12 +127,6 @@ class _Sharded(Trainer):
         if run.optimizer is not None:
             self.optimizer = accelerator.prepare_optimizer(run.optimizer, device_placement=False)
             self.optimizer._is_accelerate_prepared = True
-
-    def _clip_grad_norm(self, model: nn.Module) -> None:
-        return None
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return grad_norm
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..errors import GradientError
 from .memoryless import METADATA, name_of
 
-__all__ = ["GradientHome", "HeldGradient", "HeldNorm"]
+__all__ = ["GradientHome", "GradientView", "HeldGradient", "HeldNorm"]
 
 _T: Any = Tensor
 
@@ -253,25 +253,116 @@ def _factor(func: Any, by: Any) -> Tensor | float | None:
     return 1.0 / by if exact else None
 
 
+class _Copy:
+    """A copy of a full gradient that a call was made with, and its views with it: what is written into it is kept."""
+
+    def __init__(self, held: HeldGradient) -> None:
+        self.held = held
+        self.values = held.home.gradient().to(held.dtype)
+        self.age = held.home.gradient_age()[1]
+
+    def check(self) -> None:
+        self.held.check()
+        if self.age != self.held.home.gradient_age()[1]:
+            raise GradientError(
+                f"a view of {self.held.home.name}.grad is used after the gradient has changed: it holds the values "
+                "from before. Take a new view, or clone() what is to stay"
+            )
+
+    def write_back(self) -> None:
+        self.check()
+        self.held.home.overwrite_gradient(self.values)
+        self.age = self.held.home.gradient_age()[1]
+
+    def shared_with(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
+
+
+class GradientView(Tensor):
+    """A view of a copy of a held gradient (`p.grad[0]`): what is written into it becomes the gradient."""
+
+    copy: _Copy
+    kept: bool  # asked for as a copy: it may be read when it is old, and not be written
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views: list[GradientView] = []
+        with torch._C.DisableTorchFunctionSubclass():
+
+            def plain(view: GradientView) -> Tensor:
+                if func not in METADATA and not view.kept:
+                    view.copy.check()
+                views.append(view)
+                return view.as_subclass(Tensor)
+
+            args, kwargs = tree_map_only(GradientView, plain, (args, kwargs or {}))
+            before = [view._version for view in views]
+        _refuse_replaced(func)
+        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            for view, version in zip(views, before, strict=True):
+                if view._version != version:
+                    view.copy.write_back()
+        return _with_views(func, result, [view.copy for view in views])
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+def _refuse_replaced(func: Any) -> None:
+    if func in _REPLACED:
+        raise GradientError(
+            "the memory of a gradient was replaced (p.grad.data = tensor), which reaches no shard: write "
+            "p.grad.copy_(tensor), or zero_core.set_full_gradient(p, tensor)"
+        )
+
+
 def _call_with_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `func` with copies of the full gradients, and keep what it changed in place."""
-    copies: dict[int, tuple[HeldGradient, Tensor, int]] = {}
+    _refuse_replaced(func)
+    copies: dict[int, tuple[_Copy, int]] = {}
 
     def copied(held: HeldGradient) -> Tensor:
         if id(held) not in copies:
-            values = held.home.gradient().to(held.dtype)
-            copies[id(held)] = held, values, values._version
-        return copies[id(held)][1]
+            made = _Copy(held)
+            copies[id(held)] = made, made.values._version
+        return copies[id(held)][0].values
 
     args, kwargs = tree_map_only(HeldGradient, copied, (args, kwargs))
     result = func(*args, **kwargs)
-    for held, values, version in copies.values():
-        if values._version != version:
-            held.home.overwrite_gradient(values)
-    return tree_map_only(Tensor, lambda t: next((h for h, v, _ in copies.values() if v is t), t), result)
+    for made, version in copies.values():
+        if made.values._version != version:
+            made.write_back()
+    made_of = [made for made, _ in copies.values()]
+    itself = next((made.held for made in made_of if result is made.values and func not in _COPYING), None)
+    return _with_views(func, result, made_of) if itself is None else itself
+
+
+def _with_views(func: Any, result: Any, copies: Sequence[_Copy]) -> Any:
+    """`result`, in which every tensor that shares memory with a copy is a GradientView."""
+
+    def viewed(tensor: Tensor) -> Tensor:
+        made = next((copy for copy in copies if type(tensor) is Tensor and copy.shared_with(tensor)), None)
+        if made is None or not tensor.numel():
+            return tensor
+        view = tensor.as_subclass(GradientView)
+        view.copy, view.kept = made, func in _COPYING
+        return view
+
+    if func in _ARRAYS:
+        result.flags.writeable = False  # what is written into an array reaches nobody, so numpy shall say so
+        return result
+    with torch._C.DisableTorchFunctionSubclass():
+        return tree_map_only(Tensor, viewed, result)
 
 
 _THE_SAME: set[Any] = {Tensor.detach, _T.data.__get__, Tensor.requires_grad_, Tensor.contiguous}
+_COPYING: set[Any] = {Tensor.cpu, Tensor.to}  # asked for to be kept, though on the CPU torch does not copy
+_ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
+_REPLACED: set[Any] = {_T.data.__set__, Tensor.resize_}
 _NORMS: set[Any] = {torch.linalg.vector_norm, torch.norm, Tensor.norm, torch._foreach_norm}
 _QUOTIENTS: set[Any] = {Tensor.div_, Tensor.__itruediv__, torch._foreach_div_}
 _PRODUCTS: set[Any] = {Tensor.mul_, Tensor.__imul__, torch._foreach_mul_, *_QUOTIENTS}

@@ -1,0 +1,116 @@
+"""Adapters of PEFT in a sharded Trainer: trained, saved without the base, resumed, loaded by PEFT."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import Trainer
+
+from tests.integration.zero_hf.trainers import Sharded, launched, llama, tiers, train, weights
+
+peft = pytest.importorskip("peft")
+
+SAVING = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "data": 11}
+FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "training_args.bin"]
+
+
+def lora(second=False):
+    torch.manual_seed(3)
+    settings = dict(target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, **settings))
+    if second:
+        model.add_adapter("reference", peft.LoraConfig(r=2, **settings))
+    return model
+
+
+def same_adapters(model, folder, names=("default",)):
+    loaded = peft.PeftModel.from_pretrained(llama(), folder)
+    for name in names[1:]:
+        loaded.load_adapter(os.path.join(folder, name), name)
+    mine, theirs = weights(model), loaded.state_dict()
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_adapters_train_as_in_the_stock_trainer_and_their_checkpoints_hold_them_alone(tier, tmp_path):
+    given = SAVING | {"activation_checkpointing": True}
+    _, logs = train(Trainer, tmp_path / "stock", lora(), **given)
+    made, ours = train(Sharded, tmp_path, lora(), zero=tiers(tmp_path)[tier], **given)
+    assert ours.losses == pytest.approx(logs.losses, rel=1e-5)
+    assert ours.norms == pytest.approx(logs.norms, rel=1e-4)
+    made.save_model(str(tmp_path / "final"))
+    assert sorted(os.listdir(tmp_path / "final")) == FILES
+    same_adapters(made.model, tmp_path / "final")
+    saved = FileSystemReader(tmp_path / "checkpoint-8" / "zero").read_metadata().state_dict_metadata
+    kept = [name for name in saved if name.startswith("model.")]
+    assert len(kept) == 2 * 14 and all("lora_" in name for name in kept)
+    again, later = train(
+        Sharded, tmp_path, lora(), zero=tiers(tmp_path)[tier], resume=str(tmp_path / "checkpoint-4"), **given
+    )
+    assert later.losses == ours.losses[4:]
+    same_adapters(again.model, tmp_path / "final")
+
+
+def test_a_checkpoint_of_the_stock_trainer_is_resumed(tmp_path):
+    _, logs = train(Trainer, tmp_path, lora(), **SAVING)
+    _, later = train(Sharded, tmp_path, lora(), resume=str(tmp_path / "checkpoint-4"), **SAVING)
+    assert later.losses == pytest.approx(logs.losses[4:], rel=1e-5)
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_the_best_adapters_are_loaded(only, tmp_path):
+    given = SAVING | {"eval_strategy": "steps", "eval_steps": 4, "metric_for_best_model": "eval_loss"}
+    given |= {"load_best_model_at_end": True, "greater_is_better": True, "save_only_model": only}
+    made, logs = train(Sharded, tmp_path, lora(), **given)
+    assert made.state.best_model_checkpoint.endswith("checkpoint-4") and logs.evaluations[0] > logs.evaluations[1]
+    assert made.evaluate()["eval_loss"] == pytest.approx(logs.evaluations[0], rel=1e-6)
+    same_adapters(made.model, tmp_path / "checkpoint-4")
+
+
+def test_adapters_that_are_not_trained_are_saved_too(tmp_path):
+    made, _ = train(Sharded, tmp_path, lora(second=True), **SAVING)
+    made.save_model(str(tmp_path / "final"))
+    assert sorted(os.listdir(tmp_path / "final")) == sorted([*FILES, "reference"])
+    same_adapters(made.model, tmp_path / "final", ("default", "reference"))
+
+
+def test_adapters_that_transformers_added(tmp_path):
+    """model.add_adapter() leaves the class as it is; its save_pretrained writes the adapter alone."""
+    found = []
+    for cls in (Trainer, Sharded):
+        model = llama()
+        torch.manual_seed(3)
+        model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+        made, logs = train(cls, tmp_path, model, **SAVING)
+        found.append(logs.losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    made.save_model(str(tmp_path / "final"))
+    loaded, saved = llama(), weights(made.model)
+    loaded.load_adapter(str(tmp_path / "final"))
+    adapters = {name: value for name, value in loaded.state_dict().items() if "lora" in name}
+    assert len(adapters) == 4 and all(torch.equal(value, saved[name]) for name, value in adapters.items())
+
+
+def _two_ranks(folder):
+    with launched():
+        made, logs = train(Sharded, folder, lora(), zero={"offload": "host"}, **SAVING)
+        made.save_model(str(folder / "final"))
+        found = logs.losses, weights(made.model)
+        made.zero_run.close()
+        return found
+
+
+def _stock_two_ranks(folder):
+    with launched():
+        return train(Trainer, folder / "stock", lora(), ddp_find_unused_parameters=False, **SAVING)[1].losses
+
+
+def test_on_two_ranks(ranks, tmp_path):
+    theirs, _ = ranks(2).run(_stock_two_ranks, tmp_path)
+    (ours, values), other = ranks(2).run(_two_ranks, tmp_path)
+    assert ours == other[0] == pytest.approx(theirs, rel=1e-5)
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "final").state_dict()
+    assert loaded.keys() == values.keys() and all(torch.equal(values[name], loaded[name]) for name in values)

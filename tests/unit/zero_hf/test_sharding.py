@@ -1,0 +1,61 @@
+"""`shard`: which update runs where, and what a run says of itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zero_hf import ConfigError, ZeroConfig, shard
+
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+
+
+def test_an_optimizer_without_an_update_on_the_host_runs_on_the_device_and_is_refused_elsewhere():
+    ours, plain = model(), model()
+    plain.load_state_dict(ours.state_dict())
+    run = shard(ours, torch.optim.RMSprop(ours.parameters()), ZeroConfig())
+    reference = torch.optim.RMSprop(plain.parameters())
+    for net, optimizer in ((ours, run.optimizer), (plain, reference)):
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach())
+    run.close()
+    with pytest.raises(ConfigError, match="RMSprop has no update on the host: .* offload: none"):
+        shard(plain, reference, ZeroConfig(offload="host"))
+    with pytest.raises(ConfigError, match="states='split' with RMSprop"):
+        shard(plain, reference, ZeroConfig(states="split"))
+
+
+def test_a_run_describes_its_plan(tmp_path):
+    net = model()
+    run = shard(net, torch.optim.AdamW(net.parameters()), ZeroConfig(offload="nvme", nvme_paths=(tmp_path,)))
+    first, header, *rows, moved = run.describe().splitlines()
+    assert first == "zero_hf: Sequential of 0.0 M parameters at stage 3 on 1 rank"
+    assert header.split() == [
+        "GiB",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "buffers",
+        "activations",
+        "total",
+        "budget",
+    ]
+    assert [row.split()[0] for row in rows] == ["device", "host", "nvme"]
+    assert moved.startswith("each step reads 0.00 GB from NVMe and writes")
+    run.close()
+
+
+def test_what_is_not_trained_has_no_states_in_the_plan():
+    """Without an optimizer, or with one of a part of the model, though all parameters require a gradient."""
+    nets = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)) for _ in range(3)]
+    trained = (None, torch.optim.AdamW(nets[1][1].parameters()), torch.optim.AdamW(nets[2].parameters()))
+    runs = [shard(net, some, ZeroConfig(offload="host")) for net, some in zip(nets, trained, strict=True)]
+    nothing, half, everything = (run.plan.bytes_of("host", "optimizer") for run in runs)
+    assert nothing == 0 and half == everything / 2
+    assert all(parameter.requires_grad for net in nets for parameter in net.parameters())
+    for run in runs:
+        run.close()
