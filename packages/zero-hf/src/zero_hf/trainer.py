@@ -22,6 +22,7 @@ import zero_core
 
 from .config import ConfigError, ZeroConfig
 from .sharding import Run, shard
+from .trl import ShardedTRL, is_trl
 
 __all__ = ["sharded"]
 
@@ -48,14 +49,15 @@ def sharded(trainer: T, zero: Given = None) -> T:
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise TypeError(f"sharded({trainer!r}): give it transformers.Trainer or a subclass of it, the class itself")
-    unsharded: Any = trainer.__mro__[2] if issubclass(trainer, _Sharded) else trainer
+    unsharded: Any = trainer.__bases__[-1] if issubclass(trainer, _Sharded) else trainer
     return cast(T, _made(unsharded, None if zero is None else ZeroConfig.of(zero)))
 
 
 @functools.cache
 def _made(trainer: type[Any], default: ZeroConfig | None) -> Any:
     body = {"__doc__": trainer.__doc__, "__module__": __name__, "_zero_default": default}
-    return type(f"Sharded{trainer.__name__}", (_Sharded, trainer), body)
+    bases = (_Sharded, ShardedTRL, trainer) if is_trl(trainer) else (_Sharded, trainer)
+    return type(f"Sharded{trainer.__name__}", bases, body)
 
 
 class _Sharded(Trainer):
