@@ -72,12 +72,12 @@ def nvme(tmp_path):
 class Script:
     """What a script makes before its loop, and the loop."""
 
-    def __init__(self, zero=None, *, steps=12, accumulate=2, clip=1.0, lr=5e-3, **options):
+    def __init__(self, zero=None, *, steps=12, accumulate=2, clip=0.5, lr=5e-3, **options):
         self.accelerator = accelerator(zero, gradient_accumulation_steps=accumulate, **options)
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
-        self.clip = clip
+        self.clip, self.norms = clip, []
         prepared = self.accelerator.prepare(optimizer, loaders(steps * accumulate), model, scheduler)
         self.optimizer, self.data, self.model, self.scheduler = prepared
 
@@ -93,7 +93,8 @@ class Script:
                 losses.append(self.accelerator.gather(loss.detach().view(1)).mean().item())
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients and self.clip:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+                    self.norms.append(float(norm))
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()

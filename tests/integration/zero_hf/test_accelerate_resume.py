@@ -128,6 +128,24 @@ def _two_models_resumed(tmp_path):
     return _two_models(str(tmp_path / "state"), save=False)
 
 
+def test_what_is_not_trained_can_be_left_out(tmp_path):
+    """Fails if a checkpoint of adapters takes the room of their base, or does not load without it."""
+    with launched():
+        acc, model = accelerator({}), llama()
+        model.model.requires_grad_(False)
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.lm_head.parameters(), lr=1e-2))
+        for folder, options in (("all", {}), ("head", {"trained_only": True})):
+            acc.save_state(str(tmp_path / folder), **options)
+        before = model.state_dict()["lm_head.weight"].clone()
+        acc.backward(model(input_ids=torch.ones(1, 4).long(), labels=torch.ones(1, 4).long()).loss)
+        optimizer.step()
+        acc.load_state(str(tmp_path / "head"))
+        assert torch.equal(model.state_dict()["lm_head.weight"], before)
+        acc.free_memory()
+    whole, head = (sum(f.stat().st_size for f in (tmp_path / f / "zero_0").rglob("*")) for f in ("all", "head"))
+    assert whole - head > 4 * sum(p.numel() for p in llama().model.parameters()) // 2
+
+
 def _saved(folder):
     with launched():
         script = Script({}, steps=1)
@@ -151,7 +169,13 @@ def test_what_is_no_complete_save_is_refused(tmp_path):
     _refused(str(folder), "of another save than the other files.*Load another checkpoint")
     (folder / "zero.json").write_text(json.dumps({"save": "a later one", "models": 2}))
     _refused(str(folder), "holds 2 sharded models, and 1 are prepared: prepare the same models")
-    with launched():
-        script = Script(None, steps=1)
-        script.accelerator.save_state(str(tmp_path / "stock"))
-    _refused(str(tmp_path / "stock"), r"has no zero.json.*zero_core.load_pretrained\(model, '.*model.safetensors'\)")
+    (folder / "zero.json").unlink()
+    _refused(str(folder), "has no zero.json.*and lacks model.safetensors, optimizer.bin: give a folder that save_state")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_of_stock_accelerate_goes_on_sharded(ranks, tmp_path, world):
+    """Fails if a moment, a step count or a learning rate of stock accelerate's files is lost."""
+    _, stock, rates = ranks(world).run(_run, None, str(tmp_path), False, False)[0]
+    _, ours, own_rates = ranks(world).run(_run, {"offload": "host"}, str(tmp_path), True, False)[0]
+    assert ours == pytest.approx(stock, rel=1e-5) and own_rates == rates

@@ -18,7 +18,13 @@ import accelerate
 import torch
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, convert_file_size_to_int
+from accelerate.utils import (
+    OPTIMIZER_NAME,
+    SAFE_MODEL_NAME,
+    DistributedType,
+    broadcast_object_list,
+    convert_file_size_to_int,
+)
 from torch import Tensor, nn
 
 import zero_core
@@ -242,7 +248,9 @@ class Accelerator(accelerate.Accelerator):
         """Saves what accelerate saves, and of each sharded model weights and states, streamed from their shards.
 
         Collective; all ranks see the folder, which holds `zero_0`, `zero_1` ..., one for each sharded model.
+        trained_only=True leaves out what is not trained, such as the base of adapters, see zero_core.checkpoint.save.
         """
+        trained_only = save_model_func_kwargs.pop("trained_only", False)
         token = uuid.uuid4().hex
 
         def before(models: list[nn.Module], weights: list[Any], folder: str) -> None:
@@ -260,7 +268,8 @@ class Accelerator(accelerate.Accelerator):
             hook.remove()
         for i, known in enumerate(self._prepared):
             extra = {"save": token, "step": self.step}
-            checkpoint.save(folder / f"zero_{i}", known.run.model, known.run.optimizer, extra=extra)
+            where, run = folder / f"zero_{i}", known.run
+            checkpoint.save(where, run.model, run.optimizer, extra=extra, trained_only=trained_only)
         return folder
 
     def load_state(
@@ -268,8 +277,9 @@ class Accelerator(accelerate.Accelerator):
     ) -> None:
         """Loads what `save_state` saved, at any number of ranks. At the same number training goes on bit for bit.
 
-        Collective. strict=False is passed on, see zero_core.checkpoint.load. Raises CheckpointError for a folder of
-        stock accelerate, of other models, or of a save that did not come to its end.
+        Collective. A folder that stock accelerate saved is loaded too, for which each rank needs memory for the states
+        of the optimizer. strict=False is passed on, see zero_core.checkpoint.load. Raises CheckpointError for a folder
+        of other models, or of a save that did not come to its end.
         """
         folders: list[Path] = []
         strict = load_model_func_kwargs.get("strict", True)
@@ -286,6 +296,9 @@ class Accelerator(accelerate.Accelerator):
                 super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
         finally:
             hook.remove()
+        if not (folders[0] / _SAVED).is_file():
+            self._load_stock(folders[0])
+            return
         for i, known in enumerate(self._prepared):
             folder = folders[0] / f"zero_{i}"
             run = known.run
@@ -297,13 +310,30 @@ class Accelerator(accelerate.Accelerator):
                 )
             self.step = loaded.extra["step"]  # a rank that the saved run had not has no file that says it
 
+    def _load_stock(self, folder: Path) -> None:
+        """Weights and states of plain tensors, in the order in which models and optimizers were prepared."""
+        for i, model in enumerate(self._models if self._prepared else []):
+            zero_core.load_pretrained(model, folder / _stock(SAFE_MODEL_NAME, "safetensors", i), rename=_in_ddp)
+        for i, optimizer in enumerate(self._optimizers if self._prepared else []):
+            states = torch.load(folder / _stock(OPTIMIZER_NAME, "bin", i), mmap=True, weights_only=True)
+            optimizer.optimizer.load_state_dict(states)
+        self.step = broadcast_object_list([self.step])[0]  # a rank that the saved run had not has no file that says it
+
     def _check_saved(self, folder: Path) -> None:
         saved = folder / _SAVED
         if not saved.is_file():
-            raise CheckpointError(
-                f"{folder} has no {_SAVED}, so zero_hf.Accelerator.save_state did not save it. Of a folder that stock "
-                f"accelerate saved, zero_core.load_pretrained(model, '{folder}/model.safetensors') loads the weights"
-            )
+            names = [_stock(SAFE_MODEL_NAME, "safetensors", i) for i in range(len(self._models))]
+            trained = sum(known.given is not None for known in self._prepared)
+            names += [_stock(OPTIMIZER_NAME, "bin", i) for i in range(trained)]
+            lacks = [name for name in names if not (folder / name).is_file()]
+            plain = self._optimizers or len(self._models) != len(self._prepared)  # inside _plain_optimizers()
+            if lacks or plain:
+                why = f"lacks {', '.join(lacks)}" if lacks else "is of a run with models that are not sharded"
+                raise CheckpointError(
+                    f"{folder} has no {_SAVED}, so zero_hf.Accelerator did not save it, and {why}: give a folder that "
+                    "save_state wrote, with safe_serialization=True, for the models that are prepared"
+                )
+            return
         models = json.loads(saved.read_text())["models"]
         if models != len(self._prepared):
             raise CheckpointError(
@@ -337,6 +367,16 @@ class Accelerator(accelerate.Accelerator):
         prepared, self._prepared = self._prepared, []
         for known in prepared:
             known.run.close()
+
+
+def _stock(name: str, ending: str, index: int) -> str:
+    """The name of a model's or an optimizer's file in a folder of stock accelerate."""
+    return f"{name}_{index}.{ending}" if index else f"{name}.{ending}"
+
+
+def _in_ddp(name: str) -> str:
+    """A parameter's name in a folder that several ranks of stock accelerate saved."""
+    return f"module.{name}"
 
 
 def _check_precision(precision: str) -> None:
