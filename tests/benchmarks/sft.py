@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -77,7 +76,13 @@ def train(given: argparse.Namespace) -> None:
         callbacks = [Printed()]
         trainer = trainer_class(model, args, train_dataset=pairs(), processing_class=tokenizer, callbacks=callbacks)
         trainer.train(resume_from_checkpoint=given.resume)
-    report(peak_rss_mb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
+    report(peak_rss_mb=peak_kib() // 1024)
+
+
+def peak_kib() -> int:
+    """The peak of this process's resident memory. getrusage's would start at that of the process that started it."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1])
 
 
 def child(given: argparse.Namespace, variant: str, resume: bool = False, until: int | None = None) -> dict[str, Any]:
