@@ -72,7 +72,7 @@ def nvme(tmp_path):
 class Script:
     """What a script makes before its loop, and the loop."""
 
-    def __init__(self, zero=None, *, steps=12, accumulate=2, clip=0.5, lr=5e-3, **options):
+    def __init__(self, zero=None, *, steps=8, accumulate=2, clip=0.5, lr=5e-3, **options):
         self.accelerator = accelerator(zero, gradient_accumulation_steps=accumulate, **options)
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
