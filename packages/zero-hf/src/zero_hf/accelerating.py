@@ -88,7 +88,7 @@ class Accelerator(accelerate.Accelerator):
             )
 
     def zero_run(self, model: nn.Module) -> Run | None:
-        """Returns the run of a prepared model: `report()`, `plan`, `store`, `optimizer`. None: it is not sharded."""
+        """Returns the run of a prepared model: `describe()`, `plan`, `store`, `optimizer`. None: it is not sharded."""
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         return next((known.run for known in self._prepared if known.run.model is model), None)
 
@@ -169,7 +169,7 @@ class Accelerator(accelerate.Accelerator):
         steps = self.gradient_accumulation_steps if optimizer is not None else 1
         run = shard(model, optimizer, self.zero_config, device=self.device, accumulate=steps)
         self._prepared.append(_Prepared(run, optimizer))
-        logger.info(f"{type(model).__name__} is sharded at stage {self.zero_config.stage}:\n{run.report()}")
+        logger.info(run.describe())
 
     # -- training ------------------------------------------------------------------------------------------------------
 

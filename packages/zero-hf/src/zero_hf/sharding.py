@@ -50,11 +50,6 @@ class Run:
             lines.append(f"each step reads {moved[0]} from NVMe and writes {moved[1]}")
         return "\n".join(lines)
 
-    def report(self) -> str:
-        """Returns the plan as lines to print: GiB by tier and kind, then what a step reads and writes."""
-        rows = ["".join(f"{cell:>14}" for cell in row) for row in self.plan.table()]
-        return "\n".join(rows + [f"{name}: {value}" for name, value in self.plan.facts()])
-
     def close(self) -> None:
         """Finishes what is under way and gives all memory and files back. The model cannot be used after."""
         self._ending.close()

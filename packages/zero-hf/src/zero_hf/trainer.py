@@ -22,6 +22,7 @@ import zero_core
 
 from .config import ConfigError, ZeroConfig
 from .sharding import Run, shard
+from .trl import ShardedTRL, is_trl
 
 __all__ = ["sharded"]
 
@@ -48,14 +49,15 @@ def sharded(trainer: T, zero: Given = None) -> T:
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise TypeError(f"sharded({trainer!r}): give it transformers.Trainer or a subclass of it, the class itself")
-    unsharded: Any = trainer.__mro__[2] if issubclass(trainer, _Sharded) else trainer
+    unsharded: Any = trainer.__bases__[-1] if issubclass(trainer, _Sharded) else trainer
     return cast(T, _made(unsharded, None if zero is None else ZeroConfig.of(zero)))
 
 
 @functools.cache
 def _made(trainer: type[Any], default: ZeroConfig | None) -> Any:
     body = {"__doc__": trainer.__doc__, "__module__": __name__, "_zero_default": default}
-    return type(f"Sharded{trainer.__name__}", (_Sharded, trainer), body)
+    bases = (_Sharded, ShardedTRL, trainer) if is_trl(trainer) else (_Sharded, trainer)
+    return type(f"Sharded{trainer.__name__}", bases, body)
 
 
 class _Sharded(Trainer):
@@ -79,7 +81,7 @@ class _Sharded(Trainer):
         super().__init__(*given, **options)
 
     def create_accelerator_and_postprocess(self) -> None:
-        _refuse(self.args, self.model)
+        _refuse(self.args, self.zero_config, self.model)
         super().create_accelerator_and_postprocess()
         for name in ("deepspeed_plugin", "fsdp_plugin"):
             if getattr(self.accelerator.state, name, None) is not None:
@@ -228,10 +230,15 @@ def _adapters(model: nn.Module) -> tuple[str, ...]:
     return tuple(getattr(model, "peft_config", None) or ())
 
 
-def _refuse(args: TrainingArguments, model: nn.Module | None) -> None:
+def _refuse(args: TrainingArguments, config: ZeroConfig, model: nn.Module | None) -> None:
     """Raises ConfigError for an argument that cannot be followed, before anything is allocated."""
+    precision = getattr(args, "mixed_precision", "no")
     others = "zero= says which stage and which tiers"
     scaled = (
+        "small gradients would be lost without a scaled loss, and a Trainer multiplies its loss in place, which a "
+        "scaled one forbids: write param_dtype: bf16"
+    )
+    graded = (
         "torch's GradScaler reads gradients that are in shards: train with bf16=True, or load the model in bfloat16, "
         "which is then trained with fp32 masters"
     )
@@ -240,8 +247,9 @@ def _refuse(args: TrainingArguments, model: nn.Module | None) -> None:
         (args.deepspeed, "deepspeed=", f"DeepSpeed shards the model itself: leave it out, {others}"),
         (args.fsdp, "fsdp=", f"FSDP shards the model itself: leave it out, {others}"),
         (args.parallelism_config, "parallelism_config=", "ranks are data parallel here: leave it out"),
-        (args.fp16 or args.mixed_precision == "fp16", "fp16=True", scaled),
-        (args.mixed_precision == "fp8", "mixed_precision=fp8", "use bf16=True"),
+        (args.fp16 or precision == "fp16", "fp16=True", graded),
+        (config.param_dtype == "fp16", "param_dtype: fp16", scaled),
+        (precision == "fp8", "mixed_precision=fp8", "use bf16=True"),
         (args.fp16_full_eval, "fp16_full_eval=True", whole),
         (args.bf16_full_eval, "bf16_full_eval=True", whole),
         (

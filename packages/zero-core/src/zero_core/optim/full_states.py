@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map_only
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError, ZeroError
 from ..precision import as_bytes, round_to
-from ..runtime.hooks import Engine, in_backward
+from ..runtime.hooks import Engine
+from ..runtime.outputs import in_backward
 from ..runtime.unit import Unit
 from ..store import ScalarStates
 from .carried import check_states, from_rank_0, put_states

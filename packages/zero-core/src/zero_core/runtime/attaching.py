@@ -83,7 +83,7 @@ class Attachment:
             for key, parameter in module._parameters.items()
             if id(parameter) in mine
         ]
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
 
     def attach(
         self,
@@ -95,16 +95,16 @@ class Attachment:
         """Let `before` and `after` be called around each node's forward, with the node, and `collect` with a unit and
         the number of its parameter whose gradient is complete."""
         for node in nodes:
-            self._handles += [
+            self.handles += [
                 node.module.register_forward_pre_hook(not_traced(partial(before, node)), prepend=True),
                 node.module.register_forward_hook(not_traced(partial(after, node)), always_call=True),
             ]
             refuse_copies(node.module)
         for path, module in self._model.named_modules():
             if repacks_in_eval(module):
-                self._handles.append(module.register_forward_pre_hook(partial(_refuse_repacking, path)))
+                self.handles.append(module.register_forward_pre_hook(partial(_refuse_repacking, path)))
         for module in {id(module): module for _, module, _, _ in self._owners}.values():
-            self._handles.append(module.register_state_dict_post_hook(keep_state_dict))
+            self.handles.append(module.register_state_dict_post_hook(keep_state_dict))
         for unit in self._units:
             for k, parameter in enumerate(unit.parameters):
                 if unit.groups[k] is None:
@@ -112,13 +112,13 @@ class Attachment:
                 wanted = parameter.requires_grad
                 parameter.requires_grad_(True)  # the hook can only be put where a gradient can arrive
                 hook = _Collector(weakref.WeakMethod(collect), weakref.ref(unit), k)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
                 parameter.requires_grad_(wanted)
 
     def detach(self) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles.clear()
+        self.handles.clear()
 
     def check(self) -> None:
         """Raise if the model is traced, or has another parameter where one was sharded."""
@@ -136,6 +136,19 @@ class Attachment:
                 "replaced, after zero_core.shard; do it before, write values inside zero_core.gathered, or give "
                 "torch.func.functional_call values, {name: parameter.detach()}"
             )
+
+    def check_added(self, module: nn.Module) -> None:
+        """Raise if `module` has a parameter that came after `shard` and requires a gradient, which nobody averages."""
+        for parameter in map(unwrapped, module.parameters()):
+            if not isinstance(parameter, nn.Parameter):
+                continue  # torch.func.functional_call's
+            if parameter.__dict__.get("_zero_home") is None and parameter.requires_grad:
+                name = next(name for name, p in self._model.named_parameters() if p is parameter)
+                raise ChangedParameterError(
+                    f"{name} came into the model after zero_core.shard and requires a gradient, which is not averaged "
+                    "over the ranks: each rank would train another one. Add it before shard, and give it to shard's "
+                    "optimizer; or freeze it with requires_grad_(False), or run it under torch.no_grad()"
+                )
 
     def check_trained(self) -> None:
         """Raise if a parameter of the optimizer requires a gradient now that did not when it was sharded."""

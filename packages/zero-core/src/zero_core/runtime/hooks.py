@@ -7,7 +7,7 @@ gradient goes is `reducer`'s, when the optimizer runs `optimizer`'s; [Note: the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -85,12 +85,17 @@ class Engine:
         self._rounds: Rounds | None = None  # between ranks whose forwards may differ
         self._whole: set[int] = set()  # units that were unsharded when that began
         self._keeping = stage.keeps_parameters  # memory stays between uses
+        self.copies: dict[tuple[int, int], tuple[int, Tensor]] = {}  # see `snapshot`
         self._attachment = Attachment(model, units, optimized)
 
     def attach(self, nodes: Sequence[Node]) -> None:
         """Put the hooks on the modules and on the parameters."""
         self.nodes = list(nodes)
         self._attachment.attach(self.nodes, self._before, self._after, self.collect)
+
+    def keep_attached(self, handles: Iterable[Any]) -> None:
+        """Hooks that others have put on the model go with these."""
+        self._attachment.handles += handles
 
     def detach(self) -> None:
         self._attachment.detach()
@@ -149,6 +154,8 @@ class Engine:
         grad = torch.is_grad_enabled()
         if grad:
             self._attachment.check_trained()
+            if self.ranks.size > 1:
+                self._attachment.check_added(node.module)
         self._refuse_gradients()
         if self._rounds is not None:
             self._rounds.begin(self, node.index)
@@ -361,12 +368,31 @@ class Engine:
     @outside_transforms
     def full_copy(self, unit: Unit, k: int) -> Tensor:
         """Parameter k of the unit, whole. Collective. Never an inference tensor, whose writes nothing counts."""
+        epoch, known = self.copies.get((unit.index, k), (-1, None))
+        if known is not None and epoch == unit.epochs[k]:
+            return known
+        (values,) = self._full_copies(unit, [k])
+        return values
+
+    def _full_copies(self, unit: Unit, indices: Sequence[int]) -> list[Tensor]:
         with torch.no_grad():
             self._bring(unit)
             unit.unshard()
-            values = unit.views[k].clone()
+            values = [unit.views[k].clone() for k in indices]
         self._let_go(unit)
         return values
+
+    @outside_transforms
+    def snapshot(self, wanted: Mapping[int, Sequence[int]], call: str) -> None:
+        """`full_copy` has these parameters of these units from here on, until `copies` is cleared. Collective."""
+        self.copies.clear()
+        gathers = [u for u in wanted if not self.units[u].residency.whole]
+        if gathers and self.ranks.shard.size > 1 and not (self.busy or self.uneven):
+            self.ranks.assemble(call)
+        for u in sorted(wanted):
+            unit = self.units[u]
+            for k, values in zip(wanted[u], self._full_copies(unit, wanted[u]), strict=True):
+                self.copies[u, k] = unit.epochs[k], values
 
     @outside_transforms
     def _leave(self, unit: Unit) -> None:
@@ -456,6 +482,7 @@ class Engine:
         if self._backward is not None:
             self.abandon_backward()
         self.residents.clear()
+        self.copies.clear()
         self._keeping = self.stage.keeps_parameters
         for unit in self.units:
             unit.seal()

@@ -49,6 +49,9 @@ class Home(Protocol):
     def write_back(self, parameter: Tensor, values: Tensor) -> None:
         """Keep `values` (the parameter's shape) as the parameter's new ones."""
 
+    def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
+        """As `write_back`, where nothing was gathered. Collective. False: not now, gather."""
+
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
         """`p.data = values` was asked: keep a copy, and raise as soon as torch would show one as the other changes."""
 
@@ -409,6 +412,17 @@ def _to(parameter: Sharded, *args: Any, **kwargs: Any) -> Tensor:
     return _call_gathered(Tensor.to, (parameter, *args), kwargs)
 
 
+def _copy(parameter: Sharded, source: Any, non_blocking: bool = False) -> Tensor:
+    """`parameter.copy_(source)`, as load_state_dict does it: nothing is gathered to be overwritten."""
+    plain = isinstance(source, Tensor) and not isinstance(source, Sharded) and unwrapped(source) is source
+    if plain and not torch.is_grad_enabled() and not wraps(type(parameter)):
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device).copy_(source)
+        if home_of(parameter).overwrite(parameter, values):
+            increment_version(parameter)
+            return parameter
+    return _call_gathered(Tensor.copy_, (parameter, source, non_blocking), {})
+
+
 def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
     raise ShardedParameterError(f"the memory of a {parameter!r} was asked for: use zero_core.gathered(module)")
 
@@ -425,6 +439,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.grad.__set__: _set_grad,
     _T.data.__get__: _get_data,
     _T.data.__set__: _set_data,
+    Tensor.copy_: _copy,
     Tensor.to: _to,
     Tensor.data_ptr: _refuse_address,
     Tensor.untyped_storage: _refuse_address,

@@ -38,6 +38,13 @@ class Place:
     def write_back(self, parameter: Tensor, values: Tensor) -> None:
         self.engine.write(self.unit, self.index, values)
 
+    def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
+        if self.engine.uneven:
+            return False
+        self.engine.ranks.meet(f"copy_() into {self.name}")
+        self.engine.write(self.unit, self.index, values)
+        return True
+
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
         self.engine.write(self.unit, self.index, values)
         self.engine.writes.given(self.name, values, trained=self.unit.trainable)

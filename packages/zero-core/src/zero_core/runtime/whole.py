@@ -63,6 +63,9 @@ class Whole:
         for name, part in self.parts.items():
             home_of(part).write_back(part, getattr(values, name))
 
+    def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
+        return False
+
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
         raise AssertionError("p.data = tensor is refused before")
 

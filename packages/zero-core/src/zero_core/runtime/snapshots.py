@@ -1,0 +1,102 @@
+"""`state_dict()` and `load_state_dict()` of a sharded model: each unit is gathered once, and values are copies.
+
+Owns the hooks on the modules. Where values are is `place`'s, and a call that rank 0 makes alone `patience`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..building.parts import parts_of
+from ..errors import ChangedParameterError, ShardedParameterError
+from .hooks import Engine
+from .parameter import Sharded, WriteThrough, _Taken
+from .place import Place, places_of
+
+__all__ = ["Snapshots"]
+
+
+@dataclass
+class _Copied(_Taken):
+    """Values of a state dict that was taken while the parameter had memory, as inside `gathered`."""
+
+    name: str = ""
+
+    def check(self) -> None:
+        raise ChangedParameterError(
+            f"{self.name} of a state dict was written, which is a copy, as the state dict was taken inside "
+            "zero_core.gathered, forward or backward: write into the parameter itself, or load_state_dict(state)"
+        )
+
+
+class Snapshots:
+    """Of one sharded model. Calls nest, module by module; the outermost gathers for all that are inside it."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine: Engine = engine
+        self._outermost: nn.Module | None = None
+
+    def __reduce__(self) -> Any:
+        """Whoever copies or pickles a module comes to its parameters next, which say why not."""
+        return Snapshots, (None,)
+
+    def attach(self, model: nn.Module) -> list[Any]:
+        """Put the hooks on every module with sharded parameters inside. Returns their handles."""
+        handles: list[Any] = []
+        for module in model.modules():
+            if places_of(module):
+                handles.append(module.register_state_dict_pre_hook(self._begin))
+                handles.append(module.register_state_dict_post_hook(partial(self._end)))  # torch puts a mark on it
+                handles.append(module.register_load_state_dict_pre_hook(_refuse_assignment))
+        return handles
+
+    def _begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if keep_vars or (self._outermost is not None and self._outermost is not module):
+            return  # the parameters themselves are asked for; or a part of what was gathered
+        wanted: dict[int, list[int]] = {}
+        for place in places_of(module):
+            if place.unit.users == 0 and place.index not in wanted.setdefault(place.unit.index, []):
+                wanted[place.unit.index].append(place.index)
+        self._engine.snapshot(wanted, f"{type(module).__name__}.state_dict()")
+        self._outermost = module
+
+    def _end(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if self._outermost is not module:
+            return
+        self._outermost = None
+        self._engine.copies.clear()
+        for name, parameter in _open(module, prefix):
+            value = state.get(name)
+            if isinstance(value, Tensor) and value is not parameter:
+                state[name] = _copied(name, parameter, value)
+
+
+def _open(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """Sharded parameters that have memory now, which is not theirs for long."""
+    for name, parameter in module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
+        if not isinstance(parameter, Sharded):
+            if any(isinstance(part.__dict__.get("_zero_home"), Place) for part in parts_of(parameter).values()):
+                yield name, parameter
+
+
+def _copied(name: str, parameter: Any, value: Tensor) -> Tensor:
+    values = value.clone()
+    if type(values) is not Tensor:
+        return values
+    return WriteThrough.of(values, _Copied(parameter, values, 0, kept=True, name=name))
+
+
+def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *lists: Any) -> None:
+    if not metadata.get("assign_to_params_buffers"):
+        return
+    for name, parameter in module._parameters.items():
+        if parameter is not None and prefix + name in state and parameter.__dict__.get("_zero_home") is not None:
+            raise ShardedParameterError(
+                f"load_state_dict(assign=True) would put another tensor in the place of {prefix + name}, which is "
+                "sharded: leave assign at False, which copies the values into the shards"
+            )

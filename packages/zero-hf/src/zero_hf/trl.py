@@ -1,0 +1,130 @@
+"""What TRL's trainers need beyond transformers' Trainer: reference and reward models in shards, and generation.
+
+Owns the shards of models that are not trained. TRL is neither imported nor changed: `sharded` puts `ShardedTRL` before
+a class of TRL's, and it answers the calls that TRL's trainers make.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+import zero_core
+
+from .config import ConfigError, ZeroConfig
+from .sharding import Run, shard
+
+__all__ = ["ShardedTRL", "is_trl"]
+
+
+def is_trl(trainer: type[Any]) -> bool:
+    """Whether a Trainer class is one of TRL's or made from one."""
+    base = sys.modules.get("trl.trainer.base_trainer")
+    return base is not None and issubclass(trainer, base._BaseTrainer)
+
+
+class ShardedTRL(Trainer):
+    """The methods that `sharded` overrides in TRL's trainers.
+
+    zero_others: the runs of models that are not trained (reference, reward, teacher), in the order they were sharded.
+    """
+
+    zero_config: ZeroConfig
+    zero_others: list[Run]
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        models = [thing for thing in given[:2] if isinstance(thing, nn.Module)]
+        models += [options[name] for name in ("model", "ref_model") if isinstance(options.get(name), nn.Module)]
+        self.zero_others = []
+        self._reference_is_deferred = bool(models) and _deferred(models[-1])
+        if not (options.get("peft_config") and models and _deferred(models[0])):
+            super().__init__(*given, **options)
+            return
+        with zero_core.deferred_init():  # adapters of a model that is not read yet are not drawn yet either
+            super().__init__(*given, **options)
+            random_state = torch.get_rng_state()
+        torch.set_rng_state(random_state)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        _refuse(self.args, self._reference_is_deferred)
+        super().create_accelerator_and_postprocess()
+        prepare = self.accelerator.prepare_model
+
+        def prepare_model(model: nn.Module, *given: Any, **options: Any) -> nn.Module:
+            """Shards what TRL prepares for evaluation alone. Then Accelerator.prepare_model adds autocast to it."""
+            if options.get("evaluation_mode") and model is not self.model:
+                self._shard_other(model)
+                options["device_placement"] = False
+            return prepare(model, *given, **options)
+
+        self.accelerator.prepare_model = prepare_model  # type: ignore[method-assign]
+
+    def _shard_other(self, model: nn.Module) -> None:
+        device = self.args.device
+        run = shard(model, None, self.zero_config, device="cpu" if device.type == "cpu" else device)
+        self.zero_others.append(run)
+        if self.zero_config.host_bytes is not None:  # what this model takes of it is not there for the next
+            left = max(0, self.zero_config.host_bytes - run.plan.total("host"))
+            self.zero_config = dataclasses.replace(self.zero_config, host_bytes=left)
+        if self.is_world_process_zero():
+            sys.stdout.write(f"{run.describe()}\n")
+            sys.stdout.flush()
+
+    def end(self) -> None:
+        for run in self.zero_others:
+            run.close()
+        super().end()
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _scattered(self) -> bool:
+        """Whether a forward gathers parameters, from other ranks or from another tier."""
+        config = self.zero_config
+        return (config.stage > 0 and self.args.world_size > 1) or config.placements["parameters"] != "device"
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether the whole model is held while it generates: DeepSpeed's setting in TRL's arguments, here too."""
+        return self._scattered and getattr(self.args, "ds3_gather_for_generation", True)
+
+    def _generate(self, *given: Any, **options: Any) -> Any:
+        turns = getattr(self, "tools", None) or getattr(self, "environment_factories", None)
+        if turns and self._scattered and not self._gathers and self.args.world_size > 1:
+            raise ConfigError(
+                "tools with ds3_gather_for_generation=False: ranks would take different numbers of turns, and wait for "
+                "each other. Set it to True, which gathers the model while it generates"
+            )
+        with zero_core.gathered(self.model) if self._gathers else nullcontext():
+            return super()._generate(*given, **options)  # type: ignore[misc]
+
+    def _generate_single_turn(self, *given: Any, **options: Any) -> Any:
+        with nullcontext() if self._gathers else zero_core.uneven(self.model):
+            return super()._generate_single_turn(*given, **options)  # type: ignore[misc]
+
+
+def _deferred(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _refuse(args: TrainingArguments, deferred: bool) -> None:
+    """Raises ConfigError for an argument of TRL's that cannot be followed, before anything is allocated."""
+    for name, applies, way_out in (
+        ("use_vllm", True, "generate with transformers: leave it out"),
+        ("use_transformers_continuous_batching", True, "it casts the model: leave it out"),
+        ("activation_offloading", True, "zero_offload.offload_activations(model, store, ...) moves activations"),
+        (
+            "precompute_ref_log_probs",
+            deferred,
+            "TRL hashes the weights of the reference model, which zero_hf.from_pretrained has not read yet: load it "
+            "with from_pretrained of transformers",
+        ),
+    ):
+        if applies and getattr(args, name, False):
+            raise ConfigError(f"{name}=True does not go with zero_hf.sharded: {way_out}")

@@ -1,0 +1,218 @@
+"""`model.state_dict()` and `load_state_dict()` of a sharded model, on one rank and several.
+
+Fails if a unit is gathered more than once, if a value is not a copy that stays, if ties are saved twice, if a call of
+one rank hangs, or if what torch, transformers or torch.distributed.checkpoint load is not what plain torch has.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+import zero_core
+from tests.integration.zero_core import toys
+from zero_core.comm import patience
+from zero_core.errors import ChangedParameterError, CollectiveError, ShardedParameterError, StoreError, ZeroError
+
+
+def twins(make=toys.Tied, **options):
+    torch.manual_seed(0)
+    dense = make()
+    model = copy.deepcopy(dense)
+    return dense, model, zero_core.shard(model, toys.adamw(model.parameters()), **options)
+
+
+def same(found, expected):
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def step(*pairs):
+    for model, optimizer in pairs:
+        toys.loss_of(model, toys.data(0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def once(stage):
+    dense, model, optimizer = twins(stage=stage)
+    sent = optimizer.engine.ranks.sent_numel
+    before = sent["all_gather"]
+    state = model.state_dict()
+    same(state, dense.state_dict())
+    shards = sum(unit.layout.shard_numel for unit in optimizer.engine.units)
+    several = optimizer.engine.ranks.shard.size - 1
+    assert sent["all_gather"] - before == shards * several, "each unit is gathered once"
+    assert state["blocks.0.up.weight"].data_ptr() == state["blocks.2.up.weight"].data_ptr(), "and saved once"
+    sizes = []
+    for each in (state, dense.state_dict()):
+        torch.save(each, file := io.BytesIO())
+        sizes.append(len(file.getvalue()))
+    assert abs(sizes[0] - sizes[1]) < 200, "in a file too"
+    step((model, optimizer))
+    same(state, dense.state_dict())  # a copy
+    part = model.blocks[1].state_dict(prefix="x.")
+    assert list(part) == ["x." + name for name in dense.blocks[1].state_dict()]
+    kept = model.state_dict(keep_vars=True)
+    assert kept["head.bias"] is model.head.bias
+    optimizer.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_unit_is_gathered_once_and_values_are_copies(ranks, stage, size):
+    ranks(size).run(once, stage)
+
+
+class Looking(toys.Stack):
+    """Takes a state dict inside its forward, when one block is in use."""
+
+    found = None
+
+    def run(self, block, x):
+        hook = block.up.register_forward_hook(lambda *_: setattr(self, "found", self.state_dict()))
+        try:
+            return super().run(block, x)
+        finally:
+            hook.remove()
+
+
+def while_in_use():
+    """Taken while parameters have memory, which goes: values stay, and writes into them are refused."""
+    dense, model, optimizer = twins(Looking)
+    expected = dense.state_dict()
+    with zero_core.gathered(model.blocks[1]):
+        inside = model.state_dict()
+    toys.loss_of(model, toys.data(0, 0))
+    in_forward = model.found
+    taken = []
+    hook = model.blocks[1].register_full_backward_pre_hook(lambda *_: taken.append(model.state_dict()))
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    hook.remove()
+    optimizer.step()
+    for state in (inside, in_forward, *taken):
+        same(state, expected)
+        torch.save(state, file := io.BytesIO())
+        file.seek(0)
+        same(torch.load(file), expected)
+    with pytest.raises(ChangedParameterError, match=r"blocks.1.up.weight of a state dict was written, which is a copy"):
+        inside["blocks.1.up.weight"].zero_()
+    assert len(taken) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_state_dict_that_is_taken_while_parameters_have_memory_stays(ranks, size):
+    ranks(size).run(while_in_use)
+
+
+def load():
+    dense, model, optimizer = twins()
+    torch.manual_seed(1)
+    other = toys.Tied()
+    plain = toys.adamw(dense.parameters())
+    part = {name: value for name, value in other.state_dict().items() if "head" not in name}
+    for each in (dense, model):
+        with pytest.raises(RuntimeError, match='Missing key.*"head.weight"'):
+            each.load_state_dict(part)
+        assert each.load_state_dict(part | {"x": torch.ones(1)}, strict=False) == (["head.weight", "head.bias"], ["x"])
+    same(model.state_dict(), dense.state_dict())
+    with pytest.raises(ShardedParameterError, match=r"load_state_dict\(assign=True\) .* embed.weight.*leave assign at"):
+        model.load_state_dict(other.state_dict(), assign=True)
+    same(model.state_dict(), dense.state_dict())
+    sent = optimizer.engine.ranks.sent_numel["all_gather"]
+    model.load_state_dict(other.state_dict())
+    assert optimizer.engine.ranks.sent_numel["all_gather"] == sent, "nothing is gathered to be overwritten"
+    dense.load_state_dict(other.state_dict())
+    step((model, optimizer), (dense, plain))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, dense.state_dict()[name])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_state_dict_loads_as_into_plain_torch(ranks, size):
+    ranks(size).run(load)
+
+
+def by_dcp():
+    dense, model, _ = twins()
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    same(get_model_state_dict(model), dense.state_dict())
+    found = get_model_state_dict(model, options=full)
+    if toys.world()[0] == 0:
+        same(found, dense.state_dict())
+    torch.manual_seed(1)
+    other = toys.Tied()
+    set_model_state_dict(model, other.state_dict())
+    same(model.state_dict(), other.state_dict())
+    set_model_state_dict(model, dense.state_dict(), options=StateDictOptions(full_state_dict=True))
+    same(model.state_dict(), dense.state_dict())
+    if dist.is_initialized():
+        mine = other.state_dict() if toys.world()[0] == 0 else {}
+        set_model_state_dict(model, mine, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        same(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_torchs_distributed_state_dicts_are_right(ranks, size):
+    ranks(size).run(by_dcp)
+
+
+def hugging_face(folder):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
+    )
+    torch.manual_seed(0)
+    dense = transformers.LlamaForCausalLM(config)
+    model = copy.deepcopy(dense)
+    zero_core.shard(model, toys.adamw(model.parameters()))
+    model.save_pretrained(folder, is_main_process=toys.world()[0] == 0)
+    if dist.is_initialized():
+        dist.barrier()
+    same(transformers.LlamaForCausalLM.from_pretrained(folder).state_dict(), dense.state_dict())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_transformers_save_a_sharded_model(ranks, size, tmp_path):
+    ranks(size).run(hugging_face, tmp_path)
+
+
+def alone():
+    seconds, patience.SECONDS = patience.SECONDS, 0.05
+    dense, model, optimizer = twins()
+    try:
+        if toys.world()[0] == 0:
+            with pytest.raises(
+                CollectiveError, match=r"rank 0 of 2 called Tied.state_dict\(\), and no other.*every rank"
+            ):
+                model.state_dict()
+    finally:
+        patience.SECONDS = seconds
+    dist.barrier()
+    same(model.state_dict(), dense.state_dict())
+    step((model, optimizer))
+
+
+def test_a_rank_that_calls_alone_fails_soon(ranks):
+    ranks(2).run(alone)
+
+
+def test_what_a_failed_state_dict_gathered_is_not_shown_later():
+    dense, model, optimizer = twins()
+    hook = model.head.register_state_dict_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.state_dict()
+    hook.remove()
+    with torch.no_grad():
+        model.blocks[1].up.weight.fill_(2.0)
+    assert float(model.blocks[1].state_dict()["up.weight"].min()) == 2.0
+    step((model, optimizer))
+    assert not optimizer.engine.copies
+    optimizer.close()
+    with pytest.raises((ZeroError, StoreError), match="close"):
+        model.state_dict()

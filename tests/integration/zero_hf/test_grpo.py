@@ -1,0 +1,114 @@
+"""TRL's GRPOTrainer through `zero_hf.sharded`, generating with transformers: the stock trainer's texts and numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .launching import launched
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+
+STEPS = 3
+TIMES = ("epoch", "runtime", "per_second", "step_time", "profiling")
+
+
+def trained(folder: str, output: str, zero: dict[str, Any] | None, options: dict[str, Any]) -> list[dict[str, float]]:
+    """What the trainer logged, and the evaluation after the last step."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    import zero_hf
+    from examples.sft import pairs
+
+    where, options = Path(folder), dict(options)
+    longest = []
+
+    def vowels(completions: list[Any], completion_ids: list[list[int]], **given: Any) -> list[float]:
+        """Letters of which there are many, and a little for length, so that texts of one group differ in it."""
+        longest.append(max(map(len, completion_ids)))
+        texts = [completion[0]["content"] for completion in completions]
+        return [sum(letter in "aeiou" for letter in text) / 8 + len(text) / 50 for text in texts]
+
+    with launched():
+        more: dict[str, Any] = {}
+        if options.pop("adapters", False):
+            more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        args = GRPOConfig(
+            output_dir=output,
+            max_steps=STEPS,
+            per_device_train_batch_size=4,
+            per_device_eval_batch_size=4,
+            num_generations=4,
+            max_completion_length=10,
+            learning_rate=1e-3,
+            bf16=False,
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            **options,
+        )
+        data = Dataset.from_list([{"prompt": row["prompt"]} for row in list(pairs())[:20]])
+        trainer_class = GRPOTrainer if zero is None else zero_hf.sharded(GRPOTrainer, zero)
+        trainer = trainer_class(
+            AutoModelForCausalLM.from_pretrained(where),
+            vowels,
+            args=args,
+            train_dataset=data.select(range(16)),
+            eval_dataset=data.select(range(16, 18)),
+            processing_class=AutoTokenizer.from_pretrained(where),
+            **more,
+        )
+        trainer.train()
+        trainer.evaluate()
+        history = trainer.state.log_history
+        trainer.end()
+        kept = [{key: value for key, value in row.items() if not any(t in key for t in TIMES)} for row in history]
+        return kept, longest
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny chat model. Half of all tokens end a text, so that ranks generate different numbers of them."""
+    import torch
+
+    from examples.sft import tiny
+
+    folder = tmp_path_factory.mktemp("grpo")
+    torch.manual_seed(0)
+    made, tokenizer = tiny()
+    made.generation_config.eos_token_id = list(range(made.config.vocab_size // 2))
+    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+CASES = {
+    "no reference": {},
+    "a reference": {"beta": 0.1},
+    "adapters": {"beta": 0.1, "adapters": True},
+    "not gathered": {"ds3_gather_for_generation": False},
+    "several steps for a generation": {"steps_per_generation": 2, "num_iterations": 2},
+    "accumulation": {"gradient_accumulation_steps": 2},
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_every_logged_number_is_the_stock_trainers(ranks, model, tmp_path, case, size):
+    """Fails when another text is generated, or another reward, reference value or loss computed."""
+    stock = ranks(size).run(trained, str(model), str(tmp_path / "stock"), None, CASES[case])
+    assert size == 1 or stock[0][1] != stock[1][1], "both ranks generated texts of the same lengths"
+    nvme = {"offload": "nvme", "nvme_paths": str(tmp_path / "{local_rank}")}
+    for name, zero in {"none": {}, "host": {"offload": "host"}, "nvme": nvme}.items():
+        ours = ranks(size).run(trained, str(model), str(tmp_path / name), zero, CASES[case])
+        assert [lengths for _, lengths in ours] == [lengths for _, lengths in stock]
+        for found, wanted in zip(ours[0][0], stock[0][0], strict=True):
+            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)

@@ -1,0 +1,51 @@
+"""SmolLM2-135M-Instruct, a pretrained chat model, fine-tuned with SFTTrainer: full and LoRA, everything on NVMe."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from .launching import ROOT
+from .real_model import made, skip_where_missing
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+skip_where_missing()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = tmp_path_factory.mktemp("smollm2")
+    made(where / "model")
+    return where
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("method", ["full", "LoRA"])
+def test_it_is_fine_tuned_killed_and_resumed(folder, method):
+    """Fails if a real model's losses are not the stock run's, or those after kill -9 not those without it."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.benchmarks.sft",
+        str(folder),
+        "--steps",
+        "4",
+        "--save",
+        "1",
+        "--threads",
+        "1",
+    ]
+    more = ["--adapters"] if method == "LoRA" else []
+    variants = ["--variants", "stock", "nvme", "killed"]
+    done = subprocess.run([*command, *more, *variants], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    stock, nvme, killed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"variant"')]
+    assert stock["steps"] == nvme["steps"] == killed["steps"] == 4
+    assert nvme["farthest"] < 1e-5
+    assert killed["resumed_at"] > 1
+    assert killed["last_loss"] == nvme["last_loss"]

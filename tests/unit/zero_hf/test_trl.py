@@ -1,0 +1,130 @@
+"""`ShardedTRL`: what a sharded trainer of TRL's refuses, and the models that it shards without training them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+trl = pytest.importorskip("trl")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+
+import peft  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer  # noqa: E402
+
+import zero_hf  # noqa: E402
+from tests.integration.zero_hf.launching import launched  # noqa: E402
+from zero_hf.trl import ShardedTRL  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    import torch
+
+    from examples.sft import tiny
+
+    where = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    for part in tiny():
+        part.save_pretrained(where)
+    return where
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    with launched():
+        yield
+
+
+def rows(*names: str) -> Dataset:
+    return Dataset.from_list([dict.fromkeys(names, f"text {number}") for number in range(4)])
+
+
+def dpo(folder: Path, model: Any, zero: dict[str, Any] | None = None, **options: Any) -> Any:
+    fields = trl.DPOConfig.__dataclass_fields__
+    given = {name: value for name, value in options.items() if name in fields}
+    rest = {name: value for name, value in options.items() if name not in fields}
+    args = trl.DPOConfig(str(folder / "run"), use_cpu=True, bf16=False, max_steps=1, report_to="none", **given)
+    made = zero_hf.sharded(trl.DPOTrainer, zero)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return made(
+        model, args=args, train_dataset=rows("prompt", "chosen", "rejected"), processing_class=tokenizer, **rest
+    )
+
+
+def test_only_classes_of_trl_get_what_trl_needs():
+    """Fails if a plain Trainer is given methods for TRL, or a class made from one of TRL's lacks them."""
+
+    class Own(trl.SFTTrainer):
+        pass
+
+    assert issubclass(zero_hf.sharded(trl.GRPOTrainer), ShardedTRL)
+    assert issubclass(zero_hf.sharded(Own), ShardedTRL)
+    assert not issubclass(zero_hf.sharded(Trainer), ShardedTRL)
+    assert zero_hf.sharded(zero_hf.sharded(Own)) is zero_hf.sharded(Own)
+
+
+def test_activation_offloading_is_refused(folder):
+    """Fails if TRL's hooks move what zero-core's units own."""
+    with pytest.raises(zero_hf.ConfigError, match="activation_offloading=True .* zero_offload.offload_activations"):
+        dpo(folder, AutoModelForCausalLM.from_pretrained(folder), activation_offloading=True)
+
+
+def test_generation_by_vllm_is_refused(folder):
+    """Fails if vLLM is asked to read weights that are in shards."""
+    args = trl.GRPOConfig(str(folder / "run"), use_cpu=True, bf16=False, use_vllm=False, num_generations=4)
+    args.use_vllm = True
+    with pytest.raises(zero_hf.ConfigError, match="use_vllm=True does not go with"):
+        zero_hf.sharded(trl.GRPOTrainer)(
+            AutoModelForCausalLM.from_pretrained(folder),
+            lambda completions, **given: [0.0] * len(completions),
+            args=args,
+            train_dataset=rows("prompt"),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+        )
+
+
+def test_turns_of_tools_are_refused_where_ranks_would_wait_for_each_other():
+    """Fails if ranks that generate without the gathered model may call a tool another number of times."""
+    two_ranks = SimpleNamespace(tools=[print], _scattered=True, _gathers=False, args=SimpleNamespace(world_size=2))
+    with pytest.raises(zero_hf.ConfigError, match="tools with ds3_gather_for_generation=False"):
+        ShardedTRL._generate(two_ranks, ["prompt"])
+
+
+def test_precomputed_values_of_a_model_that_is_not_read_yet_are_refused(folder):
+    """Fails if TRL hashes weights that have no values, of either model."""
+    deferred = zero_hf.from_pretrained(AutoModelForCausalLM, folder)
+    for models in ({"model": deferred}, {"model": AutoModelForCausalLM.from_pretrained(folder), "ref_model": deferred}):
+        with pytest.raises(zero_hf.ConfigError, match="precompute_ref_log_probs=True .* has not read yet"):
+            dpo(folder, **models, precompute_ref_log_probs=True)
+
+
+def test_models_that_are_not_read_yet_are_trained(folder):
+    """Fails if a policy, its reference model or its adapters need their values before they are sharded."""
+
+    def losses(load: Any, reference: bool) -> list[float]:
+        more: dict[str, Any] = {"ref_model": load()} if reference else {}
+        if not reference:
+            more["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj"])
+        trainer = dpo(folder, load(), logging_steps=1, **more)
+        trainer.train()
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    for reference in (True, False):
+        found = losses(lambda: zero_hf.from_pretrained(AutoModelForCausalLM, folder), reference)
+        assert found == losses(lambda: AutoModelForCausalLM.from_pretrained(folder), reference) and len(found) == 1
+
+
+def test_the_reference_model_and_the_policy_share_one_budget_of_host_memory(folder):
+    """Fails if each of two models may take all of host_bytes."""
+    zero = {"offload": "host", "host_bytes": 1 << 30}
+    trainer = dpo(folder, AutoModelForCausalLM.from_pretrained(folder), zero)
+    (reference,) = trainer.zero_others
+    assert reference.optimizer is None
+    assert reference.model is trainer.ref_model
+    taken = reference.plan.total("host")
+    assert 0 < taken == (1 << 30) - trainer.zero_config.host_bytes
