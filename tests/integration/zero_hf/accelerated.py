@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from unittest import mock
-
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from .launching import launched
+
+__all__ = ["Script", "accelerator", "launched", "llama", "loaders", "nvme", "rows"]
+
 VOCABULARY = 64
-
-
-@contextlib.contextmanager
-def launched():
-    """The environment that `accelerate launch` makes, and accelerate's global state empty before and after."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    made = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
-    before = dict(os.environ)
-    os.environ.update({key: str(value) for key, value in made.items()} if size > 1 else {})
-    os.environ.update(MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true")
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    try:
-        with mock.patch("torch.distributed.destroy_process_group"):  # end_training() would leave the pool's group
-            yield
-    finally:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def accelerator(zero=None, **options):
@@ -72,7 +50,7 @@ def nvme(tmp_path):
 class Script:
     """What a script makes before its loop, and the loop."""
 
-    def __init__(self, zero=None, *, steps=12, accumulate=2, clip=0.5, lr=5e-3, **options):
+    def __init__(self, zero=None, *, steps=8, accumulate=2, clip=0.5, lr=5e-3, **options):
         self.accelerator = accelerator(zero, gradient_accumulation_steps=accumulate, **options)
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)

@@ -23,23 +23,15 @@ def _losses(zero, options):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_losses_equal_the_stock_run(ranks, tmp_path, world):
-    """Fails if a gradient is averaged twice or not at all, accumulated in other parts, or clipped otherwise."""
-    pool = ranks(world)
-    stock = pool.run(_losses, None, {})[0]
-    found = {
-        place: pool.run(_losses, zero, {})[0]
-        for place, zero in (
-            ("none", {}),
-            ("stage 1", {"stage": 1}),
-            ("host", {"offload": "host"}),
-            ("nvme", nvme(tmp_path)),
-        )
-    }
-    assert len(stock) == 24 + 12 and stock[23] < 0.9 * stock[0]
-    for losses in found.values():
-        assert losses == pytest.approx(stock, rel=1e-5)
-    assert found["host"] == found["nvme"]
+def test_stages_equal_the_stock_run(ranks, world):
+    """Fails if a gradient is averaged twice or not at all, accumulated in other parts, or clipped otherwise.
+
+    Stage 3 and the tiers are test_accelerate_example's.
+    """
+    stock = ranks(world).run(_losses, None, {})[0]
+    assert len(stock) == 16 + 8 and stock[15] < 0.95 * stock[0]
+    for stage in (0, 1, 2):
+        assert ranks(world).run(_losses, {"stage": stage}, {})[0] == pytest.approx(stock, rel=1e-5)
 
 
 def test_bf16_equals_the_stock_run(ranks):

@@ -19,7 +19,7 @@ def _run(zero, folder, resume, named):
     """Losses after the save, of a run that goes on or of one that is resumed from it."""
     with launched():
         options = {"project_config": _project(folder)} if named else {}
-        script = Script(zero, steps=8, **options)
+        script = Script(zero, steps=7, **options)
         counted = Counted()
         script.accelerator.register_for_checkpointing(counted)
         where = None if named else f"{folder}/state"

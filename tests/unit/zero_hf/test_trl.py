@@ -68,6 +68,13 @@ def test_only_classes_of_trl_get_what_trl_needs():
     assert zero_hf.sharded(zero_hf.sharded(Own)) is zero_hf.sharded(Own)
 
 
+def test_models_that_trl_loads_by_name_are_not_put_on_a_device(folder):
+    """Fails if TRL gives the policy or its reference model to a GPU before they are sharded."""
+    trainer = dpo(folder, str(folder))
+    assert trainer.args.model_init_kwargs == {"device_map": None}
+    assert {parameter.device.type for parameter in trainer.model.parameters()} == {"cpu"}
+
+
 def test_activation_offloading_is_refused(folder):
     """Fails if TRL's hooks move what zero-core's units own."""
     with pytest.raises(zero_hf.ConfigError, match="activation_offloading=True .* zero_offload.offload_activations"):

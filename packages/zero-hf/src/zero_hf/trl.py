@@ -37,8 +37,12 @@ class ShardedTRL(Trainer):
 
     zero_config: ZeroConfig
     zero_others: list[Run]
+    model: Any
 
     def __init__(self, *given: Any, **options: Any) -> None:
+        if isinstance(given[0] if given else options.get("model"), str):  # TRL would put it on the GPU, whole
+            for args in (thing for thing in (*given, *options.values()) if isinstance(thing, TrainingArguments)):
+                args.model_init_kwargs = {"device_map": None} | (getattr(args, "model_init_kwargs", None) or {})
         models = [thing for thing in given[:2] if isinstance(thing, nn.Module)]
         models += [options[name] for name in ("model", "ref_model") if isinstance(options.get(name), nn.Module)]
         self.zero_others = []
@@ -63,7 +67,7 @@ class ShardedTRL(Trainer):
                 options["device_placement"] = False
             return prepare(model, *given, **options)
 
-        self.accelerator.prepare_model = prepare_model  # type: ignore[method-assign]
+        self.accelerator.prepare_model = prepare_model
 
     def _shard_other(self, model: nn.Module) -> None:
         device = self.args.device
@@ -102,11 +106,13 @@ class ShardedTRL(Trainer):
                 "each other. Set it to True, which gathers the model while it generates"
             )
         with zero_core.gathered(self.model) if self._gathers else nullcontext():
-            return super()._generate(*given, **options)  # type: ignore[misc]
+            inherited: Any = super()
+            return inherited._generate(*given, **options)
 
     def _generate_single_turn(self, *given: Any, **options: Any) -> Any:
         with nullcontext() if self._gathers else zero_core.uneven(self.model):
-            return super()._generate_single_turn(*given, **options)  # type: ignore[misc]
+            inherited: Any = super()
+            return inherited._generate_single_turn(*given, **options)
 
 
 def _deferred(model: nn.Module) -> bool:
