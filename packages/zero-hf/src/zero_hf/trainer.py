@@ -49,7 +49,7 @@ def sharded(trainer: T, zero: Given = None) -> T:
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise TypeError(f"sharded({trainer!r}): give it transformers.Trainer or a subclass of it, the class itself")
-    made: Any = trainer if issubclass(trainer, _Sharded) else _made(trainer)
+    made: Any = trainer if issubclass(trainer, _Sharded) else _made(cast(Any, trainer))
     return cast(T, made if zero is None else _with_default(made, ZeroConfig.of(zero)))
 
 
