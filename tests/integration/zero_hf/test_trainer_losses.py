@@ -37,6 +37,8 @@ def test_losses_are_those_of_the_stock_trainer_and_host_and_nvme_agree_to_the_di
     stock, logs = train(Trainer, tmp_path, model_of(given := dict(WAYS[way])), **given)
     exact = {}
     for tier, zero in tiers(tmp_path).items():
+        if tier == "none" and way not in ("plain", "accumulated"):
+            continue
         made, ours = train(Sharded, tmp_path, model_of(given := dict(WAYS[way])), zero=zero, **given)
         near(ours.losses, logs.losses)
         near(ours.norms, logs.norms, 1e-4)

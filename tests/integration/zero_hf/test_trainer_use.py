@@ -161,7 +161,7 @@ def test_a_smaller_batch_is_found_where_memory_runs_out(tmp_path):
         model.model.layers[1].mlp.register_forward_pre_hook(limit)
         return model
 
-    given = {"auto_find_batch_size": True, "per_device_train_batch_size": 8}
+    given = {"auto_find_batch_size": True, "per_device_train_batch_size": 3}
     stock, ours = both(tmp_path, losses, model=small, **given)
     assert ours == pytest.approx(stock, rel=1e-5)
 

@@ -34,6 +34,11 @@ def test_a_class_is_made_once_and_is_a_subclass():
     assert made_class is sharded(Seq2SeqTrainer) is sharded(made_class)
     assert issubclass(made_class, Seq2SeqTrainer) and made_class.__name__ == "ShardedSeq2SeqTrainer"
     assert sharded(Trainer, zero={"stage": 2}) is sharded(Trainer, zero=ZeroConfig(stage=2)) is not sharded(Trainer)
+
+    class Mine(sharded(Trainer)):
+        pass
+
+    assert sharded(Mine) is Mine and issubclass(sharded(Mine, zero={"stage": 2}), Mine)
     assert Trainer.create_optimizer is not sharded(Trainer).create_optimizer
 
 

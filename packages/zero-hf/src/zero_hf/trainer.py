@@ -49,15 +49,19 @@ def sharded(trainer: T, zero: Given = None) -> T:
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise TypeError(f"sharded({trainer!r}): give it transformers.Trainer or a subclass of it, the class itself")
-    unsharded: Any = trainer.__bases__[-1] if issubclass(trainer, _Sharded) else trainer
-    return cast(T, _made(unsharded, None if zero is None else ZeroConfig.of(zero)))
+    made: Any = trainer if issubclass(trainer, _Sharded) else _made(cast(Any, trainer))
+    return cast(T, made if zero is None else _with_default(made, ZeroConfig.of(zero)))
 
 
 @functools.cache
-def _made(trainer: type[Any], default: ZeroConfig | None) -> Any:
-    body = {"__doc__": trainer.__doc__, "__module__": __name__, "_zero_default": default}
+def _made(trainer: type[Any]) -> type[Any]:
     bases = (_Sharded, ShardedTRL, trainer) if is_trl(trainer) else (_Sharded, trainer)
-    return type(f"Sharded{trainer.__name__}", bases, body)
+    return type(f"Sharded{trainer.__name__}", bases, {"__doc__": trainer.__doc__, "__module__": __name__})
+
+
+@functools.cache
+def _with_default(made: type[Any], default: ZeroConfig) -> type[Any]:
+    return type(made.__name__, (made,), {"__doc__": made.__doc__, "__module__": __name__, "_zero_default": default})
 
 
 class _Sharded(Trainer):
