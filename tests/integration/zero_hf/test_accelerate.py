@@ -35,7 +35,7 @@ def test_stages_equal_the_stock_run(ranks, world):
 
 
 def test_bf16_equals_the_stock_run(ranks):
-    """Fails if autocast is left out, or if parameters in bf16 lose their fp32 masters. Kernels in bf16 may round anew."""
+    """Fails if autocast is left out, or if parameters in bf16 lose their fp32 masters."""
     options = {"mixed_precision": "bf16", "accumulate": 1, "lr": 1e-3}
     stock = ranks(1).run(_losses, None, options)[0]
     ours = ranks(1).run(_losses, {}, options)[0]
