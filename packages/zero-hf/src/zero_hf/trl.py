@@ -42,7 +42,8 @@ class ShardedTRL(Trainer):
     def __init__(self, *given: Any, **options: Any) -> None:
         if isinstance(given[0] if given else options.get("model"), str):  # TRL would put it on the GPU, whole
             for args in (thing for thing in (*given, *options.values()) if isinstance(thing, TrainingArguments)):
-                args.model_init_kwargs = {"device_map": None} | (getattr(args, "model_init_kwargs", None) or {})
+                loading = {"device_map": None} | (getattr(args, "model_init_kwargs", None) or {})
+                vars(args)["model_init_kwargs"] = loading
         models = [thing for thing in given[:2] if isinstance(thing, nn.Module)]
         models += [options[name] for name in ("model", "ref_model") if isinstance(options.get(name), nn.Module)]
         self.zero_others = []
