@@ -14,6 +14,7 @@ from unittest import mock
 TILE = 1 << 14  # elements of a small chunk, which is the smallest tile
 KNOW_CHUNKS = (
     "zero_core.precision",
+    "zero_core.runtime.gradient_access",
     "zero_offload.tiles.gradients",
     "zero_offload.tiles.tile",
     "zero_offload.torch_step",
