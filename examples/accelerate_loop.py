@@ -2,7 +2,6 @@
 
 python examples/accelerate_loop.py                                          one process
 torchrun --nproc_per_node 2 examples/accelerate_loop.py                     two
-accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py       two
 ZERO_HF_CONFIG=zero.yaml python examples/accelerate_loop.py                 with a file that says stage and tiers
 """
 

@@ -2,7 +2,6 @@
 
 python examples/trainer.py                                    one process
 torchrun --nproc_per_node 2 examples/trainer.py               two
-accelerate launch --cpu --num_processes 2 examples/trainer.py two
 ZERO_HF_CONFIG=zero.yaml python examples/trainer.py           with a file that says stage and tiers
 """
 

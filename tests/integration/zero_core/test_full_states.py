@@ -274,5 +274,16 @@ def alone():
     assert ours.full_state_dict(rank0_only=False)["step_count"] == 0, "the run goes on"
 
 
+@pytest.mark.parametrize(
+    "change", [lambda s, p: s.clear(), lambda s, p: s.pop(p, None), lambda s, p: s.__setitem__(p, {})]
+)
+def test_states_are_not_changed_in_silence(change):
+    """Fails if a callback that clears optimizer.state, as restarts do, goes on with the old moments."""
+    model = toys.Stack(1)
+    optimizer = zero_core.shard(model, toys.adamw(model.parameters()))
+    with pytest.raises(UnsupportedOptimizerError, match="reaches no shard: zero_core.set_full_state"):
+        change(optimizer.state, model.head.weight)
+
+
 def test_a_rank_that_calls_alone_fails_soon(ranks):
     ranks(2).run(alone)

@@ -46,6 +46,15 @@ class States(defaultdict[Any, Any]):
             f"zero_core.full_state(parameter, name) reads one, and set_full_state writes it. {INSTEAD}"
         )
 
+    def _refuse_change(self, *args: Any, **kwargs: Any) -> Any:
+        """torch would begin anew, or go on with what was written. Here nothing would come of it."""
+        raise UnsupportedOptimizerError(
+            "optimizer.state of a sharded optimizer was changed, which reaches no shard: "
+            "zero_core.set_full_state(parameter, name, values) writes a state, zeros to begin anew"
+        )
+
+    clear = pop = popitem = update = setdefault = __setitem__ = __delitem__ = _refuse_change
+
     def __bool__(self) -> bool:
         """torch.distributed.checkpoint makes states by a step of zeros where there are none."""
         return True
