@@ -156,7 +156,8 @@ def test_clipping_all_gradients_reads_and_writes_none(ranks, size):
     ranks(size).run(reads_nothing)
 
 
-def test_a_plain_layer_beside_is_clipped_with_the_sharded_model():
+@pytest.mark.parametrize("foreach", [None, True])
+def test_a_plain_layer_beside_is_clipped_with_the_sharded_model(foreach):
     dense, theirs, model, ours = twins()
     layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
     layers[1].load_state_dict(layers[0].state_dict())
@@ -164,10 +165,21 @@ def test_a_plain_layer_beside_is_clipped_with_the_sharded_model():
     found = []
     for layer, beside in zip(layers, (model, dense), strict=True):
         layer(torch.ones(1, 3)).sum().backward()
-        found.append(UTILS.clip_grad_norm_([*layer.parameters(), *beside.parameters()], 0.05))
+        found.append(UTILS.clip_grad_norm_([*layer.parameters(), *beside.parameters()], 0.05, foreach=foreach))
     torch.testing.assert_close(*found)
     torch.testing.assert_close(layers[0].weight.grad, layers[1].weight.grad)
     step_both(ours, theirs)
+    check(model, dense)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_plain_optimizer_steps_with_the_gradients_of_all_ranks(foreach):
+    """Slowly, gathering each; the sharded optimizer is not asked."""
+    dense, _, model, _ = twins()
+    plain = [torch.optim.Adam(each.parameters(), lr=0.1, foreach=foreach) for each in (model, dense)]
+    for step in range(2):
+        backward(model, dense, step)
+        step_both(*plain)
     check(model, dense)
 
 

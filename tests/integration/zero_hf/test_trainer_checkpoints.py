@@ -137,6 +137,14 @@ def test_at_another_world_size_it_goes_on_with_the_states_that_were_saved(ranks,
     same(back, states(made.model))
 
 
+def test_a_checkpoint_without_optimizer_states_says_so(tmp_path):
+    """The stock Trainer goes on without a word."""
+    train(Sharded, tmp_path, **SAVING)
+    shutil.rmtree(tmp_path / "checkpoint-4" / "zero")
+    with pytest.warns(UserWarning, match="checkpoint-4 has neither zero nor optimizer.pt: .* new optimizer states"):
+        train(Sharded, tmp_path, resume=str(tmp_path / "checkpoint-4"), **SAVING)
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     train(Sharded, tmp_path, **SAVING)
     with pytest.raises(zero_core.ZeroError, match="num_hidden_layers|model.layers|layers.2"):

@@ -34,6 +34,10 @@ def test_a_yaml_or_json_file_is_read(tmp_path, text):
         ({"optimizer": "disk"}, "optimizer='disk': choose one of"),
         ({"zero_stage": 3}, "zero_stage, which is no setting: there are stage, offload"),
         (["host"], "a list: give a mapping"),
+        ({"param_dtype": "fp16"}, "param_dtype='fp16': choose one of None, 'bf16'"),
+        ({"host_bytes": "4GiB"}, "host_bytes='4GiB': give a whole number of at least 0, without a unit"),
+        ({"tile_numel": 0}, "tile_numel=0: give a whole number of at least 1"),
+        ({"nvme_paths": "/mnt/{localrank}"}, "the only name in braces is {local_rank}"),
         ("/nowhere/zero.yaml", "/nowhere/zero.yaml"),
     ],
 )

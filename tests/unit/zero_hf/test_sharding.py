@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -59,3 +61,30 @@ def test_what_is_not_trained_has_no_states_in_the_plan():
     assert all(parameter.requires_grad for net in nets for parameter in net.parameters())
     for run in runs:
         run.close()
+
+
+def refused(path):
+    net = model()
+    with pytest.raises(ConfigError, match="no slab on nvme_paths=.* Name a folder on a mounted drive"):
+        shard(net, torch.optim.AdamW(net.parameters()), ZeroConfig(offload="nvme", nvme_paths=(path,)))
+    net(torch.ones(2, 4)).sum().backward()  # it is as it was
+
+
+def test_a_folder_on_a_drive_that_is_not_there_is_refused_and_nothing_is_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "unmounted" / "zero", tmp_path / "file"):
+        refused(path)
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+    if os.path.isdir("/dev/shm"):
+        name = f"/dev/shm/zero-{os.getpid()}"
+        refused(name)  # in memory
+        assert not os.path.exists(name)
+
+
+def test_the_plan_says_in_which_folder_states_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    net = model()
+    config = ZeroConfig(offload="nvme", nvme_paths=(str(tmp_path / "d{local_rank}"),))
+    run = shard(net, torch.optim.AdamW(net.parameters()), config)
+    assert run.describe().endswith(f", in {tmp_path / 'd3'}")
+    run.close()

@@ -86,11 +86,6 @@ def test_an_argument_that_cannot_be_followed_is_refused_before_anything_is_alloc
         sharded(Trainer)(Model(), given)
 
 
-def test_fp16_parameters_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="param_dtype: fp16 does not go with .* write param_dtype: bf16"):
-        made(tmp_path, zero={"param_dtype": "fp16"})
-
-
 def test_a_model_that_somebody_else_placed_is_refused(tmp_path):
     model = Model()
     model.hf_device_map = {"a": 0, "b": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ class ZeroConfig:
 
     stage: ZeRO stage 0 to 3. offload: where everything is kept, "none" (on the device), "host" or "nvme"; parameters,
     gradients and optimizer say otherwise for one kind, "device", "host" or "nvme". nvme_paths: folders on the drives,
-    in which "{local_rank}" is this process's number on its machine. states: a layout of zero_optim_cpu.CpuStep.
+    in which "{local_rank}" is this process's number on its machine; a folder is made if the one above it is there.
+    states: a layout of zero_optim_cpu.CpuStep.
     prefetch_bytes, resident_bytes: as zero_core.shard takes them. tile_numel, slots, host_bytes, overlap: as
-    zero_offload.TieredStore takes them. param_dtype: "bf16" or "fp16" computes in it, with fp32 masters; None computes
-    in the model's own dtype.
+    zero_offload.TieredStore takes them. param_dtype: "bf16" computes in it, with fp32 masters; None computes in the
+    model's own dtype.
     """
 
     stage: int = 3
@@ -53,7 +55,13 @@ class ZeroConfig:
         object.__setattr__(self, "nvme_paths", tuple(str(path) for path in self.nvme_paths))
         _known("stage", self.stage, (0, 1, 2, 3))
         _known("offload", self.offload, tuple(_PLACES))
-        _known("param_dtype", self.param_dtype, (None, "bf16", "fp16"))
+        _known("param_dtype", self.param_dtype, (None, "bf16"))
+        for name, least in (("prefetch_bytes", 0), ("resident_bytes", 0), ("tile_numel", 1), ("slots", 1)):
+            _number(name, getattr(self, name), least, optional=name == "slots")
+        _number("host_bytes", self.host_bytes, 0, optional=True)
+        for path in self.nvme_paths:
+            if set(re.findall(r"{.*?}", path)) - {"{local_rank}"}:
+                raise ConfigError(f"nvme_paths has {path!r}: the only name in braces is {{local_rank}}")
         for kind in _KINDS:
             _known(kind, getattr(self, kind), (None, "device", "host", "nvme"))
         if "nvme" in self.placements.values() and not self.nvme_paths:
@@ -89,6 +97,13 @@ class ZeroConfig:
         if unknown:
             raise ConfigError(f"{where} has {', '.join(unknown)}, which is no setting: there are {', '.join(names)}")
         return cls(**given)
+
+
+def _number(name: str, value: object, least: int, *, optional: bool) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r}: give a whole number of at least {least}, without a unit")
 
 
 def _known(name: str, value: object, allowed: tuple[object, ...]) -> None:

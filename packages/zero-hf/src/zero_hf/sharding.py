@@ -20,8 +20,6 @@ from .config import ConfigError, ZeroConfig
 
 __all__ = ["Run", "shard"]
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 @dataclass
 class Run:
@@ -47,7 +45,8 @@ class Run:
         ]
         if self.plan.total("nvme"):
             moved = [f"{n / 1e9:.2f} GB" for n in (self.plan.read_bytes_per_step, self.plan.write_bytes_per_step)]
-            lines.append(f"each step reads {moved[0]} from NVMe and writes {moved[1]}")
+            where = ", ".join(_paths(self.config))
+            lines.append(f"each step reads {moved[0]} from NVMe and writes {moved[1]}, in {where}")
         return "\n".join(lines)
 
     def close(self) -> None:
@@ -71,7 +70,7 @@ def shard(
         ConfigError: a package that the tiers need is missing, or the optimizer has no CPU kernels.
         zero_offload.PlanError: a tier of `hardware` is too small.
     """
-    dtype = _DTYPES.get(config.param_dtype or "")
+    dtype = torch.bfloat16 if config.param_dtype == "bf16" else None
     kept = ExitStack()
     with ExitStack() as stack:
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -159,8 +158,22 @@ def _slab(config: ZeroConfig, stack: ExitStack) -> Any:
         nvme = importlib.import_module("zero_nvme")
     except ImportError:
         raise ConfigError('"nvme" needs the package zero-nvme: install it, or write offload: host') from None
+    made: list[str] = []
+    try:
+        for path in _paths(config):
+            if not os.path.isdir(path):
+                os.mkdir(path)  # not the folders above it: where they are missing, the drive is not mounted
+                made.append(path)
+        return stack.enter_context(nvme.Slab(_paths(config)))
+    except OSError as error:
+        for path in made:
+            os.rmdir(path)
+        raise ConfigError(
+            f"no slab on nvme_paths={_paths(config)}: {error}. Name a folder on a mounted drive; a folder is made if "
+            "the one above it is there"
+        ) from error
+
+
+def _paths(config: ZeroConfig) -> list[str]:
     local_rank = os.environ.get("LOCAL_RANK", "0")
-    paths = [path.replace("{local_rank}", local_rank) for path in config.nvme_paths]
-    for path in paths:
-        os.makedirs(path, exist_ok=True)
-    return stack.enter_context(nvme.Slab(paths))
+    return [os.path.abspath(path.replace("{local_rank}", local_rank)) for path in config.nvme_paths]

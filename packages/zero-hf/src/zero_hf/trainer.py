@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,6 +33,7 @@ T = TypeVar("T", bound=type[Any])
 STATE = "zero"  # the folder inside a Trainer's checkpoint: fp32 masters and optimizer states, zero_core.checkpoint
 _TRAINER_STATE = "trainer_state.json"  # what a Trainer writes last
 _SCHEDULER = "scheduler.pt"
+_OPTIMIZER = "optimizer.pt"  # of a stock Trainer
 _ARGUMENTS = "training_args.bin"
 
 
@@ -85,7 +87,7 @@ class _Sharded(Trainer):
         super().__init__(*given, **options)
 
     def create_accelerator_and_postprocess(self) -> None:
-        _refuse(self.args, self.zero_config, self.model)
+        _refuse(self.args, self.model)
         super().create_accelerator_and_postprocess()
         for name in ("deepspeed_plugin", "fsdp_plugin"):
             if getattr(self.accelerator.state, name, None) is not None:
@@ -191,6 +193,11 @@ class _Sharded(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (Path(checkpoint) / STATE).is_dir():
+            if checkpoint is not None and not (Path(checkpoint) / _OPTIMIZER).is_file():
+                warnings.warn(
+                    f"{checkpoint} has neither {STATE} nor {_OPTIMIZER}: training goes on with new optimizer states",
+                    stacklevel=2,
+                )
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         run = self._trained_run()
@@ -234,14 +241,10 @@ def _adapters(model: nn.Module) -> tuple[str, ...]:
     return tuple(getattr(model, "peft_config", None) or ())
 
 
-def _refuse(args: TrainingArguments, config: ZeroConfig, model: nn.Module | None) -> None:
+def _refuse(args: TrainingArguments, model: nn.Module | None) -> None:
     """Raises ConfigError for an argument that cannot be followed, before anything is allocated."""
     precision = getattr(args, "mixed_precision", "no")
     others = "zero= says which stage and which tiers"
-    scaled = (
-        "small gradients would be lost without a scaled loss, and a Trainer multiplies its loss in place, which a "
-        "scaled one forbids: write param_dtype: bf16"
-    )
     graded = (
         "torch's GradScaler reads gradients that are in shards: train with bf16=True, or load the model in bfloat16, "
         "which is then trained with fp32 masters"
@@ -252,7 +255,6 @@ def _refuse(args: TrainingArguments, config: ZeroConfig, model: nn.Module | None
         (args.fsdp, "fsdp=", f"FSDP shards the model itself: leave it out, {others}"),
         (args.parallelism_config, "parallelism_config=", "ranks are data parallel here: leave it out"),
         (args.fp16 or precision == "fp16", "fp16=True", graded),
-        (config.param_dtype == "fp16", "param_dtype: fp16", scaled),
         (precision == "fp8", "mixed_precision=fp8", "use bf16=True"),
         (args.fp16_full_eval, "fp16_full_eval=True", whole),
         (args.bf16_full_eval, "bf16_full_eval=True", whole),

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from ..errors import CheckpointError, ZeroError
 from .files import StreamingReader, StreamingWriter
 from .match import FORMAT, STATE, Finder, groups_of, options_of, steps_of, unpickle
 from .plan import TILE_NUMEL, Contents, StreamingLoadPlanner, StreamingSavePlanner, Wanted
+from .safetensors import room
 from .shards import MASTER, ShardSlice, ShardView, clean_name, view_of
 
 __all__ = ["Loaded", "load", "save"]
@@ -159,7 +159,10 @@ def _view(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ShardVie
 
 @contextmanager
 def _unwrapped(written: Path | None = None) -> Iterator[None]:
-    """Raise what a rank raised, instead of torch's summary of all ranks, and no warning about one process."""
+    """Raise what a rank raised, instead of torch's summary of all ranks, and no warning about one process.
+
+    With what is free on the disk: of a full one, torch's writer says only that it is somewhere else than it thought.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -168,16 +171,8 @@ def _unwrapped(written: Path | None = None) -> Iterator[None]:
         rank, (error, _) = min(summary.failures.items())
         if isinstance(error, ZeroError):
             raise error from None
-        where = "" if written is None else f"writing {written}, {_room(written)}: "
+        where = "" if written is None else f"writing {written}, {room(written)}: "
         raise CheckpointError(f"rank {rank}: {where}{type(error).__name__}: {error}") from error
-
-
-def _room(folder: Path) -> str:
-    """What is free there: torch's writer says of a full disk only that it is somewhere else than it thought."""
-    try:
-        return f"where {shutil.disk_usage(folder).free:,} bytes are free"
-    except OSError:
-        return "which cannot be opened"
 
 
 def _read(

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ..building.init import Initialiser
 from ..building.keys import Part, match, named_tensors, whole_tensors
 from ..building.replay import Source
 from ..errors import PretrainedError
-from .safetensors import INDEX_NAME, SINGLE_NAME, Entry, Reader, Writer, open_index
+from .safetensors import INDEX_NAME, SINGLE_NAME, Entry, Reader, Writer, open_index, room
 from .shards import ShardView, view_of
 
 __all__ = ["FileValues", "PretrainedReport", "fill", "load_pretrained", "save_pretrained"]
@@ -164,10 +164,11 @@ def save_pretrained(
     meet = (lambda what: None) if view is None else view.ranks.meet
     if first:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, tensors in files.items():
-            Writer(folder / f"{name}.partial", tensors).close()
+        with _complete(folder, files):
+            for name, tensors in files.items():
+                Writer(folder / f"{name}.partial", tensors).close()
     meet("save_pretrained")
-    with ExitStack() as stack:
+    with _complete(folder, files), ExitStack() as stack:
         by_tensor: dict[str, Writer] = {}
         for name, tensors in files.items():
             writer = stack.enter_context(Writer(folder / f"{name}.partial", tensors, create=False))
@@ -177,6 +178,21 @@ def save_pretrained(
     if first:
         _publish(model, folder, files)
     meet("save_pretrained")
+
+
+@contextmanager
+def _complete(folder: Path, files: Mapping[str, Mapping[str, _Kind]]) -> Iterator[None]:
+    """A disk that is full, for example: tell what was needed, and leave nothing half written."""
+    try:
+        yield
+    except OSError as error:
+        needed = sum(torch.Size(s).numel() * kind.itemsize for each in files.values() for kind, s in each.values())
+        for name in files:
+            (folder / f"{name}.partial").unlink(missing_ok=True)
+        raise PretrainedError(
+            f"save_pretrained into {folder}: {error}; the weights take {needed:,} bytes, {room(folder)}. What was "
+            "there before is as it was: make room, or name another folder"
+        ) from error
 
 
 def _plan_files(model: nn.Module, dtype: torch.dtype | None, max_file_bytes: int) -> dict[str, dict[str, _Kind]]:

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import shutil
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from ..errors import PretrainedError
 
-__all__ = ["DTYPES", "Entry", "Reader", "Writer", "layout_entries", "memory_of", "open_index"]
+__all__ = ["DTYPES", "Entry", "Reader", "Writer", "layout_entries", "memory_of", "open_index", "room"]
 
 DTYPES = {
     "F64": torch.float64,
@@ -174,6 +175,14 @@ def _close_all(files: dict[Path, io.FileIO]) -> None:
     for file in files.values():
         file.close()
     files.clear()
+
+
+def room(folder: Path) -> str:
+    """What is free on a folder's disk, for an error."""
+    try:
+        return f"where {shutil.disk_usage(folder).free:,} bytes are free"
+    except OSError:
+        return "which cannot be opened"
 
 
 def layout_entries(

@@ -104,7 +104,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 return None
             raise GradientError(
                 f"the gradient norm is {norm} at step {self.step_count + 1}; nothing was updated and the gradients are "
-                'discarded. Look for the loss that is not finite, or pass loss_scale="dynamic" with fp16'
+                "discarded. Look for the loss that is not finite. With parameters in fp16, give zero_core.shard "
+                'loss_scale="dynamic"'
             )
         inverse = 1.0
         if scale is not None:

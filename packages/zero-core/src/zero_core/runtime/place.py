@@ -73,11 +73,9 @@ class Place:
 
     def gradient(self) -> Tensor:
         values = gradient_access.read(self.engine, self.unit, self.index)
-        return (
-            torch.zeros(self.unit.layout.slots[self.index].shape, device=self.engine.ranks.device)
-            if values is None
-            else values
-        )
+        if values is None:  # of several ranks none has one, which was not known when `p.grad` was asked for
+            return torch.zeros(self.unit.layout.slots[self.index].shape, device=self.engine.ranks.device)
+        return values
 
     def overwrite_gradient(self, values: Tensor) -> None:
         flat = values.detach().to(self.engine.ranks.device, torch.float32).reshape(-1)
