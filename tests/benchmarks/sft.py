@@ -57,7 +57,7 @@ def train(given: argparse.Namespace) -> None:
                 model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
         if stock:
             zero_core.materialise(model)  # a plain model: the same weights, and the same adapters
-        zero = {"offload": "nvme", "nvme_paths": str(where / "states")}
+        zero = {"offload": "nvme", "nvme_paths": str(where / "states"), **json.loads(given.zero)}
         trainer_class = trl.SFTTrainer if stock else zero_hf.sharded(trl.SFTTrainer, zero)
         args = trl.SFTConfig(
             output_dir=str(where / given.variant),
@@ -128,6 +128,7 @@ def main() -> None:
     )
     parser.add_argument("--dtype", default="float32", help="of the weights that are loaded")
     parser.add_argument("--autocast", action="store_true", help="computes in bfloat16: the Trainer's bf16=True")
+    parser.add_argument("--zero", default="{}", help="more settings of ZeroConfig, as JSON")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--save", type=int, default=5)
     parser.add_argument("--batch", type=int, default=4)
