@@ -12,17 +12,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import GradientError
+
 __all__ = ["LossScale", "scale_gradients"]
 
 
 class LossScale:
-    """A power of two. Dynamic: halves when a norm is not finite, doubles after `window` finite ones in a row."""
+    """A power of two. Dynamic: halves when a norm is not finite, doubles after `window` finite ones in a row.
 
-    def __init__(self, value: float = 2.0**16, *, dynamic: bool = True, window: int = 2000) -> None:
+    first_window: how many finite ones it takes from the start and from each norm that is not finite; None: `window`.
+    hysteresis: how many norms that are not finite it takes to halve; each of them skips its step. The count starts anew
+    when the scale doubles or, with consecutive_hysteresis, at each finite norm. minimum: what it never goes below;
+    a norm that is not finite at the minimum raises GradientError with fails_at_minimum, and skips its step without.
+    DeepSpeed's scale is LossScale(2.0**16, window=1000, first_window=1001, hysteresis=2, fails_at_minimum=True).
+    """
+
+    def __init__(
+        self,
+        value: float = 2.0**16,
+        *,
+        dynamic: bool = True,
+        window: int = 2000,
+        first_window: int | None = None,
+        hysteresis: int = 1,
+        consecutive_hysteresis: bool = False,
+        minimum: float = 1.0,
+        fails_at_minimum: bool = False,
+    ) -> None:
         if not 0 < value < math.inf:
             raise ValueError(f"loss_scale={value} must be positive and finite")
+        if not 0 < minimum < math.inf or hysteresis < 1:
+            raise ValueError(f"minimum={minimum}, hysteresis={hysteresis}: a positive number, and at least 1")
         self.value, self.dynamic, self.window = float(value), dynamic, window
-        self.finite_steps = 0
+        self.hysteresis, self.consecutive_hysteresis = hysteresis, consecutive_hysteresis
+        self.minimum, self.fails_at_minimum = float(minimum), fails_at_minimum
+        self._start = 0 if first_window is None else window - first_window
+        self.finite_steps, self._left = self._start, hysteresis
 
     @classmethod
     def of(cls, wanted: float | str | LossScale | None) -> LossScale | None:
@@ -36,24 +61,36 @@ class LossScale:
         return cls(wanted, dynamic=False)
 
     def overflowed(self) -> None:
-        self.value = max(self.value / 2, 1.0)
-        self.finite_steps = 0
+        self.finite_steps = self._start
+        if self._left > 1:
+            self._left -= 1
+            return
+        if self.fails_at_minimum and self.value == self.minimum:
+            raise GradientError(
+                f"gradients overflow with loss_scale={self.value:g}, its minimum: nothing was updated. Lower the "
+                "learning rate, look for the loss that is not finite, or train in bf16"
+            )
+        self.value = max(self.value / 2, self.minimum)
 
     def succeeded(self) -> None:
         if not self.dynamic:
             return
         self.finite_steps += 1
-        if self.finite_steps >= self.window:  # more than, where a checkpoint was saved with a longer window
+        grows = self.finite_steps >= self.window  # more than, where a checkpoint was saved with a longer window
+        if grows:
             self.value, self.finite_steps = self.value * 2, 0
+        if grows or self.consecutive_hysteresis:
+            self._left = self.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "finite_steps": self.finite_steps}
+        return {"value": self.value, "finite_steps": self.finite_steps, "hysteresis_left": self._left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a dynamic scale was; a constant one stays what the user gave."""
         if not self.dynamic:
             return
         self.value, self.finite_steps = float(state["value"]), int(state["finite_steps"])
+        self._left = min(self.hysteresis, int(state.get("hysteresis_left", self.hysteresis)))  # older states have none
 
 
 class _Scale(torch.autograd.Function):
