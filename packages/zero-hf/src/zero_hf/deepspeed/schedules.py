@@ -82,7 +82,7 @@ class WarmupLR(Schedule):
         self.warmup, self.kind = max(2, warmup_num_steps), warmup_type
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         part = self._part(self.last_batch_iteration)
         return [low + (high - low) * part for low, high in zip(self.lowest, self.highest, strict=True)]
 
@@ -149,7 +149,7 @@ class WarmupCosineLR(Schedule):
         self.warmup, self.kind = max(2, warmup_num_steps), warmup_type
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         ratio = self._ratio(self.last_batch_iteration)
         return [rate * ratio for rate in self.base_lrs]
 
@@ -185,7 +185,7 @@ class LRRangeTest(Schedule):
         self.size, self.rate, self.stairs = lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         done = (self.last_batch_iteration + 1) / self.size
         return [low * (1 + self.rate * (math.floor(done) if self.stairs else done)) for low in self.lowest]
 
@@ -245,7 +245,7 @@ class OneCycle(Schedule):
             )
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         """Also sets the momenta, as torch's OneCycleLR does."""
         at = self.last_batch_iteration
         if at < 0:
