@@ -134,9 +134,7 @@ class _Sharded(Trainer):
             config.pop("scheduler", None)
         if self.args.bf16:
             config.setdefault("bf16", {"enabled": "auto"})  # as accelerate does
-        return from_deepspeed(
-            config, arguments=self.args, model=self.model, num_training_steps=self._training_steps
-        )
+        return from_deepspeed(config, arguments=self.args, model=self.model, num_training_steps=self._training_steps)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         self._training_steps = num_training_steps

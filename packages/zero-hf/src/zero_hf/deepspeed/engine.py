@@ -52,7 +52,9 @@ def init_distributed(
     """
     unknown = set(others) - {"auto_mpi_discovery", "distributed_port", "verbose", "config", "dist_init_required"}
     if unknown:
-        raise TypeError(f"init_distributed() got {', '.join(sorted(unknown))}: it takes dist_backend, timeout, init_method")
+        raise TypeError(
+            f"init_distributed() got {', '.join(sorted(unknown))}: it takes dist_backend, timeout, init_method"
+        )
     if dist.is_initialized():
         return
     device = _device()
@@ -292,7 +294,9 @@ class Engine(nn.Module):
         """
         rows = self.train_micro_batch_size_per_gpu() * self.world_size
         if train_batch_size <= 0 or train_batch_size % rows:
-            raise ConfigError(f"train_batch_size={train_batch_size} is no multiple of {rows}, a micro-batch of all ranks")
+            raise ConfigError(
+                f"train_batch_size={train_batch_size} is no multiple of {rows}, a micro-batch of all ranks"
+            )
         self._accumulate = train_batch_size // rows
 
     def zero_optimization_stage(self) -> int:
@@ -428,7 +432,9 @@ class Engine(nn.Module):
         The name of the file is model.safetensors, whatever `save_filename` says. Returns True.
         """
         if exclude_frozen_parameters:
-            raise ConfigError("exclude_frozen_parameters=True: save zero_core.trained_state_dict(engine.module) instead")
+            raise ConfigError(
+                "exclude_frozen_parameters=True: save zero_core.trained_state_dict(engine.module) instead"
+            )
         zero_core.save_pretrained(self.module, save_dir)
         return True
 
