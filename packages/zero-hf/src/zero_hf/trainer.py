@@ -31,8 +31,8 @@ __all__ = ["sharded"]
 
 Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 _GRADED = (
-    "torch's GradScaler reads gradients that are in shards: train with bf16=True, or load the model in bfloat16, which is then "
-    "trained with fp32 masters"
+    "torch's GradScaler reads gradients that are in shards: train with bf16=True, or load the model in bfloat16, which "
+    "is then trained with fp32 masters"
 )
 T = TypeVar("T", bound=type[Any])
 
