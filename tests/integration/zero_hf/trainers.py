@@ -66,7 +66,7 @@ def trainer(cls, folder, model=None, *, data=26, **given: Any) -> tuple[Any, Log
     if "model_init" not in rest:
         rest["model"] = llama() if model is None else model
     made = cls(
-        args=TrainingArguments(str(folder), **arguments),
+        args=rest.pop("arguments_class", TrainingArguments)(str(folder), **arguments),
         **{"train_dataset": rows(data), "eval_dataset": rows(7, seed=2)} | rest,
         callbacks=callbacks,
     )

@@ -34,7 +34,9 @@ def test_a_yaml_or_json_file_is_read(tmp_path, text):
         ({"optimizer": "disk"}, "optimizer='disk': choose one of"),
         ({"zero_stage": 3}, "zero_stage, which is no setting: there are stage, offload"),
         (["host"], "a list: give a mapping"),
-        ({"param_dtype": "fp16"}, "param_dtype='fp16': choose one of None, 'bf16'"),
+        ({"param_dtype": "fp8"}, "param_dtype='fp8': choose one of None, 'bf16', 'fp16'"),
+        ({"optimizer": {"host": 0.5}}, "fractions of 'device', 'host', 'nvme' are"),
+        ({"optimizer": {"host": 0.5, "nvme": 0.5}}, "nvme_paths is empty"),
         ({"host_bytes": "4GiB"}, "host_bytes='4GiB': give a whole number of at least 0, without a unit"),
         ({"tile_numel": 0}, "tile_numel=0: give a whole number of at least 1"),
         ({"nvme_paths": "/mnt/{localrank}"}, "the only name in braces is {local_rank}"),
@@ -44,3 +46,9 @@ def test_a_yaml_or_json_file_is_read(tmp_path, text):
 def test_what_is_not_known_is_refused_with_the_values_there_are(given, said):
     with pytest.raises(ConfigError, match="(?s).*".join(said.split("...")).replace("(", r"\(")):
         ZeroConfig.of(given)
+
+
+def test_a_kind_may_be_in_fractions_and_the_settings_still_name_a_class():
+    config = ZeroConfig.of({"optimizer": {"device": 0.25, "host": 0.75}})
+    assert config.placements["optimizer"] == {"device": 0.25, "host": 0.75}
+    assert hash(config) == hash(ZeroConfig(optimizer={"device": 0.25, "host": 0.75}))

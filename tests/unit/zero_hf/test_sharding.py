@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+import zero_core
 from zero_hf import ConfigError, ZeroConfig, shard
 
 
@@ -87,4 +88,16 @@ def test_the_plan_says_in_which_folder_states_are(tmp_path, monkeypatch):
     config = ZeroConfig(offload="nvme", nvme_paths=(str(tmp_path / "d{local_rank}"),))
     run = shard(net, torch.optim.AdamW(net.parameters()), config)
     assert run.describe().endswith(f", in {tmp_path / 'd3'}")
+    run.close()
+
+
+def test_fp16_is_refused_without_a_loss_scale_and_skips_overflows_with_one():
+    net = model()
+    with pytest.raises(ConfigError, match="fp16 without a loss scale"):
+        shard(net, torch.optim.SGD(net.parameters(), lr=0.1), ZeroConfig(param_dtype="fp16"))
+    scale = zero_core.LossScale(2.0**4)
+    run = shard(net, torch.optim.SGD(net.parameters(), lr=0.1), ZeroConfig(param_dtype="fp16"), loss_scale=scale)
+    net(torch.full((1, 4), 6e4, dtype=torch.float16)).sum().backward()  # times 16 is more than fp16 holds
+    run.optimizer.step()
+    assert (scale.value, run.optimizer.step_count) == (2.0**3, 0)
     run.close()

@@ -68,7 +68,7 @@ def test_what_is_no_trainer_class_is_refused(given):
         ({"bf16_full_eval": True}, "bf16_full_eval=True does not go with"),
         ({"torch_compile": True}, "torch_compile=True does not go with .* layer.compile()"),
         ({"save_on_each_node": True}, "save_on_each_node=True .* a folder that all see"),
-        ({"deepspeed": "x"}, "deepspeed= does not go with .*zero= says which stage"),
+        ({"deepspeed": "x"}, "deepspeed= of stock TrainingArguments, .* does not go with .*zero= says which stage"),
         ({"fsdp": True}, "fsdp= does not go with"),
         ({"mixed_precision": "fp16"}, "fp16=True does not go with .* train with bf16=True"),
         ({"mixed_precision": "fp8"}, "mixed_precision=fp8 does not go with"),

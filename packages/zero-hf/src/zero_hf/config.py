@@ -14,6 +14,7 @@ import yaml
 __all__ = ["ConfigError", "ZeroConfig"]
 
 _PLACES = {"none": "device", "host": "host", "nvme": "nvme"}
+Place = str | Mapping[str, float] | tuple[tuple[str, float], ...]
 _KINDS = ("parameters", "gradients", "optimizer")
 
 
@@ -26,19 +27,20 @@ class ZeroConfig:
     """How a model is sharded, and where its state is kept.
 
     stage: ZeRO stage 0 to 3. offload: where everything is kept, "none" (on the device), "host" or "nvme"; parameters,
-    gradients and optimizer say otherwise for one kind, "device", "host" or "nvme". nvme_paths: folders on the drives,
+    gradients and optimizer say otherwise for one kind: "device", "host", "nvme", or fractions of them, such as
+    {"host": 0.4, "nvme": 0.6}. nvme_paths: folders on the drives,
     in which "{local_rank}" is this process's number on its machine; a folder is made if the one above it is there.
     states: a layout of zero_optim_cpu.CpuStep.
     prefetch_bytes, resident_bytes: as zero_core.shard takes them. tile_numel, slots, host_bytes, overlap: as
-    zero_offload.TieredStore takes them. param_dtype: "bf16" computes in it, with fp32 masters; None computes in the
-    model's own dtype.
+    zero_offload.TieredStore takes them. param_dtype: "bf16" or "fp16" computes in it, with fp32 masters, and
+    "fp16" needs a loss scale; None computes in the model's own dtype.
     """
 
     stage: int = 3
     offload: str = "none"
-    parameters: str | None = None
-    gradients: str | None = None
-    optimizer: str | None = None
+    parameters: Place | None = None
+    gradients: Place | None = None
+    optimizer: Place | None = None
     nvme_paths: tuple[str, ...] = ()
     param_dtype: str | None = None
     states: str = "fp32"
@@ -55,7 +57,7 @@ class ZeroConfig:
         object.__setattr__(self, "nvme_paths", tuple(str(path) for path in self.nvme_paths))
         _known("stage", self.stage, (0, 1, 2, 3))
         _known("offload", self.offload, tuple(_PLACES))
-        _known("param_dtype", self.param_dtype, (None, "bf16"))
+        _known("param_dtype", self.param_dtype, (None, "bf16", "fp16"))
         for name, least in (("prefetch_bytes", 0), ("resident_bytes", 0), ("tile_numel", 1), ("slots", 1)):
             _number(name, getattr(self, name), least, optional=name == "slots")
         _number("host_bytes", self.host_bytes, 0, optional=True)
@@ -63,16 +65,29 @@ class ZeroConfig:
             if set(re.findall(r"{.*?}", path)) - {"{local_rank}"}:
                 raise ConfigError(f"nvme_paths has {path!r}: the only name in braces is {{local_rank}}")
         for kind in _KINDS:
-            _known(kind, getattr(self, kind), (None, "device", "host", "nvme"))
-        if "nvme" in self.placements.values() and not self.nvme_paths:
+            self._check_place(kind)
+        if any("nvme" in place for place in self.placements.values()) and not self.nvme_paths:
             raise ConfigError(
                 'nvme_paths is empty and something is kept on "nvme": name a folder on your fastest drive'
             )
 
+    def _check_place(self, kind: str) -> None:
+        place, tiers = getattr(self, kind), ("device", "host", "nvme")
+        if not isinstance(place, (Mapping, tuple)):
+            _known(kind, place, (None, *tiers))
+            return
+        shares = dict(place)
+        numbers = all(isinstance(share, (int, float)) and share >= 0 for share in shares.values())
+        if not set(shares) <= set(tiers) or not numbers or abs(sum(shares.values()) - 1) > 1e-6:
+            names = ", ".join(map(repr, tiers))
+            raise ConfigError(f"{kind}={shares}: fractions of {names} are numbers from 0 to 1 that add up to 1")
+        object.__setattr__(self, kind, tuple(shares.items()))  # settings are keys of a cache, and a dict is none
+
     @property
-    def placements(self) -> dict[str, str]:
-        """Where parameters, gradients and optimizer states are kept: "device", "host" or "nvme" of each."""
-        return {kind: getattr(self, kind) or _PLACES[self.offload] for kind in _KINDS}
+    def placements(self) -> dict[str, str | dict[str, float]]:
+        """Where parameters, gradients and optimizer states are kept: "device", "host" or "nvme", or fractions."""
+        places = {kind: getattr(self, kind) or _PLACES[self.offload] for kind in _KINDS}
+        return {kind: place if isinstance(place, str) else dict(place) for kind, place in places.items()}
 
     @classmethod
     def of(cls, given: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> ZeroConfig:

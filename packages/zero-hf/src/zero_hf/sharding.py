@@ -34,20 +34,7 @@ class Run:
 
     def describe(self) -> str:
         """Returns the plan as text to print: GiB of this rank on each tier, and what a step moves to and from NVMe."""
-        numel = sum(parameter.numel() for parameter in self.model.parameters())
-        ranks = zero_core.handle(self.model).ranks.size
-        rows = self.plan.table()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            f"zero_hf: {type(self.model).__name__} of {numel / 1e6:,.1f} M parameters at stage {self.config.stage} on "
-            f"{ranks} rank{'s' if ranks > 1 else ''}" + (", of each:" if ranks > 1 else ""),
-            *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows),
-        ]
-        if self.plan.total("nvme"):
-            moved = [f"{n / 1e9:.2f} GB" for n in (self.plan.read_bytes_per_step, self.plan.write_bytes_per_step)]
-            where = ", ".join(_paths(self.config))
-            lines.append(f"each step reads {moved[0]} from NVMe and writes {moved[1]}, in {where}")
-        return "\n".join(lines)
+        return describe(self.model, self.config, self.plan, zero_core.handle(self.model).ranks.size)
 
     def close(self) -> None:
         """Finishes what is under way and gives all memory and files back. The model cannot be used after."""
@@ -63,37 +50,34 @@ def shard(
     accumulate: int = 1,
     max_grad_norm: float | None = None,
     hardware: zero_offload.Hardware | None = None,
+    **options: Any,
 ) -> Run:
     """Shards `model` in place. accumulate: micro-batches of a step. Collective.
 
+    options: further ones of zero_core.shard, such as loss_scale, reduce_dtype and mesh.
+
     Raises:
-        ConfigError: a package that the tiers need is missing, or the optimizer has no CPU kernels.
+        ConfigError: a package that the tiers need is missing, the optimizer has no CPU kernels, or param_dtype is fp16
+            without a loss_scale.
         zero_offload.PlanError: a tier of `hardware` is too small.
     """
-    dtype = torch.bfloat16 if config.param_dtype == "bf16" else None
+    if config.param_dtype == "fp16" and options.get("loss_scale") is None:
+        raise ConfigError(
+            'param_dtype: fp16 without a loss scale loses small gradients: pass loss_scale="dynamic", or write bf16'
+        )
+    mesh = options.get("mesh")
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     kept = ExitStack()
     with ExitStack() as stack:
-        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        step = _step(optimizer, config)
-        options: dict[str, Any] = {
-            "stage": config.stage,
-            "prefetch_bytes": config.prefetch_bytes,
-            "resident_bytes": config.resident_bytes,
-        }
-        placements: dict[str, Any] = {**config.placements}
         with _only_trained(model, optimizer):
-            planned = zero_offload.plan(
+            planned, step = plan(
                 model,
-                hardware,
-                **placements,
-                step=step,
-                parameter_dtype=dtype,
-                shard_count=ranks,
-                tile_numel=config.tile_numel,
-                slots=config.slots,
-                host_bytes=config.host_bytes,
+                optimizer,
+                config,
+                ranks=world if mesh is None else mesh.size(mesh.ndim - 1),
                 accumulate=accumulate,
-                **options,
+                hardware=hardware,
+                reduce_dtype=options.get("reduce_dtype"),
             )
         store = None
         if any(place != "device" for place in config.placements.values()):
@@ -102,11 +86,75 @@ def shard(
                 plan=planned, nvme=slab, step=step, host_bytes=config.host_bytes, overlap=config.overlap
             )
             stack.callback(store.close)
-        more = {"param_dtype": dtype, "max_grad_norm": max_grad_norm, "store": store, "device": device}
-        made: Any = zero_core.shard(model, cast(Any, optimizer), **options, **more)
+        more = {"param_dtype": _dtype(config), "max_grad_norm": max_grad_norm, "store": store, "device": device}
+        made: Any = zero_core.shard(model, cast(Any, optimizer), **_gathering(config), **more, **options)
         stack.callback(made.close)
         kept = stack.pop_all()
     return Run(model, None if optimizer is None else made, config, store, planned, kept)
+
+
+def plan(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: ZeroConfig,
+    *,
+    ranks: int,
+    accumulate: int = 1,
+    hardware: zero_offload.Hardware | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> tuple[zero_offload.Plan, Any]:
+    """Returns what one of `ranks` ranks keeps where, and the update that was planned with. Allocates nothing.
+
+    Whatever requires a gradient in `model`, which may be on the meta device, counts as trained.
+
+    Raises:
+        ConfigError, zero_offload.PlanError: as shard.
+    """
+    step = _step(optimizer, config)
+    found = zero_offload.plan(
+        model,
+        hardware,
+        **cast(dict[str, Any], config.placements),
+        step=step,
+        parameter_dtype=_dtype(config),
+        reduce_dtype=reduce_dtype,
+        shard_count=ranks,
+        tile_numel=config.tile_numel,
+        slots=config.slots,
+        host_bytes=config.host_bytes,
+        accumulate=accumulate,
+        **_gathering(config),
+    )
+    return found, step
+
+
+def describe(model: nn.Module, config: ZeroConfig, plan: zero_offload.Plan, ranks: int) -> str:
+    """Returns a plan as text to print: GiB of a rank on each tier, and what a step moves to and from NVMe."""
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    rows = plan.table()
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f"zero_hf: {type(model).__name__} of {numel / 1e6:,.1f} M parameters at stage {config.stage} on "
+        f"{ranks} rank{'s' if ranks > 1 else ''}" + (", of each:" if ranks > 1 else ""),
+        *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows),
+    ]
+    if plan.total("nvme"):
+        moved = [f"{n / 1e9:.2f} GB" for n in (plan.read_bytes_per_step, plan.write_bytes_per_step)]
+        where = ", ".join(_paths(config))
+        lines.append(f"each step reads {moved[0]} from NVMe and writes {moved[1]}, in {where}")
+    return "\n".join(lines)
+
+
+def _dtype(config: ZeroConfig) -> torch.dtype | None:
+    return None if config.param_dtype is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[config.param_dtype]
+
+
+def _gathering(config: ZeroConfig) -> dict[str, Any]:
+    return {
+        "stage": config.stage,
+        "prefetch_bytes": config.prefetch_bytes,
+        "resident_bytes": config.resident_bytes,
+    }
 
 
 @contextmanager

@@ -21,13 +21,19 @@ from transformers import Trainer, TrainingArguments
 
 import zero_core
 
+from .arguments import deepspeed_of, without_deepspeed
 from .config import ConfigError, ZeroConfig
+from .deepspeed.translation import Translation, from_deepspeed, loaded
 from .sharding import Run, shard
 from .trl import ShardedTRL, is_trl
 
 __all__ = ["sharded"]
 
 Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+_GRADED = (
+    "torch's GradScaler reads gradients that are in shards: train with bf16=True, or load the model in bfloat16, which is then "
+    "trained with fp32 masters"
+)
 T = TypeVar("T", bound=type[Any])
 
 STATE = "zero"  # the folder inside a Trainer's checkpoint: fp32 masters and optimizer states, zero_core.checkpoint
@@ -45,10 +51,16 @@ def sharded(trainer: T, zero: Given = None) -> T:
     not given either, the file that the environment variable ZERO_HF_CONFIG names; else stage 3, with everything on the
     device.
 
+    A TrainingArguments class gives a subclass too: its `deepspeed` is the JSON that a sharded Trainer follows.
+
     Raises:
-        TypeError: `trainer` is no Trainer class.
+        TypeError: `trainer` is no Trainer class and no TrainingArguments class.
         ConfigError: `zero` has a key or a value that is not known, or is a file that cannot be read.
     """
+    if isinstance(trainer, type) and issubclass(trainer, TrainingArguments):
+        if zero is not None:
+            raise TypeError(f"sharded({trainer.__name__}, zero=...): give zero= with the Trainer class")
+        return cast(T, without_deepspeed(cast(Any, trainer)))
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise TypeError(f"sharded({trainer!r}): give it transformers.Trainer or a subclass of it, the class itself")
     made: Any = trainer if issubclass(trainer, _Sharded) else _made(cast(Any, trainer))
@@ -84,10 +96,15 @@ class _Sharded(Trainer):
         default: Given = self._zero_default or os.environ.get("ZERO_HF_CONFIG") or None
         self.zero_config = ZeroConfig.of(default if zero is None else zero)
         self.zero_run: Run | None = None
+        self._says_zero = zero is not None or default is not None
+        self._translation: Translation | None = None
+        self._training_steps: int | None = None
         super().__init__(*given, **options)
 
     def create_accelerator_and_postprocess(self) -> None:
         _refuse(self.args, self.model)
+        if deepspeed_of(self.args) is not None:
+            self._follow_deepspeed()
         super().create_accelerator_and_postprocess()
         for name in ("deepspeed_plugin", "fsdp_plugin"):
             if getattr(self.accelerator.state, name, None) is not None:
@@ -95,6 +112,52 @@ class _Sharded(Trainer):
                     f"accelerate was launched with a {name}, which shards the model itself: launch it with torchrun, "
                     "or with accelerate launch --multi_gpu, and say stage and tiers with zero="
                 )
+
+    # -- DeepSpeed's JSON ----------------------------------------------------------------------------------------------
+
+    def _follow_deepspeed(self) -> None:
+        """Takes stage, tiers, precision and clipping from the arguments' `deepspeed`, as transformers would do it."""
+        if self._says_zero:
+            raise ConfigError(
+                "deepspeed= of the arguments and zero= (or ZERO_HF_CONFIG) both say stage and tiers: leave one out"
+            )
+        found = self._translation = self._translated(with_schedule=False)
+        self.zero_config = found.zero
+        self.args.mixed_precision = "no"  # DeepSpeed computes in parameters of that dtype, not under autocast
+        if found.autocast is not None:
+            self.args.mixed_precision = "bf16"
+        self.args.max_grad_norm = found.max_grad_norm or 0.0  # a file without a key for it clips at 1.0
+
+    def _translated(self, with_schedule: bool) -> Translation:
+        config = dict(loaded(deepspeed_of(self.args)))
+        if not with_schedule:  # "auto" in it needs the number of steps
+            config.pop("scheduler", None)
+        if self.args.bf16:
+            config.setdefault("bf16", {"enabled": "auto"})  # as accelerate does
+        return from_deepspeed(
+            config, arguments=self.args, model=self.model, num_training_steps=self._training_steps
+        )
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        self._training_steps = num_training_steps
+        if self._translation is not None:
+            self._translation = self._translated(with_schedule=True)
+        super().create_optimizer_and_scheduler(num_training_steps)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        if self._translation is not None and self.lr_scheduler is None:
+            self._training_steps = num_training_steps
+            self.lr_scheduler = self._translated(with_schedule=True).scheduler(optimizer or self.optimizer)
+            if self.lr_scheduler is not None:
+                return self.lr_scheduler
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _prepare_input(self, data: Any) -> Any:
+        found = super()._prepare_input(data)
+        bf16 = self._translation is not None and self.zero_config.param_dtype == "bf16"
+        if bf16 and isinstance(found, torch.Tensor) and found.is_floating_point():
+            return found.to(torch.bfloat16)  # as transformers does for DeepSpeed
+        return found
 
     # -- sharding ------------------------------------------------------------------------------------------------------
 
@@ -109,13 +172,26 @@ class _Sharded(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.zero_run is None:
-            self._shard(super().create_optimizer(*([] if model is None else [model])))
+            named = self._named_optimizer(self.model if model is None else model)
+            self._shard(super().create_optimizer(*([] if model is None else [model])) if named is None else named)
         elif self.zero_run.optimizer is None:
             raise ConfigError(
                 "the model was sharded for evaluation, without an optimizer, because the Trainer had no train_dataset "
                 "then: give it one when it is built, or call train() before evaluate()"
             )
         return self.optimizer
+
+    def _named_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """The optimizer that DeepSpeed's JSON names: over all parameters in one group, as DeepSpeed makes it."""
+        if self._translation is None:
+            return None
+        found = self._translation.optimizer([p for p in model.parameters() if p.requires_grad])
+        if found is not None and self.optimizer is not None:
+            raise ConfigError(
+                f"optimizers= gives the Trainer a {type(self.optimizer).__name__}, and deepspeed= names an optimizer: "
+                "leave one of them out"
+            )
+        return found
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         device = self.args.device
@@ -125,8 +201,11 @@ class _Sharded(Trainer):
             self.zero_config,
             device="cpu" if device.type == "cpu" else device,  # torch names the second rank's "cpu:1"
             accumulate=self.args.gradient_accumulation_steps,
+            **({} if self._translation is None else self._translation.shard_options),
         )
         if self.is_world_process_zero():
+            if self._translation is not None:
+                sys.stdout.write(f"{self._translation.table()}\n")
             sys.stdout.write(f"{run.describe()}\n")
             sys.stdout.flush()
         accelerator = self.accelerator
@@ -245,16 +324,16 @@ def _refuse(args: TrainingArguments, model: nn.Module | None) -> None:
     """Raises ConfigError for an argument that cannot be followed, before anything is allocated."""
     precision = getattr(args, "mixed_precision", "no")
     others = "zero= says which stage and which tiers"
-    graded = (
-        "torch's GradScaler reads gradients that are in shards: train with bf16=True, or load the model in bfloat16, "
-        "which is then trained with fp32 masters"
-    )
     whole = "it casts a model that is sharded: evaluate with bf16=True, or load the model in bfloat16"
     for found, what, way_out in (
-        (args.deepspeed, "deepspeed=", f"DeepSpeed shards the model itself: leave it out, {others}"),
+        (
+            args.deepspeed,
+            "deepspeed= of stock TrainingArguments, which lets DeepSpeed shard the model,",
+            f"write TrainingArguments = zero_hf.sharded(TrainingArguments), and the JSON is followed here; or {others}",
+        ),
         (args.fsdp, "fsdp=", f"FSDP shards the model itself: leave it out, {others}"),
         (args.parallelism_config, "parallelism_config=", "ranks are data parallel here: leave it out"),
-        (args.fp16 or precision == "fp16", "fp16=True", graded),
+        (args.fp16 or precision == "fp16", "fp16=True", _GRADED),
         (precision == "fp8", "mixed_precision=fp8", "use bf16=True"),
         (args.fp16_full_eval, "fp16_full_eval=True", whole),
         (args.bf16_full_eval, "bf16_full_eval=True", whole),

@@ -83,9 +83,7 @@ def load_checkpoint(
     """
     view = view_of(model)
     live = {clean_name(n) for named in view.names for n in named.names} if view is not None else set()
-    units = [unit for unit in view.handle.units if not unit.trainable] if view is not None else []
-    frozen = {clean_name(slot.name): slot.shape for unit in units for slot in unit.layout.slots}
-    reader = _Reader(Path(folder), tag, tuple(inert), live, frozen, optimizer)
+    reader = _Reader(Path(folder), tag, tuple(inert), live, optimizer)
     loaded = load_from(reader, Path(folder), model, optimizer, scheduler=scheduler, strict=strict, random_state=False)
     saved = reader.saved
     assert saved is not None
@@ -125,8 +123,8 @@ class Seen:
     aliases: Mapping[str, str]
 
 
-def seen(saved: Checkpoint, called: Mapping[str, str], left_out: Mapping[str, tuple[int, ...]] | None = None) -> Seen:
-    """called: the name in the model for each name in the checkpoint. left_out: frozen parameters that it lacks."""
+def seen(saved: Checkpoint, called: Mapping[str, str]) -> Seen:
+    """called: the name in the model for each name in the checkpoint."""
     sliced: dict[str, Values] = {}
     small: dict[str, Tensor] = {f"model.{called[name]}": buffer for name, buffer in saved.buffers.items()}
     for name, parameter in saved.parameters.items():
@@ -147,7 +145,7 @@ def seen(saved: Checkpoint, called: Mapping[str, str], left_out: Mapping[str, tu
         "scheduler": saved.scheduler,
         "loss_scale": _loss_scale(saved.loss_scale),
         "extra": saved.client_state,
-        "left_out": left_out or {},
+        "left_out": {} if saved.complete else None,  # DeepSpeed does not write down which it left out
     }
     aliases = {f"model.{called[alias]}": f"model.{called[name]}" for alias, name in saved.aliases.items()}
     return Seen(sliced, small, run, aliases)
@@ -174,11 +172,10 @@ class _Reader(StorageReader):
         tag: str | None,
         inert: tuple[str, ...],
         live: Container[str],
-        frozen: Mapping[str, tuple[int, ...]],
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self._folder, self._tag, self._inert = folder, tag, inert
-        self._live, self._frozen, self._optimizer = live, frozen, optimizer
+        self._live, self._optimizer = live, optimizer
         self.saved: Checkpoint | None = None
         self._seen: Seen | None = None
         self.failure: CheckpointError | None = None
@@ -190,10 +187,8 @@ class _Reader(StorageReader):
         shorter = {name: key.removeprefix("module.") for name, key in called.items()}
         if sum(key in self._live for key in shorter.values()) > sum(key in self._live for key in called.values()):
             called = shorter
-        present = set(called.values())
-        left_out = {} if saved.complete else {n: shape for n, shape in self._frozen.items() if n not in present}
         self.saved = saved
-        found = seen(saved, called, left_out)
+        found = seen(saved, called)
         if self._optimizer is not None:
             self._keep_known_options(found.run["groups"])
         return found

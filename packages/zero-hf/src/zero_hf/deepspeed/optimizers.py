@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..config import ConfigError
 from .keys import Key, anything, flag, mapped, needless, number, numbers, refused
 
 __all__ = ["REFUSED", "Kind", "kind_of"]
@@ -85,7 +86,10 @@ def _adagrad(parameters: Any, given: Mapping[str, Any]) -> torch.optim.Optimizer
 
 
 def _lion(parameters: Any, given: Mapping[str, Any]) -> torch.optim.Optimizer:
-    lion: Any = importlib.import_module("zero_optim_cpu").Lion
+    try:
+        lion: Any = importlib.import_module("zero_optim_cpu").Lion
+    except ImportError:
+        raise ConfigError("Lion is zero_optim_cpu.Lion: install zero-optim-cpu, or take AdamW") from None
     return lion(parameters, **{"lr": 1e-3, "betas": (0.9, 0.999), **given})
 
 

@@ -76,7 +76,7 @@ class _Whole:
             return self.reader.read(entry, start, stop)
         extent = 1 + sum((size - 1) * step for size, step in zip(entry.shape, stride, strict=True))
         laid = self.reader.read(Entry(entry.path, entry.dtype, (extent,), entry.start_bytes), 0, extent)
-        return laid.as_strided(entry.shape, stride).reshape(-1)[start:stop]
+        return laid.as_strided(entry.shape, stride).reshape(-1)[start:stop].clone()
 
 
 class _Inert:

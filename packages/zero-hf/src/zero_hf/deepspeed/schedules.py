@@ -15,7 +15,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .keys import Key, anything, flag, mapped, number, numbers, one_of, whole
 
-__all__ = ["LRRangeTest", "OneCycle", "Schedule", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "make", "params_of"]
+__all__ = [
+    "SCHEDULES",
+    "LRRangeTest",
+    "OneCycle",
+    "Schedule",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "make",
+    "params_of",
+]
 
 
 class Schedule(LRScheduler):
@@ -82,7 +92,7 @@ class WarmupLR(Schedule):
         self.warmup, self.kind = max(2, warmup_num_steps), warmup_type
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         part = self._part(self.last_batch_iteration)
         return [low + (high - low) * part for low, high in zip(self.lowest, self.highest, strict=True)]
 
@@ -97,7 +107,9 @@ def _warm(schedule: Any, at: int) -> float:
     """The part of the way up that is done after call `at`, 0 before the first."""
     if at < 0:
         return 0.0
-    return math.log(at + 1) / math.log(schedule.warmup) if schedule.kind == "log" else at / schedule.warmup
+    if schedule.kind == "linear":
+        return at / float(schedule.warmup)
+    return math.log(at + 1) * (1.0 / math.log(schedule.warmup))  # not a division: DeepSpeed's bits
 
 
 class WarmupDecayLR(WarmupLR):
@@ -149,7 +161,7 @@ class WarmupCosineLR(Schedule):
         self.warmup, self.kind = max(2, warmup_num_steps), warmup_type
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         ratio = self._ratio(self.last_batch_iteration)
         return [rate * ratio for rate in self.base_lrs]
 
@@ -185,7 +197,7 @@ class LRRangeTest(Schedule):
         self.size, self.rate, self.stairs = lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         done = (self.last_batch_iteration + 1) / self.size
         return [low * (1 + self.rate * (math.floor(done) if self.stairs else done)) for low in self.lowest]
 
@@ -245,7 +257,7 @@ class OneCycle(Schedule):
             )
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         """Also sets the momenta, as torch's OneCycleLR does."""
         at = self.last_batch_iteration
         if at < 0:
@@ -278,20 +290,25 @@ class OneCycle(Schedule):
             group["betas"] = (momentum, 0.99)
 
 
-_SCHEDULES: dict[str, type[Schedule]] = {
+SCHEDULES: dict[str, type[Schedule]] = {
     made.__name__: made for made in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 
 
+# They take a metric, functions or other schedulers.
+_NOT_FROM_JSON = ("ReduceLROnPlateau", "LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler")
+
+
 def _torch_scheduler(name: str) -> type[LRScheduler] | None:
     made = getattr(torch.optim.lr_scheduler, name, None)
-    return made if isinstance(made, type) and issubclass(made, LRScheduler) else None
+    taken = isinstance(made, type) and issubclass(made, LRScheduler) and made is not LRScheduler
+    return made if taken and name not in _NOT_FROM_JSON else None
 
 
 def params_of(name: str) -> dict[str, Key] | None:
     """Returns the parameters of a type of DeepSpeed's, or of a class of torch.optim.lr_scheduler; None: not known."""
-    if name in _SCHEDULES:
-        return _SCHEDULES[name].PARAMS
+    if name in SCHEDULES:
+        return SCHEDULES[name].PARAMS
     made = _torch_scheduler(name)
     if made is None:
         return None
@@ -299,5 +316,5 @@ def params_of(name: str) -> dict[str, Key] | None:
 
 
 def make(name: str, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> LRScheduler:
-    made: Any = _SCHEDULES.get(name) or _torch_scheduler(name)
+    made: Any = SCHEDULES.get(name) or _torch_scheduler(name)
     return made(optimizer, **given)

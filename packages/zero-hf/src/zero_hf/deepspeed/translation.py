@@ -1,59 +1,60 @@
-"""`from_deepspeed`: what a JSON of DeepSpeed's becomes here, key by key. Owns the reading, "auto" and the table."""
+"""`from_deepspeed`: what a JSON of DeepSpeed's becomes here, key by key, and the table that says so."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zero_core
 
 from ..config import ConfigError, ZeroConfig
-from .keys import KEYS, RENAMED, SECTIONS, Key, nearest
 from .optimizers import REFUSED, Kind, kind_of
-from .schedules import make, params_of
+from .reading import Auto, Reading, Row
+from .schedules import SCHEDULES, make, params_of
 
 __all__ = ["Row", "Translation", "from_deepspeed", "translate"]
 
 Given = Mapping[str, Any] | str | os.PathLike[str]
-_ABSENT: Any = object()
-
-
-@dataclass(frozen=True)
-class Row:
-    """One key of the file. kind: "mapped", "needless" or "refused". ours: what it is here, empty unless mapped."""
-
-    key: str
-    value: Any
-    ours: str
-    kind: str
-    remark: str = ""
+_ZERO = "zero_optimization."
+_DTYPES = {
+    **dict.fromkeys(("fp32", "float32"), torch.float32),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
+}
 
 
 @dataclass(frozen=True)
 class Translation:
     """What a JSON of DeepSpeed's says, in this library's words.
 
-    zero: stage, tiers and dtype of the parameters. rows: one for each key. micro_batch_size (of one rank), accumulate,
-    train_batch_size: None where the file does not say. max_grad_norm: None does not clip. autocast: the dtype of
-    torch_autocast. shard_options: further keyword arguments of zero_core.shard.
+    zero: stage, tiers and dtype of the parameters. rows: one for each key. ranks: for how many it was read.
+    micro_batch_size (of one rank), accumulate, train_batch_size: None where the file does not say. max_grad_norm: None
+    does not clip. autocast: the dtype of torch_autocast, or None. drop_last: of the data loader. shard_size: the ranks
+    among which parameters are cut, where these are not all. reduce_dtype: of gradients between ranks; None: the
+    parameters' own.
     """
 
     zero: ZeroConfig
     rows: tuple[Row, ...]
+    ranks: int = 1
     micro_batch_size: int | None = None
     accumulate: int | None = None
     train_batch_size: int | None = None
     max_grad_norm: float | None = None
     autocast: torch.dtype | None = None
     drop_last: bool = False
-    shard_options: dict[str, Any] = field(default_factory=dict)
+    shard_size: int | None = None
+    reduce_dtype: torch.dtype | None = None
     _optimizer: tuple[Kind, dict[str, Any]] | None = None
     _scheduler: tuple[str, dict[str, Any]] | None = None
     _scale: dict[str, Any] | None = None
@@ -67,11 +68,34 @@ class Translation:
         """The scale of fp16's loss, a new one at each access; None: there is no fp16."""
         return None if self._scale is None else zero_core.LossScale(**self._scale)
 
+    @functools.cached_property
+    def shard_options(self) -> dict[str, Any]:
+        """Further keyword arguments of zero_core.shard. With mics_shard_size the first access is collective.
+
+        Raises:
+            ConfigError: mics_shard_size without torch.distributed, or with another number of ranks.
+        """
+        options: dict[str, Any] = {}
+        if self.reduce_dtype is not None:
+            options["reduce_dtype"] = self.reduce_dtype
+        if self.shard_size is not None:
+            here = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+            if here != self.ranks:
+                raise ConfigError(
+                    f"mics_shard_size={self.shard_size} was read for {self.ranks} ranks and there are {here}: call "
+                    "torch.distributed.init_process_group first, and read the file for these ranks"
+                )
+            accelerator = torch.accelerator.current_accelerator()
+            device = "cpu" if accelerator is None or torch.distributed.get_backend() == "gloo" else accelerator.type
+            shape = (self.ranks // self.shard_size, self.shard_size)
+            options["mesh"] = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+        return options
+
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer | None:
         """Returns the optimizer over `parameters`, tensors or groups; None: the file has none.
 
         Raises:
-            ImportError: the file has Lion, and zero-optim-cpu is not installed.
+            ConfigError: the file has Lion, and zero-optim-cpu is not installed.
         """
         if self._optimizer is None:
             return None
@@ -85,20 +109,20 @@ class Translation:
         name, params = self._scheduler
         return make(name, optimizer, params)
 
-    def table(self, width: int = 140) -> str:
+    def table(self, width: int = 150) -> str:
         """Returns the rows as lines of text: their key, its value, what it is here, and the remark."""
         cells = [("DeepSpeed", "value", "here", "remark")]
         for row in self.rows:
             ours = row.ours if row.kind == "mapped" else {"needless": "-", "refused": "REFUSED"}[row.kind]
-            value = json.dumps(row.value, default=str)
-            cells.append((row.key, textwrap.shorten(value, 32, placeholder=" ..."), ours, row.remark))
+            value = "" if row.value is None else json.dumps(row.value, default=str)
+            cells.append((row.key, value if len(value) <= 32 else f"{value[:29]}...", ours, row.remark))
         widths = [max(len(row[column]) for row in cells) for column in range(3)]
         room = max(40, width - sum(widths) - 6)
         lines = []
         for *left, remark in cells:
             wrapped = textwrap.wrap(remark, room) or [""]
             start = "  ".join(cell.ljust(size) for cell, size in zip(left, widths, strict=True))
-            lines += [f"{start}  {wrapped[0]}".rstrip()]
+            lines.append(f"{start}  {wrapped[0]}".rstrip())
             lines += [" " * (sum(widths) + 6) + line for line in wrapped[1:]]
         return "\n".join(lines)
 
@@ -114,9 +138,9 @@ def from_deepspeed(
     """Reads a JSON of DeepSpeed's. Nothing of it is dropped: what cannot be followed is refused.
 
     config: a mapping, or the path of a file. arguments: transformers.TrainingArguments, by which "auto" is resolved and
-    with which values must agree, as in transformers. model: a module or its config, for the values that depend on its
-    hidden size. world_size: the ranks; None: those of `arguments`, of torch.distributed, or of the environment.
-    num_training_steps: of the schedule, where it is "auto" and `arguments` has no max_steps.
+    with which values must agree, as in transformers. model: a module or its config, for values that depend on the
+    hidden size or on the number of parameters. world_size: the ranks; None: those of `arguments`, of torch.distributed,
+    or of the environment. num_training_steps: of the schedule, where it is "auto" and `arguments` has no max_steps.
 
     Raises:
         ConfigError: the file cannot be read, or keys cannot be followed. Each is named, with why and the way out.
@@ -125,7 +149,7 @@ def from_deepspeed(
         config, arguments=arguments, model=model, world_size=world_size, num_training_steps=num_training_steps
     )
     if found.refused:
-        where = "the configuration" if isinstance(config, Mapping) else os.fspath(config)
+        where = "the DeepSpeed configuration" if isinstance(config, Mapping) else os.fspath(config)
         lines = [f"- {row.key}={json.dumps(row.value, default=str)}: {row.remark}" for row in found.refused]
         raise ConfigError("\n".join([f"{where} has what cannot be followed here:", *lines]))
     return found
@@ -141,9 +165,28 @@ def translate(
 ) -> Translation:
     """As from_deepspeed, with the refused keys among the rows: it raises only where the file cannot be read."""
     ranks = world_size or _ranks(arguments)
-    reading = _Reading(_Auto(arguments, model, ranks, num_training_steps), ranks)
-    reading.read(_loaded(config))
-    return reading.translation()
+    read = Reading(_loaded(config), Auto(arguments, model, ranks, num_training_steps))
+    dtype = _param_dtype(read)
+    zero = _zero(read, dtype, model, ranks)
+    micro, accumulate, total = _batch(read, ranks)
+    clip = read.get("gradient_clipping") or None
+    read.ours("gradient_clipping", f"max_grad_norm={clip}")
+    if "gradient_clipping" not in read:
+        remark = "DeepSpeed 0.19.8's default. Earlier versions did not clip: for that, write 0"
+        read.add("gradient_clipping", f"max_grad_norm={clip}", remark)
+    drop_last = read.get("dataloader_drop_last")
+    read.ours("dataloader_drop_last", f"drop_last={drop_last}")
+    options: dict[str, Any] = {
+        "reduce_dtype": _reduce_dtype(read),
+        "shard_size": _shard_size(read, zero.stage, ranks),
+        "_scale": _loss_scale(read, zero.stage, dtype),
+        "_optimizer": _optimizer(read),
+        "_scheduler": _scheduler(read),
+        "autocast": _autocast(read, dtype),
+    }
+    return Translation(
+        zero, tuple(read.rows.values()), ranks, micro, accumulate, total, clip, drop_last=drop_last, **options
+    )
 
 
 def _loaded(config: Given) -> Mapping[str, Any]:
@@ -175,254 +218,232 @@ def _ranks(arguments: Any) -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-class _Auto:
-    """What "auto" stands for in transformers, and which values must agree with the TrainingArguments."""
-
-    def __init__(self, arguments: Any, model: Any, ranks: int, steps: int | None) -> None:
-        self.arguments = arguments
-        self.steps = steps
-        if steps is None and arguments is not None and arguments.max_steps > 0:
-            self.steps = arguments.max_steps
-        self.hidden = _hidden_size(model)
-        self.ranks = ranks
-
-    def value(self, key: str) -> Any:
-        return self._found(key)[0]
-
-    def contradicts(self, key: str, value: Any) -> str | None:
-        """Says which argument has another value; None: none has."""
-        wanted, name = self._found(key)
-        if name is None or wanted is _ABSENT or _same(value, wanted):
-            return None
-        return f'the TrainingArguments have {name}={wanted!r}: make them agree, or write "auto"'
-
-    def _found(self, key: str) -> tuple[Any, str | None]:
-        """The value, and the name of the argument that must agree with a given one; None: none must."""
-        args, hidden = self.arguments, self.hidden
-        if key == "zero_optimization.stage3_prefetch_bucket_size" and hidden is not None:
-            return int(0.9 * hidden * hidden), None
-        if args is None:
-            return _ABSENT, None
-        if key == "train_batch_size":
-            rows = self.ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps
-            return rows, "train_batch_size (calculated)"
-        if key in _ARGUMENTS:
-            names = _ARGUMENTS[key]
-            values = [getattr(args, name) for name in names]
-            if key.endswith(".enabled"):
-                return any(values), "|".join(names)
-            return (values[0] if len(values) == 1 else tuple(values)), "+".join(names)
-        if key == "scheduler.params.warmup_min_lr":
-            return 0.0, None
-        if key == "scheduler.params.total_num_steps" and self.steps is not None:
-            return self.steps, "num_training_steps (calculated)"
-        if key == "scheduler.params.warmup_num_steps":
-            if self.steps is None and not args.warmup_steps >= 1:
-                return _ABSENT, None
-            return max(1, args.get_warmup_steps(self.steps or 0)), "warmup_steps"
-        return _ABSENT, None
+# -- what the keys become ----------------------------------------------------------------------------------------------
 
 
-_ARGUMENTS = {
-    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size",),
-    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
-    "gradient_clipping": ("max_grad_norm",),
-    "optimizer.params.lr": ("learning_rate",),
-    "optimizer.params.betas": ("adam_beta1", "adam_beta2"),
-    "optimizer.params.eps": ("adam_epsilon",),
-    "optimizer.params.weight_decay": ("weight_decay",),
-    "scheduler.params.warmup_max_lr": ("learning_rate",),
-    "fp16.enabled": ("fp16", "fp16_full_eval"),
-    "bf16.enabled": ("bf16", "bf16_full_eval"),
-}
+def _param_dtype(read: Reading) -> str | None:
+    found = [name for name in ("bf16", "fp16") if read.get(f"{name}.enabled")]
+    dtype = found[0] if found else None
+    remark = "masters start from the model's own values, which DeepSpeed rounds first; buffers keep their dtype"
+    for name in ("bf16", "fp16"):
+        on = name in found
+        read.ours(f"{name}.enabled", f"param_dtype: {name}" if on else "off", remark if on else "")
+    if len(found) == 2:
+        read.refuse("fp16.enabled", "bf16 is enabled, too: keep one of them")
+    wanted = read.get("data_types.param_dtype")
+    read.ours("data_types.param_dtype", f"param_dtype: {dtype}")
+    if wanted is not None and _DTYPES[wanted] != _DTYPES[dtype or "fp32"]:
+        read.refuse(
+            "data_types.param_dtype", f"parameters are in {dtype or 'fp32'}: enable bf16 or fp16, or leave it out"
+        )
+    return dtype
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return tuple(one) == tuple(other)
-    return bool(one == other)
+def _zero(read: Reading, dtype: str | None, model: Any, ranks: int) -> ZeroConfig:
+    stage = read.get(f"{_ZERO}stage")
+    read.ours(f"{_ZERO}stage", f"stage: {stage}")
+    paths: list[str] = []
+    states: Any = _place(read, "offload_optimizer", stage, (1, 2, 3), paths)
+    states = _split_states(read, states, stage)
+    parameters = _split_parameters(read, _place(read, "offload_param", stage, (3,), paths), model, ranks)
+    read.ours(f"{_ZERO}offload_optimizer.device", f"optimizer, gradients: {states}")
+    read.ours(f"{_ZERO}offload_param.device", f"parameters: {parameters}")
+    places = {"optimizer": states, "gradients": states, "parameters": parameters}
+    sizes: dict[str, Any] = {}
+    itemsize = 4 if dtype is None else 2
+    prefetch = f"{_ZERO}stage3_prefetch_bucket_size"
+    if prefetch in read.values:
+        sizes["prefetch_bytes"] = read.values[prefetch] * itemsize
+        read.ours(prefetch, f"prefetch_bytes: {sizes['prefetch_bytes']}", "elements there, bytes here")
+    live, reuse = f"{_ZERO}stage3_max_live_parameters", f"{_ZERO}stage3_max_reuse_distance"
+    if live in read.values or reuse in read.values:
+        sizes["resident_bytes"] = min(read.get(live), read.get(reuse)) * itemsize
+        remark = "elements there, bytes here: what stays unsharded between uses is the lesser of the two keys"
+        for key in (live, reuse):
+            read.ours(key, f"resident_bytes: {sizes['resident_bytes']}", remark)
+    return ZeroConfig(stage=stage, param_dtype=dtype, nvme_paths=tuple(paths), **places, **sizes)
 
 
-def _hidden_size(model: Any) -> int | None:
-    config = getattr(model, "config", model)
-    for found in (config, getattr(config, "text_config", None)):
-        size = getattr(found, "hidden_size", None) or max(getattr(found, "hidden_sizes", None) or [0])
-        if size:
-            return int(size)
+def _place(read: Reading, section: str, stage: int, stages: tuple[int, ...], paths: list[str]) -> str:
+    """The tier that an offload section names. Its path goes into `paths`."""
+    key, path_key = f"{_ZERO}{section}.device", f"{_ZERO}{section}.nvme_path"
+    place = {"none": "device", "cpu": "host", "nvme": "nvme"}[read.get(key)]
+    path = read.get(path_key)
+    if place != "device" and stage not in stages:
+        names = "stage 3" if stages == (3,) else "stages 1 to 3"
+        read.refuse(key, f"DeepSpeed offloads this at {names} only, and the stage is {stage}: change one of them")
+        return "device"
+    if place != "nvme":
+        read.ours(path_key, "-", "nothing is kept there")
+        return place
+    if path is None:
+        read.refuse(path_key, "it is missing: name a folder on your fastest drive")
+        return "host"
+    paths += [path] if path not in paths else []
+    read.ours(path_key, "nvme_paths", "files of all kinds are spread over all paths")
+    return place
+
+
+def _split_states(read: Reading, place: str, stage: int) -> Any:
+    key = f"{_ZERO}offload_optimizer.ratio"
+    ratio = read.get(key)
+    if ratio < 1 and stage != 3:
+        read.refuse(key, f"DeepSpeed offloads a part at stage 3 only, and the stage is {stage}: write 1")
+        return place
+    states = {"device": round(1 - ratio, 9), place: ratio} if 0 < ratio < 1 else place if ratio else "device"
+    read.ours(key, f"optimizer, gradients: {states}")
+    return place if place == "device" else states
+
+
+def _split_parameters(read: Reading, place: str, model: Any, ranks: int) -> Any:
+    """NVMe, and of a model whose size is known as much as max_in_cpu on the host."""
+    key = f"{_ZERO}offload_param.max_in_cpu"
+    if key not in read.values:
+        return place
+    if place != "nvme":
+        read.ours(key, "-", "it is for NVMe only")
+        return place
+    if not isinstance(model, nn.Module):
+        read.ours(key, "parameters: nvme", "a share of the parameters needs their number: pass model= for it")
+        return place
+    share = min(1.0, read.get(key) * ranks / max(1, sum(p.numel() for p in model.parameters())))
+    split = {"host": round(share, 9), "nvme": round(1 - share, 9)}
+    read.ours(key, f"parameters: {split}", "elements of one rank there, a fraction here")
+    return split
+
+
+def _batch(read: Reading, ranks: int) -> tuple[int | None, int | None, int | None]:
+    """Of micro-batch, accumulation and whole batch, what is not given follows from the others, as in DeepSpeed."""
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    micro, accumulate, total = (read.values.get(key) for key in keys)
+    said = ", ".join(f"{key}={read.values[key]}" for key in keys if key in read.values)
+    if total is None and micro is not None:
+        accumulate = accumulate or 1
+        total = micro * accumulate * ranks
+    elif total is not None and micro is None:
+        accumulate = accumulate or 1
+        micro = total // (accumulate * ranks)
+    elif total is not None and micro is not None and accumulate is None:
+        accumulate = total // (micro * ranks)
+    for key, value, name in zip(
+        keys, (micro, accumulate, total), ("micro_batch_size", "accumulate", "train_batch_size"), strict=True
+    ):
+        read.ours(key, f"{name}={value}")
+    if total is not None and micro is not None and accumulate is not None and total != micro * accumulate * ranks:
+        key = next(key for key in reversed(keys) if key in read.values)
+        read.refuse(
+            key,
+            f"{said} on {ranks} rank{'s' if ranks > 1 else ''}: train_batch_size is the product of the micro-batch, "
+            "the accumulation steps and the ranks. Leave one of them out, or say the ranks with world_size=",
+        )
+    return micro, accumulate, total
+
+
+def _reduce_dtype(read: Reading) -> torch.dtype | None:
+    wanted = read.get("communication_data_type")
+    read.ours("communication_data_type", f"reduce_dtype={_DTYPES.get(wanted)}")
+    return None if wanted is None else _DTYPES[wanted]
+
+
+def _shard_size(read: Reading, stage: int, ranks: int) -> int | None:
+    key = f"{_ZERO}mics_shard_size"
+    size = read.get(key)
+    read.ours(key, f"mesh of {ranks // size} x {size} ranks" if size > 0 else "all ranks")
+    if size > 0 and stage != 3:
+        read.refuse(key, f"MiCS is for stage 3, and the stage is {stage}: change one of them")
+    elif size > 0 and ranks % size:
+        read.refuse(key, f"{ranks} ranks are no multiple of it: take a divisor, or say the ranks with world_size=")
+    elif 0 < size < ranks:
+        return int(size)
     return None
 
 
-class _Reading:
-    """Goes through a file once: checks each key, keeps what is mapped, and says in `rows` what became of each."""
-
-    def __init__(self, auto: _Auto, ranks: int) -> None:
-        self.auto, self.ranks = auto, ranks
-        self.order: list[tuple[str, Any]] = []
-        self.rows: dict[str, Row] = {}
-        self.values: dict[str, Any] = {}
-        self.keys = dict(KEYS)
-        self.kind: Kind | None = None
-
-    # -- keys ----------------------------------------------------------------------------------------------------------
-
-    def read(self, given: Mapping[str, Any]) -> None:
-        for section, known in (("optimizer", self._optimizer_keys), ("scheduler", self._scheduler_keys)):
-            found = given.get(section)
-            name = found.get("type") if isinstance(found, Mapping) else None
-            if isinstance(name, str):
-                self.keys |= {f"{section}.params.{key}": made for key, made in (known(name) or {}).items()}
-        for key, value in self._flat("", given):
-            self._one(key, value)
-
-    def _optimizer_keys(self, name: str) -> Mapping[str, Key] | None:
-        self.kind = kind_of(name)
-        return None if self.kind is None else self.kind.params
-
-    def _scheduler_keys(self, name: str) -> Mapping[str, Key] | None:
-        return params_of(name)
-
-    def _flat(self, prefix: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        sections = SECTIONS | {"optimizer.params", "scheduler.params", *(k.rpartition(".")[0] for k in RENAMED)}
-        for name, value in given.items():
-            key = f"{prefix}{name}"
-            if isinstance(value, Mapping) and key not in self.keys and key in sections:
-                yield from self._flat(f"{key}.", value)
-            else:
-                yield key, value
-
-    def say(self, key: str, value: Any, kind: str, remark: str = "", ours: str = "") -> None:
-        self.rows[key] = Row(key, value, ours, kind, remark)
-
-    def _one(self, written: str, value: Any) -> None:
-        key = RENAMED.get(written, written)
-        found = self.keys.get(key)
-        if found is None:
-            self.say(written, value, "refused", self._unknown(key))
-            return
-        meant = value
-        if value == "auto":
-            meant = self.auto.value(key)
-            if meant is _ABSENT:
-                meant = found.default
-            if meant is None and found.kind == "mapped":
-                self.say(written, value, "mapped", "nothing resolves it")
-                return
-        else:
-            other = self.auto.contradicts(key, value)
-            if other is not None:
-                self.say(written, value, "refused", other)
-                return
-        try:
-            meant = meant if meant is None else found.takes(meant)
-        except ValueError as error:
-            self.say(written, value, "refused", str(error))
-            return
-        if found.kind == "refused" and (meant is None or found.off(meant)):
-            self.say(written, value, "needless", "it asks for nothing")
-            return
-        self.say(written, value, found.kind, found.remark)
-        if found.kind == "mapped":
-            self.values[key] = meant
-
-    def _unknown(self, key: str) -> str:
-        names = [*self.keys, *RENAMED]
-        last = key.rpartition(".")[2]
-        close = nearest(key, names) or next((name for name in names if name.rpartition(".")[2] == last), None)
-        return "DeepSpeed has no such key" + (f": did you mean {close}?" if close else ": leave it out")
-
-    # -- what they become ----------------------------------------------------------------------------------------------
-
-    def get(self, key: str) -> Any:
-        found = self.values.get(key)
-        return KEYS[key].default if found is None else found
-
-    def ours(self, key: str, text: str, remark: str = "") -> None:
-        row = self.rows.get(key)
-        if row is not None and row.kind == "mapped":
-            self.say(key, row.value, "mapped", remark or row.remark, text)
-
-    def translation(self) -> Translation:
-        zero = self._zero()
-        micro, accumulate, total = self._batch()
-        scale = self._loss_scale()
-        optimizer = self._section("optimizer")
-        scheduler = self._section("scheduler")
-        clip = self.get("gradient_clipping")
-        self.ours("gradient_clipping", f"max_grad_norm={clip or None}")
-        made = self.kind if optimizer is not None else None
-        if made is not None:
-            self.ours("optimizer.type", made.ours(optimizer or {}))
-        elif optimizer is not None:
-            name = self.values["optimizer.type"]
-            remark = REFUSED.get(name.lower(), "neither DeepSpeed nor torch.optim has it")
-            self.say("optimizer.type", name, "refused", remark)
-        return Translation(
-            zero=zero,
-            rows=tuple(self.rows.values()),
-            micro_batch_size=micro,
-            accumulate=accumulate,
-            train_batch_size=total,
-            max_grad_norm=clip or None,
-            _optimizer=None if made is None else (made, optimizer or {}),
-            _scheduler=None if scheduler is None else (self.values["scheduler.type"], scheduler),
-            _scale=scale,
+def _loss_scale(read: Reading, stage: int, dtype: str | None) -> dict[str, Any] | None:
+    """Keyword arguments of LossScale. At stage 0 DeepSpeed knows no hysteresis and goes on at the minimum."""
+    names = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+    power, window, hysteresis, consecutive, minimum = (read.get(f"fp16.{name}") for name in names)
+    fixed = read.get("fp16.loss_scale")
+    if dtype != "fp16":
+        for name in ("loss_scale", *names):
+            read.ours(f"fp16.{name}", "-", "fp16 is off")
+        return None
+    read.ours("fp16.loss_scale", f"LossScale({fixed:g}, dynamic=False)" if fixed else "LossScale(dynamic=True)")
+    if fixed:
+        for name in names:
+            read.ours(f"fp16.{name}", "-", "the scale is constant")
+        read.ours(
+            "fp16.loss_scale",
+            f"LossScale({fixed:g}, dynamic=False)",
+            "a gradient that is not finite stops the run with an error, where DeepSpeed skips the step",
         )
+        return {"value": float(fixed), "dynamic": False}
+    read.ours("fp16.initial_scale_power", f"LossScale({2.0**power:g})")
+    read.ours("fp16.loss_scale_window", f"window={window}, first_window={window + 1}")
+    if stage:
+        read.ours("fp16.hysteresis", f"hysteresis={hysteresis}")
+        read.ours("fp16.consecutive_hysteresis", f"consecutive_hysteresis={consecutive}")
+    else:
+        hysteresis, consecutive = 1, False
+        for name in ("hysteresis", "consecutive_hysteresis"):
+            read.ours(f"fp16.{name}", "hysteresis=1", "at stage 0 DeepSpeed has none, whatever the file says")
+    read.ours("fp16.min_loss_scale", f"minimum={minimum}")
+    return {
+        "value": 2.0**power,
+        "window": window,
+        "first_window": window + 1,
+        "hysteresis": hysteresis,
+        "consecutive_hysteresis": consecutive,
+        "minimum": minimum,
+        "fails_at_minimum": stage > 0,
+    }
 
-    def _section(self, section: str) -> dict[str, Any] | None:
-        """The parameters of the section, None where it has no type."""
-        if f"{section}.type" not in self.values:
-            return None
-        start = f"{section}.params."
-        found = {key[len(start) :]: value for key, value in self.values.items() if key.startswith(start)}
-        for name, value in found.items():
-            self.ours(start + name, f"{name}={value!r}")
-        self.ours(f"{section}.type", self.values[f"{section}.type"])
-        return found
 
-    def _zero(self) -> ZeroConfig:
-        start = "zero_optimization."
-        stage = self.get(f"{start}stage")
-        self.ours(f"{start}stage", f"stage: {stage}")
-        options: dict[str, Any] = {"stage": stage}
-        paths: list[str] = []
-        for theirs, kinds in (("offload_optimizer", ("optimizer", "gradients")), ("offload_param", ("parameters",))):
-            device = self.get(f"{start}{theirs}.device")
-            path = self.values.get(f"{start}{theirs}.nvme_path")
-            place = {"none": "device", "cpu": "host", "nvme": "nvme"}[device]
-            self.ours(f"{start}{theirs}.device", ", ".join(f"{kind}: {place}" for kind in kinds))
-            options |= dict.fromkeys(kinds, place)
-            if place == "nvme":
-                paths += [path] if path and path not in paths else []
-                self.ours(f"{start}{theirs}.nvme_path", "nvme_paths")
-        if "nvme" in options.values() and not paths:
-            return ZeroConfig(stage=stage)
-        dtype = "bf16" if self.get("bf16.enabled") else None
-        self.ours("bf16.enabled", f"param_dtype: {dtype}")
-        return ZeroConfig(**options, nvme_paths=tuple(paths), param_dtype=dtype)
+def _autocast(read: Reading, dtype: str | None) -> torch.dtype | None:
+    enabled, wanted = read.get("torch_autocast.enabled"), _DTYPES[read.get("torch_autocast.dtype")]
+    read.ours("torch_autocast.enabled", f"torch.autocast, {wanted}" if enabled else "off")
+    read.ours("torch_autocast.dtype", f"{wanted}" if enabled else "-")
+    if enabled and wanted != torch.bfloat16:
+        read.refuse(
+            "torch_autocast.dtype", "autocast in fp16 needs torch's GradScaler, which reads whole gradients: write bf16"
+        )
+    elif enabled and dtype is not None:
+        read.refuse("torch_autocast.enabled", f"{dtype} is enabled, too: keep one of them")
+    elif enabled:
+        return wanted
+    return None
 
-    def _batch(self) -> tuple[int | None, int | None, int | None]:
-        keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-        micro, accumulate, total = (self.values.get(key) for key in keys)
-        if total is not None and micro is None and accumulate is None:
-            accumulate = 1
-        if micro is not None and total is None:
-            accumulate = accumulate or 1
-            total = micro * accumulate * self.ranks
-        elif total is not None and micro is not None and accumulate is None:
-            accumulate = total // micro // self.ranks
-        elif total is not None and micro is None and accumulate is not None:
-            micro = total // self.ranks // accumulate
-        for key, value, name in zip(
-            keys, (micro, accumulate, total), ("micro_batch_size", "accumulate", "train_batch_size"), strict=True
-        ):
-            self.ours(key, f"{name}={value}")
-        return micro, accumulate, total
 
-    def _loss_scale(self) -> dict[str, Any] | None:
-        if not self.get("fp16.enabled"):
-            return None
-        fixed = self.get("fp16.loss_scale")
-        if fixed:
-            return {"value": float(fixed), "dynamic": False}
-        window = self.get("fp16.loss_scale_window")
-        return {"value": 2.0 ** self.get("fp16.initial_scale_power"), "window": window}
+def _optimizer(read: Reading) -> tuple[Kind, dict[str, Any]] | None:
+    name = _typed(read, "optimizer")
+    if name is None:
+        return None
+    kind = kind_of(name)
+    if kind is None:
+        otherwise = "there is none of this name: take Adam, AdamW, Adagrad, Lion, or a class of torch.optim"
+        read.refuse("optimizer.type", REFUSED.get(name.lower(), otherwise))
+        return None
+    params = read.params("optimizer")
+    read.ours("optimizer.type", kind.ours(params))
+    return kind, params
+
+
+def _scheduler(read: Reading) -> tuple[str, dict[str, Any]] | None:
+    name = _typed(read, "scheduler")
+    if name is None:
+        return None
+    if params_of(name) is None:
+        read.refuse("scheduler.type", f"there is none of this name: take {', '.join(SCHEDULES)}, or a class of torch")
+        return None
+    read.ours("scheduler.type", f"{name}, step for step")
+    return name, read.params("scheduler")
+
+
+def _typed(read: Reading, section: str) -> str | None:
+    """The type of a section, with what its parameters are here."""
+    for name, value in read.params(section).items():
+        read.ours(f"{section}.params.{name}", f"{name}={value!r}")
+    if f"{section}.type" in read.values:
+        return str(read.values[f"{section}.type"])
+    if any(key.startswith(f"{section}.params") for key in read.rows):
+        read.refuse(f"{section}.type", "it is missing, and there are parameters: name the type")
+    return None

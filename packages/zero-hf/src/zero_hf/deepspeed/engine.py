@@ -1,0 +1,453 @@
+"""`initialize` and `Engine`: a loop that was written for DeepSpeed's engine runs on a sharded model.
+
+Owns the engine's counters, its boundaries of accumulation, and where its checkpoints lie. What a step computes is
+zero-core's; what the JSON says is `translation`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+import zero_core
+from zero_core.errors import CheckpointError
+
+from ..config import ConfigError
+from ..sharding import Run, shard
+from .translation import Translation, from_deepspeed
+
+__all__ = ["Engine", "add_config_arguments", "init_distributed", "initialize"]
+
+_LATEST = "latest"  # the file that names the last checkpoint of a folder, as DeepSpeed's does
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds --deepspeed and --deepspeed_config, as DeepSpeed does. Returns the parser."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", action="store_true", help="has no effect: initialize() always shards")
+    group.add_argument("--deepspeed_config", help="the JSON that initialize() reads")
+    return parser
+
+
+def init_distributed(
+    dist_backend: str | None = None, *, timeout: timedelta | None = None, init_method: str | None = None, **others: Any
+) -> None:
+    """Starts torch.distributed if it is not started, from the variables that torchrun sets; without them, for one rank.
+
+    dist_backend: None is nccl for GPUs and gloo for CPUs. Arguments of DeepSpeed's that only concern its own launchers
+    (auto_mpi_discovery, distributed_port, verbose, config, dist_init_required) are taken and not used.
+    """
+    unknown = set(others) - {"auto_mpi_discovery", "distributed_port", "verbose", "config", "dist_init_required"}
+    if unknown:
+        raise TypeError(f"init_distributed() got {', '.join(sorted(unknown))}: it takes dist_backend, timeout, init_method")
+    if dist.is_initialized():
+        return
+    device = _device()
+    backend = dist_backend or dist.get_default_backend_for_device(device)
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if "WORLD_SIZE" in os.environ or init_method is not None:
+        dist.init_process_group(backend, init_method=init_method, **options)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+
+
+def _device() -> torch.device:
+    """Where this process computes: the accelerator that LOCAL_RANK numbers, which becomes the current one, or the CPU."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
+    """Shards `model` as a JSON of DeepSpeed's says. Takes and returns what deepspeed.initialize does. Collective.
+
+    config: a mapping or a path; else args.deepspeed_config. optimizer: an optimizer, or what makes one of the
+    parameters; it goes before the JSON's. model_parameters: what the JSON's optimizer trains, tensors or groups; None:
+    all that require a gradient. Returns the engine, its optimizer, a loader of training_data and the schedule; each of
+    the last three is None if there is none. The translation and the plan are printed by rank 0.
+
+    Raises:
+        ConfigError: the JSON has what cannot be followed, each key by name; or mpu or mesh_param is given.
+        TypeError: there is no model.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize(model={model!r}): give an nn.Module")
+    for name, given in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if given is not None:
+            raise ConfigError(f"{name}= splits the work of one batch between ranks; ranks are data parallel here")
+    given = getattr(args, "deepspeed_config", None)
+    config = config if config is not None else config_params
+    if (config is None) == (given is None):
+        raise ConfigError(
+            "there is no configuration: give config=, or args with deepspeed_config"
+            if config is None
+            else "there are two configurations, config= and args.deepspeed_config: leave one of them out"
+        )
+    init_distributed()
+    translation = from_deepspeed(config if config is not None else given, model=model, world_size=dist.get_world_size())
+    if model_parameters is None:
+        model_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    else:
+        model_parameters = list(model_parameters)
+    if optimizer is None:
+        optimizer = translation.optimizer(model_parameters)
+    elif not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(model_parameters)
+    run = shard(
+        model,
+        optimizer,
+        translation.zero,
+        device=_device(),
+        accumulate=translation.accumulate or 1,
+        max_grad_norm=translation.max_grad_norm,
+        loss_scale=translation.loss_scale,
+        **translation.shard_options,
+    )
+    if lr_scheduler is None and run.optimizer is not None:
+        lr_scheduler = translation.scheduler(run.optimizer)
+    elif lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
+        lr_scheduler = lr_scheduler(run.optimizer)
+    engine = Engine(run, translation, lr_scheduler, collate_fn)
+    if dist.get_rank() == 0:
+        sys.stdout.write(f"{translation.table()}\n{run.describe()}\n")
+        sys.stdout.flush()
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, engine.optimizer, engine.training_dataloader, lr_scheduler
+
+
+class Engine(nn.Module):
+    """What deepspeed.initialize returns, over a sharded model.
+
+    module: the model, the object that was given. optimizer: zero-core's, None if nothing is trained. run: the Run with
+    plan and store. global_steps, micro_steps, global_samples, skipped_steps: counters, as DeepSpeed counts. Attributes
+    that the engine does not have are the model's.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self, run: Run, translation: Translation, lr_scheduler: Any, collate_fn: Callable[..., Any] | None
+    ) -> None:
+        super().__init__()
+        self.module = run.model
+        self.run, self.translation = run, translation
+        self.optimizer, self.lr_scheduler, self.collate_fn = run.optimizer, lr_scheduler, collate_fn
+        self.training_dataloader: DataLoader[Any] | None = None
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.device = _device()
+        self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
+        self._accumulate = translation.accumulate or 1
+        self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
+        self._applied = False
+        self._in_no_sync = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither the engine nor {type(self.module).__name__} has {name!r}; what of DeepSpeed's engine there is "
+                "stands in the README of zero-hf"
+            ) from None
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Runs the model; under autocast where the JSON has torch_autocast."""
+        dtype = self.translation.autocast
+        with contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
+            return self.module(*inputs, **options)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Runs backward of `loss`, a scalar, divided by the micro-batches of a step. Returns the divided loss.
+
+        scale_wrt_gas=False does not divide. fp16's loss scale is applied inside.
+        """
+        if self.optimizer is None:
+            raise ConfigError("backward() without an optimizer: give initialize() one, or name one in the JSON")
+        if scale_wrt_gas:
+            loss = loss / self._accumulate
+        only_adds = self.zero_optimization_stage() < 2 and self.world_size > 1 and not self._exchanges()
+        with zero_core.no_sync(self.module) if only_adds else contextlib.nullcontext():
+            loss.backward(retain_graph=retain_graph)
+        return loss
+
+    def _exchanges(self) -> bool:
+        return self.is_gradient_accumulation_boundary() and not self._in_no_sync
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Counts a micro-batch; with the last one of a step it updates the parameters, and the learning rate after.
+
+        Where fp16's gradients are not finite, the update and the schedule leave the step out, and the scale falls. In
+        bf16 and fp32 such gradients raise GradientError, and nothing is updated.
+        """
+        if self.optimizer is None:
+            raise ConfigError("step() without an optimizer: give initialize() one, or name one in the JSON")
+        if self._in_no_sync:
+            raise RuntimeError("step() inside no_sync(): leave that block first")
+        self._applied = False
+        if self.is_gradient_accumulation_boundary():
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self._applied = math.isfinite(self.optimizer.grad_norm)
+            if not self._applied:
+                self.skipped_steps += 1
+            elif self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+            self.global_steps += 1
+            self.global_samples += self.train_batch_size() if self.translation.train_batch_size else 0
+        self.micro_steps += 1
+
+    def was_step_applied(self) -> bool:
+        """Says whether the last step() updated: it was the last micro-batch's, and fp16's gradients were finite."""
+        return self._applied
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Says whether step() now updates: at the last micro-batch, or as set_gradient_accumulation_boundary said."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self._accumulate == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says from now on whether backward and step() belong to the last micro-batch of a step."""
+        self._boundary = is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward only adds to this rank's gradients. Stages 0 and 1; as in DeepSpeed, not stages 2 and 3."""
+        if self.zero_optimization_stage() >= 2:
+            raise ConfigError(
+                f"no_sync() at stage {self.zero_optimization_stage()}, where an unsharded gradient would not fit: leave "
+                "it out, each backward then adds to the shards"
+            )
+        if self._in_no_sync:
+            raise RuntimeError("no_sync() inside no_sync(): leave the inner one out")
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops what was accumulated. step() does that itself after an update."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+
+    # -- what the JSON said --------------------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Rows of a step, over all ranks and micro-batches."""
+        return self.train_micro_batch_size_per_gpu() * self._accumulate * self.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        if self.translation.micro_batch_size is None:
+            raise ConfigError("the JSON has no batch size: write train_micro_batch_size_per_gpu")
+        return self.translation.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._accumulate
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes how many micro-batches a step has.
+
+        Raises:
+            ConfigError: `train_batch_size` is no multiple of the rows that all ranks have in a micro-batch.
+        """
+        rows = self.train_micro_batch_size_per_gpu() * self.world_size
+        if train_batch_size <= 0 or train_batch_size % rows:
+            raise ConfigError(f"train_batch_size={train_batch_size} is no multiple of {rows}, a micro-batch of all ranks")
+        self._accumulate = train_batch_size // rows
+
+    def zero_optimization_stage(self) -> int:
+        return self.translation.zero.stage
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def fp16_enabled(self) -> bool:
+        return self.translation.loss_scale is not None
+
+    def bfloat16_enabled(self) -> bool:
+        return self.translation.zero.param_dtype == "bf16"
+
+    def gradient_clipping(self) -> float:
+        return self.translation.max_grad_norm or 0.0
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping; None before the first step."""
+        return None if self.optimizer is None or math.isnan(self.optimizer.grad_norm) else self.optimizer.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group."""
+        return [group["lr"] for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum, or the betas, of each group."""
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        *,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int = 0,
+    ) -> DataLoader[Any]:
+        """Returns a loader of this rank's part of `dataset`, shuffled as DeepSpeed's is: the same rows in each epoch."""
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            data_sampler = DistributedSampler(dataset, self.world_size, self.global_rank)
+        return DataLoader(
+            dataset,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            num_workers=num_local_io_workers,
+            pin_memory=pin_memory and self.device.type != "cpu",
+            drop_last=self.translation.drop_last,
+        )
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes `save_dir`/`tag` in zero-core's format, and the file `latest`, which names it. Collective.
+
+        tag: None is global_stepN. client_state: what load_checkpoint gives back; rank 0's is kept. Unlike DeepSpeed's,
+        a checkpoint also holds the random state of each rank. Killed at any moment, the last one stays complete.
+        Returns True. Raises CheckpointError where a rank cannot write.
+        """
+        name = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        counters = {key: getattr(self, key) for key in _COUNTERS}
+        zero_core.checkpoint.save(
+            Path(save_dir) / name,
+            self.module,
+            self.optimizer,
+            scheduler=self.lr_scheduler,
+            extra={"counters": counters, "client_state": dict(client_state or {})},
+            trained_only=exclude_frozen_parameters,
+        )
+        if save_latest and self.global_rank == 0:
+            written = Path(save_dir) / f".{_LATEST}"
+            written.write_text(name)
+            written.replace(Path(save_dir) / _LATEST)
+        dist.barrier()
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Reads what save_checkpoint wrote, here or in DeepSpeed, at any number of ranks. Collective.
+
+        Returns the folder and the client state; (None, None) with a warning if `load_dir` has no file `latest` and no
+        tag is given. Raises CheckpointError or ConfigError where the checkpoint is damaged or of another model.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError("custom_load_fn= reads another format: load such weights before initialize()")
+        latest = Path(load_dir) / _LATEST
+        if tag is None:
+            if not latest.is_file():
+                warnings.warn(f"{latest} is not there, nothing was loaded: give a tag, or another folder", stacklevel=2)
+                return None, None
+            tag = latest.read_text().strip()
+        folder = Path(load_dir) / str(tag)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is no folder: {load_dir} has {sorted(_names(Path(load_dir)))}")
+        whole = load_optimizer_states and not load_module_only
+        scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
+        optimizer = self.optimizer if whole else None
+        loaded = zero_core.checkpoint.load(
+            folder, self.module, optimizer, scheduler=scheduler, strict=load_module_strict, random_state=whole
+        )
+        if not load_module_only:
+            for key, value in loaded.extra["counters"].items():
+                setattr(self, key, value)
+        return str(folder), loaded.extra["client_state"]
+
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Writes the weights in the dtype of the parameters as safetensors that transformers loads. Collective.
+
+        The name of the file is model.safetensors, whatever `save_filename` says. Returns True.
+        """
+        if exclude_frozen_parameters:
+            raise ConfigError("exclude_frozen_parameters=True: save zero_core.trained_state_dict(engine.module) instead")
+        zero_core.save_pretrained(self.module, save_dir)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(self, **options: Any) -> dict[str, Any]:
+        """The unsharded weights, on every rank. Collective."""
+        return dict(self.module.state_dict(**options))
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        self.module.load_state_dict(state_dict, strict=strict)
+
+    def destroy(self) -> None:
+        """Gives memory and files back. The model cannot be used after."""
+        self.run.close()
+
+
+_COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
+
+
+def _names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []

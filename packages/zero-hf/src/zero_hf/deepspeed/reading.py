@@ -1,0 +1,233 @@
+"""Goes through a DeepSpeed JSON once: checks each key, resolves "auto", and records a row. Does not know ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .keys import KEYS, RENAMED, SECTIONS, Key, anything, nearest, needless
+from .optimizers import kind_of
+from .schedules import params_of
+
+__all__ = ["Auto", "Reading", "Row"]
+
+_ABSENT: Any = object()
+_STEPS = "scheduler.params.total_num_steps"
+_ARGUMENTS = {
+    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size",),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "gradient_clipping": ("max_grad_norm",),
+    "optimizer.params.lr": ("learning_rate",),
+    "optimizer.params.betas": ("adam_beta1", "adam_beta2"),
+    "optimizer.params.eps": ("adam_epsilon",),
+    "optimizer.params.weight_decay": ("weight_decay",),
+    "scheduler.params.warmup_max_lr": ("learning_rate",),
+    "fp16.enabled": ("fp16", "fp16_full_eval"),
+    "bf16.enabled": ("bf16", "bf16_full_eval"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One key of the file. kind: "mapped", "needless" or "refused". ours: what it is here, empty unless mapped."""
+
+    key: str
+    value: Any
+    ours: str
+    kind: str
+    remark: str = ""
+
+
+class Auto:
+    """What "auto" stands for in transformers, and which values must agree with the TrainingArguments."""
+
+    def __init__(self, arguments: Any, model: Any, ranks: int, steps: int | None) -> None:
+        self.arguments, self.ranks, self.steps = arguments, ranks, steps
+        if steps is None and arguments is not None and arguments.max_steps > 0:
+            self.steps = arguments.max_steps
+        self.hidden = _hidden_size(model)
+
+    def value(self, key: str) -> Any:
+        return self._found(key)[0]
+
+    def contradicts(self, key: str, value: Any) -> str | None:
+        """Says which argument has another value; None: none has."""
+        wanted, name = self._found(key)
+        given = tuple(value) if isinstance(value, list) else value
+        if name is None or wanted is _ABSENT or given == wanted:
+            return None
+        return f'the TrainingArguments have {name}={wanted!r}: make them agree, or write "auto"'
+
+    def unresolved(self, key: str) -> str:
+        if self.arguments is None:
+            return 'nothing resolves "auto": pass arguments= to from_deepspeed, or write a value'
+        if "num_steps" in key:
+            return (
+                'nothing resolves "auto": pass num_training_steps= to from_deepspeed, or give the arguments max_steps'
+            )
+        return 'nothing resolves "auto": write a value'
+
+    def _found(self, key: str) -> tuple[Any, str | None]:
+        """The value, and the name of the argument with which a given one must agree; None: with none."""
+        args = self.arguments
+        if key == "zero_optimization.stage3_prefetch_bucket_size" and self.hidden is not None:
+            return int(0.9 * self.hidden * self.hidden), None
+        if key == _STEPS and self.steps is not None:
+            return self.steps, "num_training_steps (calculated)"
+        if args is None:
+            return _ABSENT, None
+        if key == "train_batch_size":
+            rows = self.ranks * args.per_device_train_batch_size * args.gradient_accumulation_steps
+            return rows, "train_batch_size (calculated)"
+        if key in _ARGUMENTS:
+            names = _ARGUMENTS[key]
+            values = tuple(getattr(args, name) for name in names)
+            if key.endswith(".enabled"):
+                return any(values), "|".join(names)
+            return (values[0] if len(values) == 1 else values), "+".join(names)
+        if key == "scheduler.params.warmup_min_lr":
+            return 0.0, None
+        if key == "scheduler.params.warmup_num_steps" and (self.steps is not None or args.warmup_steps >= 1):
+            return max(1, args.get_warmup_steps(self.steps or 0)), "warmup_steps"
+        return _ABSENT, None
+
+
+def _hidden_size(model: Any) -> int | None:
+    config = getattr(model, "config", model)
+    for found in (config, getattr(config, "text_config", None)):
+        size = getattr(found, "hidden_size", None) or max(getattr(found, "hidden_sizes", None) or [0])
+        if size:
+            return int(size)
+    return None
+
+
+class Reading:
+    """What a file says. rows: by the key as it is written. values: of mapped keys, by the name they have now."""
+
+    def __init__(self, given: Mapping[str, Any], auto: Auto) -> None:
+        self.auto = auto
+        self.rows: dict[str, Row] = {}
+        self.values: dict[str, Any] = {}
+        self._written: dict[str, str] = {}  # the name that a key has now -> the one in the file
+        self._raw: dict[str, Any] = {}
+        self._keys = dict(KEYS)
+        for section, params_of_type in (("optimizer", _optimizer_params), ("scheduler", params_of)):
+            found = given.get(section)
+            found = found if isinstance(found, Mapping) else {}
+            params = params_of_type(str(found.get("type")))
+            if params is None:  # nobody knows what a type takes that is refused
+                params = dict.fromkeys(found.get("params") or (), needless(anything, f"the {section} is refused"))
+            self._keys |= {f"{section}.params.{name}": key for name, key in params.items()}
+        for written, value in _flat("", given):
+            self._raw[written] = value
+            self._read(written, value)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._written
+
+    def get(self, key: str) -> Any:
+        """The value of a mapped key, else DeepSpeed's default."""
+        return self.values.get(key, self._keys[key].default)
+
+    def params(self, section: str) -> dict[str, Any]:
+        start = f"{section}.params."
+        return {key[len(start) :]: value for key, value in self.values.items() if key.startswith(start)}
+
+    def ours(self, key: str, text: str, remark: str = "") -> None:
+        """Says what a mapped key is here."""
+        if key in self.values:
+            self._say(key, "mapped", remark or self._keys[key].remark, text)
+
+    def add(self, key: str, text: str, remark: str) -> None:
+        """Says what is here because a key is not in the file."""
+        self.rows[key] = Row(key, None, text, "mapped", remark)
+
+    def refuse(self, key: str, remark: str) -> None:
+        """Refuses a key for what others say, or because it is missing. From then on it has DeepSpeed's default."""
+        self.values.pop(key, None)
+        self._say(key, "refused", remark)
+
+    def _say(self, key: str, kind: str, remark: str = "", ours: str = "") -> None:
+        written = self._written.get(key, key)
+        if written != key:
+            remark = f"an older name of {key}" + (f": {remark}" if remark else "")
+        self.rows[written] = Row(written, self._raw.get(written), ours, kind, remark)
+
+    def _read(self, written: str, value: Any) -> None:
+        key, meanings = RENAMED.get(written, (written, {}))
+        found = self._keys.get(key)
+        empty = value is None or value == {}
+        if found is None or written in SECTIONS and (empty or not isinstance(value, bool)):
+            if written in SECTIONS and empty:
+                self._say(written, "needless", "it is empty")
+            else:
+                self._say(written, "refused", self._unknown(written))
+            return
+        if key in self._written:
+            self.rows[written] = Row(written, value, "", "refused", f"{self._written[key]} says the same: keep one")
+            return
+        self._written[key] = written
+        if meanings and isinstance(value, bool):
+            value = meanings[value]
+        elif meanings:
+            self._say(key, "refused", f"{value!r} is neither true nor false")
+            return
+        if value is None:
+            self._say(key, "needless", "null asks for DeepSpeed's default")
+            return
+        self._take(key, value, found)
+
+    def _take(self, key: str, value: Any, found: Key) -> None:
+        if value == "auto":
+            value = self.auto.value(key)
+            value = found.default if value is _ABSENT else value
+            if value is None:
+                if found.kind == "mapped":
+                    self._say(key, "refused", self.auto.unresolved(key))
+                else:
+                    self._say(key, "needless", found.remark if found.kind == "needless" else "it asks for nothing")
+                return
+        elif (other := self.auto.contradicts(key, value)) is not None:
+            self._say(key, "refused", other)
+            return
+        try:
+            value = found.takes(value)
+        except ValueError as error:
+            self._say(key, "refused", str(error))
+            return
+        if found.kind == "refused" and found.off(value):
+            self._say(key, "needless", "it asks for nothing")
+            return
+        self._say(key, found.kind, found.remark)
+        if found.kind == "mapped":
+            self.values[key] = value
+
+    def _unknown(self, key: str) -> str:
+        if key in SECTIONS:
+            return "it is a section: give an object of keys"
+        section = key.partition(".params.")[0]
+        if section in ("optimizer", "scheduler") and section != key:
+            start = f"{section}.params."
+            close, what = (
+                nearest(key, (name for name in self._keys if name.startswith(start))),
+                "it is no parameter of ",
+            )
+            what += str(self._raw.get(f"{section}.type", f"this {section}"))
+        else:
+            close, what = nearest(key, (*self._keys, *RENAMED)), "DeepSpeed has no such key"
+        return what + (f": did you mean {close}?" if close else ": leave it out")
+
+
+def _optimizer_params(name: str) -> Mapping[str, Key] | None:
+    kind = kind_of(name)
+    return None if kind is None else kind.params
+
+
+def _flat(prefix: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in given.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key in SECTIONS:
+            yield from _flat(f"{key}.", value)
+        else:
+            yield key, value

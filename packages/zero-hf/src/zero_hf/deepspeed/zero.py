@@ -1,0 +1,60 @@
+"""`Init` and `GatheredParameters`, as deepspeed.zero has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+import zero_core
+
+from ..config import ConfigError
+
+__all__ = ["GatheredParameters", "Init"]
+
+
+def Init(module: nn.Module | None = None, *, enabled: bool = True, **others: Any) -> AbstractContextManager[Any]:  # noqa: N802
+    """A `with` block in which a model is built without memory for its parameters; initialize() makes them in shards.
+
+    Of DeepSpeed's other arguments, none is needed: what they say follows from the JSON that initialize() reads. Raises
+    ConfigError for `module`, a model that is built already: initialize() shards it as it is.
+    """
+    if module is not None:
+        raise ConfigError("zero.Init(module=...) of a model that is built: leave it out, initialize() shards it")
+    if others.get("mpu") is not None:
+        raise ConfigError("zero.Init(mpu=...): ranks are data parallel here, leave it out")
+    return zero_core.deferred_init() if enabled else nullcontext()
+
+
+class _Discarded(Exception):
+    pass
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802
+    params: Tensor | nn.Module | Iterable[Any],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Inside, the parameters are whole. modifier_rank=0: what rank 0 wrote is kept; None: what is written is lost.
+
+    params: parameters, or a module with all of its own. Those that are not sharded are left as they are. Collective.
+    Raises ConfigError for another modifier_rank.
+    """
+    if modifier_rank not in (None, 0):
+        raise ConfigError(f"modifier_rank={modifier_rank}: rank 0's values are kept here, write them there")
+    given = [params] if isinstance(params, Tensor) else params.parameters() if isinstance(params, nn.Module) else params
+    sharded = [p for p in given if isinstance(p, nn.Parameter) and "_zero_home" in p.__dict__]
+    if not (enabled and sharded):
+        yield
+        return
+    try:
+        with zero_core.gathered(nn.ParameterList(sharded)):
+            yield
+            if modifier_rank is None:
+                raise _Discarded
+    except _Discarded:
+        pass

@@ -1,0 +1,145 @@
+"""A Trainer script with `--deepspeed ds_config.json`: the sharded Trainer follows the JSON, without DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+
+import zero_hf
+
+from .trainers import Sharded, llama, train, trainer
+
+Arguments = zero_hf.sharded(TrainingArguments)
+ZERO = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+    },
+    "zero_optimization": ZERO,
+}
+
+
+def without(*keys):
+    return {key: value for key, value in AUTO.items() if key not in keys}
+
+
+def ours(folder, config, **more):
+    return train(Sharded, folder, arguments_class=Arguments, deepspeed=config, **more)
+
+
+def test_auto_is_what_the_arguments_say(tmp_path):
+    """Fails if a loss or a norm differs from the stock Trainer's. The stock schedule is used where there is none."""
+    more = dict(gradient_accumulation_steps=2, max_grad_norm=0.5, adam_beta2=0.95)
+    _, stock = train(Trainer, tmp_path / "stock", **more)
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(without("scheduler")))
+    made, logs = ours(tmp_path / "ours", str(file), **more)
+    assert logs.losses == pytest.approx(stock.losses, rel=1e-5)
+    assert logs.norms == pytest.approx(stock.norms, rel=1e-4)
+    assert made.zero_config.placements == dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
+    made.end()
+
+
+def test_the_files_schedule_is_used_and_resumed(tmp_path):
+    """Fails if the steps of "auto" are not the Trainer's, or the schedule starts again when a run is resumed."""
+    options = dict(warmup_steps=2, max_steps=6, save_strategy="steps", save_steps=3)
+    made, logs = ours(tmp_path, AUTO, **options)
+    rates = [row["learning_rate"] for row in made.state.log_history if "learning_rate" in row]
+    assert rates[-1] == pytest.approx(1e-2 / 4) and max(rates) == pytest.approx(1e-2)
+    made.end()
+    again, resumed = ours(tmp_path, AUTO, resume=str(tmp_path / "checkpoint-3"), **options)
+    assert resumed.losses == logs.losses[3:]
+    again.end()
+
+
+@pytest.mark.parametrize(("config", "clipped"), [({}, 1.0), ({"gradient_clipping": 0.0}, 0.0)])
+def test_without_a_key_for_it_gradients_are_clipped_at_1_as_in_deepspeed(tmp_path, config, clipped):
+    _, stock = train(Trainer, tmp_path / "stock", max_grad_norm=clipped)
+    given = {"max_grad_norm": 0.0 if config else 0.1}
+    made, logs = ours(tmp_path / "ours", without("scheduler", "gradient_clipping") | config, **given)
+    assert logs.losses == pytest.approx(stock.losses, rel=1e-5)
+    made.end()
+
+
+def test_bf16_computes_in_bf16_parameters_and_not_under_autocast(tmp_path):
+    """Also where the file has no section for it, which transformers adds."""
+    for name, config in (("auto", AUTO), ("none", without("bf16"))):
+        made, logs = ours(tmp_path / name, config, bf16=True, max_steps=2)
+        assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
+        assert made.accelerator.mixed_precision == "no" and len(logs.losses) == 2
+        made.end()
+
+
+def test_evaluation_comes_first_where_the_script_has_it_so(tmp_path):
+    made, _ = trainer(Sharded, tmp_path, arguments_class=Arguments, deepspeed=AUTO, max_steps=6)
+    before = made.evaluate()["eval_loss"]
+    made.train()
+    assert made.evaluate()["eval_loss"] < before
+    made.end()
+
+
+def test_what_contradicts_or_cannot_be_followed_is_refused_before_anything_is_allocated(tmp_path):
+    def refused(match, config=AUTO, cls=Sharded, **more):
+        with pytest.raises(zero_hf.ConfigError, match=match):
+            ours(tmp_path, config, **more) if cls is Sharded else train(
+                cls, tmp_path, arguments_class=Arguments, deepspeed=config, **more
+            )
+
+    refused("gradient_clipping=0.5: the TrainingArguments have max_grad_norm=1.0", AUTO | {"gradient_clipping": 0.5})
+    refused("fp16.enabled=true: the TrainingArguments have", AUTO | {"fp16": {"enabled": True}})
+    refused("both say stage and tiers", cls=zero_hf.sharded(Trainer, zero={"stage": 2}))
+    refused("There is no|No such file", str(tmp_path / "missing.json"))
+    optimizer = torch.optim.SGD(llama().parameters())
+    refused("optimizers= gives the Trainer a SGD, and deepspeed= names", optimizers=(optimizer, None))
+    with pytest.raises(TypeError, match="give zero= with the Trainer class"):
+        zero_hf.sharded(TrainingArguments, zero={"stage": 2})
+
+
+def test_the_class_of_arguments_is_read_by_parsers_and_pickles_as_the_stock_one(tmp_path):
+    """Fails if training_args.bin needs this package, or stock code sees that deepspeed was given."""
+    assert Arguments is zero_hf.sharded(TrainingArguments) is zero_hf.sharded(Arguments)
+    line = ["--output_dir", str(tmp_path), "--deepspeed", "ds.json", "--use_cpu", "--report_to", "none"]
+    (given,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(line)
+    assert given.deepspeed is None and given.zero_deepspeed == "ds.json"
+    read = pickle.loads(pickle.dumps(given))
+    assert type(read) is TrainingArguments and read.output_dir == given.output_dir
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: nox -s deepspeed")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_losses_are_those_of_the_trainer_with_deepspeed(tmp_path, world, precision):
+    """Fails if a loss of 20 steps differs by more than 1e-5 (relative) in fp32, or 1e-2 in bf16."""
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(AUTO))
+    root = Path(__file__).parents[3]
+    losses = []
+    for which in ("stock", "ours"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
+        command += ["-m", "tests.integration.zero_hf.trained_by_json", which, str(file), str(tmp_path), precision]
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+        found = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert found.returncode == 0, found.stdout + found.stderr
+        losses.append(json.loads((tmp_path / f"{which}.json").read_text()))
+    assert len(losses[0]) == 20
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5 if precision == "fp32" else 1e-2)

@@ -1,0 +1,240 @@
+"""`initialize` and its engine: a loop of DeepSpeed's computes what the same loop on plain torch does."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import zero_core
+from zero_core.errors import CheckpointError
+from zero_hf import ConfigError, deepspeed
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 3, "warmup_type": "linear"}}
+HOST = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+
+@pytest.fixture(autouse=True)
+def _one_rank():
+    """initialize() starts a process group of one rank; other tests are to find none."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def settings(**more):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.05,
+        "optimizer": ADAMW,
+        "scheduler": WARMUP,
+        "zero_optimization": HOST,
+        **more,
+    }
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(2, 8, generator=generator) for _ in range(count)]
+
+
+def train(engine, data):
+    losses = []
+    for batch in data:
+        loss = engine(batch).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def plainly(model, data, optimizer):
+    """The same loop without an engine: two micro-batches a step, clipped, three steps of warm-up."""
+    losses, steps = [], 0
+    optimizer.param_groups[0]["lr"] = 0.0
+    for i, batch in enumerate(data):
+        loss = model(batch).square().mean()
+        (loss / 2).backward()
+        losses.append(loss.item())
+        if i % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, steps / 3)
+            steps += 1
+    return losses
+
+
+def made(model=None, **more):
+    return deepspeed.initialize(model=model or net(), config=settings(**more))[0]
+
+
+def test_a_loop_computes_what_plain_torch_computes(capsys):
+    """Fails if accumulation, clipping, the update or the schedule differ, or come at another micro-batch."""
+    model = net()
+    plain = copy.deepcopy(model)
+    engine, optimizer, loader, schedule = deepspeed.initialize(model=model, config=settings())
+    assert (optimizer, loader, schedule) == (engine.optimizer, None, engine.lr_scheduler)
+    wanted = plainly(plain, batches(12), torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1))
+    torch.testing.assert_close(train(engine, batches(12)), wanted, rtol=1e-6, atol=0)
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps) == (6, 12, 24, 0)
+    assert engine.get_lr() == [1e-2] and engine.get_mom() == [(0.9, 0.999)] and engine.get_global_grad_norm() > 0.05
+    assert engine.zero_optimization_stage() == 3 and engine.train_batch_size() == 4
+    printed = capsys.readouterr().out
+    assert "gradient_clipping" in printed and "parameters" in printed
+    engine.destroy()
+
+
+def test_an_optimizer_of_the_callers_goes_before_the_files_and_may_be_made_by_a_function():
+    engine = deepspeed.initialize(
+        model=net(),
+        config=settings(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    )[0]
+    train(engine, batches(4))
+    assert engine.get_lr() == [0.5 / 3]
+    assert engine.optimizer.param_groups[0].keys() >= {"momentum"}
+    engine.destroy()
+
+
+def test_what_was_saved_goes_on_in_the_same_bits(tmp_path):
+    data = batches(12)
+    first = made()
+    train(first, data[:6])
+    assert first.save_checkpoint(tmp_path, client_state={"seen": 6})
+    wanted = train(first, data[6:])
+    first.destroy()
+    second = made()
+    assert second.load_checkpoint(tmp_path) == (str(tmp_path / "global_step3"), {"seen": 6})
+    assert train(second, data[6:]) == wanted
+    assert (second.global_steps, second.micro_steps) == (6, 12)
+    second.destroy()
+
+
+def test_weights_alone_leave_counters_states_and_schedule_as_they_are(tmp_path):
+    first = made()
+    train(first, batches(4))
+    first.save_checkpoint(tmp_path, tag="here")
+    assert (tmp_path / "latest").read_text() == "here"
+    second = made()
+    second.load_checkpoint(tmp_path, load_module_only=True)
+    assert second.global_steps == 0 and second.get_lr() == [0.0]
+    for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
+        assert torch.equal(one.detach(), other.detach())
+    first.destroy()
+    second.destroy()
+
+
+def test_a_checkpoint_that_is_not_there_is_said(tmp_path):
+    engine = made()
+    with pytest.warns(UserWarning, match="latest is not there, nothing was loaded"):
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+    (tmp_path / "global_step3").mkdir()
+    with pytest.raises(CheckpointError, match=r"global_step9 is no folder: .* has \['global_step3'\]"):
+        engine.load_checkpoint(tmp_path, tag="global_step9")
+    with pytest.raises(ConfigError, match="custom_load_fn="):
+        engine.load_checkpoint(tmp_path, custom_load_fn=print)
+    engine.destroy()
+
+
+def test_the_caller_may_say_where_a_step_ends():
+    engine = made()
+    before = engine.module[0].weight.detach().clone()
+    data = batches(3)
+    engine.set_gradient_accumulation_boundary(False)
+    train(engine, data[:2])
+    assert torch.equal(engine.module[0].weight.detach(), before) and not engine.was_step_applied()
+    engine.set_gradient_accumulation_boundary(True)
+    train(engine, data[2:])  # at a learning rate of 0: it updates the moments
+    assert engine.was_step_applied() and engine.global_steps == 1
+    engine.set_train_batch_size(12)
+    assert engine.gradient_accumulation_steps() == 6
+    with pytest.raises(ConfigError, match="train_batch_size=5 is no multiple of 2"):
+        engine.set_train_batch_size(5)
+    engine.destroy()
+
+
+def test_no_sync_belongs_to_stages_that_keep_whole_gradients():
+    engine = made(zero_optimization={"stage": 1})
+    with engine.no_sync():
+        engine.backward(engine(batches(1)[0]).sum())
+        with pytest.raises(RuntimeError, match=r"step\(\) inside no_sync\(\)"):
+            engine.step()
+    engine.destroy()
+    engine = made()
+    with pytest.raises(ConfigError, match="stage 3, where an unsharded gradient would not fit"), engine.no_sync():
+        pass
+    engine.destroy()
+
+
+def test_data_is_loaded_in_parts_of_the_micro_batch():
+    data = TensorDataset(torch.arange(8.0))
+    engine, _, loader, _ = deepspeed.initialize(model=net(), config=settings(), training_data=data)
+    rows = [batch[0].tolist() for batch in loader]
+    assert [len(row) for row in rows] == [2] * 4 and sorted(sum(rows, [])) == list(range(8))
+    engine.destroy()
+
+
+def test_a_model_is_built_without_memory_and_its_parameters_are_gathered():
+    """Fails if what is written is kept without modifier_rank, or lost with it."""
+    with deepspeed.zero.Init(config_dict_or_path=settings()):
+        model = nn.Linear(8, 4)
+    assert model.weight.is_meta
+    engine = made(model)
+    before = model.weight.detach().clone()
+    with deepspeed.zero.GatheredParameters(model.weight):
+        nn.init.zeros_(model.weight)
+    assert torch.equal(model.weight.detach(), before)
+    with deepspeed.zero.GatheredParameters([model.weight, nn.Parameter(torch.ones(1))], modifier_rank=0):
+        nn.init.zeros_(model.weight)
+    assert not model.weight.detach().any()
+    with deepspeed.zero.GatheredParameters(nn.Linear(2, 2).parameters()):  # nothing of it is sharded
+        pass
+    with pytest.raises(ConfigError, match="modifier_rank=1"), deepspeed.zero.GatheredParameters(model, modifier_rank=1):
+        pass
+    engine.destroy()
+
+
+def test_what_cannot_be_followed_is_refused_by_name():
+    with pytest.raises(TypeError, match="give an nn.Module"):
+        deepspeed.initialize(config=settings())
+    with pytest.raises(ConfigError, match="there is no configuration"):
+        deepspeed.initialize(model=net())
+    args = deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args(["--deepspeed_config", "ds.json"])
+    with pytest.raises(ConfigError, match="there are two configurations"):
+        deepspeed.initialize(args, model=net(), config=settings())
+    with pytest.raises(ConfigError, match="mpu="):
+        deepspeed.initialize(model=net(), config=settings(), mpu=object())
+    with pytest.raises(AttributeError, match="zero_hf.deepspeed has no 'init_inference'; it has .*initialize"):
+        deepspeed.init_inference  # noqa: B018
+    engine = deepspeed.initialize(model=net(), config={"train_micro_batch_size_per_gpu": 1})[0]
+    assert engine.optimizer is None and engine.get_global_grad_norm() is None and engine.get_lr() == []
+    with pytest.raises(ConfigError, match=r"backward\(\) without an optimizer"):
+        engine.backward(engine(torch.ones(1, 8)).sum())
+    with pytest.raises(AttributeError, match="neither the engine nor Sequential has 'eigenvalue'"):
+        engine.eigenvalue  # noqa: B018
+    engine.destroy()
+
+
+def test_gradients_that_are_not_finite_stop_the_step_and_update_nothing():
+    engine = made()
+    before = engine.module[0].weight.detach().clone()
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(torch.full((2, 8), float("nan"))).sum())
+    with pytest.raises(zero_core.errors.GradientError, match="not finite"):
+        engine.step()
+    assert torch.equal(engine.module[0].weight.detach(), before)
+    engine.destroy()
