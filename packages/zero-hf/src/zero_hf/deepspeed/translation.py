@@ -22,7 +22,7 @@ from .optimizers import REFUSED, Kind, kind_of
 from .reading import Auto, Reading, Row
 from .schedules import SCHEDULES, make, params_of
 
-__all__ = ["Row", "Translation", "from_deepspeed", "translate"]
+__all__ = ["Row", "Translation", "from_deepspeed", "loaded", "translate"]
 
 Given = Mapping[str, Any] | str | os.PathLike[str]
 _ZERO = "zero_optimization."
@@ -165,7 +165,7 @@ def translate(
 ) -> Translation:
     """As from_deepspeed, with the refused keys among the rows: it raises only where the file cannot be read."""
     ranks = world_size or _ranks(arguments)
-    read = Reading(_loaded(config), Auto(arguments, model, ranks, num_training_steps))
+    read = Reading(loaded(config), Auto(arguments, model, ranks, num_training_steps))
     dtype = _param_dtype(read)
     zero = _zero(read, dtype, model, ranks)
     micro, accumulate, total = _batch(read, ranks)
@@ -189,7 +189,7 @@ def translate(
     )
 
 
-def _loaded(config: Given) -> Mapping[str, Any]:
+def loaded(config: Given) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     where = os.fspath(config)
