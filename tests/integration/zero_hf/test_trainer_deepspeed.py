@@ -63,7 +63,7 @@ def test_the_files_schedule_is_used_and_resumed(tmp_path):
     options = dict(warmup_steps=2, max_steps=6, save_strategy="steps", save_steps=3)
     made, logs = ours(tmp_path, AUTO, **options)
     rates = [row["learning_rate"] for row in made.state.log_history if "learning_rate" in row]
-    assert rates[-1] == pytest.approx(1e-2 / 4) and max(rates) == pytest.approx(1e-2)
+    assert rates[-1] == pytest.approx(1e-2 / 2) and max(rates) == pytest.approx(1e-2)
     made.end()
     again, resumed = ours(tmp_path, AUTO, resume=str(tmp_path / "checkpoint-3"), **options)
     assert resumed.losses == logs.losses[3:]
@@ -123,7 +123,9 @@ def test_the_class_of_arguments_is_read_by_parsers_and_pickles_as_the_stock_one(
     assert type(read) is TrainingArguments and read.output_dir == given.output_dir
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: nox -s deepspeed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: nox -s deepspeed"
+)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_losses_are_those_of_the_trainer_with_deepspeed(tmp_path, world, precision):

@@ -31,8 +31,8 @@ __all__ = ["sharded"]
 
 Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 _GRADED = (
-    "torch's GradScaler reads gradients that are in shards: train with bf16=True, or load the model in bfloat16, which is then "
-    "trained with fp32 masters"
+    "torch's GradScaler reads gradients that are in shards: train with bf16=True, or load the model in bfloat16, which "
+    "is then trained with fp32 masters"
 )
 T = TypeVar("T", bound=type[Any])
 
@@ -134,9 +134,7 @@ class _Sharded(Trainer):
             config.pop("scheduler", None)
         if self.args.bf16:
             config.setdefault("bf16", {"enabled": "auto"})  # as accelerate does
-        return from_deepspeed(
-            config, arguments=self.args, model=self.model, num_training_steps=self._training_steps
-        )
+        return from_deepspeed(config, arguments=self.args, model=self.model, num_training_steps=self._training_steps)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         self._training_steps = num_training_steps

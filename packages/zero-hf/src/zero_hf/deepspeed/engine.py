@@ -52,7 +52,9 @@ def init_distributed(
     """
     unknown = set(others) - {"auto_mpi_discovery", "distributed_port", "verbose", "config", "dist_init_required"}
     if unknown:
-        raise TypeError(f"init_distributed() got {', '.join(sorted(unknown))}: it takes dist_backend, timeout, init_method")
+        raise TypeError(
+            f"init_distributed() got {', '.join(sorted(unknown))}: it takes dist_backend, timeout, init_method"
+        )
     if dist.is_initialized():
         return
     device = _device()
@@ -65,7 +67,7 @@ def init_distributed(
 
 
 def _device() -> torch.device:
-    """Where this process computes: the accelerator that LOCAL_RANK numbers, which becomes the current one, or the CPU."""
+    """Where this process computes: the CPU, or the accelerator that LOCAL_RANK numbers, which becomes current."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
@@ -183,8 +185,8 @@ class Engine(nn.Module):
             return getattr(self.module, name)
         except AttributeError:
             raise AttributeError(
-                f"neither the engine nor {type(self.module).__name__} has {name!r}; what of DeepSpeed's engine there is "
-                "stands in the README of zero-hf"
+                f"neither the engine nor {type(self.module).__name__} has {name!r}: the README of zero-hf lists what of "
+                "DeepSpeed's engine there is"
             ) from None
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -254,8 +256,8 @@ class Engine(nn.Module):
         """Inside, backward only adds to this rank's gradients. Stages 0 and 1; as in DeepSpeed, not stages 2 and 3."""
         if self.zero_optimization_stage() >= 2:
             raise ConfigError(
-                f"no_sync() at stage {self.zero_optimization_stage()}, where an unsharded gradient would not fit: leave "
-                "it out, each backward then adds to the shards"
+                f"no_sync() at stage {self.zero_optimization_stage()}, where an unsharded gradient would not fit: "
+                "leave it out, each backward then adds to the shards"
             )
         if self._in_no_sync:
             raise RuntimeError("no_sync() inside no_sync(): leave the inner one out")
@@ -292,7 +294,9 @@ class Engine(nn.Module):
         """
         rows = self.train_micro_batch_size_per_gpu() * self.world_size
         if train_batch_size <= 0 or train_batch_size % rows:
-            raise ConfigError(f"train_batch_size={train_batch_size} is no multiple of {rows}, a micro-batch of all ranks")
+            raise ConfigError(
+                f"train_batch_size={train_batch_size} is no multiple of {rows}, a micro-batch of all ranks"
+            )
         self._accumulate = train_batch_size // rows
 
     def zero_optimization_stage(self) -> int:
@@ -337,7 +341,7 @@ class Engine(nn.Module):
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int = 0,
     ) -> DataLoader[Any]:
-        """Returns a loader of this rank's part of `dataset`, shuffled as DeepSpeed's is: the same rows in each epoch."""
+        """Returns a loader of this rank's part of `dataset`, shuffled as DeepSpeed does: alike in each epoch."""
         if data_sampler is None and not isinstance(dataset, IterableDataset):
             data_sampler = DistributedSampler(dataset, self.world_size, self.global_rank)
         return DataLoader(
@@ -428,7 +432,9 @@ class Engine(nn.Module):
         The name of the file is model.safetensors, whatever `save_filename` says. Returns True.
         """
         if exclude_frozen_parameters:
-            raise ConfigError("exclude_frozen_parameters=True: save zero_core.trained_state_dict(engine.module) instead")
+            raise ConfigError(
+                "exclude_frozen_parameters=True: save zero_core.trained_state_dict(engine.module) instead"
+            )
         zero_core.save_pretrained(self.module, save_dir)
         return True
 

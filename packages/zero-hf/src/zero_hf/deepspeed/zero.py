@@ -15,7 +15,7 @@ from ..config import ConfigError
 __all__ = ["GatheredParameters", "Init"]
 
 
-def Init(module: nn.Module | None = None, *, enabled: bool = True, **others: Any) -> AbstractContextManager[Any]:  # noqa: N802
+def Init(module: nn.Module | None = None, *, enabled: bool = True, **others: Any) -> AbstractContextManager[Any]:
     """A `with` block in which a model is built without memory for its parameters; initialize() makes them in shards.
 
     Of DeepSpeed's other arguments, none is needed: what they say follows from the JSON that initialize() reads. Raises
@@ -33,7 +33,7 @@ class _Discarded(Exception):
 
 
 @contextmanager
-def GatheredParameters(  # noqa: N802
+def GatheredParameters(
     params: Tensor | nn.Module | Iterable[Any],
     modifier_rank: int | None = None,
     fwd_module: nn.Module | None = None,
