@@ -12,8 +12,10 @@ import transformers
 from torch import nn
 
 import zero_core
+from zero_core import ZeroError
 
 from .config import ConfigError
+from .deepspeed.convert import convert, convert_weights
 from .deepspeed.translation import translate
 from .sharding import describe, plan
 
@@ -22,10 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="zero-hf", description="What DeepSpeed's users have, read by zero-hf.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_translate(commands)
+    _add_convert(commands)
     given = parser.parse_args(arguments)
     try:
         return int(given.run(given))
-    except ConfigError as error:
+    except (ConfigError, ZeroError) as error:
         sys.stderr.write(f"zero-hf: {error}\n")
         return 2
 
@@ -63,6 +66,38 @@ def _empty(where: str) -> nn.Module:
     with zero_core.deferred_init():
         model: nn.Module = (made or transformers.AutoModel)._from_config(config, dtype=config.dtype)
     return model
+
+
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("convert", help="make a checkpoint of DeepSpeed's one for zero_core.checkpoint.load")
+    parser.add_argument("folder", metavar="DEEPSPEED_FOLDER", help="what save_checkpoint was given")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("--tag", help="which checkpoint in it (else the one that `latest` names)")
+    parser.add_argument("--inert", action="append", default=[], metavar="CLASS", help="of client_state: read as a dict")
+    parser.add_argument("--weights", action="store_true", help="write safetensors, and no states")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of the safetensors (else fp32, and frozen ones as saved)")
+    parser.add_argument("--model", metavar="FOLDER", help="copy its config.json beside the safetensors")
+    parser.set_defaults(run=_convert)
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _convert(given: argparse.Namespace) -> int:
+    if given.weights:
+        dtype = _DTYPES.get(given.dtype)
+        options = {"tag": given.tag, "inert": given.inert, "model": given.model}
+        found = convert_weights(given.folder, given.out, dtype=dtype, **options)
+    elif given.dtype or given.model:
+        raise ConfigError("--dtype and --model are of safetensors: add --weights, or leave them out")
+    else:
+        found = convert(given.folder, given.out, tag=given.tag, inert=given.inert)
+    what = "its weights are" if given.weights else "it is"
+    sys.stdout.write(
+        f"{found.folder}: {len(found.parameters)} parameters after step {found.global_steps}, saved at stage "
+        f"{found.stage} on {found.world_size} ranks; {what} in {given.out}\n"
+    )
+    return 0
 
 
 if __name__ == "__main__":

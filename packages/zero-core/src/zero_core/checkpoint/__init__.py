@@ -79,12 +79,20 @@ def save(
         contents.add(run, *STATE.split("."))
     contents.add(random_state_of(view.ranks.device), "zero", f"rng.{view.ranks.rank}")
     aliases = {f"model.{clean_name(a)}": f"model.{clean_name(n.name)}" for n in view.names for a in n.aliases}
-    with _unwrapped(Path(folder)):
+    write(Path(folder), contents, aliases, alone=view.ranks.size == 1)
+
+
+def write(folder: Path, contents: Contents, aliases: Mapping[str, str], *, alone: bool) -> None:
+    """Writes `contents` into `folder`, where the tensors `aliases` maps to have these further names. alone: one rank.
+
+    Collective without `alone`. Raises CheckpointError as `save` does.
+    """
+    with _unwrapped(folder):
         dcp.save(
             {},
-            storage_writer=StreamingWriter(Path(folder), aliases),
+            storage_writer=StreamingWriter(folder, aliases),
             planner=StreamingSavePlanner(contents),
-            no_dist=view.ranks.size == 1,
+            no_dist=alone,
         )
 
 
@@ -112,11 +120,44 @@ def load(
     Raises CheckpointError, before anything is changed, for a checkpoint that is cut short or of another model; and for
     a tensor that is damaged, when it comes to it.
     """
+    reader = StreamingReader(Path(folder), verify=verify)
+    return load_from(
+        reader,
+        Path(folder),
+        model,
+        optimizer,
+        scheduler=scheduler,
+        strict=strict,
+        random_state=random_state,
+        model_key=model_key,
+        optimizer_key=optimizer_key,
+        tile_numel=tile_numel,
+    )
+
+
+def load_from(
+    reader: Any,
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    strict: bool = True,
+    random_state: bool = True,
+    model_key: str = "model",
+    optimizer_key: str = "optim",
+    tile_numel: int = TILE_NUMEL,
+) -> Loaded:
+    """`load` of files that `reader` reads, a StorageReader whose `failure` is the error it found before any was read.
+
+    It is read twice: the small tensors and objects first, then, when all is known to fit, this rank's slices. folder:
+    named in errors. Collective.
+    """
     view = _view(model, optimizer)
     view.ranks.meet("checkpoint.load")
     states = tuple(s for s in view.store.state_names() if s != MASTER) if optimizer is not None else None
     finder = Finder(Path(folder), view, states, strict, model_key, optimizer_key)
-    small = _read(folder, view, finder.small, tile_numel, verify)
+    small = _read(reader, view, finder.small, tile_numel)
     run, steps = finder.decode(small)
     options = []
     if optimizer is not None:
@@ -125,7 +166,7 @@ def load(
         raise CheckpointError(f"{folder} was saved without a scheduler; load it with scheduler=None")
     view.handle.engine.discard_gradients()
     view.overwriting(finder.found)
-    _read(folder, view, lambda metadata: Wanted(finder.slices(metadata, steps), (), ()), tile_numel, verify)
+    _read(reader, view, lambda metadata: Wanted(finder.slices(metadata, steps), (), ()), tile_numel)
     with torch.no_grad():
         for named in view.names:
             if view.is_whole(named) and finder.found.get(named.name) in small.tensors:
@@ -175,11 +216,7 @@ def _unwrapped(written: Path | None = None) -> Iterator[None]:
         raise CheckpointError(f"rank {rank}: {where}{type(error).__name__}: {error}") from error
 
 
-def _read(
-    folder: str | os.PathLike[str], view: ShardView, plan: Any, tile_numel: int, verify: bool
-) -> StreamingLoadPlanner:
-    reader = StreamingReader(Path(folder), verify=verify)
-
+def _read(reader: Any, view: ShardView, plan: Any, tile_numel: int) -> StreamingLoadPlanner:
     def checked(metadata: Metadata) -> Wanted:
         if reader.failure is not None:
             raise reader.failure

@@ -128,8 +128,9 @@ class Finder:
         run = unpickle(small.objects[STATE]) if STATE in small.objects else {}
         if run and run["format"] > FORMAT:
             raise CheckpointError(f"{self._folder} has format {run['format']}; this zero-core reads up to {FORMAT}")
-        if self._strict:
-            self._check_left_out(run.get("left_out", {}))
+        left_out = run.get("left_out", {})  # None: nobody knows which, so any that is not trained may be absent
+        if self._strict and left_out is not None:
+            self._check_left_out(left_out)
         steps = {}
         for name, prefix in self._state_name.items():
             step = small.tensors.get(f"{prefix}.step")

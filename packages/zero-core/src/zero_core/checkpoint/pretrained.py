@@ -28,7 +28,7 @@ from ..errors import PretrainedError
 from .safetensors import INDEX_NAME, SINGLE_NAME, Entry, Reader, Writer, open_index, room
 from .shards import ShardView, view_of
 
-__all__ = ["FileValues", "PretrainedReport", "fill", "load_pretrained", "save_pretrained"]
+__all__ = ["FileValues", "PretrainedReport", "fill", "load_pretrained", "save_pretrained", "write_pretrained"]
 
 _TILE_NUMEL = 1 << 22
 _Kind = tuple[torch.dtype, tuple[int, ...]]
@@ -180,6 +180,24 @@ def save_pretrained(
     meet("save_pretrained")
 
 
+def write_pretrained(
+    folder: Path, tensors: Mapping[str, _Kind], values: Mapping[str, Source], max_file_bytes: int = 5 << 30
+) -> None:
+    """Write safetensors from `values`, read tile by tile, as tensors of these dtypes and shapes. One process.
+
+    As with `save_pretrained`, files appear under their final names when they are complete, and there is no config.
+    """
+    files = _split(tensors, max_file_bytes)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _complete(folder, files):
+        for name, of_file in files.items():
+            with Writer(folder / f"{name}.partial", of_file) as writer:
+                for tensor, (_, shape) in of_file.items():
+                    for start, stop in _tiles(0, torch.Size(shape).numel()):
+                        writer.write(tensor, start, values[tensor].read(start, stop))
+    _publish(None, folder, files)
+
+
 @contextmanager
 def _complete(folder: Path, files: Mapping[str, Mapping[str, _Kind]]) -> Iterator[None]:
     """A disk that is full, for example: tell what was needed, and leave nothing half written."""
@@ -196,10 +214,14 @@ def _complete(folder: Path, files: Mapping[str, Mapping[str, _Kind]]) -> Iterato
 
 
 def _plan_files(model: nn.Module, dtype: torch.dtype | None, max_file_bytes: int) -> dict[str, dict[str, _Kind]]:
-    """File names with their tensors, filled in the model's order up to `max_file_bytes` each."""
     tensors: dict[str, _Kind] = {}
     for parts, shape, own in whole_tensors(model).values():
         tensors.setdefault(parts[0].name, (dtype if dtype is not None and own.is_floating_point else own, shape))
+    return _split(tensors, max_file_bytes)
+
+
+def _split(tensors: Mapping[str, _Kind], max_file_bytes: int) -> dict[str, dict[str, _Kind]]:
+    """File names with their tensors, filled in the given order up to `max_file_bytes` each."""
     groups: list[dict[str, _Kind]] = [{}]
     filled = 0
     for name, (kind, shape) in tensors.items():
@@ -237,7 +259,7 @@ def _write_values(model: nn.Module, view: ShardView | None, writers: Mapping[str
                 put(slice_.name, start, view.parameter_values(slice_, start, stop))
 
 
-def _publish(model: nn.Module, folder: Path, files: Mapping[str, Mapping[str, _Kind]]) -> None:
+def _publish(model: nn.Module | None, folder: Path, files: Mapping[str, Mapping[str, _Kind]]) -> None:
     """Give the files their names, drop those of an earlier save, write the index and the config."""
     for stale in (*folder.glob("model-*-of-*.safetensors"), folder / INDEX_NAME, folder / SINGLE_NAME):
         if stale.name not in files:

@@ -185,7 +185,7 @@ class Engine(nn.Module):
             return getattr(self.module, name)
         except AttributeError:
             raise AttributeError(
-                f"neither the engine nor {type(self.module).__name__} has {name!r}: the README of zero-hf lists what of "
+                f"neither the engine nor {type(self.module).__name__} has {name!r}: zero-hf's README lists what of "
                 "DeepSpeed's engine there is"
             ) from None
 

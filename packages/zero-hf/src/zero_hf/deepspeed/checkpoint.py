@@ -1,0 +1,270 @@
+"""`load_checkpoint`: a checkpoint of DeepSpeed's into a sharded model, at any number of ranks, stage and store.
+
+Owns how such a checkpoint looks as one of zero-core's, whose `load` does the rest: it compares names, shapes, states
+and groups before it changes anything, and each rank reads only its own slices.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, StorageReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.futures import Future
+
+from zero_core.building.replay import Source
+from zero_core.checkpoint import load_from
+from zero_core.checkpoint.match import FORMAT, STATE
+from zero_core.checkpoint.shards import clean_name, view_of
+from zero_core.errors import CheckpointError
+
+from .files import Checkpoint, open_checkpoint
+
+__all__ = ["Loaded", "Seen", "Values", "load_checkpoint", "seen"]
+
+_CHOSEN = ("decoupled_weight_decay", "amsgrad", "maximize", "nesterov")  # other values make another optimizer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load_checkpoint` found. client_state: what was given to save_checkpoint, plain data and tensors only.
+
+    step: optimizer steps taken, global_steps less those that an overflow skipped. folder: the tag's. version: of the
+    DeepSpeed that wrote it, on world_size ranks at this stage.
+    """
+
+    folder: Path
+    client_state: dict[str, Any]
+    step: int
+    global_steps: int
+    skipped_steps: int
+    global_samples: int
+    world_size: int
+    stage: int
+    version: str
+
+
+def load_checkpoint(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    tag: str | None = None,
+    scheduler: Any = None,
+    strict: bool = True,
+    inert: Iterable[str] = (),
+) -> Loaded:
+    """Reads what DeepSpeed's save_checkpoint or ds_to_universal wrote into a sharded model. Collective.
+
+    Weights go into the fp32 masters, and with `optimizer`, which `shard` returned, also states, step counts, the
+    options of the groups, and the loss scale of a model that has a dynamic one. Without it only the weights are read.
+    scheduler: gets the state of DeepSpeed's; its class has to be the same, or one of zero_hf.deepspeed's for a
+    scheduler of DeepSpeed's own. tag: `latest` by default. strict: False leaves parameters that the checkpoint lacks
+    as they are, and ignores names that the model lacks. inert: classes in client_state whose objects are read as dicts.
+    Every rank gets rank 0's buffers. Random state is not in such a checkpoint.
+
+    The files are pickles, and nothing in them is executed. Raises, on every rank and before anything is changed,
+    FilesError (a ConfigError) for files that are absent, damaged or want to call something, and CheckpointError for a
+    checkpoint of another model, optimizer or grouping.
+    """
+    view = view_of(model)
+    live = {clean_name(n) for named in view.names for n in named.names} if view is not None else set()
+    reader = _Reader(Path(folder), tag, tuple(inert), live, optimizer)
+    loaded = load_from(reader, Path(folder), model, optimizer, scheduler=scheduler, strict=strict, random_state=False)
+    saved = reader.saved
+    assert saved is not None
+    return Loaded(
+        saved.folder,
+        saved.client_state,
+        loaded.step,
+        saved.global_steps,
+        saved.skipped_steps,
+        saved.global_samples,
+        saved.world_size,
+        saved.stage,
+        saved.version,
+    )
+
+
+@dataclass(frozen=True)
+class Values:
+    """A tensor of the checkpoint, which is read in parts."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: Source
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A checkpoint of DeepSpeed's under the names that zero-core gives one of its own.
+
+    sliced: masters and states. small: buffers and step counts. run: what `zero_core.checkpoint.save` keeps besides.
+    aliases: further name -> name.
+    """
+
+    sliced: Mapping[str, Values]
+    small: Mapping[str, Tensor]
+    run: Mapping[str, Any]
+    aliases: Mapping[str, str]
+
+
+def seen(saved: Checkpoint, called: Mapping[str, str]) -> Seen:
+    """called: the name in the model for each name in the checkpoint."""
+    sliced: dict[str, Values] = {}
+    small: dict[str, Tensor] = {f"model.{called[name]}": buffer for name, buffer in saved.buffers.items()}
+    for name, parameter in saved.parameters.items():
+        key, shape = called[name], parameter.shape
+        dtype = parameter.dtype if parameter.group is None else torch.float32
+        sliced[f"model.{key}"] = Values(shape, dtype, parameter.values)
+        for state, source in parameter.states.items():
+            sliced[f"optim.state.{key}.{state}"] = Values(shape, torch.float32, source)
+        if parameter.step is not None:
+            small[f"optim.state.{key}.step"] = torch.tensor(float(parameter.step))
+    groups = [{**group, "params": [called[name] for name in group["params"]]} for group in saved.groups]
+    steps = [parameter.step for parameter in saved.parameters.values() if parameter.step is not None]
+    run = {
+        "format": FORMAT,
+        "world_size": saved.world_size,
+        "step_count": max(steps, default=saved.global_steps - saved.skipped_steps),
+        "groups": groups,
+        "scheduler": saved.scheduler,
+        "loss_scale": _loss_scale(saved.loss_scale),
+        "extra": saved.client_state,
+        "left_out": {} if saved.complete else None,  # DeepSpeed does not write down which it left out
+    }
+    aliases = {f"model.{called[alias]}": f"model.{called[name]}" for alias, name in saved.aliases.items()}
+    return Seen(sliced, small, run, aliases)
+
+
+def _loss_scale(saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """DeepSpeed's dynamic scale as the state of a `zero_core.LossScale`: it doubles at the same step.
+
+    DeepSpeed doubles when the steps since the last overflow, this one not counted, are a multiple of the window.
+    """
+    if saved is None or not saved.get("dynamic"):
+        return None
+    finite = int(saved["cur_iter"]) - int(saved["last_overflow_iter"]) - 1
+    since = (finite - 1) % int(saved["scale_window"]) if finite else -1
+    return {"value": float(saved["cur_scale"]), "finite_steps": since, "hysteresis_left": int(saved["cur_hysteresis"])}
+
+
+class _Reader(StorageReader):
+    """Reads a checkpoint of DeepSpeed's for zero-core's planner. The folder is opened once."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tag: str | None,
+        inert: tuple[str, ...],
+        live: Container[str],
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._folder, self._tag, self._inert = folder, tag, inert
+        self._live, self._optimizer = live, optimizer
+        self.saved: Checkpoint | None = None
+        self._seen: Seen | None = None
+        self.failure: CheckpointError | None = None
+
+    def _open(self) -> Seen:
+        saved = open_checkpoint(self._folder, self._tag, inert=self._inert)
+        names = [*saved.parameters, *saved.aliases, *saved.buffers]
+        called = {name: clean_name(name) for name in names}
+        shorter = {name: key.removeprefix("module.") for name, key in called.items()}
+        if sum(key in self._live for key in shorter.values()) > sum(key in self._live for key in called.values()):
+            called = shorter
+        self.saved = saved
+        found = seen(saved, called)
+        if self._optimizer is not None:
+            self._keep_known_options(found.run["groups"])
+        return found
+
+    def _keep_known_options(self, groups: list[dict[str, Any]]) -> None:
+        """Only what the live optimizer has too is restored; what would make it another one is refused."""
+        assert self._optimizer is not None
+        known = self._optimizer.param_groups[0]
+        for group in groups:
+            for key in [k for k in group if k not in known and k not in ("params", "initial_lr")]:
+                del group[key]
+            for key in _CHOSEN:
+                if key in group and group[key] != known[key]:
+                    raise CheckpointError(
+                        f"{self._folder} was trained with {key}={group[key]}, and the "
+                        f"{type(self._optimizer).__name__} here has {known[key]}: build it with the same"
+                    )
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._seen is None and self.failure is None:
+            try:
+                self._seen = self._open()
+            except CheckpointError as error:
+                self.failure = error
+        found = self._seen
+        if found is None:
+            return Metadata({}, storage_data={})
+        entries: dict[str, Any] = {name: _entry(v.shape, v.dtype) for name, v in found.sliced.items()}
+        entries |= {name: _entry(tuple(t.shape), t.dtype) for name, t in found.small.items()}
+        entries |= {alias: entries[name] for alias, name in found.aliases.items()}
+        entries[STATE] = BytesStorageMetadata()
+        return Metadata(entries, storage_data={})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        found = self._seen
+        assert found is not None
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                stream = io.BytesIO()
+                torch.save(found.run, stream)
+                planner.load_bytes(item, stream)
+                continue
+            target = planner.resolve_tensor(item)
+            name = found.aliases.get(name, name)
+            if name in found.small:
+                target.copy_(found.small[name])
+            else:
+                values = found.sliced[name]
+                strides = [math.prod(values.shape[d + 1 :]) for d in range(len(values.shape))]
+                start = sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True))
+                stop = start + math.prod(item.lengths)
+                target.copy_(values.source.read(start, stop).view(target.shape))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _entry(shape: tuple[int, ...], dtype: torch.dtype) -> TensorStorageMetadata:
+    size = torch.Size(shape)
+    chunk = ChunkStorageMetadata(torch.Size((0,) * len(shape)), size)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])

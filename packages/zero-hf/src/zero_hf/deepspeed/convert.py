@@ -1,0 +1,127 @@
+"""`convert` and `convert_weights`: a checkpoint of DeepSpeed's into one of zero-core's, or into safetensors.
+
+One process, no model: values go from file to file in tiles, so memory does not grow with the checkpoint. A checkpoint
+is complete or absent, as `zero_core.checkpoint.save` writes it; safetensors get their names when they are complete.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from zero_core.checkpoint import write
+from zero_core.checkpoint.match import STATE
+from zero_core.checkpoint.plan import Contents
+from zero_core.checkpoint.pretrained import write_pretrained
+from zero_core.checkpoint.shards import ShardSlice, clean_name
+
+from ..config import ConfigError
+from .checkpoint import Seen, Values, seen
+from .files import Checkpoint, open_checkpoint
+
+__all__ = ["convert", "convert_weights"]
+
+_CONFIGS = ("config.json", "generation_config.json")
+
+
+def convert(folder: str | Path, out: str | Path, *, tag: str | None = None, inert: Iterable[str] = ()) -> Checkpoint:
+    """Writes a checkpoint for `zero_core.checkpoint.load`: masters, states, steps, groups, scheduler and loss scale.
+
+    It is read at any number of ranks, stage and store; `Loaded.extra` is the client_state. folder, tag, inert: as for
+    `load_checkpoint`. Returns what was found. Raises FilesError as that does, and CheckpointError if `out` cannot be
+    written; then `out` holds what it held before.
+    """
+    saved, found = _open(folder, tag, inert)
+    contents = Contents(cast(Any, _Files(found)))
+    for name, values in found.sliced.items():
+        path, numel = _path(name), math.prod(values.shape)
+        if numel:
+            contents.add_slice(ShardSlice(name, values.shape, 0, numel, 0, 0, 0, 0), "", *path)
+        else:
+            contents.add(torch.empty(values.shape, dtype=values.dtype), *path)
+    for name, tensor in found.small.items():
+        contents.add(tensor, *_path(name))
+    for i, group in enumerate(found.run["groups"]):
+        for key, option in group.items():
+            contents.add(option, "optim", "param_groups", str(i), key)
+    contents.add(found.run, *STATE.split("."))
+    write(Path(out), contents, found.aliases, alone=True)
+    return saved
+
+
+def convert_weights(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    tag: str | None = None,
+    dtype: torch.dtype | None = None,
+    model: str | Path | None = None,
+    inert: Iterable[str] = (),
+    max_file_bytes: int = 5 << 30,
+) -> Checkpoint:
+    """Writes safetensors that transformers loads: the masters, what is not trained, and buffers.
+
+    dtype: of all floating-point tensors, rounded as torch rounds; by default masters are fp32 and the others as they
+    were saved. model: a folder whose config.json is copied. Raises as `convert` does, and PretrainedError.
+    """
+    if model is not None and not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"{model} has no config.json: name the folder of the model that was trained, or leave it out")
+    saved, found = _open(folder, tag, inert)
+    start = len("model.")
+    values = {name[start:]: each for name, each in found.sliced.items() if name.startswith("model.")}
+    buffers = {name[start:]: tensor for name, tensor in found.small.items() if name.startswith("model.")}
+    values |= {name: Values(tuple(t.shape), t.dtype, _Kept(t.reshape(-1))) for name, t in buffers.items()}
+    kinds = {
+        name: (dtype if dtype is not None and each.dtype.is_floating_point else each.dtype, each.shape)
+        for name, each in values.items()
+    }
+    write_pretrained(Path(out), kinds, {name: each.source for name, each in values.items()}, max_file_bytes)
+    for name in _CONFIGS if model is not None else ():
+        if (Path(model or "") / name).is_file():
+            shutil.copyfile(Path(model or "") / name, Path(out) / name)
+    return saved
+
+
+def _open(folder: str | Path, tag: str | None, inert: Iterable[str]) -> tuple[Checkpoint, Seen]:
+    saved = open_checkpoint(folder, tag, inert=inert)
+    names = [*saved.parameters, *saved.aliases, *saved.buffers]
+    return saved, seen(saved, {name: clean_name(name) for name in names})
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """The nested keys of a name: model.NAME, or optim.state.NAME.STATE."""
+    if name.startswith("model."):
+        return "model", name.removeprefix("model.")
+    parameter, _, state = name.removeprefix("optim.state.").rpartition(".")
+    return "optim", "state", parameter, state
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor in memory as a Source."""
+
+    flat: Tensor
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.flat[start:stop]
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What zero-core's planner asks a sharded model for, answered from the files."""
+
+    found: Seen
+
+    def dtype_of(self, part: ShardSlice, state: str) -> torch.dtype:
+        return self.found.sliced[part.name].dtype
+
+    def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
+        values = self.found.sliced[part.name]
+        return values.source.read(start, stop).to(values.dtype)

@@ -1,0 +1,483 @@
+"""A checkpoint folder of DeepSpeed's: which files make it, and where in them each parameter and each state lies.
+
+Owns the layouts: ZeRO-1 and -2, ZeRO-3, and what ds_to_universal made of either. Reads no tensor: every parameter and
+state is a `Source`, which reads the elements that it is asked for. Files are `pickles`'s.
+
+[Note: what lies where]
+A flat group is what DeepSpeed updates as one tensor: a group of the optimizer at stages 1 and 2, a part of one
+(sub_group_size) at stage 3. `param_shapes` has its parameters in order.
+
+    stages 1, 2    rank 0 | rank 1 | ...      one flat tensor, cut into equal parts; the last ones end in padding
+    stage 3        a0 b0 | a1 b1 | ...        each parameter cut into equal parts; the last one of each ends in padding
+    universal      zero/NAME/STATE.pt         each parameter whole
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_core.building.keys import Part
+from zero_core.building.replay import Source
+from zero_core.checkpoint.pretrained import FileValues
+from zero_core.checkpoint.safetensors import Entry, Reader
+
+from .pickles import FilesError, Stored, read_plain
+
+__all__ = ["Checkpoint", "Parameter", "open_checkpoint"]
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?P<kind>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+_REFUSED = (  # files of what a sharded model here does not have
+    (re.compile(r"layer_\d+_expert_|expert_\d+_|expp_rank_"), "experts of a mixture in files of their own (MoE)"),
+    (re.compile(r"layer_\d+"), "layers of pipeline parallelism"),
+    (re.compile(r"(?:.*_)?mp_rank_\d+_\d+"), "stages of pipeline parallelism"),
+    (re.compile(r"(?:.*_)?mp_rank_(?!00)\d+"), "slices of tensor parallelism"),
+)
+_OURS = {  # what DeepSpeed itself has in a file of model states; all else is the client's
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+    *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
+    *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version"),
+    *("universal_checkpoint_info", "ds_autoep_layers", "autoep_layers", "num_experts"),
+}
+_PLAIN_OPTIONS = {"params", "step", "bias_correction", "foreach", "fused", "capturable", "differentiable"}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What a checkpoint has of one parameter. values: the fp32 master, or the weights of one that is not trained.
+
+    states: the optimizer's, of the parameter's shape. step: steps it has taken, None if the optimizer counts none.
+    group: its group in the optimizer, None if it is not trained.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: Source
+    states: Mapping[str, Source] = field(default_factory=dict)
+    step: int | None = None
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a folder holds, by name. groups: options of the optimizer's groups, and the names of their parameters.
+
+    aliases: further name of a tied parameter -> its name in `parameters`. loss_scale: DeepSpeed's attributes of it.
+    buffers are rank 0's. complete: parameters that are not trained are in it too.
+    """
+
+    folder: Path
+    stage: int
+    world_size: int
+    version: str
+    parameters: Mapping[str, Parameter]
+    aliases: Mapping[str, str]
+    buffers: Mapping[str, Tensor]
+    groups: Sequence[Mapping[str, Any]]
+    scheduler: dict[str, Any] | None
+    loss_scale: Mapping[str, Any] | None
+    client_state: dict[str, Any]
+    global_steps: int
+    skipped_steps: int
+    global_samples: int
+    config: Mapping[str, Any]
+    complete: bool
+
+
+@dataclass
+class _Flat:
+    """One flat group: its parameters in order, and of each rank its tensors ("fp32", "exp_avg" ...) and its step."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    group: int
+    tensors: list[dict[str, Stored]]
+    step: int | None
+
+
+def open_checkpoint(folder: str | Path, tag: str | None = None, *, inert: Iterable[str] = ()) -> Checkpoint:
+    """Opens a folder that DeepSpeed's save_checkpoint or ds_to_universal wrote, and checks that all of it is there.
+
+    tag: the checkpoint in it; the one that `latest` names by default. folder may also be a checkpoint itself. inert:
+    see `pickles.read_plain`. Raises FilesError, which names the file, for what is absent, damaged, mixed or refused.
+    """
+    where = _tagged(Path(folder), tag)
+    return _Opened(where, tuple(inert)).checkpoint()
+
+
+def _tagged(folder: Path, tag: str | None) -> Path:
+    if not folder.is_dir():
+        raise FilesError(f"{folder} is no folder: name the one that save_checkpoint was given")
+    tags = sorted(path.name for path in folder.iterdir() if path.is_dir() and any(path.glob("*_model_states.pt")))
+    known = f"its tags are {', '.join(tags)}" if tags else "no folder in it has *_model_states.pt"
+    if tag is not None:
+        if not (folder / tag).is_dir():
+            raise FilesError(f"{folder} has no tag {tag!r}: {known}")
+        return folder / tag
+    for name in ("latest", "latest_universal"):
+        latest = folder / name
+        if latest.is_file():
+            named = latest.read_text(encoding="utf-8", errors="replace").strip()
+            if not named or not (folder / named).is_dir():
+                raise FilesError(f"{latest} names {named!r}, which is not there: {known}. Name one with tag=")
+            return folder / named
+    if any(folder.glob("*_model_states.pt")):
+        return folder
+    raise FilesError(f"{folder} has no file `latest`: {known}. Name one with tag=")
+
+
+class _Opened:
+    """A checkpoint being read: its files, what is in them, and the pieces that parameters are made of."""
+
+    def __init__(self, folder: Path, inert: tuple[str, ...]) -> None:
+        self.folder, self._inert = folder, inert
+        self._reader, self._entries = Reader(), dict[str, Entry]()
+        self._swap_files: dict[Path, set[str]] = {}
+        names = sorted(path.name for path in folder.iterdir() if path.is_file())
+        for pattern, what in _REFUSED:
+            if refused := [name for name in names if pattern.match(name)]:
+                raise FilesError(
+                    f"{folder} holds {what} ({refused[0]}{' ...' if len(refused) > 1 else ''}), which are not read "
+                    "here: gather the weights with DeepSpeed or Megatron, and load them with zero_hf.from_pretrained"
+                )
+        self.universal = (folder / "zero").is_dir()
+        model = {m[0]: m for m in map(_MODEL.fullmatch, names) if m}
+        optimizer = {m[0]: m for m in map(_OPTIMIZER.fullmatch, names) if m}
+        if not model:
+            raise FilesError(f"{folder} holds no *_model_states.pt ({', '.join(names[:4]) or 'it is empty'})")
+        if self.universal and optimizer:
+            raise FilesError(f"{folder} holds {next(iter(optimizer))} and a folder zero: two checkpoints in one")
+        if len({m["rank"] is None for m in model.values()}) > 1 or len({m["kind"] for m in optimizer.values()}) > 1:
+            raise FilesError(
+                f"{folder} holds files of two checkpoints: {', '.join([*model, *optimizer][:6])} ... Remove those of "
+                "the run that is not wanted"
+            )
+        self.partitioned = next(iter(model.values()))["rank"] is not None
+        by_rank = {int(m["rank"] or 0): self._load(name) for name, m in sorted(model.items())}
+        self.first = first = by_rank.get(0, next(iter(by_rank.values())))
+        self._refuse(first, next(iter(model)))
+        self.world_size = int(first["dp_world_size"])
+        self.models = self._all_ranks(by_rank, "model_states", self.world_size if self.partitioned else 1)
+        if len({each["global_steps"] for each in self.models}) > 1:
+            steps = [each["global_steps"] for each in self.models]
+            raise FilesError(f"{folder}: ranks saved after different steps ({steps}): files of two checkpoints")
+        if not optimizer and not self.universal:
+            raise FilesError(
+                f"{folder} holds no *_optim_states.pt: copy them from where the ranks wrote them (each node's own disk "
+                "with use_node_local_storage)"
+            )
+        states = {int(m["rank"]): self._load(name) for name, m in sorted(optimizer.items())}
+        self.states = self._all_ranks(states, "optim_states", self.world_size) if states else []
+
+    def _load(self, name: str) -> Any:
+        return read_plain(self.folder / name, self._inert)
+
+    def _all_ranks(self, found: Mapping[int, Any], kind: str, count: int) -> list[Any]:
+        absent = [str(rank) for rank in range(count) if rank not in found]
+        if absent:
+            raise FilesError(
+                f"{self.folder} lacks *_{kind}.pt of rank {', '.join(absent)}: {count} ranks saved it, and each has a "
+                "part of every parameter. Copy all files to one folder"
+            )
+        if len(found) > count:
+            raise FilesError(
+                f"{self.folder} holds *_{kind}.pt of {len(found)} ranks, and {count} saved it: files of two "
+                "checkpoints. Remove those of the larger run"
+            )
+        return [found[rank] for rank in range(count)]
+
+    def _refuse(self, first: Any, name: str) -> None:
+        path = self.folder / name
+        if not isinstance(first, dict) or "module" not in first or "dp_world_size" not in first:
+            raise FilesError(f"{path} is not what DeepSpeed's save_checkpoint writes: it has no module")
+        if first.get("num_experts") or first.get("ds_autoep_layers") or first.get("autoep_layers"):
+            raise FilesError(f"{path} is of a model with DeepSpeed's own experts (MoE), which are not read here")
+        degrees = first.get("checkpoint_parallel_dimensions") or {}
+        if first.get("mp_world_size", 1) > 1 or any(degree > 1 for degree in degrees.values()):
+            raise FilesError(f"{path} is of a run with tensor or pipeline parallelism, which is not read here")
+        if not first.get("param_shapes"):
+            generation = first.get("ds_version", "before 0.3.16")
+            raise FilesError(
+                f"{path} has no param_shapes: it was saved at stage 0, without an optimizer, or by another generation "
+                f"of DeepSpeed (this one: {generation}; read are ZeRO-1, -2 and -3 as 0.19 writes them). Its weights "
+                'are torch.load(path, weights_only=True)["module"]'
+            )
+
+    # -- parameters ----------------------------------------------------------------------------------------------------
+
+    def checkpoint(self) -> Checkpoint:
+        first = self.first
+        optimizer = self._common()
+        trained, groups = self._trained(optimizer)
+        aliases = dict(first.get("shared_params") or {})
+        buffers = set(first["buffer_names"])
+        frozen = dict(self._frozen(trained.keys() | aliases.keys() | buffers))
+        reader, module = self._reader, first["module"]
+        scale = optimizer.get("loss_scaler")
+        return Checkpoint(
+            folder=self.folder,
+            stage=3 if self.partitioned else int(optimizer.get("zero_stage", 1)),
+            world_size=self.world_size,
+            version=str(first.get("ds_version")),
+            parameters=trained | frozen,
+            aliases={alias: name for alias, name in aliases.items() if name in trained or name in frozen},
+            buffers={name: module[name].read(reader) for name in first["buffer_names"] if name in module},
+            groups=groups,
+            scheduler=self._values(first["lr_scheduler"]),
+            loss_scale=scale if isinstance(scale, dict) else None,
+            client_state={key: self._values(value) for key, value in first.items() if key not in _OURS},
+            global_steps=int(first["global_steps"]),
+            skipped_steps=int(first["skipped_steps"]),
+            global_samples=int(first.get("global_samples", 0)),
+            config=first.get("ds_config") or {},
+            complete=bool(frozen),
+        )
+
+    def _common(self) -> Mapping[str, Any]:
+        """The optimizer's part of the checkpoint: rank 0's, which the universal one has alone."""
+        if not self.universal:
+            return dict(self.states[0]["optimizer_state_dict"])
+        section = (self.first.get("ds_config") or {}).get("zero_optimization") or {}
+        if not self.partitioned and self.world_size > 1 and section.get("round_robin_gradients"):
+            raise FilesError(
+                f"{self.folder}: the run had round_robin_gradients on {self.world_size} ranks, for which "
+                "ds_to_universal gives parameters each other's values. Read the checkpoint that it was made of instead"
+            )
+        path = self.folder / "zero" / "optimizer_state.pt"
+        if not path.is_file():
+            raise FilesError(f"{path} is not there: ds_to_universal did not end. Run it again")
+        return dict(read_plain(path, self._inert))
+
+    def _trained(self, optimizer: Mapping[str, Any]) -> tuple[dict[str, Parameter], list[dict[str, Any]]]:
+        shapes = [{n: tuple(shape) for n, shape in each.items()} for each in self.first["param_shapes"]]
+        nested = optimizer.get("optimizer_state_dict" if self.partitioned else "base_optimizer_state", optimizer)
+        options = nested["param_groups"] if isinstance(nested, dict) else [{"params": [i]} for i in range(len(shapes))]
+        of_group = {flat: g for g, group in enumerate(options) for flat in group["params"]}
+        if sorted(of_group) != list(range(len(shapes))):
+            raise FilesError(
+                f"{self.folder}: the optimizer has {len(of_group)} flat groups, and param_shapes {len(shapes)}: files "
+                "of two checkpoints, or of another generation of DeepSpeed"
+            )
+        found: dict[str, Parameter] = {}
+        for index, of_flat in enumerate(shapes):
+            if self.universal:
+                found |= self._universal(of_flat, of_group[index], nested, index)
+            else:
+                found |= self._cut(self._flat(of_flat, of_group[index], index), index)
+        for swapped, used in self._swap_files.items():
+            masters = {path.name for path in swapped.glob("*.tensor.swp") if "-" not in path.name}
+            if masters != used:
+                self._refuse_swapped(f"{swapped} has {len(masters)} flat groups ({min(masters ^ used)} ...)")
+        members: list[list[str]] = [[] for _ in options]
+        for name, parameter in found.items():
+            members[parameter.group or 0].append(name)
+        groups = [
+            {key: self._values(value) for key, value in group.items() if key not in _PLAIN_OPTIONS} | {"params": names}
+            for group, names in zip(options, members, strict=True)
+        ]
+        return found, groups
+
+    def _flat(self, shapes: dict[str, tuple[int, ...]], group: int, index: int) -> _Flat:
+        tensors, steps = [], set()
+        for rank, file in enumerate(self.states):
+            saved = file["optimizer_state_dict"]
+            count = saved["partition_count"]
+            if (count[index] if isinstance(count, list) else count) != self.world_size:
+                raise FilesError(
+                    f"{self.folder}: {count} ranks share a parameter and {self.world_size} saved the checkpoint (MiCS, "
+                    "hpZ or experts), which is not read here: save it with one group of all ranks"
+                )
+            key = "fp32_flat_groups" if self.partitioned else "single_partition_of_fp32_groups"
+            if key not in saved:
+                raise FilesError(
+                    f"{self.folder}: the optimizer's file of rank {rank} has no {key}: written by another generation "
+                    f"of DeepSpeed ({file.get('ds_version', 'unknown')})"
+                )
+            nested = saved["optimizer_state_dict" if self.partitioned else "base_optimizer_state"]
+            state = nested[index] if isinstance(nested, list) else nested["state"].get(index, {})
+            own = {"fp32": saved[key][index]} | {n: v for n, v in state.items() if isinstance(v, Stored) and v.shape}
+            if self.partitioned and own["fp32"].numel == 0 and (self.folder / "offloaded_tensors").is_dir():
+                own = self._swapped(rank, shapes, own)
+            tensors.append(own)
+            steps.add(self._step(state, saved, nested, group))
+        if len(steps) > 1:
+            raise FilesError(f"{self.folder}: ranks have taken different steps ({steps}): files of two checkpoints")
+        return _Flat(shapes, group, [self._named(each) for each in tensors], steps.pop())
+
+    def _swapped(self, rank: int, shapes: dict[str, tuple[int, ...]], empty: Mapping[str, Stored]) -> dict[str, Stored]:
+        """A flat group whose masters and states were on NVMe: copies of DeepSpeed's swap files.
+
+        They are called by the numbers of the first and last parameter, which follow the order of the model.
+        """
+        others = {*self.first["buffer_names"], *(self.first.get("shared_params") or ())}
+        known = [name for name in self.first["module"] if name not in others]
+        numel = sum(-(-math.prod(shape) // self.world_size) for shape in shapes.values())
+        called = "_".join(
+            str(known.index(name)) if name in known else "?" for name in (*shapes,)[:: len(shapes) - 1 or 1]
+        )
+        called = called if "_" in called else f"{called}_{called}"
+        folder = self.folder / "offloaded_tensors" / f"rank{rank:02d}"
+        self._swap_files.setdefault(folder, set()).add(f"{called}.tensor.swp")
+        found = {}
+        for state, stored in empty.items():
+            path = folder / f"{'' if state == 'fp32' else f'{state}-'}{called}.tensor.swp"
+            entry = Entry(path, stored.entry.dtype, (numel,), 0)
+            if not path.is_file() or path.stat().st_size < entry.nbytes:
+                self._refuse_swapped(f"{path}, with {entry.nbytes:,} bytes, is not there")
+            found[state] = Stored(entry, (1,))
+        return found
+
+    def _refuse_swapped(self, fact: str) -> None:
+        raise FilesError(
+            f"{fact}: masters and states were on NVMe, and DeepSpeed numbers its swap files by an order of parameters "
+            "that is not the model's here, or a file is absent. Copy the folders of all ranks to one place. If they "
+            "are, load the checkpoint with DeepSpeed and save its weights with engine.save_16bit_model"
+        )
+
+    def _step(self, state: Mapping[str, Any], saved: Mapping[str, Any], nested: Any, group: int) -> int | None:
+        step = state.get("step")
+        if step is None:
+            options = nested["param_groups"][group] if isinstance(nested, dict) else {}
+            step = saved.get("base_optimizer_state_step", options.get("step"))
+        return None if step is None else int(self._values(step))
+
+    def _named(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+        """States as torch's optimizers call them: DeepSpeed's Adagrad has another name, its Lion one that is unused."""
+        kind = str((self.first.get("ds_config") or {}).get("optimizer", {}).get("type", "")).lower()
+        found = dict(tensors)
+        if kind == "lion":
+            found.pop("exp_avg_sq", None)
+        if "exp_avg_sq" in found and "exp_avg" not in found:
+            found["sum"] = found.pop("exp_avg_sq")
+        return found
+
+    def _cut(self, flat: _Flat, index: int) -> dict[str, Parameter]:
+        places = self._places_3(flat, index) if self.partitioned else self._places_1(flat, index)
+        for rank, tensors in enumerate(flat.tensors):
+            for state, stored in tensors.items():
+                self._entries[f"{state} {index} {rank}"] = stored.entry
+        states = [state for state in flat.tensors[0] if state != "fp32"]
+        found = {}
+        for (name, shape), pieces in zip(flat.shapes.items(), places, strict=True):
+            sources = {s: self._pieced(f"{s} {index}", pieces) for s in ("fp32", *states)}
+            dtype = flat.tensors[0]["fp32"].entry.dtype
+            found[name] = Parameter(shape, dtype, sources.pop("fp32"), sources, flat.step, flat.group)
+        return found
+
+    def _pieced(self, key: str, pieces: Sequence[tuple[int, int, int]]) -> Source:
+        return FileValues([Part(f"{key} {rank}", at, numel) for rank, at, numel in pieces], self._reader, self._entries)
+
+    def _places_1(self, flat: _Flat, index: int) -> Iterator[list[tuple[int, int, int]]]:
+        """For each parameter its (rank, start, elements): one tensor over all ranks, cut where a rank's part ends."""
+        paddings = self.states[0]["optimizer_state_dict"].get("param_alignment_paddings")
+        gaps = paddings[index] if paddings else [0] * len(flat.shapes)
+        lengths = [tensors["fp32"].numel for tensors in flat.tensors]
+        wanted, align = sum(map(math.prod, flat.shapes.values())) + sum(gaps), 2 * self.world_size
+        aligned = -(-wanted // align) * align
+        self._check_length(index, wanted, sum(lengths), up_to=aligned)
+        whole = lengths[0] if any(lengths[1:]) else aligned // self.world_size  # the last part is saved unpadded
+        self._check_states(flat, index, lengths, whole)
+        at = 0
+        for shape, gap in zip(flat.shapes.values(), gaps, strict=True):
+            end, pieces = at + math.prod(shape), []
+            for rank in range(at // whole, -(-end // whole)) if end > at else ():
+                low, high = max(at, rank * whole), min(end, (rank + 1) * whole)
+                pieces.append((rank, low - rank * whole, high - low))
+            yield pieces
+            at = end + gap
+
+    def _places_3(self, flat: _Flat, index: int) -> Iterator[list[tuple[int, int, int]]]:
+        """The same where each parameter is cut: rank r has its elements from r * ceil(numel / ranks) on."""
+        parts = [-(-math.prod(shape) // self.world_size) for shape in flat.shapes.values()]
+        for rank, tensors in enumerate(flat.tensors):
+            self._check_length(index, sum(parts), tensors["fp32"].numel, rank=rank)
+        self._check_states(flat, index, [sum(parts)] * self.world_size, sum(parts))
+        for shape, part, at in zip(flat.shapes.values(), parts, itertools.accumulate([0, *parts]), strict=False):
+            numel = math.prod(shape)
+            held = [(rank, at, min(part, numel - rank * part)) for rank in range(self.world_size)]
+            yield [each for each in held if each[2] > 0]
+
+    def _check_length(self, index: int, wanted: int, found: int, *, up_to: int = 0, rank: int | None = None) -> None:
+        if not wanted <= found <= max(wanted, up_to):
+            of = "" if rank is None else f" of rank {rank}"
+            raise FilesError(
+                f"{self.folder}: flat group {index}{of} has {found} elements, and its parameters {wanted}: files of "
+                "two checkpoints, or of another generation of DeepSpeed"
+            )
+
+    def _check_states(self, flat: _Flat, index: int, lengths: Sequence[int], whole: int) -> None:
+        kept = set(flat.tensors[0])
+        for rank, (tensors, length) in enumerate(zip(flat.tensors, lengths, strict=True)):
+            wrong = [n for n, v in tensors.items() if not length <= v.numel <= whole] or sorted(kept ^ set(tensors))
+            if wrong:
+                raise FilesError(
+                    f"{self.folder}: state {wrong[0]} of flat group {index} of rank {rank} has not the {length} "
+                    "elements of its parameters: an optimizer whose states are not element by element, or files of "
+                    "two checkpoints"
+                )
+
+    def _universal(
+        self, shapes: Mapping[str, tuple[int, ...]], group: int, nested: Mapping[str, Any], index: int
+    ) -> dict[str, Parameter]:
+        found = {}
+        for name, shape in shapes.items():
+            folder = self.folder / "zero" / name
+            stored = {path.stem: read_plain(path, self._inert) for path in sorted(folder.glob("*.pt"))}
+            step = stored.pop("step", None)
+            if step is None:
+                step = nested.get("state", {}).get(index, {}).get("step")
+            tensors = {key: self._universal_tensor(folder / f"{key}.pt", v, shape) for key, v in stored.items()}
+            if "fp32" not in tensors:
+                raise FilesError(f"{folder / 'fp32.pt'} is not there: ds_to_universal did not end. Run it again")
+            sources = {key: each.source(self._reader) for key, each in self._named(tensors).items()}
+            dtype = tensors["fp32"].entry.dtype
+            count = None if step is None else int(self._values(step))
+            found[name] = Parameter(shape, dtype, sources.pop("fp32"), sources, count, group)
+        return found
+
+    def _universal_tensor(self, path: Path, saved: Any, shape: tuple[int, ...]) -> Stored:
+        more = sorted(set(saved) - {"param", "cat_dim"}) if isinstance(saved, dict) else []
+        stored = saved.get("param") if isinstance(saved, dict) else saved
+        if more or not isinstance(stored, Stored):
+            raise FilesError(f"{path} has {more or type(stored).__name__}: slices of a layout that is not read here")
+        if stored.numel != math.prod(shape):
+            raise FilesError(f"{path} has {stored.numel} elements, and its parameter the shape {shape}: run it again")
+        return stored
+
+    def _frozen(self, others: Container[str]) -> Iterator[tuple[str, Parameter]]:
+        """Parameters that are not trained: whole in the module at stages 1 and 2, cut like the others at stage 3."""
+        if not self.partitioned:
+            for name, stored in self.first["module"].items():
+                if name not in others and isinstance(stored, Stored):
+                    yield name, Parameter(stored.shape, stored.entry.dtype, stored.source(self._reader))
+            return
+        for name, size in (self.first.get("frozen_param_shapes") or {}).items():
+            shape = tuple(size)
+            part = -(-math.prod(shape) // self.world_size)
+            pieces = []
+            for rank, model in enumerate(self.models):
+                stored = model["frozen_param_fragments"][name]
+                numel = min(part, math.prod(shape) - rank * part)
+                if stored.numel < numel:
+                    raise FilesError(f"{self.folder}: rank {rank} has {stored.numel} elements of {name}, not {numel}")
+                self._entries[f"{name} {rank}"] = stored.entry
+                pieces.append((rank, 0, max(0, numel)))
+            yield name, Parameter(shape, stored.entry.dtype, self._pieced(name, [p for p in pieces if p[2]]))
+
+    def _values(self, value: Any) -> Any:
+        """Plain data with its tensors read."""
+        if isinstance(value, Stored):
+            return value.read(self._reader)
+        if isinstance(value, dict):
+            return {key: self._values(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+            return type(value)(self._values(each) for each in value)
+        return value
