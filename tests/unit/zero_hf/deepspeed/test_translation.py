@@ -237,6 +237,38 @@ def test_mics_needs_the_ranks_that_it_was_read_for():
         _ = found.shard_options
 
 
+def _trained(mics, offload):
+    """Weights after two steps of this rank's rows, and the plan's bytes of parameters."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    zero = {"stage": 3, **({"mics_shard_size": 2} if mics else {})}
+    zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}} if offload else {}
+    optimizer = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+    found = from_deepspeed({**BATCH, "zero_optimization": zero, "optimizer": optimizer}, world_size=ranks)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
+    options = {"max_grad_norm": found.max_grad_norm, **found.shard_options}
+    run = zero_hf.shard(model, found.optimizer(model.parameters()), found.zero, **options)
+    for step in range(2):
+        torch.manual_seed(ranks * step + rank)
+        model(torch.randn(3, 64)).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    weights = [value.clone() for value in model.state_dict().values()]
+    kept = run.plan.bytes_of("host" if offload else "device", "parameters")
+    run.close()
+    return weights, kept
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_mics_trains_as_all_ranks_together(ranks, offload):
+    """Four ranks: parameters are cut in two, gradients are averaged over all four."""
+    together, grouped = (ranks(4).run(_trained, mics, offload) for mics in (False, True))
+    for (one, kept), (other, twice) in zip(together, grouped, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+        assert twice > 1.5 * kept
+
+
 def test_lion_is_zero_optim_cpus_also_over_a_model_without_memory():
     found = from_deepspeed(CONFIGS / "fp16.json", world_size=1)
     with zero_core.deferred_init():
