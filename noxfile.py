@@ -140,6 +140,14 @@ def trl(session: nox.Session) -> None:
 
 
 @nox.session
+def deepspeed(session: nox.Session) -> None:
+    """What is read of DeepSpeed's, next to DeepSpeed itself on CPUs, which `tests` skips where it is missing."""
+    everything(session, extras=("deepspeed==0.19.8", "hjson", "ninja", "pydantic"))
+    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/zero_hf/test_deepspeed*.py"))
+    session.run("pytest", "-rRs", *files, *session.posargs, env={"DS_ACCELERATOR": "cpu"})
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff, its formatter as a check, and who may import whom."""
     session.install("--quiet", "ruff", "import-linter")

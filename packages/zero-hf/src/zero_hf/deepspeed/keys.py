@@ -419,7 +419,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     section, _, last = name.rpartition(".")
     inside = {key.rpartition(".")[2]: key for key in names if key.rpartition(".")[0] == section}
     for among in (inside, {key.rpartition(".")[2]: key for key in reversed(names)}):
-        found = difflib.get_close_matches(last, list(among), n=1, cutoff=0.7)
+        found = [key for key in among if key == last or len(last) > 6 and key.startswith(last)][:1]
+        found = found or difflib.get_close_matches(last, list(among), n=1, cutoff=0.7)
         if found:
             return among[found[0]]
     return None

@@ -164,7 +164,9 @@ def translate(
     num_training_steps: int | None = None,
 ) -> Translation:
     """As from_deepspeed, with the refused keys among the rows: it raises only where the file cannot be read."""
-    ranks = world_size or _ranks(arguments)
+    ranks = _ranks(arguments) if world_size is None else world_size
+    if ranks < 1:
+        raise ConfigError(f"world_size={ranks}: give the number of ranks, at least 1")
     read = Reading(loaded(config), Auto(arguments, model, ranks, num_training_steps))
     dtype = _param_dtype(read)
     zero = _zero(read, dtype, model, ranks)
