@@ -8,10 +8,11 @@ import itertools
 import json
 from pathlib import Path
 
-import deepspeed
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+
+import deepspeed
 
 CLASSES = 10
 

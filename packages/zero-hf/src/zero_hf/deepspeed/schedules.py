@@ -159,11 +159,12 @@ class WarmupCosineLR(Schedule):
     ) -> None:
         self.total, self.start, self.end = total_num_steps, warmup_min_ratio, cos_min_ratio
         self.warmup, self.kind = max(2, warmup_num_steps), warmup_type
+        self.own = [float(group["lr"]) for group in optimizer.param_groups]
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
         ratio = self._ratio(self.last_batch_iteration)
-        return [rate * ratio for rate in self.base_lrs]
+        return [rate * ratio for rate in self.own]
 
     def _ratio(self, at: int) -> float:
         if at < 0:

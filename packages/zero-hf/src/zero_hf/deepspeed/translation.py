@@ -120,7 +120,7 @@ class Translation:
         room = max(40, width - sum(widths) - 6)
         lines = []
         for *left, remark in cells:
-            wrapped = textwrap.wrap(remark, room) or [""]
+            wrapped = textwrap.wrap(remark, room, break_long_words=False, break_on_hyphens=False) or [""]
             start = "  ".join(cell.ljust(size) for cell, size in zip(left, widths, strict=True))
             lines.append(f"{start}  {wrapped[0]}".rstrip())
             lines += [" " * (sum(widths) + 6) + line for line in wrapped[1:]]
@@ -190,6 +190,7 @@ def translate(
 
 
 def loaded(config: Given) -> Mapping[str, Any]:
+    """Returns the keys of a file, or the mapping itself. Raises ConfigError for what is no JSON object."""
     if isinstance(config, Mapping):
         return config
     where = os.fspath(config)
