@@ -140,6 +140,15 @@ def trl(session: nox.Session) -> None:
 
 
 @nox.session
+def deepspeed(session: nox.Session) -> None:
+    """Checkpoints, loops and Trainers of the real DeepSpeed on CPUs, continued here. It compiles its optimizers once."""
+    everything(session, extras=("setuptools", "wheel", "ninja", "py-cpuinfo"))
+    session.install("--quiet", "-c", "constraints.txt", "--no-build-isolation", "deepspeed==0.19.8")
+    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/zero_hf/test_*deepspeed*.py"))
+    session.run("pytest", "-rRs", *files, *session.posargs, env={"DS_ACCELERATOR": "cpu"})
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff, its formatter as a check, and who may import whom."""
     session.install("--quiet", "ruff", "import-linter")
