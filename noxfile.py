@@ -141,7 +141,7 @@ def trl(session: nox.Session) -> None:
 
 @nox.session
 def deepspeed(session: nox.Session) -> None:
-    """Checkpoints, loops and Trainers of the real DeepSpeed on CPUs, continued here. It compiles its optimizers once."""
+    """What is read of DeepSpeed's, next to the real one on CPUs, which compiles its optimizers once."""
     everything(session, extras=("setuptools", "wheel", "ninja", "py-cpuinfo"))
     session.install("--quiet", "-c", "constraints.txt", "--no-build-isolation", "deepspeed==0.19.8")
     files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/zero_hf/test_*deepspeed*.py"))
