@@ -41,7 +41,7 @@ class Translation:
     micro_batch_size (of one rank), accumulate, train_batch_size: None where the file does not say. max_grad_norm: None
     does not clip. autocast: the dtype of torch_autocast, or None. drop_last: of the data loader. shard_size: the ranks
     among which parameters are cut, where these are not all. reduce_dtype: of gradients between ranks; None: the
-    parameters' own.
+    parameters' own. schedule: its type and parameters. loss_scale_options: arguments of zero_core.LossScale.
     """
 
     zero: ZeroConfig
@@ -55,9 +55,9 @@ class Translation:
     drop_last: bool = False
     shard_size: int | None = None
     reduce_dtype: torch.dtype | None = None
+    schedule: tuple[str, dict[str, Any]] | None = None
+    loss_scale_options: dict[str, Any] | None = None
     _optimizer: tuple[Kind, dict[str, Any]] | None = None
-    _scheduler: tuple[str, dict[str, Any]] | None = None
-    _scale: dict[str, Any] | None = None
 
     @property
     def refused(self) -> tuple[Row, ...]:
@@ -66,7 +66,7 @@ class Translation:
     @property
     def loss_scale(self) -> zero_core.LossScale | None:
         """The scale of fp16's loss, a new one at each access; None: there is no fp16."""
-        return None if self._scale is None else zero_core.LossScale(**self._scale)
+        return None if self.loss_scale_options is None else zero_core.LossScale(**self.loss_scale_options)
 
     @functools.cached_property
     def shard_options(self) -> dict[str, Any]:
@@ -104,9 +104,9 @@ class Translation:
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
         """Returns the schedule of `optimizer`; None: the file has none. It sets the first learning rates at once."""
-        if self._scheduler is None:
+        if self.schedule is None:
             return None
-        name, params = self._scheduler
+        name, params = self.schedule
         return make(name, optimizer, params)
 
     def table(self, width: int = 150) -> str:
@@ -181,9 +181,9 @@ def translate(
     options: dict[str, Any] = {
         "reduce_dtype": _reduce_dtype(read),
         "shard_size": _shard_size(read, zero.stage, ranks),
-        "_scale": _loss_scale(read, zero.stage, dtype),
+        "loss_scale_options": _loss_scale(read, zero.stage, dtype),
         "_optimizer": _optimizer(read),
-        "_scheduler": _scheduler(read),
+        "schedule": _scheduler(read),
         "autocast": _autocast(read, dtype),
     }
     return Translation(
