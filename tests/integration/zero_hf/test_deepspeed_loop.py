@@ -17,6 +17,10 @@ import torch.distributed as dist
 FOLDER = Path(__file__).parents[3] / "examples" / "deepspeed"
 CONFIG = FOLDER / "ds_config.json"
 
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: nox -s deepspeed"
+)
+
 
 def run_here(output, *arguments):
     """The losses that the adapted script writes, in this process."""
@@ -29,10 +33,10 @@ def run_here(output, *arguments):
     return json.loads((output / "losses.json").read_text())
 
 
-def run(name, output, world, config):
+def run(name, output, world, config, *more):
     """The losses that one of the scripts writes, in processes of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-    command += [str(FOLDER / name), "--deepspeed_config", str(config), "--output", str(output)]
+    command += [str(FOLDER / name), "--deepspeed_config", str(config), "--output", str(output), *more]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
@@ -71,3 +75,13 @@ def test_losses_are_deepspeeds_own(tmp_path, world, stage):
     theirs, ours = (run(name, tmp_path / name, world, file) for name in ("before.py", "after.py"))
     assert len(ours) == 100
     assert ours == pytest.approx(theirs, rel=1e-5, abs=0)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_goes_on_from_deepspeeds_own_checkpoint(tmp_path, world):
+    """Fails if one of the 25 steps after DeepSpeed's checkpoint has another loss than DeepSpeed's own next steps."""
+    theirs = run("before.py", tmp_path, world, CONFIG)
+    ours = run("after.py", tmp_path, world, CONFIG, "--resume")
+    assert len(ours) == 100 and ours[:50] == theirs[:50]
+    assert ours[50:] == pytest.approx(theirs[50:], rel=1e-5, abs=0)

@@ -123,25 +123,40 @@ def test_the_class_of_arguments_is_read_by_parsers_and_pickles_as_the_stock_one(
     assert type(read) is TrainingArguments and read.output_dir == given.output_dir
 
 
-@pytest.mark.skipif(
+def by_json(tmp_path, which, world, precision, config=AUTO, *more):
+    """The losses of 20 steps, by the Trainer of transformers with DeepSpeed ("stock"), or by the sharded one."""
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(config))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
+    command += ["-m", "tests.integration.zero_hf.trained_by_json", which, str(file), str(tmp_path), precision, *more]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    root = Path(__file__).parents[3]
+    found = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return json.loads((tmp_path / f"{which}.json").read_text())
+
+
+needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: nox -s deepspeed"
 )
+
+
+@needs_deepspeed
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_losses_are_those_of_the_trainer_with_deepspeed(tmp_path, world, precision):
     """Fails if a loss of 20 steps differs by more than 1e-5 (relative) in fp32, or 1e-2 in bf16."""
-    file = tmp_path / "ds_config.json"
-    file.write_text(json.dumps(AUTO))
-    root = Path(__file__).parents[3]
-    losses = []
-    for which in ("stock", "ours"):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-        command += ["-m", "tests.integration.zero_hf.trained_by_json", which, str(file), str(tmp_path), precision]
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-        found = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert found.returncode == 0, found.stdout + found.stderr
-        losses.append(json.loads((tmp_path / f"{which}.json").read_text()))
-    assert len(losses[0]) == 20
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5 if precision == "fp32" else 1e-2)
+    stock, sharded = (by_json(tmp_path, which, world, precision) for which in ("stock", "ours"))
+    assert len(stock) == 20
+    assert sharded == pytest.approx(stock, rel=1e-5 if precision == "fp32" else 1e-2)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("schedule", ["files", "trainers"])
+def test_what_the_trainer_with_deepspeed_saved_is_resumed(tmp_path, schedule):
+    """Fails if the sharded Trainer has other losses than the run that saved goes on with."""
+    config = AUTO if schedule == "files" else without("scheduler")
+    stock = by_json(tmp_path, "stock", 1, "fp32", config)
+    sharded = by_json(tmp_path, "ours", 1, "fp32", config, str(tmp_path / "stock" / "checkpoint-10"))
+    assert len(stock) == 20 and len(sharded) == 10
+    assert sharded == pytest.approx(stock[10:], rel=1e-5)

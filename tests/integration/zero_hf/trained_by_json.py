@@ -1,4 +1,4 @@
-"""A Trainer script with a JSON of DeepSpeed's: `python -m ... stock|ours ds_config.json FOLDER fp32|bf16`."""
+"""A Trainer script with a JSON of DeepSpeed's: `stock|ours ds_config.json FOLDER fp32|bf16 [CHECKPOINT]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .trainers import Logs, llama, rows
 
 
 def main() -> None:
-    which, config, folder, precision = sys.argv[1:]
+    which, config, folder, precision, *resumed = sys.argv[1:]
     trainer_class, arguments_class = transformers.Trainer, transformers.TrainingArguments
     if which == "ours":
         import zero_hf
@@ -31,12 +31,12 @@ def main() -> None:
         warmup_steps=5,
         max_steps=20,
         logging_steps=1,
-        save_strategy="no",
+        save_steps=10,
     )
     logs = Logs()
     model = llama()
     trainer = trainer_class(model, given, train_dataset=rows(64), callbacks=[logs])
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resumed[0] if resumed else None)
     if trainer.is_world_process_zero():
         (Path(folder) / f"{which}.json").write_text(json.dumps(logs.losses))
 

@@ -21,9 +21,9 @@ def test_translate_prints_the_table_and_the_plan_of_a_model_that_is_never_read(t
         printed = capsys.readouterr().out
         assert code == 0
         assert "zero_optimization.offload_param.max_in_cpu" in printed and "parameters: {'host': 1.0" in printed
-        assert ("LlamaForCausalLM" if name != "pipeline" else "LlamaModel") + " of 0." in printed
-        assert " M parameters at stage 3 on 4 ranks, of each:" in printed
-        assert "each step reads 0.00 GB from NVMe" in printed and "in /local_nvme" in printed
+        assert ("LlamaForCausalLM of " if name != "pipeline" else "LlamaModel of ") in printed
+        assert " parameters at stage 3 on 4 ranks, of each:" in printed
+        assert "each step reads 0." in printed and "in /local_nvme" in printed
     assert not Path("/local_nvme").exists()
 
 

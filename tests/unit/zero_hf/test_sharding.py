@@ -36,9 +36,9 @@ def test_a_run_describes_its_plan(tmp_path):
     net = model()
     run = shard(net, torch.optim.AdamW(net.parameters()), ZeroConfig(offload="nvme", nvme_paths=(tmp_path,)))
     first, header, *rows, moved = run.describe().splitlines()
-    assert first == "zero_hf: Sequential of 0.0 M parameters at stage 3 on 1 rank"
+    assert first == "zero_hf: Sequential of 25 parameters at stage 3 on 1 rank"
     assert header.split() == [
-        "GiB",
+        "MiB",
         "parameters",
         "gradients",
         "optimizer",
@@ -48,7 +48,7 @@ def test_a_run_describes_its_plan(tmp_path):
         "budget",
     ]
     assert [row.split()[0] for row in rows] == ["device", "host", "nvme"]
-    assert moved.startswith("each step reads 0.00 GB from NVMe and writes")
+    assert moved.startswith("each step reads 0.02 MB from NVMe and writes 0.02 MB")
     run.close()
 
 

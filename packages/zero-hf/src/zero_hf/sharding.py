@@ -129,17 +129,19 @@ def plan(
 
 
 def describe(model: nn.Module, config: ZeroConfig, plan: zero_offload.Plan, ranks: int) -> str:
-    """Returns a plan as text to print: GiB of a rank on each tier, and what a step moves to and from NVMe."""
+    """Returns a plan as text to print: GiB, or MiB, of a rank on each tier, and what a step moves to and from NVMe."""
     numel = sum(parameter.numel() for parameter in model.parameters())
+    count = f"{numel / 1e6:,.1f} M" if numel >= 1e6 else f"{numel:,}"
     rows = plan.table()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        f"zero_hf: {type(model).__name__} of {numel / 1e6:,.1f} M parameters at stage {config.stage} on "
+        f"zero_hf: {type(model).__name__} of {count} parameters at stage {config.stage} on "
         f"{ranks} rank{'s' if ranks > 1 else ''}" + (", of each:" if ranks > 1 else ""),
         *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows),
     ]
     if plan.total("nvme"):
-        moved = [f"{n / 1e9:.2f} GB" for n in (plan.read_bytes_per_step, plan.write_bytes_per_step)]
+        each = (plan.read_bytes_per_step, plan.write_bytes_per_step)
+        moved = [f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB" for n in each]
         where = ", ".join(_paths(config))
         lines.append(f"each step reads {moved[0]} from NVMe and writes {moved[1]}, in {where}")
     return "\n".join(lines)

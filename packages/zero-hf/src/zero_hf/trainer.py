@@ -23,6 +23,7 @@ import zero_core
 
 from .arguments import deepspeed_of, without_deepspeed
 from .config import ConfigError, ZeroConfig
+from .deepspeed.checkpoint import load_checkpoint
 from .deepspeed.translation import Translation, from_deepspeed, loaded
 from .sharding import Run, shard
 from .trl import ShardedTRL, is_trl
@@ -263,12 +264,15 @@ class _Sharded(Trainer):
         return super().train(resume_from_checkpoint, *given, **options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if (Path(resume_from_checkpoint) / STATE).is_dir():
+        if (Path(resume_from_checkpoint) / STATE).is_dir() or _is_deepspeeds(resume_from_checkpoint):
             return  # _load_optimizer_and_scheduler reads the masters, once the model is sharded
         if not self._load_weights(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and _is_deepspeeds(checkpoint):
+            self._load_deepspeeds(checkpoint)
+            return
         if checkpoint is None or not (Path(checkpoint) / STATE).is_dir():
             if checkpoint is not None and not (Path(checkpoint) / _OPTIMIZER).is_file():
                 warnings.warn(
@@ -280,6 +284,13 @@ class _Sharded(Trainer):
         run = self._trained_run()
         zero_core.checkpoint.load(Path(checkpoint) / STATE, self.model, run.optimizer, random_state=False)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+    def _load_deepspeeds(self, checkpoint: str) -> None:
+        """Reads what a stock Trainer with DeepSpeed saved: DeepSpeed's folder, and the schedule beside or in it."""
+        run, beside = self._trained_run(), Path(checkpoint) / _SCHEDULER
+        load_checkpoint(checkpoint, run.model, run.optimizer, scheduler=None if beside.is_file() else self.lr_scheduler)
+        if beside.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(beside, weights_only=True))
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
@@ -311,6 +322,11 @@ class _Sharded(Trainer):
         if self.zero_run is not None:
             self.zero_run.close()
         super().end()
+
+
+def _is_deepspeeds(checkpoint: str | os.PathLike[str]) -> bool:
+    """Says whether DeepSpeed's engine saved into the folder of a Trainer's checkpoint."""
+    return any(Path(checkpoint).glob("*/*_model_states.pt"))
 
 
 def _adapters(model: nn.Module) -> tuple[str, ...]:

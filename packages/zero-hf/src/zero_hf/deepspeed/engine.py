@@ -27,6 +27,7 @@ from zero_core.errors import CheckpointError
 
 from ..config import ConfigError
 from ..sharding import Run, shard
+from .checkpoint import load_checkpoint
 from .translation import Translation, from_deepspeed
 
 __all__ = ["Engine", "add_config_arguments", "init_distributed", "initialize"]
@@ -416,6 +417,13 @@ class Engine(nn.Module):
         whole = load_optimizer_states and not load_module_only
         scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
         optimizer = self.optimizer if whole else None
+        if any(folder.glob("*_model_states.pt")):  # DeepSpeed wrote it
+            theirs = load_checkpoint(folder, self.module, optimizer, scheduler=scheduler, strict=load_module_strict)
+            if not load_module_only:
+                self.global_steps, self.global_samples = theirs.global_steps, theirs.global_samples
+                self.skipped_steps = theirs.skipped_steps
+                self.micro_steps = self.global_steps * self._accumulate
+            return str(folder), theirs.client_state
         loaded = zero_core.checkpoint.load(
             folder, self.module, optimizer, scheduler=scheduler, strict=load_module_strict, random_state=whole
         )

@@ -27,6 +27,7 @@ from .trial import Trial
 __all__ = ["Plan", "PlanError", "fits", "plan"]
 
 GIB = 1 << 30
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -124,14 +125,19 @@ class Plan:
         return self.endurance_steps * self.step_seconds / 86400
 
     def table(self) -> list[tuple[str, ...]]:
-        """Rows to print: a header, then one a tier in GiB, by kind, its total and its budget ("-": none given)."""
+        """Rows to print: a header, then one a tier, by kind, its total and its budget ("-": none given).
+
+        The header names the unit: GiB, or MiB if no tier has as much as 0.1 GiB.
+        """
         columns = (*KINDS, "activations")
-        rows: list[tuple[str, ...]] = [("GiB", *columns, "total", "budget")]
+        small = max(self.total(tier) for tier in self.shape.tiers) < 0.1 * GIB
+        name, unit = ("MiB", MIB) if small else ("GiB", GIB)
+        rows: list[tuple[str, ...]] = [(name, *columns, "total", "budget")]
         for tier in self.shape.tiers:
             budget = self.budgets.of(tier) if self.budgets else None
             figures = (*(self.bytes_of(tier, kind) for kind in columns), self.total(tier))
-            cells = [f"{nbytes / GIB:.3f}" for nbytes in figures]
-            rows.append((tier, *cells, f"{budget / GIB:.1f}" if budget else "-"))
+            cells = [f"{nbytes / unit:.3f}" for nbytes in figures]
+            rows.append((tier, *cells, f"{budget / unit:.1f}" if budget else "-"))
         return rows
 
     def facts(self) -> list[tuple[str, str]]:
