@@ -20,7 +20,7 @@ import zero_core
 from ..config import ConfigError, ZeroConfig
 from .optimizers import REFUSED, Kind, kind_of
 from .reading import Auto, Reading, Row
-from .schedules import SCHEDULES, make, params_of
+from .schedules import SCHEDULES, make, needed_by, params_of
 
 __all__ = ["Row", "Translation", "from_deepspeed", "loaded", "translate"]
 
@@ -438,7 +438,11 @@ def _scheduler(read: Reading) -> tuple[str, dict[str, Any]] | None:
         read.refuse("scheduler.type", f"there is none of this name: take {', '.join(SCHEDULES)}, or a class of torch")
         return None
     read.ours("scheduler.type", f"{name}, step for step")
-    return name, read.params("scheduler")
+    params = read.params("scheduler")
+    missing = [key for key in needed_by(name) if key not in params and f"scheduler.params.{key}" not in read]
+    if missing:
+        read.refuse("scheduler.type", f"{name} needs {', '.join(missing)}: write a value into params")
+    return name, params
 
 
 def _typed(read: Reading, section: str) -> str | None:
