@@ -403,7 +403,8 @@ def _loss_scale(read: Reading, stage: int, dtype: str | None) -> dict[str, Any] 
 
 def _autocast(read: Reading, dtype: str | None) -> torch.dtype | None:
     enabled, wanted = read.get("torch_autocast.enabled"), _DTYPES[read.get("torch_autocast.dtype")]
-    read.ours("torch_autocast.enabled", f"torch.autocast, {wanted}" if enabled else "off")
+    remark = "gradients are reduced in the parameters' dtype, where DeepSpeed takes autocast's for linear layers"
+    read.ours("torch_autocast.enabled", f"torch.autocast, {wanted}" if enabled else "off", remark if enabled else "")
     read.ours("torch_autocast.dtype", f"{wanted}" if enabled else "-")
     if enabled and wanted != torch.bfloat16:
         read.refuse(
