@@ -23,7 +23,7 @@ SIBLINGS = {  # what a package declares: import-linter holds the same table
     "zero-core": [],
     "zero-offload": ["zero-core"],
     "zero-hf": ["zero-core", "zero-offload", "zero-nvme", "zero-optim-cpu"],
-    "zero-train": ["zero-core", "zero-offload", "zero-nvme", "zero-optim-cpu"],
+    "zero-train": ["zero-core", "zero-offload", "zero-nvme", "zero-optim-cpu", "zero-hf"],
 }
 WITH = {"zero-hf": "[nvme,cpu]", "zero-train": "[nvme,cpu,hf]"}  # extras
 DEVELOPMENT = {"zero-sim": []}  # nothing that is shipped imports it, and it imports nothing of ours
@@ -35,7 +35,7 @@ TEST_EXTRAS = {
     "zero-core": ["torch", "numpy", "transformers", "safetensors"],
     "zero-offload": ["torch", "numpy", "transformers", "zstandard"],
     "zero-hf": ["torch", "numpy", "transformers", "accelerate"],
-    "zero-train": ["torch", "numpy", "transformers", "safetensors", "zstandard"],
+    "zero-train": ["torch", "numpy", "transformers", "accelerate", "safetensors", "zstandard"],
     "zero-sim": ["torch", "numpy"],
 }
 ON_SIM = ["tests/device", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/zero_sim"))]

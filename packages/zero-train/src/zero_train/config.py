@@ -81,8 +81,10 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         raise explained(error) from error
 
 
-def jobs(words: Sequence[str], sweep: bool) -> list[tuple[list[str], Config]]:
+def jobs(words: Sequence[str], sweep: bool, defaults: Sequence[str] = ()) -> list[tuple[list[str], Config]]:
     """Composes every job of the command line before any runs, so that a mistyped key of the last one stops the first.
+
+    defaults: words that come before all others, and that a run need not use.
 
     Raises:
         ConfigError: as `compose` does, and also if no job uses a key.
@@ -92,7 +94,7 @@ def jobs(words: Sequence[str], sweep: bool) -> list[tuple[list[str], Config]]:
     if sweep:
         parsed = [override for override in _parsed(words) if not override.get_key_element().startswith("hydra")]
         lists = BasicSweeper.split_arguments(parsed, None)[0]
-    composed = [(list(job), compose(job)) for job in lists]
+    composed = [(list(job), compose([*defaults, *job])) for job in lists]
     unused_keys.check(keys_of(words), [config for _, config in composed])
     return composed
 

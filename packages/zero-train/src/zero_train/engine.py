@@ -170,7 +170,7 @@ def assembled(
     Raises:
         ConfigError: the slab cannot be made, a unit cannot follow offload.activations, or a tier turned out too small.
     """
-    dtype = formats.DTYPES[config.precision.parameters]
+    dtype, scale = formats.DTYPES[config.precision.parameters], config.precision.loss_scale
     with ExitStack() as stack:
         paths = checks.nvme_paths(config, ranks.local_rank)
         slab = make_slab(config, paths, stack) if plan.total("nvme") else None
@@ -183,7 +183,7 @@ def assembled(
                 draft.model,
                 draft.optimizer,
                 param_dtype=None if dtype == torch.float32 else dtype,
-                loss_scale=config.precision.loss_scale,
+                loss_scale=zero_core.LossScale(**scale) if isinstance(scale, dict) else scale,
                 max_grad_norm=config.optim.max_grad_norm if clips else None,
                 update_in_backward=config.zero.update_in_backward,
                 store=store,

@@ -247,6 +247,8 @@ class OptimConfig:
     """Steps of linear warm-up."""
     final_fraction: float = _at_least(0, default=0.1)
     """Learning rate at the last step as a fraction of `lr`. A cosine leads there. 1: keep it constant."""
+    schedule: Any = None
+    """A schedule of DeepSpeed's in place of warmup_steps and final_fraction: {type: WarmupLR, params: {...}}."""
     threads: Optional[int] = _at_least(1, default=None)
     """Threads of the CPU update. null: one for each core; with a GPU, for each core of this rank's share of its NUMA
     node, except two for launches and I/O. A number: that many, on any core that the process may use."""
@@ -263,7 +265,7 @@ class PrecisionConfig:
     states: str = _one_of("auto", "split", "fp32", "split_bf16m", "split_8bit", default="auto")
     """Layout of the optimizer states on host and nvme: split, fp32, split_bf16m or split_8bit; auto: the exact one."""
     loss_scale: Any = None
-    """A number, `dynamic`, or null. fp16 wants `dynamic`."""
+    """A number, `dynamic`, arguments of zero_core.LossScale ({hysteresis: 2}), or null. fp16 wants one."""
 
 
 @dataclass

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from zero_hf.deepspeed.keys import KEYS, RENAMED
+from zero_hf import ConfigError
+from zero_hf.deepspeed.keys import KEYS, RENAMED, SECTIONS
 from zero_hf.deepspeed.translation import translate
 
 ZERO = "zero_optimization."
@@ -128,3 +131,18 @@ def test_every_key_says_why_it_is_needless_or_what_to_write_instead():
         assert key.kind == "mapped" or len(key.remark) > 10, name
         assert key.kind in ("mapped", "needless", "refused")
     assert all(meant in KEYS for meant, _ in RENAMED.values())
+
+
+def test_no_value_of_any_key_raises_anything_but_a_refusal():
+    """A table is made of whatever a file holds; what cannot be is in it as refused, or has a ConfigError's sentence."""
+    values = (None, True, 0, 1, -1, 1.5, 1e400, "x", "auto", [], [1, 2], {}, {"a": 1})
+    refused = 0
+    for key, value in itertools.product([*KEYS, *RENAMED, *SECTIONS, "optimizer.params.lr", "x.y"], values):
+        try:
+            found = translate(nested(key, value))
+        except ConfigError as error:
+            assert key in str(error)
+            continue
+        assert found.table()
+        refused += bool(found.refused)
+    assert refused > 1000

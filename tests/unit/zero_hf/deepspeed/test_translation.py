@@ -214,6 +214,8 @@ def test_the_loss_scale_is_deepspeeds_and_new_at_each_access():
         ({"optimizer": {"type": "Adafactory"}}, "optimizer.type", "take Adam, AdamW, Adagrad, Lion"),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type", "name the type"),
         ({"scheduler": {"type": "Warmup", "params": {}}}, "scheduler.type", "take WarmupLR"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type", "needs cycle_min_lr, cycle_max_lr"),
+        ({"scheduler": {"type": "StepLR"}}, "scheduler.type", "needs step_size"),
     ],
 )
 def test_what_contradicts_itself_or_is_missing_is_refused(config, key, said):
