@@ -24,7 +24,7 @@ import zero_offload
 from zero_train import checks, conversations, engine, formats, planning, progress, report, resume, train
 from zero_train import config as configuration
 from zero_train.errors import ConfigError
-from zero_train.loop import History, Phases, Step, learning_rate, peak_rss_bytes
+from zero_train.loop import History, Phases, Step, learning_rate, peak_rss_bytes, schedule_of
 from zero_train.schema import Config
 from zero_train.train import Outcome, together
 
@@ -173,10 +173,11 @@ class FineTune(train.Run):
                 return cast(torch.optim.Optimizer, super().create_optimizer(model))
 
             def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+                optim, optimizer = config.optim, optimizer or self.optimizer
+                self.lr_scheduler = self.lr_scheduler or schedule_of(optim, optimizer)
                 if self.lr_scheduler is None:
-                    optim = config.optim
                     self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                        optimizer or self.optimizer,
+                        optimizer,
                         lambda done: learning_rate(optim, done + 1, config.run.steps) / optim.lr,
                     )
                 return self.lr_scheduler
