@@ -95,8 +95,7 @@ class FineTune(train.Run):
     def announce_data(self, read: Any) -> str:
         if read is None:
             return "data: none, as data.path is not given"
-        held_out = f", {len(read.validation):,} held out" if read.validation is not None else ""
-        return "\n".join([f"data: {read.name}; {len(read.training):,} rows to train on{held_out}", *read.remarks])
+        return "\n".join([f"data: {read.name}", *read.remarks])
 
     def train_in(
         self,

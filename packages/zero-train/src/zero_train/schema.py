@@ -14,6 +14,7 @@ from omegaconf import MISSING
 # OmegaConf reads the annotations at run time, also on Python 3.10: Optional[X], not X | None.
 # ruff: noqa: UP045
 
+ROW_KINDS = ("jsonl", "parquet", "csv", "datasets")  # of data: rows for a tokenizer
 FORMATS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = {  # the keys of OptimConfig that each one takes besides lr and weight_decay
     "adamw": ("betas", "eps"),
@@ -113,20 +114,24 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Says which text to train on. Text is always read as bytes, so that no tokenizer is needed."""
+    """Says what to train on: text that is read as bytes, or rows for a tokenizer."""
 
     kind: str = MISSING
-    """stdlib, text or synthetic: the function of data.py that reads it."""
+    """stdlib, text or synthetic: bytes, read by data.py. jsonl, parquet, csv or datasets: rows, by conversations.py."""
     sequence_length: int = _at_least(2, default=256)
     """Bytes of one sequence."""
     path: Optional[str] = None
-    """A text file, or a folder of them. text only."""
+    """A file, or a folder of files. datasets: a folder that `save_to_disk` wrote, or a name on the hub. Not for stdlib
+    and synthetic."""
     pattern: str = "*"
-    """Pattern of the files to read in the folder. text only."""
+    """Pattern of the files to read in the folder. text, jsonl, parquet and csv only."""
+    validation_path: Optional[str] = None
+    """Rows to hold out, like `path`. null: hold out validation_fraction. jsonl, parquet, csv and datasets only."""
     as_bytes: bool = False
     """Feed bytes as token numbers even if the model has a tokenizer or another vocabulary. model=hf only."""
     validation_fraction: float = 0.05
-    """Share of the files to hold out for validation. A single file is cut instead."""
+    """Share of the files to hold out for validation. A single file is cut instead. Of rows, each is held out or not by
+    its own hash; 0: none."""
 
 
 @dataclass
