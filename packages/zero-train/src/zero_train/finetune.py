@@ -6,6 +6,7 @@ train.py; a checkpoint is a Trainer's checkpoint-N, with zero_hf's shards in it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -64,6 +65,8 @@ class FineTune(train.Run):
         folder = _local(config)
         self.tokenizer = None if config.run.dry and not _has_tokenizer(folder) else _tokenizer(folder, config)
         read = self._rows()
+        if read is not None and read.kind == "messages" and config.task.loss_on == "answers":
+            read = _marked(read, self.tokenizer, folder)
         model = _model(folder, config)
         on_gpu = (config.hardware.device or ranks.device.type) != "cpu"
         draft = engine.draft_of(model, config, self.cores and self.cores.pool, on_gpu=on_gpu)
@@ -432,6 +435,42 @@ def _tokenizer(folder: Path, config: Config) -> Any:
             "the texts out in a column `text`"
         )
     return tokenizer
+
+
+def _marked(read: Any, tokenizer: Any, folder: Path) -> Any:
+    """Rows of messages, of which TRL finds the answers: as they are if the chat template marks answers.
+
+    Where it does not, and each conversation has one answer, its last message, they are split there: the same loss.
+
+    Raises:
+        ConfigError: neither is the case.
+    """
+    import datasets
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        get_training_chat_template(tokenizer)
+        return read
+    except ValueError:
+        pass
+    datasets.disable_progress_bars()
+    parts = [part for part in (read.training, read.validation) if part is not None]
+    for part in parts:
+        for row in part:
+            roles = [message["role"] for message in row["messages"]]
+            if roles.count("assistant") != 1 or roles[-1] != "assistant":
+                raise ConfigError(
+                    f"task.loss_on=answers: the chat template of model.path={folder} cannot mark the answers, as it "
+                    "has no {% generation %}, and a conversation has more than one answer or goes on after it; set "
+                    "task.loss_on=everything, or write each conversation as `prompt` and `completion`"
+                )
+
+    def split(row: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+
+    made = [part.map(split, remove_columns=["messages"]) for part in parts]
+    validation = made[1] if read.validation is not None else None
+    return dataclasses.replace(read, kind="prompt-completion", training=made[0], validation=validation)
 
 
 def _base(folder: Path, config: Config) -> nn.Module:
