@@ -113,7 +113,10 @@ class FineTune(train.Run):
         config, ranks = self.config, self.ranks
         if checkpoint:
             together(ranks, lambda: self._same_data(read, folder))
-            self._say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}")
+            rest = "" if checkpoint.step < config.run.steps else ", the last: nothing is left to train"
+            self._say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}{rest}")
+            if differs := resume.differing(checkpoint, config):
+                self._say(differs)
         history = History()
         watch = _Watch(self, history, folder, checkpoint.step if checkpoint else 0)
         trainer = self._trainer(stack, read, draft, plan, folder, watch)
@@ -122,7 +125,11 @@ class FineTune(train.Run):
                 configuration.save(config, folder / resume.CONFIG)
                 (folder / _DATA).write_text(json.dumps({"digest": read.digest()}) + "\n")
                 stack.callback(self._report, watch, plan, folder)
-            trainer.train(resume_from_checkpoint=str(checkpoint.folder) if checkpoint else None)
+            if checkpoint and checkpoint.step == config.run.steps:  # a Trainer would take one more step
+                trainer.create_optimizer_and_scheduler(config.run.steps)
+                trainer._load_optimizer_and_scheduler(str(checkpoint.folder))
+            else:
+                trainer.train(resume_from_checkpoint=str(checkpoint.folder) if checkpoint else None)
             ready = cast(engine.Assembled, watch.ready)
             ready.wait()
             signal = ranks.most(self.asked.signal)
