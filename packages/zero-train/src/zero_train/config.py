@@ -102,13 +102,20 @@ def jobs(words: Sequence[str], sweep: bool, defaults: Sequence[str] = ()) -> lis
 def completed(words: Sequence[str]) -> list[str]:
     """Adds what follows from other words: the groups of model.path and data.path, and the recipe of a task."""
     given = {override.key_or_group: override.value() for override in _parsed(words)}
-    tunes = given.get("task", "pretrain") != "pretrain"
+    tunes = (given.get("task") or _task_of(given.get("recipe")) or "pretrain") != "pretrain"
     ending = Path(str(given.get("data.path"))).suffix[1:]
     rows = "datasets" if not ending else ending if ending in ("parquet", "csv") else "jsonl"
     reads = {"model": "hf", "data": rows if tunes else "text"}
     paths = [group for group in reads if given.get(f"{group}.path") is not None and group not in given]
     recipe = ["recipe=finetune"] if tunes and "recipe" not in given else []
     return [*words, *(f"{group}={reads[group]}" for group in paths), *recipe]
+
+
+def _task_of(recipe: Any) -> str | None:
+    """Returns the task that a recipe chooses, or None."""
+    file = folder() / "recipe" / f"{recipe}.yaml"
+    found = re.search(r"override /task: (\w+)", file.read_text()) if file.is_file() else None
+    return found and found[1]
 
 
 def keys_of(words: Sequence[str]) -> list[str]:
