@@ -274,6 +274,29 @@ def test_mics_trains_as_all_ranks_together(ranks, offload):
         assert twice > 1.5 * kept
 
 
+def test_the_readmes_lines_train_with_optimizer_schedule_and_loss_scale():
+    found = from_deepspeed(CONFIGS / "fp16.json", world_size=1)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    run = zero_hf.shard(
+        model, found.optimizer(model.parameters()), found.zero, accumulate=found.accumulate or 1,
+        max_grad_norm=found.max_grad_norm, loss_scale=found.loss_scale, **found.shard_options,
+    )  # fmt: skip
+    schedule = found.scheduler(run.optimizer)
+    rates, losses = [], []
+    for _ in range(4):
+        loss = model(torch.ones(2, 8, dtype=torch.float16)).float().square().mean()
+        loss.backward()
+        rates.append(run.optimizer.param_groups[0]["lr"])
+        losses.append(loss.item())
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        schedule.step()
+    assert rates[0] == 1e-5 and rates == sorted(set(rates))  # OneCycle, on its way up
+    assert losses[3] < losses[0] and run.optimizer.step_count == 4
+    assert run.optimizer.param_groups[0]["betas"][1] == 0.99  # OneCycle sets it
+    run.close()
+
+
 def test_lion_is_zero_optim_cpus_also_over_a_model_without_memory():
     found = from_deepspeed(CONFIGS / "fp16.json", world_size=1)
     with zero_core.deferred_init():
