@@ -124,7 +124,10 @@ def _of_hydra(composed: DictConfig) -> int:
 
 def _job(config: Config) -> int:
     """Runs one job and returns its exit code."""
-    from zero_train.train import run  # torch and transformers take seconds, which a mistyped key should not cost
+    if config.task.kind == "pretrain":
+        from zero_train.train import run  # torch and transformers take seconds, which a mistyped key should not cost
+    else:
+        from zero_train.finetune import run
 
     return run(config).exit_code
 

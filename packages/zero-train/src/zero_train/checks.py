@@ -17,7 +17,7 @@ from typing import Any
 
 import zero_core
 from zero_train.errors import ConfigError, choices
-from zero_train.schema import Config
+from zero_train.schema import ROW_KINDS, Config
 
 STATE_KINDS = ("parameters", "gradients", "optimizer")
 ACTIVATIONS = ("keep", "recompute", "host", "nvme")
@@ -39,8 +39,9 @@ def values(config: Config) -> None:
     norm = config.optim.max_grad_norm
     if norm is not None and not norm > 0:
         raise ConfigError(f"optim.max_grad_norm={norm} must be above 0; set it to null for no clipping")
-    if not 0 < config.data.validation_fraction < 1:
-        raise ConfigError(f"data.validation_fraction={config.data.validation_fraction} must lie between 0 and 1")
+    fraction = config.data.validation_fraction
+    if not 0 < fraction < 1 and not (fraction == 0 and config.data.kind in ROW_KINDS):
+        raise ConfigError(f"data.validation_fraction={fraction} must lie between 0 and 1")
     scale = config.precision.loss_scale
     if isinstance(scale, Mapping):
         _loss_scale(scale)

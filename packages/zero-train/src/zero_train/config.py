@@ -100,11 +100,15 @@ def jobs(words: Sequence[str], sweep: bool, defaults: Sequence[str] = ()) -> lis
 
 
 def completed(words: Sequence[str]) -> list[str]:
-    """Adds `model=hf` if only model.path is given, and `data=text` if only data.path is."""
+    """Adds what follows from other words: the groups of model.path and data.path, and the recipe of a task."""
     given = {override.key_or_group: override.value() for override in _parsed(words)}
-    reads = {"model": "hf", "data": "text"}
+    tunes = given.get("task", "pretrain") != "pretrain"
+    ending = Path(str(given.get("data.path"))).suffix[1:]
+    rows = "datasets" if not ending else ending if ending in ("parquet", "csv") else "jsonl"
+    reads = {"model": "hf", "data": rows if tunes else "text"}
     paths = [group for group in reads if given.get(f"{group}.path") is not None and group not in given]
-    return [*words, *(f"{group}={reads[group]}" for group in paths)]
+    recipe = ["recipe=finetune"] if tunes and "recipe" not in given else []
+    return [*words, *(f"{group}={reads[group]}" for group in paths), *recipe]
 
 
 def keys_of(words: Sequence[str]) -> list[str]:

@@ -86,6 +86,11 @@ def draft(config: Config, cores: Sequence[int] | None = None, *, on_gpu: bool = 
     Raises:
         ConfigError: model sizes that do not fit together, or an optimizer or layout that the update cannot run.
     """
+    return draft_of(model_of(config), config, cores, on_gpu=on_gpu)
+
+
+def model_of(config: Config) -> nn.Module:
+    """Builds the model under `deferred_init`. Raises ConfigError for sizes that do not fit together."""
     torch.manual_seed(config.run.seed)
     keeps = config.offload.activations is None
     with zero_core.deferred_init():
@@ -95,6 +100,11 @@ def draft(config: Config, cores: Sequence[int] | None = None, *, on_gpu: bool = 
             zero_core.load_pretrained(model, str(config.model.path))  # each rank reads its slices once it is sharded
         except (zero_core.ZeroError, OSError) as error:
             raise ConfigError(f"model.path={config.model.path}: {error}") from error
+    return model
+
+
+def draft_of(model: nn.Module, config: Config, cores: Sequence[int] | None = None, *, on_gpu: bool = False) -> Draft:
+    """Returns `model`, which has no memory yet, with its optimizer and update step, see `draft`."""
     by_kernels = config.offload.kind != "none" or (not on_gpu and find_spec("zero_optim_cpu") is not None)
     optimizer = make_optimizer(config, model, fused=not by_kernels)
     return Draft(model, optimizer, make_step(config, optimizer, cores) if by_kernels else None)
@@ -150,8 +160,12 @@ def _lion(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optim
 
 
 @contextmanager
-def assembled(draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Ranks) -> Iterator[Assembled]:
+def assembled(
+    draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Ranks, *, clips: bool = True
+) -> Iterator[Assembled]:
     """Allocates what the plan says and shards the model. Releases everything at the end, also after an error.
+
+    clips: step() clips by optim.max_grad_norm; False: the caller does, with torch's clip_grad_norm_.
 
     Raises:
         ConfigError: the slab cannot be made, a unit cannot follow offload.activations, or a tier turned out too small.
@@ -170,7 +184,7 @@ def assembled(draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Rank
                 draft.optimizer,
                 param_dtype=None if dtype == torch.float32 else dtype,
                 loss_scale=zero_core.LossScale(**scale) if isinstance(scale, dict) else scale,
-                max_grad_norm=config.optim.max_grad_norm,
+                max_grad_norm=config.optim.max_grad_norm if clips else None,
                 update_in_backward=config.zero.update_in_backward,
                 store=store,
                 observer=timeline,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from zero_train import checks
 from zero_train.errors import ConfigError
-from zero_train.schema import OPTIMIZERS, Config
+from zero_train.schema import OPTIMIZERS, ROW_KINDS, Config
 
 ABOVE_ZERO = "above 0"
 
@@ -43,7 +43,10 @@ TABLE = (
     Row("model.experts model.experts_per_token", "model", "moe"),
     Row("model.path data.as_bytes", "model", "hf"),
     Row("model.checkpointing", "offload.activations", "null"),
-    Row("data.path data.pattern", "data", "text"),
+    Row("data.path", "data", " ".join(("text", *ROW_KINDS))),
+    Row("data.pattern", "data", "text jsonl parquet csv"),
+    Row("data.validation_path", "data", " ".join(ROW_KINDS)),
+    Row("data.validation_fraction", "data.validation_path", "null"),
     Row("zero.resident_bytes", "zero.stage", "3"),
     Row(
         "offload.parameters offload.gradients offload.optimizer",
