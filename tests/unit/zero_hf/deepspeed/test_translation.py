@@ -214,6 +214,9 @@ def test_the_loss_scale_is_deepspeeds_and_new_at_each_access():
         ({"optimizer": {"type": "Adafactory"}}, "optimizer.type", "take Adam, AdamW, Adagrad, Lion"),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type", "name the type"),
         ({"scheduler": {"type": "Warmup", "params": {}}}, "scheduler.type", "take WarmupLR"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer.type", "Invalid beta parameter"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": "x"}}}, "optimizer.params.lr", "'x' is no number"),
+        ({"scheduler": {"type": "StepLR", "params": {"step_size": "x"}}}, "scheduler.type", "cannot be made"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type", "needs cycle_min_lr, cycle_max_lr"),
         ({"scheduler": {"type": "StepLR"}}, "scheduler.type", "needs step_size"),
     ],
@@ -269,6 +272,29 @@ def test_mics_trains_as_all_ranks_together(ranks, offload):
         for mine, theirs in zip(one, other, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
         assert twice > 1.5 * kept
+
+
+def test_the_readmes_lines_train_with_optimizer_schedule_and_loss_scale():
+    found = from_deepspeed(CONFIGS / "fp16.json", world_size=1)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    run = zero_hf.shard(
+        model, found.optimizer(model.parameters()), found.zero, accumulate=found.accumulate or 1,
+        max_grad_norm=found.max_grad_norm, loss_scale=found.loss_scale, **found.shard_options,
+    )  # fmt: skip
+    schedule = found.scheduler(run.optimizer)
+    rates, losses = [], []
+    for _ in range(4):
+        loss = model(torch.ones(2, 8, dtype=torch.float16)).float().square().mean()
+        loss.backward()
+        rates.append(run.optimizer.param_groups[0]["lr"])
+        losses.append(loss.item())
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        schedule.step()
+    assert rates[0] == 1e-5 and rates == sorted(set(rates))  # OneCycle, on its way up
+    assert losses[3] < losses[0] and run.optimizer.step_count == 4
+    assert run.optimizer.param_groups[0]["betas"][1] == 0.99  # OneCycle sets it
+    run.close()
 
 
 def test_lion_is_zero_optim_cpus_also_over_a_model_without_memory():

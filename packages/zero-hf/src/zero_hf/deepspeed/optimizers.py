@@ -133,8 +133,10 @@ def kind_of(name: str) -> Kind | None:
         or made is torch.optim.Optimizer
     ):
         return None
-    names = list(inspect.signature(made).parameters)[1:]
-    known = {key: mapped(numbers(2) if key == "betas" else anything) for key in names}
+    known = {
+        key: mapped(numbers(2) if key == "betas" else _COMMON[key].takes if key in _COMMON else anything, taken.default)
+        for key, taken in list(inspect.signature(made).parameters.items())[1:]
+    }
     return Kind(
         lambda given: f"torch.optim.{name}",
         lambda parameters, given: made(parameters, **given),

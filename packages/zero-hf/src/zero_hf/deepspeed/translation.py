@@ -428,6 +428,11 @@ def _optimizer(read: Reading) -> tuple[Kind, dict[str, Any]] | None:
         return None
     params = read.params("optimizer")
     read.ours("optimizer.type", kind.ours(params))
+    try:
+        kind.make([nn.Parameter(torch.zeros(1))], params)
+    except (TypeError, ValueError) as error:
+        read.refuse("optimizer.type", f"{kind.ours(params)} cannot be made: {error}")
+        return None
     return kind, params
 
 
@@ -443,6 +448,14 @@ def _scheduler(read: Reading) -> tuple[str, dict[str, Any]] | None:
     missing = [key for key in needed_by(name) if key not in params and f"scheduler.params.{key}" not in read]
     if missing:
         read.refuse("scheduler.type", f"{name} needs {', '.join(missing)}: write a value into params")
+    elif set(needed_by(name)) <= set(params) and not any(isinstance(value, tuple) for value in params.values()):
+        over = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # one group: lists may be of more
+        try:
+            made = make(name, over, params)
+            over.step()
+            made.step()
+        except (TypeError, ValueError) as error:
+            read.refuse("scheduler.type", f"{name} cannot be made: {error}")
     return name, params
 
 
