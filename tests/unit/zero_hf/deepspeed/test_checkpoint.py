@@ -150,6 +150,7 @@ def _amsgrad(groups, lr):
         ({"make": torch.optim.SGD}, "states that this optimizer does not keep: optim.state.a.weight.exp_avg"),
         ({"make": torch.optim.Adagrad}, "missing from the checkpoint: optim.state.a.weight.sum"),
         ({"make": _amsgrad}, "missing from the checkpoint: optim.state.a.weight.max_exp_avg_sq"),
+        ({"make": torch.optim.Adam}, "was trained with decoupled_weight_decay=True, and the optimizer here has False"),
         ({"one_group": True}, "no group of the checkpoint has the 5 parameters"),
     ],
 )
@@ -160,6 +161,13 @@ def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path, opt
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(tmp_path, model, optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_adam_without_bias_correction_is_refused(tmp_path):
+    write(tmp_path, 2, 2, options={"bias_correction": False})
+    model, optimizer = _sharded()
+    with pytest.raises(ConfigError, match="was trained with bias_correction=False"):
+        load_checkpoint(tmp_path, model, optimizer)
 
 
 def test_a_malicious_checkpoint_changes_nothing(tmp_path):

@@ -48,7 +48,7 @@ _OURS = {  # what DeepSpeed itself has in a file of model states; all else is th
     *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version"),
     *("universal_checkpoint_info", "ds_autoep_layers", "autoep_layers", "num_experts"),
 }
-_PLAIN_OPTIONS = {"params", "step", "bias_correction", "foreach", "fused", "capturable", "differentiable"}
+_HOW = {"params", "step", "foreach", "fused", "capturable", "differentiable"}  # not what is computed
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class _Opened:
         for name, parameter in found.items():
             members[parameter.group or 0].append(name)
         groups = [
-            {key: self._values(value) for key, value in group.items() if key not in _PLAIN_OPTIONS} | {"params": names}
+            {key: self._values(value) for key, value in group.items() if key not in _HOW} | {"params": names}
             for group, names in zip(options, members, strict=True)
         ]
         return found, groups
