@@ -110,7 +110,13 @@ def open_checkpoint(folder: str | Path, tag: str | None = None, *, inert: Iterab
     see `pickles.read_plain`. Raises FilesError, which names the file, for what is absent, damaged, mixed or refused.
     """
     where = _tagged(Path(folder), tag)
-    return _Opened(where, tuple(inert)).checkpoint()
+    try:
+        return _Opened(where, tuple(inert)).checkpoint()
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise FilesError(
+            f"{where} is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: {error}): load it with the "
+            "DeepSpeed that wrote it, and save it anew with a current one"
+        ) from error
 
 
 def _tagged(folder: Path, tag: str | None) -> Path:
