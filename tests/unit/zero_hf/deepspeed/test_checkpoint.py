@@ -138,6 +138,12 @@ class Deeper(Net):
         self.c = torch.nn.Linear(2, 2)
 
 
+class MoreFrozen(Net):
+    def __init__(self):
+        super().__init__()
+        self.d = torch.nn.Linear(2, 2).requires_grad_(False)
+
+
 def _amsgrad(groups, lr):
     return torch.optim.AdamW(groups, lr, amsgrad=True)
 
@@ -147,6 +153,7 @@ def _amsgrad(groups, lr):
     [
         ({"net": Wider}, r"shapes differ: model.a.weight: saved \(7, 5\), model \(7, 6\)"),
         ({"net": Deeper}, "missing from the checkpoint: model.c.weight, model.c.bias"),
+        ({"net": MoreFrozen}, "missing from the checkpoint: model.d.weight, model.d.bias"),
         ({"make": torch.optim.SGD}, "states that this optimizer does not keep: optim.state.a.weight.exp_avg"),
         ({"make": torch.optim.Adagrad}, "missing from the checkpoint: optim.state.a.weight.sum"),
         ({"make": _amsgrad}, "missing from the checkpoint: optim.state.a.weight.max_exp_avg_sq"),

@@ -72,7 +72,7 @@ class Checkpoint:
     """What a folder holds, by name. groups: options of the optimizer's groups, and the names of their parameters.
 
     aliases: further name of a tied parameter -> its name in `parameters`. loss_scale: DeepSpeed's attributes of it.
-    buffers are rank 0's. complete: parameters that are not trained are in it too.
+    buffers are rank 0's. complete: parameters that are not trained were not left out.
     """
 
     folder: Path
@@ -244,7 +244,7 @@ class _Opened:
             skipped_steps=int(first["skipped_steps"]),
             global_samples=int(first.get("global_samples", 0)),
             config=first.get("ds_config") or {},
-            complete=bool(frozen),
+            complete=bool(frozen) or first.get("frozen_param_shapes") is not None,  # stage 1 writes none either way
         )
 
     def _common(self) -> Mapping[str, Any]:
