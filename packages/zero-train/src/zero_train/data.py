@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zero_train.errors import ConfigError, choices
-from zero_train.schema import DataConfig
+from zero_train.schema import ROW_KINDS, DataConfig
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 _HEAD_BYTES = 1 << 16
@@ -65,6 +65,11 @@ def load(config: DataConfig, seed: int) -> Corpus:
     Raises:
         ConfigError: the kind does not exist, the path cannot be read, or there is too little text for one sequence.
     """
+    if config.kind in ROW_KINDS:
+        raise ConfigError(
+            f"data={config.kind} has rows for a tokenizer, and this run reads bytes; choose data=text, stdlib or "
+            "synthetic"
+        )
     if config.kind not in READERS:
         raise choices("data", config.kind, READERS)
     corpus = READERS[config.kind](config, seed)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from zero_train import checks
 from zero_train.errors import ConfigError
-from zero_train.schema import OPTIMIZERS, Config
+from zero_train.schema import OPTIMIZERS, ROW_KINDS, Config
 
 ABOVE_ZERO = "above 0"
 
@@ -43,7 +43,10 @@ TABLE = (
     Row("model.experts model.experts_per_token", "model", "moe"),
     Row("model.path data.as_bytes", "model", "hf"),
     Row("model.checkpointing", "offload.activations", "null"),
-    Row("data.path data.pattern", "data", "text"),
+    Row("data.path", "data", " ".join(("text", *ROW_KINDS))),
+    Row("data.pattern", "data", "text jsonl parquet csv"),
+    Row("data.validation_path", "data", " ".join(ROW_KINDS)),
+    Row("data.validation_fraction", "data.validation_path", "null"),
     Row("zero.resident_bytes", "zero.stage", "3"),
     Row(
         "offload.parameters offload.gradients offload.optimizer",
@@ -73,6 +76,7 @@ TABLE = (
         Row(f"optim.{key}", "optim", " ".join(kind for kind, keys in OPTIMIZERS.items() if key in keys))
         for key in ("betas", "eps", "momentum")
     ),
+    Row("optim.final_fraction", "optim.schedule", "null", "leave optim.schedule out"),
     Row("run.keep_checkpoints", "run.checkpoint_every", ABOVE_ZERO, "set run.checkpoint_every to a number of steps"),
     Row("run.evaluate_batches", "run.evaluate_every", ABOVE_ZERO, "set run.evaluate_every to a number of steps"),
     Row("run.sample_prompt run.sample_temperature", "run.sample_bytes", ABOVE_ZERO, "set run.sample_bytes to a length"),

@@ -208,6 +208,22 @@ def test_a_model_is_built_without_memory_and_its_parameters_are_gathered():
     engine.destroy()
 
 
+def test_values_of_a_parameter_are_read_and_written_by_deepspeeds_names():
+    engine, utils = made(), deepspeed.utils
+    weight = engine.module[0].weight
+    assert utils.safe_get_full_grad(weight) is None and utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(batches(1)[0]).sum())
+    utils.safe_set_full_grad(weight, torch.ones(16, 8))
+    assert torch.equal(utils.safe_get_full_grad(weight), torch.ones(16, 8))
+    engine.step()
+    utils.safe_set_full_optimizer_state(weight, torch.full((16, 8), 2.0), "exp_avg")
+    assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), torch.full((16, 8), 2.0))
+    utils.safe_set_full_fp32_param(weight, torch.zeros(16, 8))
+    assert not utils.safe_get_full_fp32_param(weight).any() and not weight.detach().any()
+    engine.destroy()
+
+
 def test_what_cannot_be_followed_is_refused_by_name():
     with pytest.raises(TypeError, match="give an nn.Module"):
         deepspeed.initialize(config=settings())

@@ -7,12 +7,21 @@ from typing import Any
 
 from torch import distributed as comm
 
-from . import zero
+from . import utils, zero
 from .engine import Engine, add_config_arguments, init_distributed, initialize
 
 DeepSpeedEngine = Engine
 
-__all__ = ["DeepSpeedEngine", "Engine", "add_config_arguments", "comm", "init_distributed", "initialize", "zero"]
+__all__ = [
+    "DeepSpeedEngine",
+    "Engine",
+    "add_config_arguments",
+    "comm",
+    "init_distributed",
+    "initialize",
+    "utils",
+    "zero",
+]
 
 
 def __getattr__(name: str) -> Any:
