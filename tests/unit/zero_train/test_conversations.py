@@ -88,7 +88,10 @@ def load(tmp_path):
     def loaded(path, task="sft", kind="jsonl", **values):
         pattern = row_files.PATTERNS.get(kind, "*")
         config = DataConfig(kind=kind, path=str(path), pattern=pattern, **{"validation_fraction": 0.1, **values})
-        return conversations.load(config, task, tmp_path / "cache")
+        return conversations.load(config, task, tmp_path / "cache", said.append)
+
+    said: list[str] = []
+    loaded.said = said
 
     return loaded
 
@@ -195,11 +198,12 @@ def test_datasets_are_folders_of_save_to_disk(tmp_path, load):
 def test_the_same_bytes_are_converted_once(tmp_path, load, monkeypatch):
     path = lines(tmp_path / "a.jsonl", [chat(n) for n in range(5)])
     first = load(path)
+    assert len(load.said) == 1 and f"{path}: checking 0.0 MB" in load.said.pop()
     with monkeypatch.context() as patched:
         patched.setattr(conversations, "check", None)  # which a conversion calls
         path.rename(tmp_path / "b.jsonl")
         again = load(tmp_path / "b.jsonl")
-    assert again.digest() == first.digest() and learned(again) == learned(first)
+    assert not load.said and again.digest() == first.digest() and learned(again) == learned(first)
     stamp = (tmp_path / "b.jsonl").stat()
     text = (tmp_path / "b.jsonl").read_text()
     (tmp_path / "b.jsonl").write_text(text.replace("question 4", "question 5"))

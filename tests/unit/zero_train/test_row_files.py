@@ -113,6 +113,20 @@ def test_parquet_is_read_row_by_row(tmp_path):
     assert "cannot be read as parquet" in str(list(row_files.parquet(tmp_path / "a.parquet"))[0][1])
 
 
+def test_a_row_group_of_parquet_is_not_read_into_memory(tmp_path):
+    pytest.importorskip("pyarrow")
+    import pyarrow
+    import pyarrow.parquet
+
+    text = pyarrow.array([f"{number}" * 2000 for number in range(5000)])
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": text}), tmp_path / "a.parquet", compression="none", use_dictionary=False
+    )
+    before = pyarrow.total_allocated_bytes()
+    held = [pyarrow.total_allocated_bytes() - before for _ in row_files.parquet(tmp_path / "a.parquet")]
+    assert (tmp_path / "a.parquet").stat().st_size > 30 << 20 and max(held) < 8 << 20
+
+
 def test_files_are_found_or_missing_with_near_names(tmp_path):
     for name in ("chats.jsonl", "b.jsonl", "notes.txt"):
         (tmp_path / name).write_text("x")
