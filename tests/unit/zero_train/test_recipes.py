@@ -1,4 +1,4 @@
-"""What each recipe for a named machine plans, from the model's config.json alone: where everything lies, what it writes."""
+"""What each recipe for a named machine plans, from the model's config.json alone: what lies where."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("zero_hf")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 from zero_train.app import main
 
