@@ -56,7 +56,9 @@ def _cache(tmp_path, monkeypatch):
 
 def chats(file, turns=1):
     said = [f"the {i}th answer, said in a few words" for i in range(40)]
-    turn = [[{"role": "user", "content": f"what is {i}?"}, {"role": "assistant", "content": said[i]}] for i in range(40)]
+    turn = [
+        [{"role": "user", "content": f"what is {i}?"}, {"role": "assistant", "content": said[i]}] for i in range(40)
+    ]
     file.write_text("".join(json.dumps({"messages": messages * turns}) + "\n" for messages in turn))
     return file
 

@@ -22,6 +22,12 @@ def jobs(words, sweep=False):
         ("model.experts=8", ["model.experts", "model=llama", "model=moe"]),
         ("data=stdlib data.path=/x", ["data.path", "data=stdlib", "data=text"]),
         ("data.pattern=*.txt", ["data.pattern", "data=stdlib"]),
+        ("data=datasets data.path=x data.pattern=*.txt", ["data.pattern", "data=datasets", "data=text or jsonl"]),
+        ("data=text data.path=x data.validation_path=y", ["data.validation_path", "data=text", "data=jsonl"]),
+        (
+            "data=jsonl data.path=x data.validation_path=y data.validation_fraction=0.1",
+            ["data.validation_fraction", "data.validation_path=y", "data.validation_path=null"],
+        ),
         ("data.as_bytes=true", ["data.as_bytes", "model=hf"]),
         ("offload=none offload.optimizer=nvme", ["offload.optimizer", "offload=none", "offload=host"]),
         ("offload=auto offload.gradients=host", ["offload.gradients", "offload=auto"]),

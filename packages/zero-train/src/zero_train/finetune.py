@@ -171,6 +171,9 @@ class FineTune(train.Run):
         class Trainer(zero_hf.sharded(kind)):  # type: ignore[misc]
             """What of zero-train's a trainer of TRL uses."""
 
+            optimizer: Any
+            lr_scheduler: Any
+
             def make_run(self, optimizer: torch.optim.Optimizer | None) -> Any:
                 ready = watch.ready = stack.enter_context(engine.assembled(draft, plan, config, ranks, clips=False))
                 for remark in ready.remarks:
@@ -512,7 +515,7 @@ def _model(folder: Path, config: Config) -> nn.Module:
         targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
         wanted = peft.LoraConfig(
             r=adapter.rank,
-            lora_alpha=adapter.alpha,
+            lora_alpha=cast(int, adapter.alpha),  # any number will do
             lora_dropout=adapter.dropout,
             target_modules=targets,
             task_type="CAUSAL_LM",
