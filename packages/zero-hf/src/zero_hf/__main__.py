@@ -62,9 +62,11 @@ def _empty(where: str) -> nn.Module:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {where}: {error}") from error
     names = config.architectures or []
-    made: Any = getattr(transformers, names[0], None) if names else None
+    made: Any = getattr(transformers, names[0] if names else "", None)
+    known = isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)
+    build: Any = made._from_config if known else transformers.AutoModel.from_config
     with zero_core.deferred_init():
-        model: nn.Module = (made or transformers.AutoModel)._from_config(config, dtype=config.dtype)
+        model: nn.Module = build(config, dtype=config.dtype)
     return model
 
 

@@ -192,9 +192,10 @@ class _Sharded(Trainer):
             )
         return found
 
-    def _shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def make_run(self, optimizer: torch.optim.Optimizer | None) -> Run:
+        """Shards the model as `zero_config` says, and prints the plan. A subclass may shard it in another way."""
         device = self.args.device
-        run = self.zero_run = shard(
+        run = shard(
             self.model,
             optimizer,
             self.zero_config,
@@ -207,6 +208,10 @@ class _Sharded(Trainer):
                 sys.stdout.write(f"{self._translation.table()}\n")
             sys.stdout.write(f"{run.describe()}\n")
             sys.stdout.flush()
+        return run
+
+    def _shard(self, optimizer: torch.optim.Optimizer | None) -> None:
+        run = self.zero_run = self.make_run(optimizer)
         accelerator = self.accelerator
         accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)  # autocast, and no DDP
         self.model._is_accelerate_prepared = True

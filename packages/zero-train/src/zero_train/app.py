@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from zero_train import __version__, unused_keys
+from zero_train import __version__, deepspeed, unused_keys
 from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError
 from zero_train.schema import Config
@@ -44,10 +44,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         if flags <= _SWEEP and not any(word.startswith("hydra") for word in words):
-            return _guarded(lambda: _all(configuration.jobs(words, bool(flags)), bool(flags)))
-        return _guarded(lambda: _through_hydra(arguments))
+            return _guarded(lambda: _from_words(words, bool(flags)))
+        return _guarded(lambda: _through_hydra([word for part in reversed(_with_file(arguments)) for word in part]))
     except KeyboardInterrupt:
         return 130
+
+
+def _from_words(words: Sequence[str], sweep: bool) -> int:
+    words, defaults = _with_file(words)
+    return _all(configuration.jobs(words, sweep, defaults), sweep)
+
+
+def _with_file(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the words without deepspeed=FILE, and the words that the file stands for, after printing its table."""
+    words, path = deepspeed.split(words)
+    if path is None:
+        return words, []
+    try:
+        defaults, table = deepspeed.read(path, configuration.keys_of([w for w in words if w[0:1] != "-"]))
+    except deepspeed.Refused as error:
+        _print(error.table)
+        raise
+    _print(table)
+    return words, defaults
+
+
+def _print(text: str) -> None:
+    """Prints on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
 
 
 def _all(jobs: Sequence[tuple[Sequence[str], Config]], sweep: bool) -> int:
@@ -56,9 +82,7 @@ def _all(jobs: Sequence[tuple[Sequence[str], Config]], sweep: bool) -> int:
     for number, (words, config) in enumerate(jobs):
         if sweep:
             config.run.dir = str(Path(config.run.dir) / str(number))
-            if os.environ.get("RANK", "0") == "0":
-                sys.stdout.write(f"--- job {number + 1} of {len(jobs)}, {config.run.dir}: {' '.join(words)}\n")
-                sys.stdout.flush()
+            _print(f"--- job {number + 1} of {len(jobs)}, {config.run.dir}: {' '.join(words)}")
         code = _guarded(partial(_job, config))
         worst = max(worst, code)
         if code > 128 or (code == FAILED_EXIT and os.environ.get("WORLD_SIZE", "1") != "1"):
@@ -100,7 +124,10 @@ def _of_hydra(composed: DictConfig) -> int:
 
 def _job(config: Config) -> int:
     """Runs one job and returns its exit code."""
-    from zero_train.train import run  # torch and transformers take seconds, which a mistyped key should not cost
+    if config.task.kind == "pretrain":
+        from zero_train.train import run  # torch and transformers take seconds, which a mistyped key should not cost
+    else:
+        from zero_train.finetune import run
 
     return run(config).exit_code
 

@@ -15,12 +15,13 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
+import zero_core
 from zero_train.errors import ConfigError, choices
 from zero_train.schema import ROW_KINDS, Config
 
 STATE_KINDS = ("parameters", "gradients", "optimizer")
 ACTIVATIONS = ("keep", "recompute", "host", "nvme")
-EXTRAS = {"zero_nvme": "nvme", "zero_optim_cpu": "cpu", "transformers": "hf"}
+EXTRAS = {"zero_nvme": "nvme", "zero_optim_cpu": "cpu", "transformers": "hf", "zero_hf": "hf"}
 
 
 def values(config: Config) -> None:
@@ -42,7 +43,9 @@ def values(config: Config) -> None:
     if not 0 < fraction < 1 and not (fraction == 0 and config.data.kind in ROW_KINDS):
         raise ConfigError(f"data.validation_fraction={fraction} must lie between 0 and 1")
     scale = config.precision.loss_scale
-    if not (scale is None or scale == "dynamic" or (isinstance(scale, (int, float)) and 0 < scale < float("inf"))):
+    if isinstance(scale, Mapping):
+        _loss_scale(scale)
+    elif not (scale is None or scale == "dynamic" or (isinstance(scale, (int, float)) and 0 < scale < float("inf"))):
         raise ConfigError(f"precision.loss_scale={scale} must be a positive number, dynamic or null")
     if config.hardware.device is not None:
         _device(config.hardware.device)
@@ -91,6 +94,8 @@ def packages(config: Config) -> None:
     if config.offload.kind != "none":
         tier = "auto" if config.offload.kind == "auto" else "nvme" if uses_nvme(config) else "host"
         needed.append(("zero_optim_cpu", f"offload={tier}", ", or choose offload=none"))
+    if config.optim.schedule is not None:
+        needed.append(("zero_hf", "optim.schedule", ", or use optim.warmup_steps"))
     if uses_nvme(config):
         needed.append(("zero_nvme", "offload=nvme", ", or choose offload=host"))
     for module, user, way_out in needed:
@@ -108,7 +113,17 @@ def loaded(module: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"{module.replace('_', '-')} does not load ({error}); reinstall it with "
-            f"pip install --force-reinstall 'zero-train[{EXTRAS[module]}]'"
+            f"pip install --force-reinstall 'zero-train[{EXTRAS[module.partition('.')[0]]}]'"
+        ) from error
+
+
+def _loss_scale(given: Mapping[str, Any]) -> None:
+    try:
+        zero_core.LossScale(**given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"precision.loss_scale={dict(given)} is no LossScale: {error}; give a number, dynamic, null, or arguments "
+            "of zero_core.LossScale"
         ) from error
 
 

@@ -81,8 +81,10 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         raise explained(error) from error
 
 
-def jobs(words: Sequence[str], sweep: bool) -> list[tuple[list[str], Config]]:
+def jobs(words: Sequence[str], sweep: bool, defaults: Sequence[str] = ()) -> list[tuple[list[str], Config]]:
     """Composes every job of the command line before any runs, so that a mistyped key of the last one stops the first.
+
+    defaults: words that come before all others, and that a run need not use.
 
     Raises:
         ConfigError: as `compose` does, and also if no job uses a key.
@@ -92,17 +94,28 @@ def jobs(words: Sequence[str], sweep: bool) -> list[tuple[list[str], Config]]:
     if sweep:
         parsed = [override for override in _parsed(words) if not override.get_key_element().startswith("hydra")]
         lists = BasicSweeper.split_arguments(parsed, None)[0]
-    composed = [(list(job), compose(job)) for job in lists]
+    composed = [(list(job), compose([*defaults, *job])) for job in lists]
     unused_keys.check(keys_of(words), [config for _, config in composed])
     return composed
 
 
 def completed(words: Sequence[str]) -> list[str]:
-    """Adds `model=hf` if only model.path is given, and `data=text` if only data.path is."""
+    """Adds what follows from other words: the groups of model.path and data.path, and the recipe of a task."""
     given = {override.key_or_group: override.value() for override in _parsed(words)}
-    reads = {"model": "hf", "data": "text"}
+    tunes = (given.get("task") or _task_of(given.get("recipe")) or "pretrain") != "pretrain"
+    ending = Path(str(given.get("data.path"))).suffix[1:]
+    rows = "datasets" if not ending else ending if ending in ("parquet", "csv") else "jsonl"
+    reads = {"model": "hf", "data": rows if tunes else "text"}
     paths = [group for group in reads if given.get(f"{group}.path") is not None and group not in given]
-    return [*words, *(f"{group}={reads[group]}" for group in paths)]
+    recipe = ["recipe=finetune"] if tunes and "recipe" not in given else []
+    return [*words, *(f"{group}={reads[group]}" for group in paths), *recipe]
+
+
+def _task_of(recipe: Any) -> str | None:
+    """Returns the task that a recipe chooses, or None."""
+    file = folder() / "recipe" / f"{recipe}.yaml"
+    found = re.search(r"override /task: (\w+)", file.read_text()) if file.is_file() else None
+    return found and found[1]
 
 
 def keys_of(words: Sequence[str]) -> list[str]:

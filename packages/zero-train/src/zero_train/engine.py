@@ -86,15 +86,26 @@ def draft(config: Config, cores: Sequence[int] | None = None, *, on_gpu: bool = 
     Raises:
         ConfigError: model sizes that do not fit together, or an optimizer or layout that the update cannot run.
     """
+    return draft_of(model_of(config), config, cores, on_gpu=on_gpu)
+
+
+def model_of(config: Config) -> nn.Module:
+    """Builds the model under `deferred_init`. Raises ConfigError for sizes that do not fit together."""
     torch.manual_seed(config.run.seed)
     keeps = config.offload.activations is None
     with zero_core.deferred_init():
-        model = models.build(config.model, config.data.sequence_length, keeps, as_bytes=config.data.as_bytes)
-    if config.model.kind == "hf":
+        model = models.build(config.model, config.data.sequence_length, keeps, as_bytes=config.data.as_bytes or config.run.dry)
+    weights = not config.run.dry or any(Path(str(config.model.path)).glob("*.safetensors"))
+    if config.model.kind == "hf" and weights:  # a plan follows from config.json alone
         try:
             zero_core.load_pretrained(model, str(config.model.path))  # each rank reads its slices once it is sharded
         except (zero_core.ZeroError, OSError) as error:
             raise ConfigError(f"model.path={config.model.path}: {error}") from error
+    return model
+
+
+def draft_of(model: nn.Module, config: Config, cores: Sequence[int] | None = None, *, on_gpu: bool = False) -> Draft:
+    """Returns `model`, which has no memory yet, with its optimizer and update step, see `draft`."""
     by_kernels = config.offload.kind != "none" or (not on_gpu and find_spec("zero_optim_cpu") is not None)
     optimizer = make_optimizer(config, model, fused=not by_kernels)
     return Draft(model, optimizer, make_step(config, optimizer, cores) if by_kernels else None)
@@ -150,13 +161,17 @@ def _lion(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optim
 
 
 @contextmanager
-def assembled(draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Ranks) -> Iterator[Assembled]:
+def assembled(
+    draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Ranks, *, clips: bool = True
+) -> Iterator[Assembled]:
     """Allocates what the plan says and shards the model. Releases everything at the end, also after an error.
+
+    clips: step() clips by optim.max_grad_norm; False: the caller does, with torch's clip_grad_norm_.
 
     Raises:
         ConfigError: the slab cannot be made, a unit cannot follow offload.activations, or a tier turned out too small.
     """
-    dtype = formats.DTYPES[config.precision.parameters]
+    dtype, scale = formats.DTYPES[config.precision.parameters], config.precision.loss_scale
     with ExitStack() as stack:
         paths = checks.nvme_paths(config, ranks.local_rank)
         slab = make_slab(config, paths, stack) if plan.total("nvme") else None
@@ -169,8 +184,8 @@ def assembled(draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Rank
                 draft.model,
                 draft.optimizer,
                 param_dtype=None if dtype == torch.float32 else dtype,
-                loss_scale=config.precision.loss_scale,
-                max_grad_norm=config.optim.max_grad_norm,
+                loss_scale=zero_core.LossScale(**scale) if isinstance(scale, dict) else scale,
+                max_grad_norm=config.optim.max_grad_norm if clips else None,
                 update_in_backward=config.zero.update_in_backward,
                 store=store,
                 observer=timeline,

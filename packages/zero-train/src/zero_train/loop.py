@@ -11,15 +11,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import zero_core
-from zero_train import models
+from zero_train import checks, models
 from zero_train.data import Corpus
 from zero_train.engine import Assembled
+from zero_train.errors import ConfigError
 from zero_train.interrupt import Interrupt
 from zero_train.planning import holds_back
 from zero_train.ranks import Ranks
@@ -70,6 +72,7 @@ class Loop:
     def __init__(self, engine: Assembled, corpus: Corpus, config: Config, ranks: Ranks, interrupt: Interrupt) -> None:
         self._engine, self._corpus, self._config, self._ranks = engine, corpus, config, ranks
         self._interrupt = interrupt
+        self._schedule = schedule_of(config.optim, engine.optimizer)
         self._before, self._phases = engine.usage(), Phases(0)
         self.history = History()
 
@@ -111,9 +114,7 @@ class Loop:
         self._phases = Phases(number)
         begun = time.perf_counter()
         losses = [self._gradient(number, micro) for micro in range(run.accumulate)]
-        rate = learning_rate(self._config.optim, number, run.steps)
-        for group in engine.optimizer.param_groups:
-            group["lr"] = rate
+        rate = self._set_rate(number)
         with self._phase("optimizer"):
             engine.optimizer.step()
             engine.optimizer.zero_grad()
@@ -138,6 +139,17 @@ class Loop:
             device_bytes=usage.device_bytes,
             peak_rss_bytes=peak_rss_bytes(),
         )
+
+    def _set_rate(self, number: int) -> float:
+        """Gives the optimizer the learning rate of step `number`, and returns it."""
+        groups = self._engine.optimizer.param_groups
+        if self._schedule is not None:
+            self._schedule.load_state_dict({"last_batch_iteration": number - 2})  # -1 is before the first step
+            return float(groups[0]["lr"])
+        rate = learning_rate(self._config.optim, number, self._config.run.steps)
+        for group in groups:
+            group["lr"] = rate
+        return rate
 
     def _gradient(self, number: int, micro: int) -> Tensor:
         """Runs forward and backward of one micro-batch and returns its loss.
@@ -204,6 +216,26 @@ def learning_rate(optim: OptimConfig, number: int, steps: int) -> float:
     done = (number - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
     cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
     return optim.lr * (optim.final_fraction + (1 - optim.final_fraction) * cosine)
+
+
+def schedule_of(optim: OptimConfig, optimizer: torch.optim.Optimizer) -> Any:
+    """Returns DeepSpeed's schedule that optim.schedule names, which can be asked for any step; None: it names none.
+
+    Raises:
+        ConfigError: zero-hf is missing, or there is no such schedule, or it does not take these parameters.
+    """
+    if optim.schedule is None:
+        return None
+    for group in optimizer.param_groups:
+        group["lr"] = optim.lr  # a checkpoint has that of its last step
+    schedules = checks.loaded("zero_hf.deepspeed.schedules")
+    try:
+        return schedules.SCHEDULES[optim.schedule["type"]](optimizer, **optim.schedule.get("params", {}))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"optim.schedule={optim.schedule} cannot be made ({error}); give {{type: NAME, params: {{...}}}} with one "
+            f"of {', '.join(schedules.SCHEDULES)}"
+        ) from error
 
 
 def peak_rss_bytes() -> int:

@@ -188,9 +188,13 @@ def written_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> int:
 
 
 def checkpoint_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> int:
-    """Returns the bytes of all checkpoints of the run. Each holds an fp32 master and the optimizer's states."""
+    """Returns the bytes of all checkpoints of the run. Each holds an fp32 master and the optimizer's states.
+
+    With adapters, the base is left out: what is trained has about the bytes of its gradients.
+    """
     if not config.run.checkpoint_every:
         return 0
     count = -(-config.run.steps // config.run.checkpoint_every)
-    each = sum(plan.bytes_of(tier, kind) for tier in plan.shape.tiers for kind in ("optimizer", "parameters"))
+    held = "parameters" if config.adapter.kind == "none" else "gradients"
+    each = sum(plan.bytes_of(tier, kind) for tier in plan.shape.tiers for kind in ("optimizer", held))
     return count * each * described_ranks(plan.hardware, config, ranks)

@@ -85,7 +85,7 @@ def read_validation(folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in _lines(folder / "validation.jsonl")]
 
 
-def draw(folder: Path, history: History, nvme_bytes: int) -> None:
+def draw(folder: Path, history: History, nvme_bytes: int, unit: str = "nats per byte") -> None:
     """Draws report.png: loss, memory in each tier, and where the step time went.
 
     Loss and memory cover all steps in the folder, the seconds only those of this process. `nvme_bytes` is planned.
@@ -97,7 +97,7 @@ def draw(folder: Path, history: History, nvme_bytes: int) -> None:
     figure = Figure(figsize=(9, 10), layout="constrained")
     loss, memory, seconds = figure.subplots(3, 1)
 
-    loss.set(title="loss", ylabel="nats per byte")
+    loss.set(title="loss", ylabel=unit)
     loss.plot([s.step for s in steps], [s.loss for s in steps], color="#4c72b0", linewidth=1, label="training")
     if validation:
         loss.plot(*zip(*validation, strict=True), "o-", color="#c44e52", label="validation")

@@ -32,12 +32,13 @@ from zero_train.schema import Config
 
 CONFIG = "config.yaml"
 MANIFEST = ".metadata"  # of torch.distributed.checkpoint: renamed into place when everything else is on disk
+TRAINER_STATE = "trainer_state.json"  # what a Trainer of transformers writes last into its checkpoint-N
 _ABSENT = object()
-_NAME = re.compile(r"step_(\d+)")
+_NAME = re.compile(r"(?:step_|checkpoint-)(\d+)")
 
 
 # The keys that identify a run. All others change how it computes, how long it runs, or what it reports.
-SAME = ("model", "data", "run.seed", "optim", "precision")
+SAME = ("task", "adapter", "model", "data", "run.seed", "optim", "precision")
 _ASIDE = ("model.checkpointing", "optim.threads")
 _OF_NO_INTEREST = ("run.dir", "run.resume", "run.dry", "run.bar", "run.plots", "run.report_every", "run.export")
 
@@ -228,4 +229,5 @@ def _newest(folder: Path) -> Checkpoint | None:
 def _one(folder: Path) -> Checkpoint | None:
     """Returns `folder` as a checkpoint if it is a complete one."""
     named = _NAME.fullmatch(folder.name)
-    return Checkpoint(folder, int(named[1])) if named and (folder / MANIFEST).is_file() else None
+    written_last = TRAINER_STATE if folder.name.startswith("checkpoint") else MANIFEST
+    return Checkpoint(folder, int(named[1])) if named and (folder / written_last).is_file() else None

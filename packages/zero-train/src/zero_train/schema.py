@@ -135,6 +135,44 @@ class DataConfig:
 
 
 @dataclass
+class TaskConfig:
+    """Says what is learned. pretrain is zero-train's own loop over bytes; the others are TRL's trainers."""
+
+    kind: str = _one_of("pretrain", "sft", "dpo", default="pretrain")
+    """pretrain: the next byte. sft: answers of conversations. dpo: which of two answers is preferred."""
+    loss_on: str = _one_of("answers", "everything", default="answers")
+    """answers: only what the assistant says counts in the loss. everything: all tokens do. sft only."""
+    packing: bool = False
+    """Put several conversations into one sequence of data.sequence_length. sft only."""
+    beta: float = _at_least(0, default=0.1)
+    """How closely the model stays to the reference. dpo only."""
+
+
+@dataclass
+class AdapterConfig:
+    """Says whether the model's own weights are trained, or low-rank adapters beside them."""
+
+    kind: str = _one_of("none", "lora", default="none")
+    """none: all weights. lora: adapters of PEFT."""
+    rank: int = _at_least(1, default=16)
+    """Rank of an adapter."""
+    alpha: float = _at_least(0, default=32.0)
+    """The adapter's output is multiplied by alpha / rank."""
+    dropout: float = _at_least(0, default=0.0)
+    """Share of the adapter's inputs that is set to zero in training."""
+    targets: Any = "all-linear"
+    """Names of the layers that get an adapter, or all-linear."""
+
+
+@dataclass
+class TrackerConfig:
+    """Says where the figures of a run go besides its folder."""
+
+    kind: str = _one_of("none", "tensorboard", "wandb", "trackio", default="none")
+    """none, tensorboard, wandb or trackio. The service's own package and settings are needed."""
+
+
+@dataclass
 class ZeroConfig:
     """Says what is sharded over the ranks."""
 
@@ -214,6 +252,8 @@ class OptimConfig:
     """Steps of linear warm-up."""
     final_fraction: float = _at_least(0, default=0.1)
     """Learning rate at the last step as a fraction of `lr`. A cosine leads there. 1: keep it constant."""
+    schedule: Any = None
+    """A schedule of DeepSpeed's in place of warmup_steps and final_fraction: {type: WarmupLR, params: {...}}."""
     threads: Optional[int] = _at_least(1, default=None)
     """Threads of the CPU update. null: one for each core; with a GPU, for each core of this rank's share of its NUMA
     node, except two for launches and I/O. A number: that many, on any core that the process may use."""
@@ -230,7 +270,7 @@ class PrecisionConfig:
     states: str = _one_of("auto", "split", "fp32", "split_bf16m", "split_8bit", default="auto")
     """Layout of the optimizer states on host and nvme: split, fp32, split_bf16m or split_8bit; auto: the exact one."""
     loss_scale: Any = None
-    """A number, `dynamic`, or null. fp16 wants `dynamic`."""
+    """A number, `dynamic`, arguments of zero_core.LossScale ({hysteresis: 2}), or null. fp16 wants one."""
 
 
 @dataclass
@@ -289,6 +329,9 @@ class Config:
     """One run: the root of conf/train.yaml."""
 
     run: RunConfig = field(default_factory=RunConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)

@@ -41,8 +41,10 @@ class Outcome:
     sample: str = ""
 
 
-def run(config: Config, on_end: Callable[[Assembled], None] | None = None) -> Outcome:
+def run(config: Config, on_end: Callable[[Assembled], None] | None = None, made: type[Run] | None = None) -> Outcome:
     """Runs `config` on this rank. `on_end` is given the engine after the last step, before it is closed.
+
+    made: the class that runs it; None: Run, which pretrains.
 
     Raises:
         ConfigError: raised on every rank if any rank cannot run it. Nothing is left behind.
@@ -52,7 +54,7 @@ def run(config: Config, on_end: Callable[[Assembled], None] | None = None) -> Ou
         try:
             ranks = joined(config.hardware.device)
             with interrupt.unhidden():
-                return _Run(config, ranks, asked, on_end).go()
+                return (made or Run)(config, ranks, asked, on_end).go()
         except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
             raise RunError(f"the run stopped: {error}") from error
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -68,7 +70,7 @@ def run(config: Config, on_end: Callable[[Assembled], None] | None = None) -> Ou
 
 
 @dataclass
-class _Run:
+class Run:
     """A run on one rank. `go` runs it, the other methods are its parts."""
 
     config: Config
@@ -78,6 +80,11 @@ class _Run:
     format_reason: str = ""  # why precision=auto chose its format
     cores: Any | None = None  # zero_optim_cpu.Cores, beside a GPU
 
+    @property
+    def unit(self) -> str:
+        """The unit of losses."""
+        return "nats per byte"
+
     def go(self) -> Outcome:
         config, ranks = self.config, self.ranks
         config.run.dir = ranks.agree(config.run.dir)
@@ -86,24 +93,39 @@ class _Run:
                 torch.set_num_threads(config.run.threads)
             if config.run.probe:
                 pool = self.cores and self.cores.pool
-                self._say(_together(ranks, lambda: measured(config, ranks, pool)))
+                self._say(together(ranks, lambda: measured(config, ranks, pool)))
                 return Outcome()
-            corpus, draft, plan = _together(ranks, self._prepared)
+            self.before_all()
+            corpus, draft, plan = together(ranks, self.prepared)
             self._announce(corpus, draft, plan)
             return Outcome() if config.run.dry else self._run(corpus, draft, plan)
 
-    def _run(self, corpus: data.Corpus, draft: engine.Draft, plan: zero_offload.Plan) -> Outcome:
+    def _run(self, corpus: Any, draft: engine.Draft, plan: zero_offload.Plan) -> Outcome:
         config, ranks = self.config, self.ranks
         folder = Path(config.run.dir)
         with ExitStack() as stack:
-            unlocked = _together(ranks, lambda: stack.enter_context(claimed(folder)) if ranks.leader else "")
+            unlocked = together(ranks, lambda: stack.enter_context(claimed(folder)) if ranks.leader else "")
             if unlocked:
                 self._say(f"run.dir={folder} cannot be locked ({unlocked}), so a second run can write into it as well")
             checkpoint = self._checkpoint()  # once more: the folder is ours from here on
+            return self.train_in(stack, corpus, draft, plan, folder, checkpoint)
+
+    def train_in(
+        self,
+        stack: ExitStack,
+        corpus: Any,
+        draft: engine.Draft,
+        plan: zero_offload.Plan,
+        folder: Path,
+        checkpoint: resume.Checkpoint | None,
+    ) -> Outcome:
+        """Trains in the locked folder, from `checkpoint` on. `stack` holds the lock."""
+        config, ranks = self.config, self.ranks
+        with stack:
             ready = stack.enter_context(engine.assembled(draft, plan, config, ranks))
             remarks = list(ready.remarks)
             if checkpoint:
-                said = _together(ranks, lambda: resume.load(checkpoint, ready, config, ranks, corpus.digest()))
+                said = together(ranks, lambda: resume.load(checkpoint, ready, config, ranks, corpus.digest()))
                 rest = "" if checkpoint.step < config.run.steps else ", the last: nothing is left to train"
                 remarks.append(f"continuing after step {checkpoint.step}, from {checkpoint.folder}{rest}")
                 remarks += filter(None, [resume.differing(checkpoint, config), *said])
@@ -115,7 +137,7 @@ class _Run:
 
     def _checkpoint(self) -> resume.Checkpoint | None:
         """Returns the checkpoint to continue from, the same on every rank."""
-        found = _together(self.ranks, lambda: resume.found(self.config))
+        found = together(self.ranks, lambda: resume.found(self.config))
         seen = self.ranks.gather(str(found.step) if found else "none")
         if len(set(seen)) > 1:
             raise ConfigError(
@@ -124,7 +146,10 @@ class _Run:
             )
         return found
 
-    def _prepared(self) -> tuple[data.Corpus, engine.Draft, zero_offload.Plan]:
+    def before_all(self) -> None:
+        """What one rank has to do before the others may prepare. Collective."""
+
+    def prepared(self) -> tuple[Any, engine.Draft, zero_offload.Plan]:
         """Does everything that can lead to a refusal. It is quick and writes nothing."""
         config, ranks = self.config, self.ranks
         checks.values(config)
@@ -141,7 +166,7 @@ class _Run:
         draft = engine.draft(config, self.cores and self.cores.pool, on_gpu=on_gpu)
         return corpus, draft, planning.make(config, draft.model, ranks, draft.step)
 
-    def _announce(self, corpus: data.Corpus, draft: engine.Draft, plan: zero_offload.Plan) -> None:
+    def _announce(self, corpus: Any, draft: engine.Draft, plan: zero_offload.Plan) -> None:
         config, ranks = self.config, self.ranks
         numel = sum(p.numel() for p in draft.model.parameters())
         planned = planning.described_ranks(plan.hardware, config, ranks)
@@ -151,13 +176,15 @@ class _Run:
             f"{self.format_reason or config.precision.parameters}; stage {config.zero.stage} on {planned} "
             f"rank{'s' if planned > 1 else ''}, {machine}"
         )
-        self._say(
-            f"data: {corpus.name}; {corpus.training.numel() / 1e6:.1f} MB to train on, "
-            f"{corpus.validation.numel() / 1e6:.1f} MB held out"
-        )
+        self._say(self.announce_data(corpus))
         self._say(planning.described(plan, config, ranks))
         if self.cores:
             self._say(f"update of each rank: {self.cores}" if ranks.world_size > 1 else f"update: {self.cores}")
+
+    def announce_data(self, corpus: Any) -> str:
+        """Says what is learned from."""
+        trained, held_out = corpus.training.numel() / 1e6, corpus.validation.numel() / 1e6
+        return f"data: {corpus.name}; {trained:.1f} MB to train on, {held_out:.1f} MB held out"
 
     def _train(
         self, ready: Assembled, corpus: data.Corpus, plan: zero_offload.Plan, folder: Path, first: int
@@ -216,7 +243,7 @@ class _Run:
     def _write_report(self, ready: Assembled, history: History, plan: zero_offload.Plan, folder: Path) -> None:
         """Writes the plots and the timeline. A file that cannot be written is named, and the others still are."""
         for name, write in (
-            ("report.png", lambda: report.draw(folder, history, plan.total("nvme"))),
+            ("report.png", lambda: report.draw(folder, history, plan.total("nvme"), self.unit)),
             ("timeline.json", lambda: ready.timeline.save(folder / "timeline.json")),
             ("timeline.png", lambda: report.draw_timeline(folder / "timeline.png", ready.timeline.events())),
         ):
@@ -244,7 +271,7 @@ def _export(ready: Assembled, folder: Path, ranks: Ranks) -> None:
     zero_core.save_pretrained(ready.model, target)
 
 
-def _together(ranks: Ranks, function: Callable[[], Result]) -> Result:
+def together(ranks: Ranks, function: Callable[[], Result]) -> Result:
     """Calls `function` on every rank. If any rank raises ConfigError, all raise the first one's. Collective."""
     result, reason = None, None
     try:

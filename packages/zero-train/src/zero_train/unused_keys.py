@@ -76,6 +76,7 @@ TABLE = (
         Row(f"optim.{key}", "optim", " ".join(kind for kind, keys in OPTIMIZERS.items() if key in keys))
         for key in ("betas", "eps", "momentum")
     ),
+    Row("optim.final_fraction", "optim.schedule", "null", "leave optim.schedule out"),
     Row("run.keep_checkpoints", "run.checkpoint_every", ABOVE_ZERO, "set run.checkpoint_every to a number of steps"),
     Row("run.evaluate_batches", "run.evaluate_every", ABOVE_ZERO, "set run.evaluate_every to a number of steps"),
     Row("run.sample_prompt run.sample_temperature", "run.sample_bytes", ABOVE_ZERO, "set run.sample_bytes to a length"),

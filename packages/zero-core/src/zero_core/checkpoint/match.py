@@ -206,9 +206,12 @@ def groups_of(view: ShardView) -> list[dict[str, Any]]:
 def options_of(view: ShardView, saved: list[dict[str, Any]] | None, *, strict: bool) -> list[dict[str, Any]]:
     """For each live group the options that the checkpoint has for the same parameters; {} to leave it as it is."""
     by_members = {frozenset(group.get("params", ())): group for group in saved or ()}
+    trained = set(steps_of(view))  # whoever saved it may have left the others out of the groups
+    by_trained = {members & trained: group for members, group in by_members.items() if members & trained}
     found = []
     for group in groups_of(view):
-        options = by_members.get(frozenset(group["params"]), {})
+        members = frozenset(group["params"])
+        options = by_members.get(members) or by_trained.get(members & trained, {})
         if strict and saved is not None and not options:
             raise CheckpointError(
                 f"no group of the checkpoint has the {len(group['params'])} parameters {_some(group['params'])}: build "

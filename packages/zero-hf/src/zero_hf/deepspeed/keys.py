@@ -133,9 +133,16 @@ def _disabled(value: Any) -> bool:
 
 def _one_way(value: Any) -> bool:
     """Whether a section of tensor parallelism asks for one rank."""
-    found = value or {}
-    inner = found.get("tensor_parallel") or found.get("tp") or {}
-    return max(found.get("autotp_size") or 0, inner.get("tp_size") or 0) <= 1
+    if not isinstance(value, Mapping):
+        return not value
+    inner = value.get("tensor_parallel") or value.get("tp")
+    sizes = (value.get("autotp_size"), inner.get("tp_size") if isinstance(inner, Mapping) else inner)
+    return all(size in (None, 0, 1) for size in sizes)
+
+
+def _eager(value: Any) -> bool:
+    """Whether a section of compilation asks for none."""
+    return not value or isinstance(value, Mapping) and not value.get("deepcompile") and not value.get("enabled")
 
 
 _GATHERS = "units are gathered and reduced one at a time, ahead of their use, in buffers that the plan counts"
@@ -216,7 +223,7 @@ _TOP: dict[str, Key] = {
         anything,
         "DeepCompile is not here: leave it out, and compile the blocks (for block in model.model.layers: "
         "block.compile())",
-        lambda value: not (value or {}).get("deepcompile") and not (value or {}).get("enabled"),
+        _eager,
     ),
     "data_efficiency": refused(
         anything, "it chooses samples and drops tokens: leave it out, and do that in the data set", _disabled
@@ -368,7 +375,7 @@ _OTHERS: dict[str, Key] = {
         flag, "it splits activations over model-parallel ranks, and there are none"
     ),
     "activation_checkpointing.cpu_checkpointing": refused(
-        flag, "leave it out, and run forward and backward inside zero_offload.offload_activations"
+        flag, 'leave it out, and call zero_offload.offload_activations(model, policy="host")'
     ),
     "activation_checkpointing.contiguous_memory_optimization": needless(flag, _RECOMPUTES),
     "activation_checkpointing.number_checkpoints": needless(anything, _RECOMPUTES),
@@ -419,7 +426,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     section, _, last = name.rpartition(".")
     inside = {key.rpartition(".")[2]: key for key in names if key.rpartition(".")[0] == section}
     for among in (inside, {key.rpartition(".")[2]: key for key in reversed(names)}):
-        found = difflib.get_close_matches(last, list(among), n=1, cutoff=0.7)
+        found = [key for key in among if key == last or len(last) > 6 and key.startswith(last)][:1]
+        found = found or difflib.get_close_matches(last, list(among), n=1, cutoff=0.7)
         if found:
             return among[found[0]]
     return None

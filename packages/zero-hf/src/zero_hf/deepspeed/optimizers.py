@@ -21,6 +21,9 @@ REFUSED = {
     "onebitlamb": "its gradients are compressed to one bit: take AdamW",
     "zerooneadam": "its gradients are compressed to one bit: take Adam",
     "muon": "it needs whole matrices, and a rank has slices of them: take AdamW",
+    "lbfgs": "it looks at all parameters together, and a rank has slices of them: take AdamW",
+    "sparseadam": "gradients are dense here: take Adam",
+    "adafactor": "it looks at rows and columns, and a rank has slices: take AdamW",
     "muadam": "muP's scaling is not here: build mup.MuAdam yourself, and give it to zero_hf.shard",
     "muadamw": "muP's scaling is not here: build mup.MuAdamW yourself, and give it to zero_hf.shard",
     "musgd": "muP's scaling is not here: build mup.MuSGD yourself, and give it to zero_hf.shard",
@@ -86,11 +89,18 @@ def _adagrad(parameters: Any, given: Mapping[str, Any]) -> torch.optim.Optimizer
 
 
 def _lion(parameters: Any, given: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """zero-optim-cpu's, as torch has none. It takes CPU tensors only, and the model may have no memory yet."""
     try:
         lion: Any = importlib.import_module("zero_optim_cpu").Lion
     except ImportError:
         raise ConfigError("Lion is zero_optim_cpu.Lion: install zero-optim-cpu, or take AdamW") from None
-    return lion(parameters, **{"lr": 1e-3, "betas": (0.9, 0.999), **given})
+    items = list(parameters)
+    groups = items if items and isinstance(items[0], dict) else [{"params": items}]
+    stand_ins = [{**group, "params": [torch.zeros(1, requires_grad=True)]} for group in groups]
+    made: torch.optim.Optimizer = lion(stand_ins, **{"lr": 1e-3, "betas": (0.9, 0.999), **given})
+    for ours, group in zip(made.param_groups, groups, strict=True):
+        ours["params"] = list(group["params"])
+    return made
 
 
 _KINDS = {
@@ -117,10 +127,16 @@ def kind_of(name: str) -> Kind | None:
     if name.lower() in _KINDS:
         return _KINDS[name.lower()]
     made = getattr(torch.optim, name, None)
-    if name.lower() in REFUSED or not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
+    if (
+        name.lower() in REFUSED
+        or not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer))
+        or made is torch.optim.Optimizer
+    ):
         return None
-    names = list(inspect.signature(made).parameters)[1:]
-    known = {key: mapped(numbers(2) if key == "betas" else anything) for key in names}
+    known = {
+        key: mapped(numbers(2) if key == "betas" else _COMMON[key].takes if key in _COMMON else anything, taken.default)
+        for key, taken in list(inspect.signature(made).parameters.items())[1:]
+    }
     return Kind(
         lambda given: f"torch.optim.{name}",
         lambda parameters, given: made(parameters, **given),

@@ -117,7 +117,9 @@ class Reading:
             found = found if isinstance(found, Mapping) else {}
             params = params_of_type(str(found.get("type")))
             if params is None:  # nobody knows what a type takes that is refused
-                params = dict.fromkeys(found.get("params") or (), needless(anything, f"the {section} is refused"))
+                names = found.get("params")
+                names = names if isinstance(names, Mapping) else ()
+                params = dict.fromkeys(names, needless(anything, f"the {section} is refused"))
             self._keys |= {f"{section}.params.{name}": key for name, key in params.items()}
         for written, value in _flat("", given):
             self._raw[written] = value

@@ -24,6 +24,7 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "make",
+    "needed_by",
     "params_of",
 ]
 
@@ -314,6 +315,13 @@ def params_of(name: str) -> dict[str, Key] | None:
     if made is None:
         return None
     return {key: mapped(anything) for key in list(inspect.signature(made).parameters)[1:]}
+
+
+def needed_by(name: str) -> list[str]:
+    """Returns the parameters without a default of a type that params_of knows."""
+    made: Any = SCHEDULES.get(name) or _torch_scheduler(name)
+    parameters = list(inspect.signature(made).parameters.values())[1:]
+    return [parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty]
 
 
 def make(name: str, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> LRScheduler:

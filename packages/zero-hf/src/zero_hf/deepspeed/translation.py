@@ -20,7 +20,7 @@ import zero_core
 from ..config import ConfigError, ZeroConfig
 from .optimizers import REFUSED, Kind, kind_of
 from .reading import Auto, Reading, Row
-from .schedules import SCHEDULES, make, params_of
+from .schedules import SCHEDULES, make, needed_by, params_of
 
 __all__ = ["Row", "Translation", "from_deepspeed", "loaded", "translate"]
 
@@ -41,7 +41,7 @@ class Translation:
     micro_batch_size (of one rank), accumulate, train_batch_size: None where the file does not say. max_grad_norm: None
     does not clip. autocast: the dtype of torch_autocast, or None. drop_last: of the data loader. shard_size: the ranks
     among which parameters are cut, where these are not all. reduce_dtype: of gradients between ranks; None: the
-    parameters' own.
+    parameters' own. schedule: its type and parameters. loss_scale_options: arguments of zero_core.LossScale.
     """
 
     zero: ZeroConfig
@@ -55,9 +55,9 @@ class Translation:
     drop_last: bool = False
     shard_size: int | None = None
     reduce_dtype: torch.dtype | None = None
+    schedule: tuple[str, dict[str, Any]] | None = None
+    loss_scale_options: dict[str, Any] | None = None
     _optimizer: tuple[Kind, dict[str, Any]] | None = None
-    _scheduler: tuple[str, dict[str, Any]] | None = None
-    _scale: dict[str, Any] | None = None
 
     @property
     def refused(self) -> tuple[Row, ...]:
@@ -66,7 +66,7 @@ class Translation:
     @property
     def loss_scale(self) -> zero_core.LossScale | None:
         """The scale of fp16's loss, a new one at each access; None: there is no fp16."""
-        return None if self._scale is None else zero_core.LossScale(**self._scale)
+        return None if self.loss_scale_options is None else zero_core.LossScale(**self.loss_scale_options)
 
     @functools.cached_property
     def shard_options(self) -> dict[str, Any]:
@@ -104,9 +104,9 @@ class Translation:
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
         """Returns the schedule of `optimizer`; None: the file has none. It sets the first learning rates at once."""
-        if self._scheduler is None:
+        if self.schedule is None:
             return None
-        name, params = self._scheduler
+        name, params = self.schedule
         return make(name, optimizer, params)
 
     def table(self, width: int = 150) -> str:
@@ -164,7 +164,9 @@ def translate(
     num_training_steps: int | None = None,
 ) -> Translation:
     """As from_deepspeed, with the refused keys among the rows: it raises only where the file cannot be read."""
-    ranks = world_size or _ranks(arguments)
+    ranks = _ranks(arguments) if world_size is None else world_size
+    if ranks < 1:
+        raise ConfigError(f"world_size={ranks}: give the number of ranks, at least 1")
     read = Reading(loaded(config), Auto(arguments, model, ranks, num_training_steps))
     dtype = _param_dtype(read)
     zero = _zero(read, dtype, model, ranks)
@@ -179,9 +181,9 @@ def translate(
     options: dict[str, Any] = {
         "reduce_dtype": _reduce_dtype(read),
         "shard_size": _shard_size(read, zero.stage, ranks),
-        "_scale": _loss_scale(read, zero.stage, dtype),
+        "loss_scale_options": _loss_scale(read, zero.stage, dtype),
         "_optimizer": _optimizer(read),
-        "_scheduler": _scheduler(read),
+        "schedule": _scheduler(read),
         "autocast": _autocast(read, dtype),
     }
     return Translation(
@@ -401,7 +403,8 @@ def _loss_scale(read: Reading, stage: int, dtype: str | None) -> dict[str, Any] 
 
 def _autocast(read: Reading, dtype: str | None) -> torch.dtype | None:
     enabled, wanted = read.get("torch_autocast.enabled"), _DTYPES[read.get("torch_autocast.dtype")]
-    read.ours("torch_autocast.enabled", f"torch.autocast, {wanted}" if enabled else "off")
+    remark = "gradients are reduced in the parameters' dtype, where DeepSpeed takes autocast's for linear layers"
+    read.ours("torch_autocast.enabled", f"torch.autocast, {wanted}" if enabled else "off", remark if enabled else "")
     read.ours("torch_autocast.dtype", f"{wanted}" if enabled else "-")
     if enabled and wanted != torch.bfloat16:
         read.refuse(
@@ -425,6 +428,11 @@ def _optimizer(read: Reading) -> tuple[Kind, dict[str, Any]] | None:
         return None
     params = read.params("optimizer")
     read.ours("optimizer.type", kind.ours(params))
+    try:
+        kind.make([nn.Parameter(torch.zeros(1))], params)
+    except (TypeError, ValueError) as error:
+        read.refuse("optimizer.type", f"{kind.ours(params)} cannot be made: {error}")
+        return None
     return kind, params
 
 
@@ -436,7 +444,19 @@ def _scheduler(read: Reading) -> tuple[str, dict[str, Any]] | None:
         read.refuse("scheduler.type", f"there is none of this name: take {', '.join(SCHEDULES)}, or a class of torch")
         return None
     read.ours("scheduler.type", f"{name}, step for step")
-    return name, read.params("scheduler")
+    params = read.params("scheduler")
+    missing = [key for key in needed_by(name) if key not in params and f"scheduler.params.{key}" not in read]
+    if missing:
+        read.refuse("scheduler.type", f"{name} needs {', '.join(missing)}: write a value into params")
+    elif set(needed_by(name)) <= set(params) and not any(isinstance(value, tuple) for value in params.values()):
+        over = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # one group: lists may be of more
+        try:
+            made = make(name, over, params)
+            over.step()
+            made.step()
+        except (TypeError, ValueError) as error:
+            read.refuse("scheduler.type", f"{name} cannot be made: {error}")
+    return name, params
 
 
 def _typed(read: Reading, section: str) -> str | None:

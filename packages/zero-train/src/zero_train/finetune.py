@@ -1,0 +1,533 @@
+"""Fine-tunes a pretrained model with TRL's trainers: task=sft and task=dpo. Reaches them through zero_hf.sharded.
+
+TRL owns the data loader, the loss and the loop. The plan, the store and the run folder are those of any run, see
+train.py; a checkpoint is a Trainer's checkpoint-N, with zero_hf's shards in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+import zero_core
+import zero_offload
+from zero_train import checks, conversations, engine, formats, planning, progress, report, resume, train
+from zero_train import config as configuration
+from zero_train.errors import ConfigError
+from zero_train.loop import History, Phases, Step, learning_rate, peak_rss_bytes, schedule_of
+from zero_train.schema import Config
+from zero_train.train import Outcome, together
+
+__all__ = ["run"]
+
+_DATA = "data.json"  # in the run folder: which rows the run learns from, for run.resume=auto
+_PACKAGES = ("transformers", "trl", "datasets", "peft", "zero_hf")
+
+
+def run(config: Config, on_end: Callable[[engine.Assembled], None] | None = None) -> Outcome:
+    """Runs `config` on this rank, as `train.run` does."""
+    return train.run(config, on_end, FineTune)
+
+
+@dataclass
+class FineTune(train.Run):
+    """A run of one of TRL's trainers on one rank."""
+
+    tokenizer: Any = None
+
+    @property
+    def unit(self) -> str:
+        return "nats per token" if self.config.task.kind == "sft" else "nats per pair"
+
+    def prepared(self) -> tuple[Any, engine.Draft, zero_offload.Plan]:
+        config, ranks = self.config, self.ranks
+        checks.values(config)
+        self.format_reason = formats.resolve(config, ranks.device)
+        checks.values(config)
+        checks.packages(config)
+        self._check()
+        if not config.run.dry:
+            planning.here(config, ranks)
+            checks.run_folder(config)
+        checks.nvme(config, ranks.local_rank)
+        resume.found(config)
+        folder = _local(config)
+        self.tokenizer = None if config.run.dry and not _has_tokenizer(folder) else _tokenizer(folder, config)
+        read = self._rows()
+        if read is not None and read.kind == "messages" and config.task.loss_on == "answers":
+            read = _marked(read, self.tokenizer, folder)
+        model = _model(folder, config)
+        on_gpu = (config.hardware.device or ranks.device.type) != "cpu"
+        draft = engine.draft_of(model, config, self.cores and self.cores.pool, on_gpu=on_gpu)
+        return read, draft, planning.make(config, draft.model, ranks, draft.step)
+
+    def before_all(self) -> None:
+        """The first rank converts the data, which the others then find converted."""
+        if self.ranks.world_size > 1:
+            together(self.ranks, lambda: self._rows() if self.ranks.leader else None)
+
+    def _rows(self) -> Any:
+        config = self.config
+        if config.run.dry and config.data.path is None:
+            return None
+        return conversations.load(config.data, config.task.kind, _cache())
+
+    def _check(self) -> None:
+        config = self.config
+        if config.model.kind != "hf":
+            raise ConfigError(
+                f"task={config.task.kind} needs a pretrained model, but model={config.model.kind}; name one with "
+                "model.path=FOLDER"
+            )
+        if config.zero.update_in_backward:
+            raise ConfigError(f"task={config.task.kind} steps after backward; set zero.update_in_backward=false")
+        if config.precision.parameters == "fp16":
+            raise ConfigError(f"task={config.task.kind} has no loss scaling; set precision=bf16 or precision=fp32")
+
+    def announce_data(self, read: Any) -> str:
+        if read is None:
+            return "data: none, as data.path is not given"
+        return "\n".join([f"data: {read.name}", *read.remarks])
+
+    def train_in(
+        self,
+        stack: ExitStack,
+        read: Any,
+        draft: engine.Draft,
+        plan: zero_offload.Plan,
+        folder: Path,
+        checkpoint: resume.Checkpoint | None,
+    ) -> Outcome:
+        """Shards the model when the trainer asks for it, trains, evaluates and saves."""
+        config, ranks = self.config, self.ranks
+        if checkpoint:
+            together(ranks, lambda: self._same_data(read, folder))
+            rest = "" if checkpoint.step < config.run.steps else ", the last: nothing is left to train"
+            self._say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}{rest}")
+            if differs := resume.differing(checkpoint, config):
+                self._say(differs)
+        history = History()
+        watch = _Watch(self, history, folder, checkpoint.step if checkpoint else 0)
+        trainer = self._trainer(stack, read, draft, plan, folder, watch)
+        with stack, self.asked.gentle(), watch, zero_offload.explained(plan):
+            if ranks.leader:
+                configuration.save(config, folder / resume.CONFIG)
+                (folder / _DATA).write_text(json.dumps({"digest": read.digest()}) + "\n")
+                stack.callback(self._report, watch, plan, folder)
+            if checkpoint and checkpoint.step == config.run.steps:  # a Trainer would take one more step
+                trainer.create_optimizer_and_scheduler(config.run.steps)
+                trainer._load_optimizer_and_scheduler(str(checkpoint.folder))
+            else:
+                trainer.train(resume_from_checkpoint=str(checkpoint.folder) if checkpoint else None)
+            ready = cast(engine.Assembled, watch.ready)
+            ready.wait()
+            signal = ranks.most(self.asked.signal)
+            if signal:
+                self._say(f"stopped after step {trainer.state.global_step} of {config.run.steps}")
+            elif config.run.export:
+                trainer.save_model(str(folder / "pretrained"))
+            if self.on_end is not None:
+                self.on_end(ready)
+        self._say(f"results in {folder}")
+        return Outcome(128 + signal if signal else 0, folder, history)
+
+    def _same_data(self, read: Any, folder: Path) -> None:
+        """Raises ConfigError if run.resume=auto would go on with other rows."""
+        if self.config.run.resume == "auto" and (folder / _DATA).is_file():
+            before = json.loads((folder / _DATA).read_text())["digest"]
+            if before != read.digest():
+                raise ConfigError(
+                    f"run.resume=auto: the data differ from the saved run's: they are {read.digest()}, and were "
+                    f"{before}; bring them back, or continue on purpose with run.resume={folder}"
+                )
+
+    def _trainer(
+        self, stack: ExitStack, read: Any, draft: engine.Draft, plan: zero_offload.Plan, folder: Path, watch: _Watch
+    ) -> Any:
+        import datasets
+        import transformers
+        import trl
+
+        import zero_hf
+
+        datasets.disable_progress_bars()
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # what TRL still calls
+        config, ranks = self.config, self.ranks
+        kind = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[config.task.kind]
+        options = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}[config.task.kind]
+        arguments = _arguments(config, folder, options, ranks.device.type == "cpu", read)
+
+        class Trainer(zero_hf.sharded(kind)):  # type: ignore[misc]
+            """What of zero-train's a trainer of TRL uses."""
+
+            def make_run(self, optimizer: torch.optim.Optimizer | None) -> Any:
+                ready = watch.ready = stack.enter_context(engine.assembled(draft, plan, config, ranks, clips=False))
+                for remark in ready.remarks:
+                    watch.run._say(remark)
+                return zero_hf.Run(draft.model, ready.optimizer, self.zero_config, ready.store, plan, ExitStack())
+
+            def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+                self.optimizer = self.optimizer or draft.optimizer
+                return cast(torch.optim.Optimizer, super().create_optimizer(model))
+
+            def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+                optim, optimizer = config.optim, optimizer or self.optimizer
+                self.lr_scheduler = self.lr_scheduler or schedule_of(optim, optimizer)
+                if self.lr_scheduler is None:
+                    self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                        optimizer,
+                        lambda done: learning_rate(optim, done + 1, config.run.steps) / optim.lr,
+                    )
+                return self.lr_scheduler
+
+            def compute_loss(self, *given: Any, **more: Any) -> Any:
+                with watch.phase("forward"):
+                    return super().compute_loss(*given, **more)
+
+            def create_accelerator_and_postprocess(self) -> None:
+                super().create_accelerator_and_postprocess()
+                backward = self.accelerator.backward
+
+                def timed(*given: Any, **more: Any) -> None:
+                    with watch.phase("backward"):
+                        backward(*given, **more)
+
+                self.accelerator.backward = timed  # of this trainer's own object
+
+        more: dict[str, Any] = {}
+        if config.task.kind == "dpo" and config.adapter.kind == "none":
+            more["ref_model"] = _base(_local(config), config)
+        trainer = Trainer(
+            draft.model,
+            args=arguments,
+            train_dataset=read.training,
+            eval_dataset=_part(read.validation, config, ranks.world_size),
+            processing_class=self.tokenizer,
+            callbacks=[watch.callback()],
+            zero=_zero_config(config),
+            **more,
+        )
+        trainer.remove_callback(transformers.PrinterCallback)  # zero-train prints its own lines
+        return trainer
+
+    def _report(self, watch: _Watch, plan: zero_offload.Plan, folder: Path) -> None:
+        if watch.ready is not None:
+            self._write_report(watch.ready, watch.history, plan, folder)
+
+
+@dataclass
+class _Watch:
+    """Measures steps, shows and writes them, and stops the trainer after a signal."""
+
+    run: FineTune
+    history: History
+    folder: Path
+    done: int  # steps before this process
+    ready: engine.Assembled | None = None
+    _open: ExitStack = field(default_factory=ExitStack)
+    _step: ExitStack = field(default_factory=ExitStack)
+    _phases: Phases = field(default_factory=lambda: Phases(0))
+    _usage: engine.Usage = field(default_factory=engine.Usage)
+    _tokens: float = 0.0
+    _begun: float = 0.0
+    _seconds: float = 0.0
+
+    def __enter__(self) -> _Watch:
+        run = self.run.config.run
+        leader = self.run.ranks.leader
+        self._shown = self._open.enter_context(
+            progress.reporter(leader, run.steps, self.done, run.report_every, run.bar)
+        )
+        self._metrics = self._open.enter_context(report.Metrics(self.folder, self.done + 1)) if leader else None
+        return self
+
+    def __exit__(self, *failed: Any) -> None:
+        self._step.close()
+        self._open.close()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a phase of a step, for the timeline and for the history."""
+        if self.ready is None or not self._begun:  # an evaluation
+            yield
+            return
+        begun = time.perf_counter()
+        with self.ready.timeline.span(name, ""):
+            yield
+        setattr(self._phases, name, getattr(self._phases, name) + time.perf_counter() - begun)
+
+    def begin(self, number: int) -> None:
+        assert self.ready is not None
+        if number == self.done + 1:
+            self._usage = self.ready.usage()
+        self._phases = Phases(number)
+        self._begun = time.perf_counter()
+        self._step.enter_context(self.ready.timeline.span("step", str(number)))
+
+    def end(self, last: bool) -> None:
+        assert self.ready is not None
+        if last:
+            self.ready.wait()
+        self._step.close()
+        self._seconds, self._begun = time.perf_counter() - self._begun, 0.0
+        self.history.phases.append(self._phases)
+        if last:
+            self.ready.timeline.enabled = False  # the timeline shows steps only
+
+    def log(self, number: int, logs: dict[str, Any]) -> None:
+        if "eval_loss" in logs:
+            self.history.validation.append((number, logs["eval_loss"]))
+            if self._metrics:
+                self._metrics.validation(number, logs["eval_loss"])
+            self._shown.say(f"validation after step {number}: {logs['eval_loss']:.4f} {self.run.unit}")
+        if "loss" not in logs:
+            return
+        assert self.ready is not None
+        before, usage = self._usage, self.ready.usage()
+        self._usage = usage
+        tokens, self._tokens = float(logs.get("num_tokens", 0)) - self._tokens, float(logs.get("num_tokens", 0))
+        step = Step(
+            step=number,
+            loss=logs["loss"],
+            grad_norm=logs.get("grad_norm", float("nan")),
+            learning_rate=logs["learning_rate"],
+            step_seconds=self._seconds,
+            tokens_per_second=tokens / self._seconds,
+            exposed_seconds=usage.exposed_seconds - before.exposed_seconds,
+            nvme_read_bytes=usage.nvme_read_bytes - before.nvme_read_bytes,
+            nvme_write_bytes=usage.nvme_write_bytes - before.nvme_write_bytes,
+            host_bytes=usage.host_bytes,
+            device_bytes=usage.device_bytes,
+            peak_rss_bytes=peak_rss_bytes(),
+        )
+        self.history.steps.append(step)
+        if self._metrics:
+            self._metrics.step(step)
+        self._shown.step(step)
+
+    def callback(self) -> Any:
+        from transformers import TrainerCallback
+
+        watch, run, asked, ranks = self, self.run.config.run, self.run.asked, self.run.ranks
+
+        class Told(TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+                watch.begin(state.global_step + 1)
+
+            def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+                self.updating = ExitStack()
+                self.updating.enter_context(watch.phase("optimizer"))
+
+            def on_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+                self.updating.close()
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+                signal = ranks.most(asked.signal)
+                watch.end(bool(signal) or state.global_step == run.steps)
+                if signal:
+                    control.should_training_stop = True
+                    control.should_evaluate = False
+                    control.should_save = run.checkpoint_every > 0
+
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+                watch.log(state.global_step, logs)
+
+        return Told()
+
+
+def _arguments(config: Config, folder: Path, options: type[Any], on_cpu: bool, read: Any) -> Any:
+    """TRL's arguments. What zero-train does itself is switched off in them."""
+    run, task = config.run, config.task
+    validates = run.evaluate_every > 0 and read.validation is not None
+    more: dict[str, Any] = {}
+    if task.kind == "sft":
+        answers = task.loss_on == "answers"
+        more = {"packing": task.packing, "eval_packing": False}
+        if read.kind == "messages":
+            more["assistant_only_loss"] = answers
+        elif read.kind == "prompt-completion":
+            more["completion_only_loss"] = answers
+    else:
+        more = {"beta": task.beta}
+    return options(
+        output_dir=str(folder / "checkpoints"),
+        max_steps=run.steps,
+        per_device_train_batch_size=run.micro_batch,
+        per_device_eval_batch_size=run.micro_batch,
+        gradient_accumulation_steps=run.accumulate,
+        learning_rate=config.optim.lr,
+        max_grad_norm=config.optim.max_grad_norm or 0.0,
+        max_length=config.data.sequence_length,
+        seed=run.seed,
+        use_cpu=on_cpu,
+        bf16=False,
+        activation_checkpointing=False,
+        logging_steps=1,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        disable_tqdm=True,
+        eval_strategy="steps" if validates else "no",
+        eval_steps=run.evaluate_every or None,
+        eval_on_start=validates and not run.resume,
+        save_strategy="steps" if run.checkpoint_every else "no",
+        save_steps=run.checkpoint_every or 500,
+        save_total_limit=run.keep_checkpoints,
+        report_to=config.tracker.kind,
+        **more,
+    )
+
+
+def _part(validation: Any, config: Config, ranks: int) -> Any:
+    """The rows of run.evaluate_batches micro-batches, over all ranks."""
+    if validation is None or not config.run.evaluate_every:
+        return None
+    wanted = max(1, config.run.evaluate_batches // ranks) * ranks * config.run.micro_batch
+    return validation.select(range(min(len(validation), wanted)))
+
+
+def _zero_config(config: Config) -> Any:
+    """Stage and tiers of models beside the policy, such as a reference: those of the policy's parameters."""
+    import zero_hf
+
+    if config.offload.kind != "placed":
+        return zero_hf.ZeroConfig(stage=config.zero.stage)
+    place = {kind: getattr(config.offload, kind) for kind in checks.STATE_KINDS}
+    paths = checks.nvme_paths(config, 0) if checks.uses_nvme(config) else ()
+    return zero_hf.ZeroConfig(stage=config.zero.stage, nvme_paths=tuple(map(str, paths)), **place)
+
+
+def _local(config: Config) -> Path:
+    """The folder of model.path; a name of the hub is fetched by huggingface_hub, which is untried here."""
+    path = Path(str(config.model.path))
+    if (path / "config.json").is_file():
+        return path
+    if path.exists() or str(path).count("/") != 1:
+        raise ConfigError(f"model.path={path} has no config.json; name a folder saved by save_pretrained")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.jinja", "*.model", "*.txt", *([] if config.run.dry else ["*.safetensors"])]
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except Exception as error:  # of requests, of the hub, of the disk
+        raise ConfigError(
+            f"model.path={path} is no folder, and the hub did not give it: {str(error).splitlines()[0]}; name a folder"
+        ) from error
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+
+
+def _tokenizer(folder: Path, config: Config) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path={folder} has no tokenizer: {str(error).splitlines()[0]}") from error
+    if config.data.kind != "text" and tokenizer.chat_template is None:
+        raise ConfigError(
+            f"model.path={folder}: its tokenizer has no chat template; name a model that was tuned for chats, or write "
+            "the texts out in a column `text`"
+        )
+    return tokenizer
+
+
+def _marked(read: Any, tokenizer: Any, folder: Path) -> Any:
+    """Rows of messages, of which TRL finds the answers: as they are if the chat template marks answers.
+
+    Where it does not, and each conversation has one answer, its last message, they are split there: the same loss.
+
+    Raises:
+        ConfigError: neither is the case.
+    """
+    import datasets
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        get_training_chat_template(tokenizer)
+        return read
+    except ValueError:
+        pass
+    datasets.disable_progress_bars()
+    parts = [part for part in (read.training, read.validation) if part is not None]
+    for part in parts:
+        for row in part:
+            roles = [message["role"] for message in row["messages"]]
+            if roles.count("assistant") != 1 or roles[-1] != "assistant":
+                raise ConfigError(
+                    f"task.loss_on=answers: the chat template of model.path={folder} cannot mark the answers, as it "
+                    "has no {% generation %}, and a conversation has more than one answer or goes on after it; set "
+                    "task.loss_on=everything, or write each conversation as `prompt` and `completion`"
+                )
+
+    def split(row: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+
+    made = [part.map(split, remove_columns=["messages"]) for part in parts]
+    validation = made[1] if read.validation is not None else None
+    return dataclasses.replace(read, kind="prompt-completion", training=made[0], validation=validation)
+
+
+def _base(folder: Path, config: Config) -> nn.Module:
+    """The model of a folder, whose weights are read when it is sharded. In a dry run they need not be there."""
+    import transformers
+
+    import zero_hf
+
+    transformers.logging.set_verbosity_error()
+    auto = transformers.AutoModelForCausalLM
+    torch.manual_seed(config.run.seed)
+    try:
+        if config.run.dry:
+            found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            with zero_core.deferred_init():
+                model = auto.from_config(found, dtype=torch.float32)
+        else:
+            model = zero_hf.from_pretrained(auto, folder, dtype=torch.float32)
+    except (zero_core.ZeroError, ValueError, OSError, KeyError) as error:
+        raise ConfigError(f"model.path={folder}: {error}") from error
+    model.config.use_cache = False
+    return cast(nn.Module, model)
+
+
+def _model(folder: Path, config: Config) -> nn.Module:
+    """The model to train, with its adapters."""
+    model: Any = _base(folder, config)
+    if config.adapter.kind == "lora":
+        import peft
+
+        adapter = config.adapter
+        targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
+        wanted = peft.LoraConfig(
+            r=adapter.rank,
+            lora_alpha=adapter.alpha,
+            lora_dropout=adapter.dropout,
+            target_modules=targets,
+            task_type="CAUSAL_LM",
+        )
+        try:
+            with zero_core.deferred_init():
+                model = peft.get_peft_model(model, wanted)
+        except ValueError as error:
+            raise ConfigError(f"adapter.targets={adapter.targets}: {error}") from error
+    if config.model.checkpointing and config.offload.activations is None:
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    return cast(nn.Module, model.train())
+
+
+def _cache() -> Path:
+    """Where converted data are kept, for all runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero-train"

@@ -1,0 +1,194 @@
+"""task=sft and task=dpo: TRL's losses, wherever the state is kept, and a run that was stopped ends in the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+
+import torch
+import transformers
+import trl
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
+
+from examples.sft import tiny
+from zero_train.app import main
+from zero_train.loop import learning_rate
+from zero_train.schema import OptimConfig
+
+STEPS = 8
+USUAL = [
+    *("precision=fp32", f"run.steps={STEPS}", "run.micro_batch=2", "run.accumulate=2", "run.evaluate_every=0"),
+    *("run.plots=false", "run.export=true", "run.checkpoint_every=0", "data.sequence_length=64"),
+    *("data.validation_fraction=0", "optim.lr=1e-2", "optim.warmup_steps=2", "run.threads=1", "run.report_every=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a model of 0.1 M parameters and a tokenizer of bytes, whose chat template marks no answers."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    found, tokenizer = tiny()
+    found.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def chats(file, turns=1):
+    said = [f"the {i}th answer, said in a few words" for i in range(40)]
+    turn = [[{"role": "user", "content": f"what is {i}?"}, {"role": "assistant", "content": said[i]}] for i in range(40)]
+    file.write_text("".join(json.dumps({"messages": messages * turns}) + "\n" for messages in turn))
+    return file
+
+
+def preferences(file):
+    rows = [{"prompt": f"what is {i}?", "chosen": f" it is {i}", "rejected": " no idea"} for i in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def words(model, data, folder, *more, task="sft"):
+    return [f"task={task}", f"model.path={model}", f"data.path={data}", f"run.dir={folder}", *USUAL, *more]
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def stock(model, folder, rows, trainer_class, options, **more):
+    """The losses of TRL alone."""
+    torch.set_num_threads(1)
+    transformers.set_seed(0)
+    arguments = options(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_length=64,
+        learning_rate=1e-2,
+        seed=0,
+        use_cpu=True,
+        bf16=False,
+        activation_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        **more,
+    )
+    network = transformers.AutoModelForCausalLM.from_pretrained(model)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    optim = OptimConfig(kind="adamw", lr=1e-2, warmup_steps=2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: learning_rate(optim, n + 1, STEPS) / 1e-2)
+    trainer = trainer_class(
+        network,
+        args=arguments,
+        train_dataset=rows,
+        processing_class=transformers.AutoTokenizer.from_pretrained(model),
+        optimizers=(optimizer, schedule),
+    )
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_losses_are_those_of_trl_alone_on_every_tier(model, tmp_path, task):
+    """Fails if a loss differs from TRL's by more than 1e-5 (relative), or host and nvme differ in a digit."""
+    from datasets import Dataset
+
+    if task == "sft":
+        data = chats(tmp_path / "data.jsonl")
+        rows = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
+        rows = Dataset.from_list([{"prompt": row[:-1], "completion": row[-1:]} for row in rows])
+        wanted = stock(model, tmp_path / "stock", rows, trl.SFTTrainer, trl.SFTConfig)
+    else:
+        data = preferences(tmp_path / "data.jsonl")
+        rows = Dataset.from_list([json.loads(line) for line in data.read_text().splitlines()])
+        wanted = stock(model, tmp_path / "stock", rows, trl.DPOTrainer, trl.DPOConfig)
+    found = {}
+    for place in ("none", "host", "nvme"):
+        folder = tmp_path / place
+        assert main(words(model, data, folder, f"offload={place}", "io.allow_memory=true", task=task)) == 0
+        found[place] = losses(folder)
+    assert len(wanted) == STEPS and wanted[-1] < wanted[0]
+    assert found["nvme"] == pytest.approx(wanted, rel=1e-5, abs=0)
+    assert found["nvme"] == found["host"]
+    assert found["none"] == pytest.approx(wanted, rel=1e-5, abs=0)
+
+
+def test_adapters_are_trained_alone_and_saved_alone(model, tmp_path):
+    data = chats(tmp_path / "chats.jsonl")
+    given = words(model, data, tmp_path / "run", "adapter=lora", "adapter.rank=4", "offload=host", "run.steps=4")
+    assert main([word for word in given if word != f"run.steps={STEPS}"]) == 0
+    saved = load_file(tmp_path / "run" / "pretrained" / "adapter_model.safetensors")
+    assert saved and all("lora_" in name for name in saved)
+    assert not (tmp_path / "run" / "pretrained" / "model.safetensors").exists()
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+
+
+def test_answers_that_cannot_be_marked_are_refused_and_the_loss_on_everything_is_offered(model, tmp_path, capsys):
+    data = chats(tmp_path / "chats.jsonl", turns=2)
+    given = words(model, data, tmp_path / "run", "offload=host", "run.dry=true")
+    assert main(given) == 2
+    said = capsys.readouterr().err
+    assert "cannot mark the answers" in said and "task.loss_on=everything" in said
+    assert main([*given, "task.loss_on=everything"]) == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_needs_neither_data_nor_weights(tmp_path, capsys):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    transformers.LlamaConfig(vocab_size=300, architectures=["LlamaForCausalLM"], **sizes).save_pretrained(tmp_path)
+    assert main(["task=sft", f"model.path={tmp_path}", "run.dry=true", "offload=host"]) == 0
+    assert "data: none" in (printed := capsys.readouterr().out) and "optimizer" in printed
+    assert main(["task=sft", f"model.path={tmp_path}", "offload=host", f"run.dir={tmp_path / 'run'}"]) == 2
+    assert main(["task=sft", "run.dry=true"]) == 2
+    assert "needs a pretrained model" in capsys.readouterr().err
+
+
+def started(given, until, number):
+    """Starts a run in a process, sends it `number` once it has printed `until`, and returns its exit code."""
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "zero_train", *given]
+    with subprocess.Popen(command, cwd=root, env=os.environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if re.match(until, line):
+                process.send_signal(number)
+                break
+        process.stdout.read()
+    return process.returncode
+
+
+def test_a_run_that_was_killed_or_interrupted_ends_in_the_same_bits(model, tmp_path):
+    """kill -9 after step 5, then Ctrl-C after step 7; the checkpoints are of steps 3, 6 and the one of Ctrl-C."""
+    data = chats(tmp_path / "chats.jsonl")
+    more = ["offload=nvme", "io.allow_memory=true", "run.checkpoint_every=3"]
+    assert main(words(model, data, tmp_path / "whole", *more)) == 0
+    given = words(model, data, tmp_path / "stopped", *more, "run.resume=auto")
+    assert started(given, r"step 5/", signal.SIGKILL) == -signal.SIGKILL
+    assert started(given, r"step 7/", signal.SIGINT) in (130, 0)  # 0: it was the last step's turn already
+    assert main(given) == 0
+    assert main(given) == 0  # nothing is left to train
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    whole, stopped = (load_file(tmp_path / name / "pretrained" / "model.safetensors") for name in ("whole", "stopped"))
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)

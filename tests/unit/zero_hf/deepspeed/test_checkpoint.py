@@ -1,0 +1,183 @@
+"""A checkpoint of DeepSpeed's in a sharded model: every value where it belongs, or nothing changed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zero_core
+from zero_core.errors import CheckpointError, ZeroError
+from zero_hf.config import ConfigError
+from zero_hf.deepspeed.checkpoint import load_checkpoint
+from zero_hf.deepspeed.schedules import WarmupLR
+
+from .test_pickles import Malicious
+from .written import STATES, Net, write
+
+SCALE = {"cur_scale": 512.0, "dynamic": True, "cur_iter": 12, "last_overflow_iter": 3, "scale_window": 5}
+
+
+def _sharded(make=torch.optim.AdamW, stage=3, net=Net, one_group=False, **options):
+    model = net()
+    groups = list(model.parameters()) if one_group else model.groups()
+    return model, zero_core.shard(model, make(groups, lr=1e-3), stage=stage, **options)
+
+
+def _compare(model, optimizer, truth):
+    for name, parameter in model.named_parameters():
+        if name in truth.values:
+            for state, value in truth.values[name].items():
+                found = zero_core.full_state(parameter, "master" if state == "fp32" else state)
+                assert torch.equal(found, value), (name, state)
+    assert torch.equal(model.frozen.weight.detach(), truth.frozen) and model.seen == 4
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.1), (0.5, 0.0)]
+
+
+def _load_every_kind(root, kinds):
+    """On each rank of a pool: stages and layouts, saved on other numbers of ranks."""
+    for i, (stage, size, options) in enumerate(kinds):
+        model, optimizer = _sharded(stage=(3, 2, 1)[i % 3])
+        folder = root / str(i)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write(folder, stage, size, **options)
+        if dist.is_initialized():
+            dist.barrier()
+        loaded = load_checkpoint(folder, model, optimizer)
+        _compare(model, optimizer, write(root / f"again{i}{os.getpid()}", stage, size, **options))
+        assert (loaded.step, loaded.global_steps, loaded.skipped_steps, loaded.world_size) == (9, 10, 1, size)
+        assert loaded.client_state == {} and optimizer.step_count == 9
+        optimizer.close()
+
+
+KINDS = [(1, 2, {}), (2, 3, {}), (3, 2, {}), (3, 3, {"one_flat_group": False}), (1, 1, {"universal": True})]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_values_steps_and_options_arrive_at_any_number_of_ranks(tmp_path, ranks, size):
+    ranks(size).run(_load_every_kind, tmp_path, KINDS)
+
+
+def test_names_with_the_prefix_of_a_wrapper_are_found(tmp_path):
+    truth = write(tmp_path, 2, 2, prefix="module.")
+    model, optimizer = _sharded()
+    load_checkpoint(tmp_path, model, optimizer)
+    _compare(model, optimizer, truth)
+
+
+def test_the_scheduler_and_the_loss_scale_go_on(tmp_path):
+    scale = SCALE | {"cur_hysteresis": 1, "delayed_shift": 2}
+    write(tmp_path, 2, 2, scale=scale, client={"epoch": 3, "order": torch.arange(3)})
+    mine = zero_core.LossScale(2.0**16, window=5, first_window=6, hysteresis=2)
+    model, optimizer = _sharded(param_dtype=torch.float16, loss_scale=mine)
+    scheduler = WarmupLR(optimizer, 0.0, 1.0, 100, "linear")
+    loaded = load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
+    assert scheduler.last_batch_iteration == 9 and optimizer.param_groups[0]["lr"] == pytest.approx(0.09)
+    assert loaded.client_state["epoch"] == 3 and loaded.client_state["order"].tolist() == [0, 1, 2]
+    assert mine.state_dict() == {"value": 512.0, "finite_steps": 2, "hysteresis_left": 1}
+
+
+@pytest.mark.parametrize("done", range(14))
+def test_the_loss_scale_doubles_at_the_step_at_which_deepspeed_s_does(tmp_path, done):
+    """The rule of DeepSpeed's scaler, step by step, from `done` finite steps after an overflow on."""
+    from zero_hf.deepspeed.checkpoint import _loss_scale
+
+    theirs = {"cur_scale": 4.0, "dynamic": True, "cur_iter": 4 + done, "last_overflow_iter": 3, "scale_window": 5}
+    ours = zero_core.LossScale(1.0, window=5, first_window=6)
+    ours.load_state_dict(_loss_scale(theirs | {"cur_hysteresis": 1}))
+    value, iteration = 4.0, 4 + done
+    for _ in range(20):
+        stable = iteration - 3 - 1
+        value *= 2 if stable > 0 and stable % 5 == 0 else 1
+        iteration += 1
+        ours.succeeded()
+        assert ours.value == value
+
+
+def test_frozen_parameters_that_were_excluded_keep_their_values(tmp_path):
+    write(tmp_path, 3, 2, exclude=True)
+    model, optimizer = _sharded()
+    before = model.frozen.weight.detach().clone()
+    load_checkpoint(tmp_path, model, optimizer)
+    assert torch.equal(model.frozen.weight.detach(), before)
+
+
+class WithFrozen(Net):
+    def groups(self):
+        groups = super().groups()
+        groups[0]["params"].append(self.frozen.weight)
+        return groups
+
+
+def test_a_group_may_have_frozen_parameters_which_deepspeed_does_not_list(tmp_path):
+    truth = write(tmp_path, 2, 2)
+    model, optimizer = _sharded(net=WithFrozen)
+    load_checkpoint(tmp_path, model, optimizer)
+    _compare(model, optimizer, truth)
+
+
+def test_without_an_optimizer_only_weights_are_read(tmp_path):
+    truth = write(tmp_path, 3, 2)
+    model = Net()
+    zero_core.shard(model)
+    load_checkpoint(tmp_path, model)
+    assert torch.equal(model.a.weight.detach(), truth.values["a.weight"]["fp32"])
+
+
+class Wider(Net):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(6, 7)
+
+
+class Deeper(Net):
+    def __init__(self):
+        super().__init__()
+        self.c = torch.nn.Linear(2, 2)
+
+
+def _amsgrad(groups, lr):
+    return torch.optim.AdamW(groups, lr, amsgrad=True)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"net": Wider}, r"shapes differ: model.a.weight: saved \(7, 5\), model \(7, 6\)"),
+        ({"net": Deeper}, "missing from the checkpoint: model.c.weight, model.c.bias"),
+        ({"make": torch.optim.SGD}, "states that this optimizer does not keep: optim.state.a.weight.exp_avg"),
+        ({"make": torch.optim.Adagrad}, "missing from the checkpoint: optim.state.a.weight.sum"),
+        ({"make": _amsgrad}, "missing from the checkpoint: optim.state.a.weight.max_exp_avg_sq"),
+        ({"one_group": True}, "no group of the checkpoint has the 5 parameters"),
+    ],
+)
+def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path, options, message):
+    write(tmp_path, 2, 2)
+    model, optimizer = _sharded(**options)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path, model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_malicious_checkpoint_changes_nothing(tmp_path):
+    write(tmp_path, 2, 2)
+    path = tmp_path / "global_step10" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": Malicious(os.system, f"touch {tmp_path / 'trace'}")}, path)
+    model, optimizer = _sharded()
+    before = model.a.weight.detach().clone()
+    with pytest.raises(ConfigError, match=r"wants to call posix.system, and nothing of it was executed"):
+        load_checkpoint(tmp_path, model, optimizer)
+    assert torch.equal(model.a.weight.detach(), before) and not (tmp_path / "trace").exists()
+
+
+def test_a_model_that_is_not_sharded_is_refused(tmp_path):
+    write(tmp_path, 2, 2)
+    with pytest.raises(ZeroError, match="Net is not sharded; call zero_core.shard first"):
+        load_checkpoint(tmp_path, Net())
+
+
+def test_every_state_is_compared():
+    assert STATES == ("fp32", "exp_avg", "exp_avg_sq")

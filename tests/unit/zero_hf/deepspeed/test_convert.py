@@ -1,0 +1,90 @@
+"""From DeepSpeed's files to a checkpoint of zero-core's, or to safetensors: whole, or not there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import zero_core
+from zero_core.checkpoint.safetensors import Reader, open_index
+from zero_core.errors import CheckpointError, PretrainedError
+from zero_hf.__main__ import main
+from zero_hf.deepspeed.convert import convert, convert_weights
+
+from .test_checkpoint import _compare, _sharded
+from .written import write
+
+
+@pytest.mark.parametrize("stage, size, universal", [(1, 2, False), (3, 3, False), (3, 2, True)])
+def test_what_was_converted_is_loaded_as_any_checkpoint(tmp_path, stage, size, universal):
+    truth = write(tmp_path / "theirs", stage, size, universal=universal, client={"epoch": 3})
+    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    model, optimizer = _sharded()
+    loaded = zero_core.checkpoint.load(tmp_path / "ours", model, optimizer)
+    _compare(model, optimizer, truth)
+    assert (loaded.step, loaded.extra, loaded.world_size) == (9, {"epoch": 3}, size)
+
+
+def test_frozen_parameters_that_were_excluded_may_be_absent(tmp_path):
+    write(tmp_path / "theirs", 2, 2, exclude=True)
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    model, optimizer = _sharded()
+    before = model.frozen.weight.detach().clone()
+    zero_core.checkpoint.load(tmp_path / "ours", model, optimizer)
+    assert torch.equal(model.frozen.weight.detach(), before)
+
+
+def test_weights_are_the_masters(tmp_path):
+    truth = write(tmp_path / "theirs", 3, 2)
+    convert_weights(tmp_path / "theirs", tmp_path / "exact", max_file_bytes=200)
+    entries, reader = open_index(tmp_path / "exact"), Reader()
+    assert "head.weight" not in entries and len({entry.path for entry in entries.values()}) > 1
+    for name, states in truth.values.items():
+        found = reader.read(entries[name], 0, entries[name].numel)
+        assert torch.equal(found.view(entries[name].shape), states["fp32"])
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "net"}))
+    arguments = ["--weights", "--dtype", "bf16", "--model", str(tmp_path)]
+    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "half"), *arguments]) == 0
+    entry = open_index(tmp_path / "half")["a.weight"]
+    assert torch.equal(reader.read(entry, 0, 35), truth.values["a.weight"]["fp32"].bfloat16().reshape(-1))
+    assert (tmp_path / "half" / "config.json").is_file()
+
+
+def _stop(monkeypatch, error, after):
+    reads, read = iter(range(after)), Reader.read
+
+    def stopping(self, *arguments):
+        if next(reads, None) is None:
+            raise error
+        return read(self, *arguments)
+
+    monkeypatch.setattr(Reader, "read", stopping)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_nothing_half_written_passes_for_a_checkpoint(tmp_path, monkeypatch, error):
+    write(tmp_path / "theirs", 2, 2)
+    truth = write(tmp_path / "earlier", 1, 1)
+    convert(tmp_path / "earlier", tmp_path / "ours")
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, CheckpointError)):
+        _stop(patch, error, 8)
+        convert(tmp_path / "theirs", tmp_path / "ours")
+    model, optimizer = _sharded()
+    zero_core.checkpoint.load(tmp_path / "ours", model, optimizer)
+    _compare(model, optimizer, truth)
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, PretrainedError)):
+        _stop(patch, error, 5)
+        convert_weights(tmp_path / "theirs", tmp_path / "weights")
+    with pytest.raises(PretrainedError, match="holds no"):
+        open_index(tmp_path / "weights")
+
+
+def test_what_cannot_be_read_ends_the_command_with_a_sentence(tmp_path, capsys):
+    assert main(["convert", str(tmp_path), str(tmp_path / "ours")]) == 2
+    assert "has no file `latest`: no folder in it has *_model_states.pt" in capsys.readouterr().err
+    write(tmp_path / "theirs", 1, 1)
+    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--dtype", "bf16"]) == 2
+    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--weights", "--model", "/nowhere"]) == 2
+    assert "/nowhere has no config.json" in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""The table of keys: what values they take, and what is said of a key that there is not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from zero_hf import ConfigError
+from zero_hf.deepspeed.keys import KEYS, RENAMED, SECTIONS
+from zero_hf.deepspeed.translation import translate
+
+ZERO = "zero_optimization."
+
+
+def nested(key, value):
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def only(key, value, **given):
+    rows = {row.key: row for row in translate(nested(key, value), **given).rows}
+    return rows[key]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("train_batch_size", 16.0, "16.0 is a float: write 16, without a point or an exponent"),
+        ("train_batch_size", "16", "'16' is no whole number of at least 1"),
+        ("train_micro_batch_size_per_gpu", 0, "0 is no whole number of at least 1"),
+        ("gradient_accumulation_steps", True, "True is no whole number"),
+        ("gradient_clipping", -1.0, "-1.0 is no number of at least 0"),
+        ("gradient_clipping", float("nan"), "nan is no number"),
+        (f"{ZERO}stage", 4, "4 is none of 0, 1, 2, 3"),
+        (f"{ZERO}stage", "3", "'3' is none of 0, 1, 2, 3"),
+        (f"{ZERO}reduce_bucket_size", 1.5, "1.5 is no whole number"),
+        (f"{ZERO}stage3_prefetch_bucket_size", -5, "-5 is no whole number"),
+        (f"{ZERO}overlap_comm", "true", "'true' is neither true nor false"),
+        (f"{ZERO}offload_optimizer.device", "gpu", "'gpu' is none of 'none', 'cpu', 'nvme'"),
+        (f"{ZERO}offload_optimizer.ratio", 1.5, "1.5 is no number from 0 to 1"),
+        (f"{ZERO}cpu_offload", "yes", "'yes' is neither true nor false"),
+        ("bf16.enabled", 1, "1 is neither true nor false"),
+        ("fp16.loss_scale_window", 0, "0 is no whole number of at least 1"),
+        ("communication_data_type", "int8", "'int8' is none of 'fp32', 'fp16', 'bf16'"),
+        ("fp16", True, "it is a section: give an object of keys"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_what_can(key, value, said):
+    row = only(key, value)
+    assert row.kind == "refused" and said in row.remark
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("zero_optimisation", "zero_optimization"),
+        ("gradient_accumulation_step", "gradient_accumulation_steps"),
+        ("train_micro_batch_size", "train_micro_batch_size_per_gpu"),
+        (f"{ZERO}stages", f"{ZERO}stage"),
+        (f"{ZERO}offload_optimizer.devices", f"{ZERO}offload_optimizer.device"),
+        (f"{ZERO}stage3_prefetch_bucket", f"{ZERO}stage3_prefetch_bucket_size"),
+        ("stage", f"{ZERO}stage"),
+        ("overlap_comm", f"{ZERO}overlap_comm"),
+        ("bf16.loss_scale_window", "fp16.loss_scale_window"),
+        ("qwertz", None),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, meant):
+    row = only(key, 1)
+    assert row.kind == "refused" and row.remark.startswith("DeepSpeed has no such key")
+    assert f"did you mean {meant}?" in row.remark if meant else "leave it out" in row.remark
+
+
+def test_parameters_of_optimizers_and_schedules_are_checked_by_their_type():
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": -1, "beta": 0.9, "bias_correction": False, "max_grad_norm": 1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1e3, "warmup_num_step": 3}},
+    }
+    rows = {row.key.rpartition(".")[2]: row for row in translate(config).rows}
+    assert rows["lr"].remark == "-1 is no number of at least 0"
+    assert rows["beta"].remark == "it is no parameter of AdamW: did you mean optimizer.params.betas?"
+    assert rows["bias_correction"].kind == rows["max_grad_norm"].kind == "refused"
+    assert "gradient_clipping" in rows["max_grad_norm"].remark
+    assert rows["warmup_num_steps"].remark == "1000.0 is a float: write 1000, without a point or an exponent"
+    assert "warmup_num_steps" in rows["warmup_num_step"].remark
+
+
+@pytest.mark.parametrize(
+    ("written", "value", "ours"),
+    [
+        (f"{ZERO}cpu_offload", True, "optimizer, gradients: host"),
+        (f"{ZERO}cpu_offload", False, "optimizer, gradients: device"),
+        (f"{ZERO}cpu_offload_params", True, "parameters: host"),
+        (f"{ZERO}prefetch_bucket_size", 10, "prefetch_bytes: 40"),
+        ("bfloat16.enabled", True, "param_dtype: bf16"),
+    ],
+)
+def test_older_names_mean_what_they_meant(written, value, ours):
+    config = nested(written, value)
+    config.setdefault("zero_optimization", {}).setdefault("stage", 3)
+    rows = {row.key: row for row in translate(config).rows}
+    assert rows[written].ours == ours and rows[written].remark.startswith("an older name of ")
+
+
+def test_the_oldest_form_of_zero_and_names_that_say_the_same_twice():
+    assert translate({"zero_optimization": True}).zero.stage == 1
+    both = {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}
+    found = translate({"zero_optimization": both})
+    assert [row.key for row in found.refused] == [f"{ZERO}offload_optimizer.device"]
+    assert "zero_optimization.cpu_offload says the same" in found.refused[0].remark
+
+
+def test_a_refused_key_that_asks_for_nothing_is_needless():
+    for key, value in (
+        ("tensor_parallel", {"autotp_size": 1}),
+        ("compile", {"deepcompile": False}),
+        ("data_efficiency", {"enabled": False}),
+        (f"{ZERO}zero_quantized_weights", False),
+        ("gradient_allreduce_op", "mean"),
+        ("sparse_attention", None),
+        ("zero_optimization", {}),
+        (f"{ZERO}offload_param", None),
+    ):
+        assert only(key, value).kind == "needless", key
+
+
+def test_every_key_says_why_it_is_needless_or_what_to_write_instead():
+    for name, key in KEYS.items():
+        assert key.kind == "mapped" or len(key.remark) > 10, name
+        assert key.kind in ("mapped", "needless", "refused")
+    assert all(meant in KEYS for meant, _ in RENAMED.values())
+
+
+def test_no_value_of_any_key_raises_anything_but_a_refusal():
+    """A table is made of whatever a file holds; what cannot be is in it as refused, or has a ConfigError's sentence."""
+    values = (None, True, 0, 1, -1, 1.5, 1e400, "x", "auto", [], [1, 2], {}, {"a": 1})
+    refused = 0
+    for key, value in itertools.product([*KEYS, *RENAMED, *SECTIONS, "optimizer.params.lr", "x.y"], values):
+        try:
+            found = translate(nested(key, value))
+        except ConfigError as error:
+            assert key in str(error)
+            continue
+        assert found.table()
+        refused += bool(found.refused)
+    assert refused > 1000

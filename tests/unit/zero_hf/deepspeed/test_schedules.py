@@ -1,0 +1,149 @@
+"""DeepSpeed's schedules: its own numbers, and states that go both ways.
+
+The numbers of RECORDED were printed by DeepSpeed 0.19.8's classes (deepspeed.runtime.lr_schedules), over AdamW with
+lr=2e-3: the rates of the first steps. `nox -s deepspeed` compares all of them with the real ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zero_hf.deepspeed.schedules import make
+
+RECORDED = [
+    (
+        "WarmupLR",
+        {"warmup_num_steps": 4},
+        [0.0, 0.0, 0.001, 0.0015849625007211563, 0.002, 0.002, 0.002, 0.002, 0.002, 0.002],
+        None,
+    ),
+    (
+        "WarmupLR",
+        {"warmup_max_lr": 0.001, "warmup_min_lr": 1e-05, "warmup_num_steps": 4, "warmup_type": "linear"},
+        [1e-05, 1e-05, 0.0002575, 0.000505, 0.0007525, 0.001, 0.001, 0.001, 0.001, 0.001],
+        None,
+    ),
+    (
+        "WarmupDecayLR",
+        {"total_num_steps": 7, "warmup_num_steps": 3},
+        [0.0, 0.0, 0.0006309297535714573, 0.001, 0.001, 0.00075, 0.0005, 0.00025, 0.0, 0.0],
+        None,
+    ),
+    (
+        "WarmupCosineLR",
+        {"cos_min_ratio": 0.1, "total_num_steps": 7, "warmup_num_steps": 3},
+        [
+            0.0,
+            0.0,
+            0.0012618595071429146,
+            0.002,
+            0.0017363961030678928,
+            0.0011,
+            0.0004636038969321073,
+            0.0002,
+            0.0002,
+            0.0002,
+        ],
+        None,
+    ),
+    (
+        "LRRangeTest",
+        {"lr_range_test_min_lr": 0.0001, "lr_range_test_step_rate": 3, "lr_range_test_step_size": 2},
+        [
+            0.0001,
+            0.00025,
+            0.0004,
+            0.00055,
+            0.0007,
+            0.0008500000000000001,
+            0.001,
+            0.00115,
+            0.0013000000000000002,
+            0.0014500000000000001,
+        ],
+        None,
+    ),
+    (
+        "OneCycle",
+        {
+            "cycle_first_step_size": 3,
+            "cycle_max_lr": 0.001,
+            "cycle_min_lr": 0.0001,
+            "decay_lr_rate": 0.3,
+            "decay_mom_rate": 0.01,
+            "decay_step_size": 4,
+        },
+        [
+            0.0001,
+            0.00040000000000000013,
+            0.0006999999999999999,
+            0.001,
+            0.0007000000000000003,
+            0.0003999999999999997,
+            0.0001,
+            9.30232558139535e-05,
+            8.695652173913044e-05,
+            8.163265306122449e-05,
+        ],
+        [
+            0.8,
+            0.8666666666666667,
+            0.8333333333333334,
+            0.8,
+            0.8333333333333334,
+            0.8666666666666667,
+            0.9,
+            0.90225,
+            0.9045,
+            0.9067500000000001,
+        ],
+    ),
+]
+
+
+def optimizer(groups: int = 1):
+    tensors = [torch.nn.Parameter(torch.zeros(1)) for _ in range(groups)]
+    return torch.optim.AdamW([{"params": [tensor]} for tensor in tensors], lr=2e-3)
+
+
+@pytest.mark.parametrize(("name", "params", "rates", "momenta"), RECORDED)
+def test_rates_and_momenta_are_deepspeeds(name, params, rates, momenta):
+    over = optimizer()
+    schedule = make(name, over, params)
+    found = []
+    for _ in rates:
+        found.append((over.param_groups[0]["lr"], over.param_groups[0]["betas"][0]))
+        over.step()
+        schedule.step()
+    assert [rate for rate, _ in found] == rates
+    assert momenta is None or [momentum for _, momentum in found] == momenta
+
+
+@pytest.mark.parametrize(("name", "params", "rates", "momenta"), RECORDED)
+def test_a_state_of_deepspeeds_goes_on_where_it_was(name, params, rates, momenta):
+    over = optimizer()
+    schedule = make(name, over, params)
+    schedule.load_state_dict({"last_batch_iteration": 2})
+    found = []
+    for _ in rates[3:]:
+        found.append(over.param_groups[0]["lr"])
+        over.step()
+        schedule.step()
+    assert found == rates[3:] and schedule.state_dict() == {"last_batch_iteration": 2 + len(found)}
+
+
+def test_each_group_may_have_its_own_rates_and_a_wrong_number_of_them_is_refused():
+    over = optimizer(2)
+    make("WarmupLR", over, {"warmup_min_lr": [1e-5, 2e-5]})
+    assert [group["lr"] for group in over.param_groups] == [1e-5, 2e-5]
+    with pytest.raises(ValueError, match="warmup_min_lr has 3 values and the optimizer 2 groups"):
+        make("WarmupLR", over, {"warmup_min_lr": [1, 2, 3]})
+
+
+def test_torchs_own_schedules_may_be_named():
+    over = optimizer()
+    schedule = make("StepLR", over, {"step_size": 1, "gamma": 0.5})
+    over.step()
+    schedule.step()
+    assert over.param_groups[0]["lr"] == 1e-3

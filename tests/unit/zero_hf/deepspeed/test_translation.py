@@ -1,0 +1,326 @@
+"""What a DeepSpeed JSON becomes: ten files as people write them, and what contradicts, resolves or is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, TrainingArguments
+
+import zero_core
+import zero_hf
+from zero_hf import ConfigError, ZeroConfig, from_deepspeed
+from zero_hf.deepspeed.translation import translate
+
+CONFIGS = Path(__file__).with_name("configs")
+ZERO = "zero_optimization."
+BATCH = {"train_micro_batch_size_per_gpu": 1}
+
+
+def arguments(tmp_path, **given):
+    return TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **given)
+
+
+def read(name, **given):
+    return translate(CONFIGS / f"{name}.json", **given)
+
+
+def refused(translation):
+    return {row.key: row.remark for row in translation.refused}
+
+
+HOST = {"optimizer": "host", "gradients": "host"}
+DEVICE = {"optimizer": "device", "gradients": "device", "parameters": "device"}
+NVME = dict.fromkeys(DEVICE, "nvme")
+PART = {"device": 0.25, "host": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("name", "zero", "batch", "clip", "others"),
+    [
+        ("stage1", {"stage": 1, "param_dtype": "bf16", **DEVICE}, (4, 1, 16), 1.0, ()),
+        ("stage2_cpu", {"stage": 2, "param_dtype": "bf16", **DEVICE, **HOST}, (2, 8, 64), 0.5, ()),
+        (
+            "stage3_cpu",
+            {
+                "stage": 3,
+                "param_dtype": "bf16",
+                "parameters": "host",
+                "optimizer": PART,
+                "gradients": PART,
+                "prefetch_bytes": 2_000_000,
+                "resident_bytes": 100_000_000,
+            },
+            (1, 4, 16),
+            1.0,
+            (),
+        ),
+        ("stage3_nvme", {"stage": 3, "param_dtype": "bf16", **NVME, "nvme_paths": "/local_nvme"}, (1, 2, 8), 1.0, ()),
+        ("fp16", {"stage": 2, "param_dtype": "fp16", **DEVICE}, (1, 1, 4), 1.0, ()),
+        (
+            "zeropp",
+            {"stage": 3, "param_dtype": "bf16", **DEVICE},
+            (1, 1, 4),
+            1.0,
+            (f"{ZERO}zero_quantized_weights", f"{ZERO}zero_quantized_gradients"),
+        ),
+        ("mics", {"stage": 3, "param_dtype": "bf16", **DEVICE}, (1, 1, 4), 1.0, ()),
+        ("zenflow", {"stage": 2, "param_dtype": "bf16", **DEVICE, **HOST}, (1, 1, 4), 1.0, (f"{ZERO}zenflow",)),
+        ("tensor_parallel", {"stage": 1, "param_dtype": "bf16", **DEVICE}, (1, 1, 4), 1.0, ("tensor_parallel",)),
+    ],
+)
+def test_what_people_write_becomes_this_on_four_ranks(name, zero, batch, clip, others):
+    found = read(name, world_size=4)
+    assert found.zero == ZeroConfig.of(zero)
+    assert (found.micro_batch_size, found.accumulate, found.train_batch_size) == batch
+    assert found.max_grad_norm == clip and tuple(refused(found)) == others
+    written = json.loads((CONFIGS / f"{name}.json").read_text())
+    assert {row.key.split(".")[0] for row in found.rows} >= set(written)
+    assert all(row.remark for row in found.rows if row.kind != "mapped")  # never dropped without a reason
+    assert all(row.ours for row in found.rows if row.kind == "mapped")
+
+
+def test_auto_everywhere_resolves_as_in_transformers(tmp_path):
+    args = arguments(
+        tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=2, learning_rate=2e-5, weight_decay=0.1,
+        adam_beta2=0.95, adam_epsilon=1e-6, max_grad_norm=0.3, warmup_steps=0.1, bf16=True,
+    )  # fmt: skip
+    model = LlamaConfig(hidden_size=96, num_attention_heads=4)
+    found = from_deepspeed(CONFIGS / "auto.json", arguments=args, model=model, num_training_steps=50)
+    assert (found.micro_batch_size, found.accumulate, found.train_batch_size) == (3, 2, 6)
+    assert found.max_grad_norm == 0.3 and found.loss_scale is None
+    assert found.zero == ZeroConfig(
+        stage=3, parameters="device", **HOST, param_dtype="bf16",
+        prefetch_bytes=int(0.9 * 96 * 96) * 2, resident_bytes=2_000_000_000,
+    )  # fmt: skip
+    optimizer = found.optimizer([torch.nn.Parameter(torch.zeros(1))])
+    assert type(optimizer) is torch.optim.AdamW
+    group = optimizer.param_groups[0]
+    assert [group[key] for key in ("lr", "betas", "eps", "weight_decay")] == [2e-5, (0.9, 0.95), 1e-6, 0.1]
+    rates = []
+    schedule = found.scheduler(optimizer)
+    for _ in range(52):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[6] == 2e-5 and rates[51] == 0.0 and rates[0] == 0.0
+
+
+def test_contradictions_with_the_arguments_are_refused_all_at_once_with_both_values(tmp_path):
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999]}},
+    }
+    with pytest.raises(ConfigError) as raised:
+        from_deepspeed(config, arguments=arguments(tmp_path, per_device_train_batch_size=2))
+    lines = str(raised.value).splitlines()
+    assert [line.split(":")[0] for line in lines[1:]] == [
+        "- train_micro_batch_size_per_gpu=4",
+        "- gradient_clipping=0.5",
+        "- bf16.enabled=true",
+        "- optimizer.params.lr=0.001",
+    ]
+    assert "per_device_train_batch_size=2" in lines[1] and "learning_rate=5e-05" in lines[4]
+
+
+def test_auto_without_arguments_is_deepspeeds_default_or_refused():
+    found = read("auto", world_size=1)
+    assert set(refused(found)) == {
+        "scheduler.params.total_num_steps",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    }
+    assert found.max_grad_norm == 1.0 and found.zero.prefetch_bytes == 4 * 50_000_000
+
+
+@pytest.mark.parametrize(
+    ("keys", "batch"),
+    [
+        ((8, None, None), (2, 1, 8)),
+        ((None, 3, None), (3, 1, 12)),
+        ((None, 3, 2), (3, 2, 24)),
+        ((24, 3, None), (3, 2, 24)),
+        ((24, None, 2), (3, 2, 24)),
+        ((24, 3, 2), (3, 2, 24)),
+        ((None, None, None), (None, None, None)),
+    ],
+)
+def test_batch_sizes_follow_from_each_other(keys, batch):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {name: value for name, value in zip(names, keys, strict=True) if value is not None}
+    found = from_deepspeed(config, world_size=4)
+    assert (found.micro_batch_size, found.accumulate, found.train_batch_size) == batch
+
+
+@pytest.mark.parametrize("keys", [(24, 5, None), (24, 3, 1), (2, None, None), (24, None, 5)])
+def test_batch_sizes_that_do_not_multiply_are_refused(keys):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {name: value for name, value in zip(names, keys, strict=True) if value is not None}
+    with pytest.raises(ConfigError, match="train_batch_size=.* on 4 ranks: train_batch_size is the product"):
+        from_deepspeed(config, world_size=4)
+
+
+def test_the_loss_scale_is_deepspeeds_and_new_at_each_access():
+    found = from_deepspeed(CONFIGS / "fp16.json", world_size=1)
+    scale = found.loss_scale
+    assert (scale.value, scale.window, scale.hysteresis, scale.minimum) == (4096.0, 500, 3, 16.0)
+    assert scale.consecutive_hysteresis and scale.fails_at_minimum and scale is not found.loss_scale
+    assert found.shard_options == {"reduce_dtype": torch.float32}
+    at_0 = {**BATCH, "fp16": {"enabled": True}, "zero_optimization": {"stage": 0}}
+    assert from_deepspeed(at_0).loss_scale.hysteresis == 1  # DeepSpeed's stage 0 has no hysteresis
+    constant = from_deepspeed({**BATCH, "fp16": {"enabled": True, "loss_scale": 128}}).loss_scale
+    assert (constant.value, constant.dynamic) == (128.0, False)
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "said"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled", "bf16 is enabled, too"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "torch_autocast.dtype", "write bf16"),
+        (
+            {"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}},
+            "torch_autocast.enabled",
+            "bf16 is enabled, too",
+        ),
+        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", "parameters are in fp32"),
+        ({"zero_optimization": {"stage": 2, "mics_shard_size": 2}}, f"{ZERO}mics_shard_size", "MiCS is for stage 3"),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 3}},
+            f"{ZERO}mics_shard_size",
+            "4 ranks are no multiple",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            f"{ZERO}offload_param.device",
+            "at stage 3 only, and the stage is 2",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+            f"{ZERO}offload_optimizer.nvme_path",
+            "name a folder",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            f"{ZERO}offload_optimizer.ratio",
+            "at stage 3 only",
+        ),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 4}}}, "optimizer.type", "one bit: take Adam"),
+        ({"optimizer": {"type": "Adafactory"}}, "optimizer.type", "take Adam, AdamW, Adagrad, Lion"),
+        ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type", "name the type"),
+        ({"scheduler": {"type": "Warmup", "params": {}}}, "scheduler.type", "take WarmupLR"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer.type", "Invalid beta parameter"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": "x"}}}, "optimizer.params.lr", "'x' is no number"),
+        ({"scheduler": {"type": "StepLR", "params": {"step_size": "x"}}}, "scheduler.type", "cannot be made"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type", "needs cycle_min_lr, cycle_max_lr"),
+        ({"scheduler": {"type": "StepLR"}}, "scheduler.type", "needs step_size"),
+    ],
+)
+def test_what_contradicts_itself_or_is_missing_is_refused(config, key, said):
+    found = translate({**BATCH, **config}, world_size=4)
+    assert said in refused(found)[key] and list(refused(found)) == [key]
+    with pytest.raises(ConfigError, match=key):
+        from_deepspeed({**BATCH, **config}, world_size=4)
+
+
+def test_a_share_of_the_parameters_stays_in_memory_where_their_number_is_known():
+    config = json.loads((CONFIGS / "stage3_nvme.json").read_text())
+    config["zero_optimization"]["offload_param"]["max_in_cpu"] = 100
+    found = translate(config, world_size=2, model=torch.nn.Linear(800, 1, bias=False))
+    assert found.zero.placements["parameters"] == {"host": 0.25, "nvme": 0.75}
+
+
+def test_mics_needs_the_ranks_that_it_was_read_for():
+    found = from_deepspeed(CONFIGS / "mics.json", world_size=4)
+    assert found.shard_size == 2
+    with pytest.raises(ConfigError, match="mics_shard_size=2 was read for 4 ranks and there are 1"):
+        _ = found.shard_options
+
+
+def _trained(mics, offload):
+    """Weights after two steps of this rank's rows, and the plan's bytes of parameters."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    zero = {"stage": 3, **({"mics_shard_size": 2} if mics else {})}
+    zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}} if offload else {}
+    optimizer = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+    found = from_deepspeed({**BATCH, "zero_optimization": zero, "optimizer": optimizer}, world_size=ranks)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
+    options = {"max_grad_norm": found.max_grad_norm, **found.shard_options}
+    run = zero_hf.shard(model, found.optimizer(model.parameters()), found.zero, **options)
+    for step in range(2):
+        torch.manual_seed(ranks * step + rank)
+        model(torch.randn(3, 64)).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    weights = [value.clone() for value in model.state_dict().values()]
+    kept = run.plan.bytes_of("host" if offload else "device", "parameters")
+    run.close()
+    return weights, kept
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_mics_trains_as_all_ranks_together(ranks, offload):
+    """Four ranks: parameters are cut in two, gradients are averaged over all four."""
+    together, grouped = (ranks(4).run(_trained, mics, offload) for mics in (False, True))
+    for (one, kept), (other, twice) in zip(together, grouped, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+        assert twice > 1.5 * kept
+
+
+def test_the_readmes_lines_train_with_optimizer_schedule_and_loss_scale():
+    found = from_deepspeed(CONFIGS / "fp16.json", world_size=1)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    run = zero_hf.shard(
+        model, found.optimizer(model.parameters()), found.zero, accumulate=found.accumulate or 1,
+        max_grad_norm=found.max_grad_norm, loss_scale=found.loss_scale, **found.shard_options,
+    )  # fmt: skip
+    schedule = found.scheduler(run.optimizer)
+    rates, losses = [], []
+    for _ in range(4):
+        loss = model(torch.ones(2, 8, dtype=torch.float16)).float().square().mean()
+        loss.backward()
+        rates.append(run.optimizer.param_groups[0]["lr"])
+        losses.append(loss.item())
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        schedule.step()
+    assert rates[0] == 1e-5 and rates == sorted(set(rates))  # OneCycle, on its way up
+    assert losses[3] < losses[0] and run.optimizer.step_count == 4
+    assert run.optimizer.param_groups[0]["betas"][1] == 0.99  # OneCycle sets it
+    run.close()
+
+
+def test_lion_is_zero_optim_cpus_also_over_a_model_without_memory():
+    found = from_deepspeed(CONFIGS / "fp16.json", world_size=1)
+    with zero_core.deferred_init():
+        model = torch.nn.Linear(4, 4)
+    groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias]}]
+    optimizer = found.optimizer(groups)
+    assert [group["params"][0] is p for group, p in zip(optimizer.param_groups, model.parameters(), strict=True)]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert optimizer.param_groups[0]["betas"] == (0.95, 0.98)
+
+
+def test_a_file_that_is_none_is_refused_with_the_reason(tmp_path):
+    for text, said in (("{", "Expecting"), ("[1]", "holds a list"), ('{"a": 1, "a": 2}', "a is there twice")):
+        (tmp_path / "ds.json").write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            from_deepspeed(tmp_path / "ds.json")
+    with pytest.raises(ConfigError, match="give the path"):
+        from_deepspeed(tmp_path / "none.json")
+
+
+def test_the_table_names_every_key_and_marks_what_is_refused():
+    found = read("zeropp", world_size=4)
+    lines = found.table().splitlines()
+    assert lines[0].split() == ["DeepSpeed", "value", "here", "remark"]
+    assert [line.split()[0] for line in lines[1:] if not line.startswith(" ")] == [row.key for row in found.rows]
+    assert sum(" REFUSED " in line for line in lines) == 2
+    assert zero_hf.from_deepspeed is from_deepspeed

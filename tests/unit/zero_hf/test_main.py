@@ -1,0 +1,38 @@
+"""The command line: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from zero_hf.__main__ import main
+
+CONFIGS = Path(__file__).with_name("deepspeed") / "configs"
+
+
+def test_translate_prints_the_table_and_the_plan_of_a_model_that_is_never_read(tmp_path, capsys):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    for where, name in ((tmp_path, "LlamaForCausalLM"), (tmp_path / "config.json", "pipeline")):
+        LlamaConfig(vocab_size=100, architectures=[name], **sizes).save_pretrained(tmp_path)
+        code = main(["translate", str(CONFIGS / "stage3_nvme.json"), "--world-size", "4", "--model", str(where)])
+        printed = capsys.readouterr().out
+        assert code == 0
+        assert "zero_optimization.offload_param.max_in_cpu" in printed and "parameters: {'host': 1.0" in printed
+        assert ("LlamaForCausalLM of " if name != "pipeline" else "LlamaModel of ") in printed
+        assert " parameters at stage 3 on 4 ranks, of each:" in printed
+        assert "each step reads 0." in printed and "in /local_nvme" in printed
+    assert not Path("/local_nvme").exists()
+
+
+def test_what_is_refused_and_what_cannot_be_read_exit_with_2(tmp_path, capsys):
+    assert main(["translate", str(CONFIGS / "zenflow.json")]) == 2
+    assert " REFUSED " in capsys.readouterr().out
+    assert main(["translate", str(tmp_path / "none.json")]) == 2
+    assert main(["translate", str(CONFIGS / "mics.json"), "--model", str(tmp_path / "none")]) == 2
+    assert "give the path of a JSON file" in (said := capsys.readouterr().err) and "--model" in said
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(SystemExit):
+        main(["translates"])
