@@ -81,7 +81,7 @@ class FineTune(train.Run):
         config = self.config
         if config.run.dry and config.data.path is None:
             return None
-        return conversations.load(config.data, config.task.kind, _cache())
+        return conversations.load(config.data, config.task.kind, _cache(), say=self._say)
 
     def _check(self) -> None:
         config = self.config
