@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -195,6 +196,20 @@ def test_a_run_that_was_killed_or_interrupted_ends_in_the_same_bits(model, tmp_p
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     whole, stopped = (load_file(tmp_path / name / "pretrained" / "model.safetensors") for name in ("whole", "stopped"))
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+
+
+def test_a_tokenizer_without_a_chat_template_takes_texts_and_no_messages(model, tmp_path, capsys):
+    """Fails if such a model is refused for texts, or messages end in an error of TRL's."""
+    plain = tmp_path / "plain"
+    shutil.copytree(model, plain)
+    (plain / "chat_template.jinja").unlink()
+    data = chats(tmp_path / "chats.jsonl")
+    assert main(words(plain, data, tmp_path / "run", "offload=host")) == 2
+    assert "its tokenizer has no chat template" in capsys.readouterr().err
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{i} is followed by {i + 1}"}) + "\n" for i in range(40)))
+    assert main(words(plain, texts, tmp_path / "run", "offload=host")) == 0
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
 
 
 def test_a_missing_package_is_named_with_the_extra_that_has_it(model, tmp_path, capsys, monkeypatch):

@@ -63,8 +63,13 @@ class FineTune(train.Run):
         checks.nvme(config, ranks.local_rank)
         resume.found(config)
         folder = _local(config)
-        self.tokenizer = None if config.run.dry and not _has_tokenizer(folder) else _tokenizer(folder, config)
+        self.tokenizer = None if config.run.dry and not _has_tokenizer(folder) else _tokenizer(folder)
         read = self._rows()
+        if read is not None and _has_messages(read) and self.tokenizer.chat_template is None:
+            raise ConfigError(
+                f"model.path={folder}: its tokenizer has no chat template, and {config.data.path} has messages; name a "
+                "model that was tuned for chats, or write the rows as texts"
+            )
         if read is not None and read.kind == "messages" and config.task.loss_on == "answers":
             read = _marked(read, self.tokenizer, folder)
         model = _model(folder, config)
@@ -127,7 +132,10 @@ class FineTune(train.Run):
                 self._say(differs)
         history = History()
         watch = _Watch(self, history, folder, checkpoint.step if checkpoint else 0)
-        trainer = self._trainer(stack, read, draft, plan, folder, watch)
+        try:
+            trainer = self._trainer(stack, read, draft, plan, folder, watch)
+        except (ValueError, TypeError) as error:  # of TRL, of transformers, of zero_hf
+            raise ConfigError(f"task={config.task.kind}: {error}") from error
         with stack, self.asked.gentle(), watch, zero_offload.explained(plan):
             if ranks.leader:
                 configuration.save(config, folder / resume.CONFIG)
@@ -174,7 +182,7 @@ class FineTune(train.Run):
         config, ranks = self.config, self.ranks
         kind = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[config.task.kind]
         options = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}[config.task.kind]
-        arguments = _arguments(config, folder, options, ranks.device.type == "cpu", read)
+        arguments = _arguments(config, folder, options, ranks.device.type == "cpu", read, watch.done == 0)
 
         class Trainer(zero_hf.sharded(kind)):  # type: ignore[misc]
             """What of zero-train's a trainer of TRL uses."""
@@ -357,7 +365,7 @@ class _Watch:
         return Told()
 
 
-def _arguments(config: Config, folder: Path, options: type[Any], on_cpu: bool, read: Any) -> Any:
+def _arguments(config: Config, folder: Path, options: type[Any], on_cpu: bool, read: Any, first: bool) -> Any:
     """TRL's arguments. What zero-train does itself is switched off in them."""
     run, task = config.run, config.task
     validates = run.evaluate_every > 0 and read.validation is not None
@@ -390,7 +398,7 @@ def _arguments(config: Config, folder: Path, options: type[Any], on_cpu: bool, r
         disable_tqdm=True,
         eval_strategy="steps" if validates else "no",
         eval_steps=run.evaluate_every or None,
-        eval_on_start=validates and not run.resume,
+        eval_on_start=validates and first,
         save_strategy="steps" if run.checkpoint_every else "no",
         save_steps=run.checkpoint_every or 500,
         save_total_limit=run.keep_checkpoints,
@@ -440,19 +448,18 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 
-def _tokenizer(folder: Path, config: Config) -> Any:
+def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path={folder} has no tokenizer: {str(error).splitlines()[0]}") from error
-    if config.data.kind != "text" and tokenizer.chat_template is None:
-        raise ConfigError(
-            f"model.path={folder}: its tokenizer has no chat template; name a model that was tuned for chats, or write "
-            "the texts out in a column `text`"
-        )
-    return tokenizer
+
+
+def _has_messages(read: Any) -> bool:
+    """Whether the rows hold messages, which only a chat template turns into text."""
+    return read.kind == "messages" or (read.kind != "text" and isinstance(read.training[0]["prompt"], list))
 
 
 def _marked(read: Any, tokenizer: Any, folder: Path) -> Any:
