@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -217,3 +218,31 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(model, tmp_path, 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "trl" else found(name, *more))
     assert main(words(model, chats(tmp_path / "chats.jsonl"), tmp_path / "run", "offload=host")) == 2
     assert "task=sft needs trl, which is not installed; pip install 'zero-train[finetune]'" in capsys.readouterr().err
+
+
+def test_ten_random_moments_of_kill_and_ctrl_c(model, tmp_path):
+    """Fails if a run that was killed or interrupted ten times, anywhere from its start on, ends in other bits."""
+    data = chats(tmp_path / "chats.jsonl")
+    more = ["offload=nvme", "io.allow_memory=true", "run.checkpoint_every=4", "run.steps=40"]
+    steady = [word for word in words(model, data, tmp_path, *more) if word not in (f"run.steps={STEPS}",)]
+    whole, given = (
+        [*(w for w in steady if w[:7] != "run.dir"), f"run.dir={tmp_path / n}"] for n in ("whole", "stopped")
+    )
+    assert main(whole) == 0
+    given.append("run.resume=auto")
+    chosen = random.Random(5)
+    codes = []
+    for _ in range(10):
+        command = [sys.executable, "-m", "zero_train", *given]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen(command, cwd=Path(__file__).parents[3], env=os.environ, **quiet) as process:
+            try:
+                process.wait(chosen.uniform(1, 15))
+            except subprocess.TimeoutExpired:
+                process.send_signal(chosen.choice([signal.SIGKILL, signal.SIGINT]))
+        codes.append(process.returncode)
+    assert set(codes) <= {0, 130, -signal.SIGINT, -signal.SIGKILL} and len(set(codes)) > 1, codes
+    assert main(given) == 0
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    one, other = (load_file(tmp_path / name / "pretrained" / "model.safetensors") for name in ("whole", "stopped"))
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -27,6 +27,7 @@ from zero_train import checks, conversations, engine, formats, planning, progres
 from zero_train import config as configuration
 from zero_train.errors import ConfigError
 from zero_train.loop import History, Phases, Step, learning_rate, peak_rss_bytes, schedule_of
+from zero_train.run_folder import replace
 from zero_train.schema import Config
 from zero_train.train import Outcome, together
 
@@ -136,11 +137,13 @@ class FineTune(train.Run):
             trainer = self._trainer(stack, read, draft, plan, folder, watch)
         except (ValueError, TypeError) as error:  # of TRL, of transformers, of zero_hf
             raise ConfigError(f"task={config.task.kind}: {error}") from error
-        with stack, self.asked.gentle(), watch, zero_offload.explained(plan):
-            if ranks.leader:
+        with stack, self.asked.gentle():
+            if ranks.leader:  # the configuration first: a folder with anything else is refused without it
                 configuration.save(config, folder / resume.CONFIG)
-                (folder / _DATA).write_text(json.dumps({"digest": read.digest()}) + "\n")
+                replace(folder / _DATA, json.dumps({"digest": read.digest()}) + "\n")
                 stack.callback(self._report, watch, plan, folder)
+            stack.enter_context(watch)
+            stack.enter_context(zero_offload.explained(plan))
             if checkpoint and checkpoint.step == config.run.steps:  # a Trainer would take one more step
                 trainer.create_optimizer_and_scheduler(config.run.steps)
                 trainer._load_optimizer_and_scheduler(str(checkpoint.folder))
