@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import importlib.util
 import json
 import os
@@ -117,7 +119,9 @@ def test_the_class_of_arguments_is_read_by_parsers_and_pickles_as_the_stock_one(
     assert Arguments is zero_hf.sharded(TrainingArguments) is zero_hf.sharded(Arguments)
     line = ["--output_dir", str(tmp_path), "--deepspeed", "ds.json", "--use_cpu", "--report_to", "none"]
     (given,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(line)
-    assert given.deepspeed is None and given.zero_deepspeed == "ds.json"
+    assert given.deepspeed == "ds.json" and given.deepspeed_plugin is None
+    for copied in (dataclasses.replace(given), copy.deepcopy(given), copy.copy(given), Arguments(**given.to_dict())):
+        assert type(copied) is Arguments and copied.deepspeed == "ds.json" and copied.deepspeed_plugin is None
     read = pickle.loads(pickle.dumps(given))
     assert type(read) is TrainingArguments and read.output_dir == given.output_dir
 

@@ -5,6 +5,7 @@ Stock TrainingArguments need DeepSpeed installed, and tell the whole process tha
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import functools
 from typing import Any
@@ -16,7 +17,7 @@ __all__ = ["deepspeed_of", "without_deepspeed"]
 
 @functools.cache
 def without_deepspeed(arguments: type[Any]) -> type[Any]:
-    """Returns a subclass of `arguments`, made once. `deepspeed` is None in it, and deepspeed_of() gives the value."""
+    """Returns a subclass of `arguments`, made once, in which transformers does not see `deepspeed` as it is set up."""
     if issubclass(arguments, _Arguments):
         return arguments
     names = {"__doc__": arguments.__doc__, "__module__": __name__}
@@ -24,16 +25,29 @@ def without_deepspeed(arguments: type[Any]) -> type[Any]:
 
 
 def deepspeed_of(args: Any) -> Any:
-    """Returns the path or the mapping that was given as `deepspeed`; None: none was."""
-    return getattr(args, "zero_deepspeed", None)
+    """Returns the path or the mapping that was given as `deepspeed`; None: none was, or the class is a stock one."""
+    return args.deepspeed if isinstance(args, _Arguments) else None
 
 
 class _Arguments(TrainingArguments):
     def __post_init__(self) -> None:
-        self.zero_deepspeed, self.deepspeed = self.deepspeed, None
+        given, self.deepspeed = self.deepspeed, None
         super().__post_init__()
+        _ = self.device  # it is looked up once, and stock code would start DeepSpeed for it
+        self.deepspeed = given  # for to_dict() and dataclasses.replace()
 
     def __reduce__(self) -> Any:
         """Pickles as the class that the caller gave, so training_args.bin is read without this package."""
         given = next(base for base in type(self).__mro__ if not issubclass(base, _Arguments))
         return copyreg._reconstructor, (given, object, None), dict(self.__dict__)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __copy__(self) -> Any:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made

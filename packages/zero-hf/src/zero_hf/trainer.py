@@ -301,6 +301,8 @@ class _Sharded(Trainer):
         best = Path(self.state.best_model_checkpoint)
         if (best / STATE).is_dir():
             zero_core.checkpoint.load(best / STATE, self.model, random_state=False)
+        elif _is_deepspeeds(best):
+            load_checkpoint(best, self.model)
         elif not self._load_weights(best):
             super()._load_best_model()
 
@@ -346,7 +348,7 @@ def _refuse(args: TrainingArguments, model: nn.Module | None) -> None:
     whole = "it casts a model that is sharded: evaluate with bf16=True, or load the model in bfloat16"
     for found, what, way_out in (
         (
-            args.deepspeed,
+            args.deepspeed is not None and deepspeed_of(args) is None,
             "deepspeed= of stock TrainingArguments, which lets DeepSpeed shard the model,",
             f"write TrainingArguments = zero_hf.sharded(TrainingArguments), and the JSON is followed here; or {others}",
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 
 import pytest
 import torch
@@ -181,6 +182,63 @@ def test_no_sync_belongs_to_stages_that_keep_whole_gradients():
     engine.destroy()
 
 
+def test_a_backward_without_the_engine_is_refused_where_the_loss_would_not_be_divided():
+    engine = made()
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps=2: call engine.backward"):
+        engine(batches(1)[0]).sum().backward()
+    engine.destroy()
+    engine = made(gradient_accumulation_steps=1)
+    engine(batches(1)[0]).sum().backward()
+    engine.step()
+    assert engine.global_steps == 1
+    engine.destroy()
+
+
+def test_zero_grad_at_the_top_of_the_loop_drops_no_accumulation_at_stages_2_and_3():
+    """As in DeepSpeed, where it only sets p.grad to None."""
+    losses = []
+    for clears in (False, True):
+        engine = made()
+        found = []
+        for batch in batches(8):
+            if clears:
+                engine.zero_grad()
+            found += train(engine, [batch])
+        losses.append(found)
+        engine.destroy()
+    assert losses[0] == losses[1]
+
+
+def test_a_checkpoint_begins_a_step_whatever_was_pending(tmp_path):
+    """Fails if the first step after a load takes fewer micro-batches than the JSON says."""
+    first = made()
+    train(first, batches(5))
+    first.save_checkpoint(tmp_path, tag=5)
+    second = made(gradient_accumulation_steps=4)
+    assert second.load_checkpoint(tmp_path, tag=5) == (str(tmp_path / "5"), {})
+    train(second, batches(3))
+    assert (second.global_steps, second.was_step_applied()) == (2, False)
+    train(second, batches(1))
+    assert (second.global_steps, second.was_step_applied()) == (3, True)
+    zero_core.checkpoint.save(tmp_path / "of_a_loop", second.module, second.optimizer, extra={"epoch": 1})
+    third = made()
+    assert third.load_checkpoint(tmp_path, tag="of_a_loop", load_lr_scheduler_states=False)[1] == {"epoch": 1}
+    assert (third.global_steps, third.micro_steps) == (3, 6)
+    third.destroy()
+    first.destroy()
+    second.destroy()
+
+
+def test_a_class_of_schedulers_is_called_and_an_evaluation_is_not_shuffled():
+    kind = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    engine = deepspeed.initialize(model=net(), config=settings(), lr_scheduler=kind)[0]
+    train(engine, batches(2))
+    assert engine.get_lr() == [pytest.approx(1e-3)]
+    rows = [batch[0].tolist() for batch in engine.deepspeed_io(TensorDataset(torch.arange(4.0)), 2, "eval")]
+    assert rows == [[0, 1], [2, 3]]
+    engine.destroy()
+
+
 def test_data_is_loaded_in_parts_of_the_micro_batch():
     data = TensorDataset(torch.arange(8.0))
     engine, _, loader, _ = deepspeed.initialize(model=net(), config=settings(), training_data=data)
@@ -194,6 +252,9 @@ def test_a_model_is_built_without_memory_and_its_parameters_are_gathered():
     with deepspeed.zero.Init(config_dict_or_path=settings()):
         model = nn.Linear(8, 4)
     assert model.weight.is_meta
+    with pytest.raises(ConfigError, match=r"before initialize\(\)"):
+        with deepspeed.zero.GatheredParameters(model.weight, modifier_rank=0):
+            pass
     engine = made(model)
     before = model.weight.detach().clone()
     with deepspeed.zero.GatheredParameters(model.weight):

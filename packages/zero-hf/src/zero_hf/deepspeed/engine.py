@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import zero_core
@@ -139,7 +140,7 @@ def initialize(
     )
     if lr_scheduler is None and run.optimizer is not None:
         lr_scheduler = translation.scheduler(run.optimizer)
-    elif lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
+    elif callable(lr_scheduler):  # a class, or a function
         lr_scheduler = lr_scheduler(run.optimizer)
     engine = Engine(run, translation, lr_scheduler, collate_fn)
     if dist.get_rank() == 0:
@@ -175,7 +176,7 @@ class Engine(nn.Module):
         self._accumulate = translation.accumulate or 1
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
         self._applied = False
-        self._in_no_sync = False
+        self._in_no_sync = self._in_backward = False
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -197,7 +198,20 @@ class Engine(nn.Module):
         """Runs the model; under autocast where the JSON has torch_autocast."""
         dtype = self.translation.autocast
         with contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
-            return self.module(*inputs, **options)
+            found = self.module(*inputs, **options)
+        if self._accumulate > 1 and torch.is_grad_enabled():
+            for value in tree_leaves(found):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(self._refuse_foreign)
+        return found
+
+    def _refuse_foreign(self, gradient: Tensor) -> None:
+        """Refuses loss.backward(), which does not divide by the micro-batches of a step as DeepSpeed does."""
+        if not self._in_backward:
+            raise ConfigError(
+                f"backward without the engine, where gradient_accumulation_steps={self._accumulate}: call "
+                "engine.backward(loss), which divides the loss by it"
+            )
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Runs backward of `loss`, a scalar, divided by the micro-batches of a step. Returns the divided loss.
@@ -209,8 +223,12 @@ class Engine(nn.Module):
         if scale_wrt_gas:
             loss = loss / self._accumulate
         only_adds = self.zero_optimization_stage() < 2 and self.world_size > 1 and not self._exchanges()
-        with zero_core.no_sync(self.module) if only_adds else contextlib.nullcontext():
-            loss.backward(retain_graph=retain_graph)
+        self._in_backward = True
+        try:
+            with zero_core.no_sync(self.module) if only_adds else contextlib.nullcontext():
+                loss.backward(retain_graph=retain_graph)
+        finally:
+            self._in_backward = False
         return loss
 
     def _exchanges(self) -> bool:
@@ -270,8 +288,11 @@ class Engine(nn.Module):
             self._in_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops what was accumulated. step() does that itself after an update."""
-        if self.optimizer is not None:
+        """Drops what was accumulated at stages 0 and 1; at 2 and 3 it does nothing, as in DeepSpeed.
+
+        step() drops it after an update. engine.optimizer.zero_grad() drops it at every stage.
+        """
+        if self.optimizer is not None and self.zero_optimization_stage() < 2:
             self.optimizer.zero_grad(set_to_none)
 
     # -- what the JSON said --------------------------------------------------------------------------------------------
@@ -337,15 +358,18 @@ class Engine(nn.Module):
         self,
         dataset: Dataset[Any],
         batch_size: int | None = None,
-        *,
+        route: str = "train",
         pin_memory: bool = True,
         data_sampler: Any = None,
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int = 0,
     ) -> DataLoader[Any]:
-        """Returns a loader of this rank's part of `dataset`, shuffled as DeepSpeed does: alike in each epoch."""
+        """Returns a loader of this rank's part of `dataset`, shuffled as DeepSpeed does: alike in each epoch.
+
+        route: "train"; any other is not shuffled.
+        """
         if data_sampler is None and not isinstance(dataset, IterableDataset):
-            data_sampler = DistributedSampler(dataset, self.world_size, self.global_rank)
+            data_sampler = DistributedSampler(dataset, self.world_size, self.global_rank, shuffle=route == "train")
         return DataLoader(
             dataset,
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
@@ -428,10 +452,13 @@ class Engine(nn.Module):
         loaded = zero_core.checkpoint.load(
             folder, self.module, optimizer, scheduler=scheduler, strict=load_module_strict, random_state=whole
         )
+        extra = loaded.extra if isinstance(loaded.extra, dict) else {}
         if not load_module_only:
-            for key, value in loaded.extra["counters"].items():
+            self.global_steps = loaded.step  # of a checkpoint that was converted, or that a loop or a Trainer saved
+            for key, value in (extra.get("counters") or {}).items():
                 setattr(self, key, value)
-        return str(folder), loaded.extra["client_state"]
+            self.micro_steps = self.global_steps * self._accumulate  # what was pending is not in a checkpoint
+        return str(folder), extra.get("client_state", extra)
 
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "", exclude_frozen_parameters: bool = False
@@ -461,7 +488,7 @@ class Engine(nn.Module):
         self.run.close()
 
 
-_COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def _names(folder: Path) -> list[str]:

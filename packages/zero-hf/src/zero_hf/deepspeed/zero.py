@@ -47,6 +47,12 @@ def GatheredParameters(
     if modifier_rank not in (None, 0):
         raise ConfigError(f"modifier_rank={modifier_rank}: rank 0's values are kept here, write them there")
     given = [params] if isinstance(params, Tensor) else params.parameters() if isinstance(params, nn.Module) else params
+    given = list(given)
+    if enabled and modifier_rank is not None and any(isinstance(p, Tensor) and p.is_meta for p in given):
+        raise ConfigError(
+            "GatheredParameters before initialize(): what zero.Init built has no values to write into yet. Load them "
+            "after initialize(), or build the model with zero_hf.from_pretrained"
+        )
     sharded = [p for p in given if isinstance(p, nn.Parameter) and "_zero_home" in p.__dict__]
     if not (enabled and sharded):
         yield
