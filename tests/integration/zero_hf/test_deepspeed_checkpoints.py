@@ -34,13 +34,16 @@ RUNS = {
     "3-cpu": {"stage": 3, "offload": CPU, "zero": {"sub_group_size": 700}},
     "2-bf16": {"stage": 2, "dtype": "bf16"},
     "3-fp16": {"stage": 3, "dtype": "fp16"},
+    "1-bf16-elsewhere": {"stage": 1, "dtype": "bf16", "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
+    "1-elastic": {"stage": 1, "zero": {"elastic_checkpoint": True}},
+    "2-aligned": {"stage": 2, "zero": {"parameter_alignment": True}},
+    "3-all-cpu": {"stage": 3, "offload": CPU, "zero": {"offload_param": CPU, "stage3_param_persistence_threshold": 0}},
     "2-frozen-excluded": {"stage": 2, "exclude": True},
     "3-frozen-excluded": {"stage": 3, "exclude": True},
     "1-sgd": {"stage": 1, "torch": {"type": "SGD", "lr": 0.1, "momentum": 0.9}},
     # DeepSpeed makes one group of what its Adagrad is given
     "2-adagrad": {"stage": 2, "groups": 1, "torch": {"type": "Adagrad", "lr": 0.01}},
 }
-NVME = {"3-nvme": {"stage": 3, "width": 30000, "zero": {"sub_group_size": 1000000}}}
 TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3}
 
 
@@ -117,13 +120,15 @@ def test_weights_and_states_are_deepspeeds_bit_for_bit(trained, name):
 
     found = open_checkpoint(trained / name)
     plain = name.removesuffix("-universal")
-    with contextlib.redirect_stdout(io.StringIO()):
-        wanted = get_fp32_state_dict_from_zero_checkpoint(str(trained / plain))
+    wanted = {}
+    if plain != "1-bf16-elsewhere":  # zero_to_fp32 does not read BF16_Optimizer's
+        with contextlib.redirect_stdout(io.StringIO()):
+            wanted = get_fp32_state_dict_from_zero_checkpoint(str(trained / plain))
     values = {n: p.values.read(0, torch.Size(p.shape).numel()).view(p.shape) for n, p in found.parameters.items()}
     values |= {alias: values[n] for alias, n in found.aliases.items()} | dict(found.buffers)
     assert not wanted.keys() - values.keys()
     trained_names = {name for group in found.groups for name in group["params"]}
-    assert not (trained_names - wanted.keys())  # zero_to_fp32 loses the frozen ones of stage 1
+    assert not wanted or not trained_names - wanted.keys()  # zero_to_fp32 loses the frozen ones of stage 1
     assert all(torch.equal(values[n].float(), value.float()) for n, value in wanted.items())
     if "round_robin_gradients" not in RUNS[plain].get("zero", {}):  # with it safe_get_full_* mixes parameters up
         _compare_states(found, trained / f"{plain}.pt")
@@ -137,21 +142,26 @@ def _compare_states(found, truth):
             assert torch.equal(source.read(0, value.numel()), value.reshape(-1).float())
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_masters_and_states_on_nvme_are_read_from_the_swap_files(tmp_path, ranks, size):
-    """zero_to_fp32 refuses such a checkpoint. Where the numbers of the swap files are not known, so do we."""
+@pytest.mark.parametrize("size, sub_group_size", [(1, 500_000), (2, 250_000), (1, 1_000_000)])
+def test_masters_and_states_on_nvme_are_read_from_the_swap_files(tmp_path, ranks, size, sub_group_size):
+    """zero_to_fp32 refuses such a checkpoint. Where the numbers of the swap files are not known, so do we.
+
+    With several parameters in a sub-group, DeepSpeed 0.19.8 itself trains otherwise on NVMe than on the CPU, so its
+    losses are compared where each is in its own.
+    """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible():
         pytest.skip("DeepSpeed's async_io needs libaio")
-    runs = {name: given | {"offload": {"device": "nvme", "nvme_path": str(tmp_path)}} for name, given in NVME.items()}
-    _train(tmp_path, size, runs)
-    (name,) = runs
-    found = open_checkpoint(tmp_path / name)
-    _compare_states(found, tmp_path / f"{name}.pt")
-    losses, _, _ = ranks(1).run(_continue, tmp_path, name, runs[name], 3)[0]
-    assert losses == pytest.approx(json.loads((tmp_path / f"{name}.json").read_text())["losses"], rel=1e-5)
+    nvme, zero = {"device": "nvme", "nvme_path": str(tmp_path)}, {"sub_group_size": sub_group_size}
+    given = {"stage": 3, "width": 30000, "zero": zero, "offload": nvme}
+    _train(tmp_path, size, {"nvme": given})
+    found = open_checkpoint(tmp_path / "nvme")
+    _compare_states(found, tmp_path / "nvme.pt")
+    if sub_group_size * size == 500_000:
+        losses, _, _ = ranks(1).run(_continue, tmp_path, "nvme", given, 3)[0]
+        assert losses == pytest.approx(json.loads((tmp_path / "nvme.json").read_text())["losses"], rel=1e-5)
     swapped = sorted((found.folder / "offloaded_tensors" / "rank00").glob("[0-9]*.swp"))
     swapped[0].rename(swapped[0].with_name("1_2.tensor.swp"))
     with pytest.raises(FilesError, match="masters and states were on NVMe"):
-        open_checkpoint(tmp_path / name)
+        open_checkpoint(tmp_path / "nvme")

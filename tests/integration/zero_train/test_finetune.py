@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -56,7 +57,9 @@ def _cache(tmp_path, monkeypatch):
 
 def chats(file, turns=1):
     said = [f"the {i}th answer, said in a few words" for i in range(40)]
-    turn = [[{"role": "user", "content": f"what is {i}?"}, {"role": "assistant", "content": said[i]}] for i in range(40)]
+    turn = [
+        [{"role": "user", "content": f"what is {i}?"}, {"role": "assistant", "content": said[i]}] for i in range(40)
+    ]
     file.write_text("".join(json.dumps({"messages": messages * turns}) + "\n" for messages in turn))
     return file
 
@@ -192,3 +195,10 @@ def test_a_run_that_was_killed_or_interrupted_ends_in_the_same_bits(model, tmp_p
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     whole, stopped = (load_file(tmp_path / name / "pretrained" / "model.safetensors") for name in ("whole", "stopped"))
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+
+
+def test_a_missing_package_is_named_with_the_extra_that_has_it(model, tmp_path, capsys, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "trl" else found(name, *more))
+    assert main(words(model, chats(tmp_path / "chats.jsonl"), tmp_path / "run", "offload=host")) == 2
+    assert "task=sft needs trl, which is not installed; pip install 'zero-train[finetune]'" in capsys.readouterr().err

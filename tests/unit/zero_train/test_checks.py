@@ -39,6 +39,8 @@ def changed(*overrides):
         (["zero.stage=1", "zero.no_sync=false"], ["zero.no_sync=false", "zero.stage=2"]),
         (["optim.betas=[0.9]"], ["optim.betas"]),
         (["data.validation_fraction=1.5"], ["data.validation_fraction"]),
+        (["data=text", "data.validation_fraction=0"], ["data.validation_fraction=0"]),
+        (["data=jsonl", "data.validation_fraction=1"], ["data.validation_fraction=1"]),
         (["precision.loss_scale=big"], ["precision.loss_scale=big"]),
         (["precision.loss_scale=inf"], ["precision.loss_scale=inf"]),
         (["optim.max_grad_norm=0"], ["optim.max_grad_norm=0", "null"]),

@@ -98,3 +98,5 @@ def test_text_without_a_path_and_unknown_kinds_are_refused():
         data.load(config("text"), 0)
     with pytest.raises(ConfigError, match="data=stdlibs .*did you mean 'stdlib'"):
         data.load(config("stdlibs"), 0)
+    with pytest.raises(ConfigError, match="data=jsonl has rows for a tokenizer, and this run reads bytes"):
+        data.load(config("jsonl"), 0)

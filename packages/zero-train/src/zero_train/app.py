@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from hydra import main as hydra_main
@@ -126,12 +127,9 @@ def _of_hydra(composed: DictConfig) -> int:
 
 def _job(config: Config) -> int:
     """Runs one job and returns its exit code."""
-    if config.task.kind == "pretrain":
-        from zero_train.train import run  # torch and transformers take seconds, which a mistyped key should not cost
-    else:
-        from zero_train.finetune import run
-
-    return run(config).exit_code
+    name = "train" if config.task.kind == "pretrain" else "finetune"
+    module = import_module(f"zero_train.{name}")  # torch takes seconds, which a mistyped key should not cost
+    return int(module.run(config).exit_code)
 
 
 def _guarded(job: Callable[[], int]) -> int:

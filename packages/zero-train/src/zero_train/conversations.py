@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ _DONE = "rows.json"  # written last: what a conversion found
 _SHOWN = 10  # mistakes
 _BATCH_ROWS = 1000
 _BATCH_BYTES = 8 << 20
+_KEYS = ("data.path", "data.validation_path")
 _PARTS = ("training", "validation")
 
 
@@ -50,7 +51,7 @@ class Rows:
         return " and ".join(self.digests)
 
 
-def load(config: DataConfig, task: str, cache: Path) -> Rows:
+def load(config: DataConfig, task: str, cache: Path, say: Callable[[str], None] = lambda _: None) -> Rows:
     """Reads the rows that `config` names, for `task`: sft, pretrain or dpo.
 
     The first call converts them into `cache`: about as many bytes as the file has. Later calls with files of the same
@@ -65,6 +66,7 @@ def load(config: DataConfig, task: str, cache: Path) -> Rows:
             the row with the nearest hash changes sides.
         task: decides which columns are read, see rows.py.
         cache: a folder, which is made. It may be kept for other runs.
+        say: is told when a conversion begins, which takes about a minute a GB.
 
     Raises:
         ConfigError: a package is missing, a path does not exist, a row has a mistake (the first ten are listed), no row
@@ -75,7 +77,7 @@ def load(config: DataConfig, task: str, cache: Path) -> Rows:
             f"data={config.kind} needs datasets, which is not installed; pip install 'zero-train[finetune]'"
         )
     if not config.path:
-        raise ConfigError(f"data={config.kind} needs data.path: a file, or a folder with data.pattern")
+        raise ConfigError(f"data={config.kind} needs data.path; name what to train on with data.path=…")
     given = config.validation_path
     if given and Path(given).expanduser().resolve() == Path(config.path).expanduser().resolve():
         raise ConfigError(
@@ -83,11 +85,11 @@ def load(config: DataConfig, task: str, cache: Path) -> Rows:
             "data.validation_fraction"
         )
     fraction = 0.0 if given else config.validation_fraction
-    first = _converted("data.path", config.path, config, task, fraction, cache)
+    first = _converted(_KEYS[0], config.path, config, task, fraction, cache, say)
     training, validation = first.datasets()
     found = [first]
     if given:
-        found.append(second := _converted("data.validation_path", given, config, task, 0.0, cache))
+        found.append(second := _converted(_KEYS[1], given, config, task, 0.0, cache, say))
         if (first.kind, first.of_messages) != (second.kind, second.of_messages):
             raise ConfigError(
                 f"data.validation_path={given} has rows of {second.shape}, and data.path={config.path} of "
@@ -98,9 +100,6 @@ def load(config: DataConfig, task: str, cache: Path) -> Rows:
     remarks = tuple(f"{key}: {remark}" for key, part in zip(_KEYS, found, strict=False) for remark in part.remarks)
     digests = tuple(digest for part in found for digest in part.digests)
     return Rows(f"{config.path}, {counted}", first.kind, training, validation, remarks, digests)
-
-
-_KEYS = ("data.path", "data.validation_path")
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,9 @@ class _Converted:
         return parts[0], parts[1]
 
 
-def _converted(key: str, given: str, config: DataConfig, task: str, fraction: float, cache: Path) -> _Converted:
+def _converted(
+    key: str, given: str, config: DataConfig, task: str, fraction: float, cache: Path, say: Callable[[str], None]
+) -> _Converted:
     """Returns the conversion of the rows that `given` names, from `cache` if it is there."""
     source = _source(key, given, config)
     identity = json.dumps([_VERSION, source.digest, config.kind, task, fraction])
@@ -144,6 +145,7 @@ def _converted(key: str, given: str, config: DataConfig, task: str, fraction: fl
     try:
         with _locked(cache):
             if not (folder / _DONE).is_file():
+                say(f"{key}={given}: checking {source.size / 1e6:,.1f} MB and converting them into {cache}")
                 _convert(source, task, fraction, folder)
             return _Converted(folder, **json.loads((folder / _DONE).read_text()))
     except OSError as error:
@@ -178,6 +180,11 @@ class _Source:
     files: list[Path]
     stamps: list[tuple[int, int]]  # from before the digest
     places: Iterable[tuple[str, Any]]
+
+    @property
+    def size(self) -> int:
+        """Returns the bytes of the files."""
+        return sum(size for size, _ in self.stamps)
 
 
 def _source(key: str, given: str, config: DataConfig) -> _Source:

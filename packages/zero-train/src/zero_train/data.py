@@ -67,8 +67,8 @@ def load(config: DataConfig, seed: int) -> Corpus:
     """
     if config.kind in ROW_KINDS:
         raise ConfigError(
-            f"data={config.kind} has rows for a tokenizer, and this run reads bytes; choose data=text, stdlib or "
-            "synthetic"
+            f"data={config.kind} has rows for a tokenizer, and this run reads bytes; choose task=sft or task=dpo, or "
+            "data=text, stdlib or synthetic"
         )
     if config.kind not in READERS:
         raise choices("data", config.kind, READERS)

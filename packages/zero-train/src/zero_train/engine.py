@@ -94,7 +94,9 @@ def model_of(config: Config) -> nn.Module:
     torch.manual_seed(config.run.seed)
     keeps = config.offload.activations is None
     with zero_core.deferred_init():
-        model = models.build(config.model, config.data.sequence_length, keeps, as_bytes=config.data.as_bytes or config.run.dry)
+        model = models.build(
+            config.model, config.data.sequence_length, keeps, as_bytes=config.data.as_bytes or config.run.dry
+        )
     weights = not config.run.dry or any(Path(str(config.model.path)).glob("*.safetensors"))
     if config.model.kind == "hf" and weights:  # a plan follows from config.json alone
         try:

@@ -7,6 +7,7 @@ train.py; a checkpoint is a Trainer's checkpoint-N, with zero_hf's shards in it.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import time
@@ -32,7 +33,6 @@ from zero_train.train import Outcome, together
 __all__ = ["run"]
 
 _DATA = "data.json"  # in the run folder: which rows the run learns from, for run.resume=auto
-_PACKAGES = ("transformers", "trl", "datasets", "peft", "zero_hf")
 
 
 def run(config: Config, on_end: Callable[[engine.Assembled], None] | None = None) -> Outcome:
@@ -81,7 +81,7 @@ class FineTune(train.Run):
         config = self.config
         if config.run.dry and config.data.path is None:
             return None
-        return conversations.load(config.data, config.task.kind, _cache())
+        return conversations.load(config.data, config.task.kind, _cache(), say=self._say)
 
     def _check(self) -> None:
         config = self.config
@@ -90,6 +90,14 @@ class FineTune(train.Run):
                 f"task={config.task.kind} needs a pretrained model, but model={config.model.kind}; name one with "
                 "model.path=FOLDER"
             )
+        planned = config.run.dry and config.data.path is None
+        needed = ["zero_hf", *(["peft"] if config.adapter.kind == "lora" else []), *([] if planned else ["trl"])]
+        for module in needed:
+            if importlib.util.find_spec(module) is None:
+                raise ConfigError(
+                    f"task={config.task.kind} needs {module.replace('_', '-')}, which is not installed; "
+                    "pip install 'zero-train[finetune]'"
+                )
         if config.zero.update_in_backward:
             raise ConfigError(f"task={config.task.kind} steps after backward; set zero.update_in_backward=false")
         if config.precision.parameters == "fp16":
@@ -170,6 +178,9 @@ class FineTune(train.Run):
 
         class Trainer(zero_hf.sharded(kind)):  # type: ignore[misc]
             """What of zero-train's a trainer of TRL uses."""
+
+            optimizer: Any
+            lr_scheduler: Any
 
             def make_run(self, optimizer: torch.optim.Optimizer | None) -> Any:
                 ready = watch.ready = stack.enter_context(engine.assembled(draft, plan, config, ranks, clips=False))
@@ -512,7 +523,7 @@ def _model(folder: Path, config: Config) -> nn.Module:
         targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
         wanted = peft.LoraConfig(
             r=adapter.rank,
-            lora_alpha=adapter.alpha,
+            lora_alpha=cast(int, adapter.alpha),  # any number will do
             lora_dropout=adapter.dropout,
             target_modules=targets,
             task_type="CAUSAL_LM",

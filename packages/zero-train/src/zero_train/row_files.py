@@ -170,12 +170,12 @@ def _parsed(name: str, cell: str) -> object:
 
 
 def parquet(path: Path) -> Places:
-    """Yields the rows of a parquet file. Memory is that of a few of its pages."""
+    """Yields the rows of a parquet file, which is mapped into memory: read otherwise, a whole row group would be."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path, buffer_size=_CHUNK) as file:
+        with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
             number = 0
             for batch in file.iter_batches(batch_size=256):
                 for row in _of_batch(batch):

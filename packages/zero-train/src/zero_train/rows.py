@@ -21,6 +21,7 @@ COLUMNS = {  # of each kind
 KINDS = {"sft": ("messages", "prompt-completion", "text"), "pretrain": ("text",), "dpo": ("preference",)}
 SYNONYMS = ("conversations", "instruction", "input", "output")
 KNOWN = {"tools", *SYNONYMS, *(column for columns in COLUMNS.values() for column in columns)}
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
 _NEEDED = {
     "sft": "`messages`, or `prompt` and `completion`, or `text`",
@@ -235,6 +236,6 @@ def _text(value: object, place: str) -> str:
 
 def _dumped(value: object) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return _ENCODER.encode(value)
     except (TypeError, ValueError) as error:  # a date in a parquet file, for example
         raise Mistake(f"has a value that JSON cannot hold: {error}") from None

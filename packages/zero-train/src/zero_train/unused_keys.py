@@ -13,6 +13,7 @@ from zero_train.errors import ConfigError
 from zero_train.schema import OPTIMIZERS, ROW_KINDS, Config
 
 ABOVE_ZERO = "above 0"
+_TUNE = "choose task=sft or task=dpo"
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,12 @@ TABLE = (
         for key in ("betas", "eps", "momentum")
     ),
     Row("optim.final_fraction", "optim.schedule", "null", "leave optim.schedule out"),
+    Row("task.loss_on task.packing", "task", "sft"),
+    Row("task.beta", "task", "dpo"),
+    Row("adapter.rank adapter.alpha adapter.dropout adapter.targets", "adapter", "lora"),
+    Row("adapter", "task", lambda config: config.adapter.kind == "none" or config.task.kind != "pretrain", _TUNE),
+    Row("tracker", "task", lambda config: config.tracker.kind == "none" or config.task.kind != "pretrain", _TUNE),
+    Row("zero.no_sync run.sample_bytes", "task", "pretrain"),
     Row("run.keep_checkpoints", "run.checkpoint_every", ABOVE_ZERO, "set run.checkpoint_every to a number of steps"),
     Row("run.evaluate_batches", "run.evaluate_every", ABOVE_ZERO, "set run.evaluate_every to a number of steps"),
     Row("run.sample_prompt run.sample_temperature", "run.sample_bytes", ABOVE_ZERO, "set run.sample_bytes to a length"),

@@ -138,6 +138,12 @@ class Deeper(Net):
         self.c = torch.nn.Linear(2, 2)
 
 
+class MoreFrozen(Net):
+    def __init__(self):
+        super().__init__()
+        self.d = torch.nn.Linear(2, 2).requires_grad_(False)
+
+
 def _amsgrad(groups, lr):
     return torch.optim.AdamW(groups, lr, amsgrad=True)
 
@@ -147,9 +153,11 @@ def _amsgrad(groups, lr):
     [
         ({"net": Wider}, r"shapes differ: model.a.weight: saved \(7, 5\), model \(7, 6\)"),
         ({"net": Deeper}, "missing from the checkpoint: model.c.weight, model.c.bias"),
+        ({"net": MoreFrozen}, "missing from the checkpoint: model.d.weight, model.d.bias"),
         ({"make": torch.optim.SGD}, "states that this optimizer does not keep: optim.state.a.weight.exp_avg"),
         ({"make": torch.optim.Adagrad}, "missing from the checkpoint: optim.state.a.weight.sum"),
         ({"make": _amsgrad}, "missing from the checkpoint: optim.state.a.weight.max_exp_avg_sq"),
+        ({"make": torch.optim.Adam}, "was trained with decoupled_weight_decay=True, and the optimizer here has False"),
         ({"one_group": True}, "no group of the checkpoint has the 5 parameters"),
     ],
 )
@@ -160,6 +168,13 @@ def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path, opt
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(tmp_path, model, optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_adam_without_bias_correction_is_refused(tmp_path):
+    write(tmp_path, 2, 2, options={"bias_correction": False})
+    model, optimizer = _sharded()
+    with pytest.raises(ConfigError, match="was trained with bias_correction=False"):
+        load_checkpoint(tmp_path, model, optimizer)
 
 
 def test_a_malicious_checkpoint_changes_nothing(tmp_path):

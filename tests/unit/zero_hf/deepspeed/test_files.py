@@ -129,6 +129,7 @@ def _change(path, **changes):
     "changes, message",
     [
         ({"param_shapes": None}, "has no param_shapes: it was saved at stage 0"),
+        ({"buffer_names": None}, "is not laid out as DeepSpeed 0.19 does it"),
         ({"mp_world_size": 2}, "tensor or pipeline parallelism"),
         ({"num_experts": [4]}, "own experts"),
         ({"param_shapes": [{"a.weight": torch.Size([7, 5])}]}, "2 flat groups, and param_shapes 1"),

@@ -92,6 +92,7 @@ def write(
     client: dict | None = None,
     step: int | Tensor = 9,
     scale: dict | None = None,
+    options: dict | None = None,
 ) -> Truth:
     """one_flat_group: without it, a group of stage 3 is one flat group for each parameter (sub_group_size)."""
     generator = torch.Generator().manual_seed(stage * 10 + size)
@@ -113,9 +114,9 @@ def write(
             name = f"zero_pp_rank_{rank}_mp_rank_00" if stage == 3 else "mp_rank_00"
             torch.save(model, folder / f"{name}_model_states.pt")
         groups = [
-            {"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, **options, "bias_correction": True}
+            {"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True, **each, **(options or {})}
             | {"params": [i for i, (group, _) in enumerate(flats) if group == g]}
-            for g, options in enumerate(OPTIONS)
+            for g, each in enumerate(OPTIONS)
         ]
         for rank in range(size):
             state = {i: {s: each[rank][s] for s in STATES[1:]} | {"step": step} for i, each in enumerate(cut)}

@@ -33,8 +33,9 @@ from zero_core.checkpoint.shards import clean_name, view_of
 from zero_core.errors import CheckpointError
 
 from .files import Checkpoint, open_checkpoint
+from .pickles import FilesError
 
-__all__ = ["Loaded", "Seen", "Values", "load_checkpoint", "seen"]
+__all__ = ["Loaded", "Seen", "Values", "load_checkpoint", "refuse_uncorrected", "seen"]
 
 _CHOSEN = ("decoupled_weight_decay", "amsgrad", "maximize", "nesterov")  # other values make another optimizer
 
@@ -135,7 +136,8 @@ def seen(saved: Checkpoint, called: Mapping[str, str]) -> Seen:
             sliced[f"optim.state.{key}.{state}"] = Values(shape, torch.float32, source)
         if parameter.step is not None:
             small[f"optim.state.{key}.step"] = torch.tensor(float(parameter.step))
-    groups = [{**group, "params": [called[name] for name in group["params"]]} for group in saved.groups]
+    options = [{k: v for k, v in group.items() if k != "bias_correction"} for group in saved.groups]
+    groups = [{**group, "params": [called[name] for name in group["params"]]} for group in options]
     steps = [parameter.step for parameter in saved.parameters.values() if parameter.step is not None]
     run = {
         "format": FORMAT,
@@ -149,6 +151,23 @@ def seen(saved: Checkpoint, called: Mapping[str, str]) -> Seen:
     }
     aliases = {f"model.{called[alias]}": f"model.{called[name]}" for alias, name in saved.aliases.items()}
     return Seen(sliced, small, run, aliases)
+
+
+def refuse_uncorrected(saved: Checkpoint) -> None:
+    """Raises FilesError where DeepSpeed's Adam was told to leave out the correction that Adam here always makes."""
+    if any(group.get("bias_correction") is False for group in saved.groups):
+        raise FilesError(
+            f"{saved.folder} was trained with bias_correction=False, and torch's Adam always corrects the bias: load "
+            "the weights alone, without an optimizer"
+        )
+
+
+def _decoupled(config: Mapping[str, Any]) -> bool | None:
+    """Whether the Adam of a JSON of DeepSpeed's decays weights as AdamW does; None: it has none, or does not say."""
+    section = config.get("optimizer") or {}
+    kind = str(section.get("type", "")).lower()
+    params = section.get("params") or {}
+    return {"adamw": True, "adam": bool(params.get("adam_w_mode", True))}.get(kind)
 
 
 def _loss_scale(saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -190,6 +209,7 @@ class _Reader(StorageReader):
         self.saved = saved
         found = seen(saved, called)
         if self._optimizer is not None:
+            refuse_uncorrected(saved)
             self._keep_known_options(found.run["groups"])
         return found
 
@@ -197,14 +217,17 @@ class _Reader(StorageReader):
         """Only what the live optimizer has too is restored; what would make it another one is refused."""
         assert self._optimizer is not None
         known = self._optimizer.param_groups[0]
+        decoupled = _decoupled(self.saved.config) if self.saved is not None else None
         for group in groups:
+            if decoupled is not None and group.get("weight_decay"):
+                group.setdefault("decoupled_weight_decay", decoupled)
             for key in [k for k in group if k not in known and k not in ("params", "initial_lr")]:
                 del group[key]
             for key in _CHOSEN:
                 if key in group and group[key] != known[key]:
                     raise CheckpointError(
-                        f"{self._folder} was trained with {key}={group[key]}, and the "
-                        f"{type(self._optimizer).__name__} here has {known[key]}: build it with the same"
+                        f"{self._folder} was trained with {key}={group[key]}, and the optimizer here "
+                        f"has {known[key]}: build it with the same (decoupled_weight_decay is torch.optim.AdamW)"
                     )
 
     def reset(self, checkpoint_id: Any = None) -> None:

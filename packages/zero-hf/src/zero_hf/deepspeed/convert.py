@@ -23,7 +23,7 @@ from zero_core.checkpoint.pretrained import write_pretrained
 from zero_core.checkpoint.shards import ShardSlice, clean_name
 
 from ..config import ConfigError
-from .checkpoint import Seen, Values, seen
+from .checkpoint import Seen, Values, refuse_uncorrected, seen
 from .files import Checkpoint, open_checkpoint
 
 __all__ = ["convert", "convert_weights"]
@@ -39,6 +39,7 @@ def convert(folder: str | Path, out: str | Path, *, tag: str | None = None, iner
     written; then `out` holds what it held before.
     """
     saved, found = _open(folder, tag, inert)
+    refuse_uncorrected(saved)
     contents = Contents(cast(Any, _Files(found)))
     for name, values in found.sliced.items():
         path, numel = _path(name), math.prod(values.shape)

@@ -117,7 +117,8 @@ def initialize(
             else "there are two configurations, config= and args.deepspeed_config: leave one of them out"
         )
     init_distributed()
-    translation = from_deepspeed(config if config is not None else given, model=model, world_size=dist.get_world_size())
+    source: Any = config if config is not None else given
+    translation = from_deepspeed(source, model=model, world_size=dist.get_world_size())
     if model_parameters is None:
         model_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     else:

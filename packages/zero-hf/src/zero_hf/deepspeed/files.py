@@ -48,7 +48,7 @@ _OURS = {  # what DeepSpeed itself has in a file of model states; all else is th
     *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version"),
     *("universal_checkpoint_info", "ds_autoep_layers", "autoep_layers", "num_experts"),
 }
-_PLAIN_OPTIONS = {"params", "step", "bias_correction", "foreach", "fused", "capturable", "differentiable"}
+_HOW = {"params", "step", "foreach", "fused", "capturable", "differentiable"}  # not what is computed
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Checkpoint:
     """What a folder holds, by name. groups: options of the optimizer's groups, and the names of their parameters.
 
     aliases: further name of a tied parameter -> its name in `parameters`. loss_scale: DeepSpeed's attributes of it.
-    buffers are rank 0's. complete: parameters that are not trained are in it too.
+    buffers are rank 0's. complete: parameters that are not trained were not left out.
     """
 
     folder: Path
@@ -110,7 +110,13 @@ def open_checkpoint(folder: str | Path, tag: str | None = None, *, inert: Iterab
     see `pickles.read_plain`. Raises FilesError, which names the file, for what is absent, damaged, mixed or refused.
     """
     where = _tagged(Path(folder), tag)
-    return _Opened(where, tuple(inert)).checkpoint()
+    try:
+        return _Opened(where, tuple(inert)).checkpoint()
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise FilesError(
+            f"{where} is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: {error}): load it with the "
+            "DeepSpeed that wrote it, and save it anew with a current one"
+        ) from error
 
 
 def _tagged(folder: Path, tag: str | None) -> Path:
@@ -238,7 +244,7 @@ class _Opened:
             skipped_steps=int(first["skipped_steps"]),
             global_samples=int(first.get("global_samples", 0)),
             config=first.get("ds_config") or {},
-            complete=bool(frozen),
+            complete=bool(frozen) or first.get("frozen_param_shapes") is not None,  # stage 1 writes none either way
         )
 
     def _common(self) -> Mapping[str, Any]:
@@ -280,7 +286,7 @@ class _Opened:
         for name, parameter in found.items():
             members[parameter.group or 0].append(name)
         groups = [
-            {key: self._values(value) for key, value in group.items() if key not in _PLAIN_OPTIONS} | {"params": names}
+            {key: self._values(value) for key, value in group.items() if key not in _HOW} | {"params": names}
             for group, names in zip(options, members, strict=True)
         ]
         return found, groups

@@ -6,6 +6,7 @@ All are collective, take a sharded parameter, and give and take its whole value 
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import Parameter
 
 import zero_core
 
@@ -19,28 +20,28 @@ __all__ = [
 ]
 
 
-def safe_get_full_grad(param: Tensor) -> Tensor | None:
+def safe_get_full_grad(param: Parameter) -> Tensor | None:
     """The mean gradient over the ranks, before clipping; None: no backward has reached the parameter."""
     return zero_core.full_gradient(param)
 
 
-def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
     zero_core.set_full_gradient(param, value)
 
 
-def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
     """The fp32 master; None: the parameter is frozen."""
     return zero_core.full_state(param, "master")
 
 
-def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     zero_core.set_full_state(param, "master", value)
 
 
-def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
     """A state such as "exp_avg"; None before the parameter's first step."""
     return zero_core.full_state(param, optim_state_key)
 
 
-def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
     zero_core.set_full_state(param, optim_state_key, value)

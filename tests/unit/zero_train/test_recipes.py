@@ -1,0 +1,52 @@
+"""What each recipe for a named machine plans, from the model's config.json alone: what lies where."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("zero_hf")
+pytest.importorskip("transformers")
+
+import transformers
+
+from zero_train.app import main
+
+RECIPES = Path(__file__).parents[3] / "conf" / "recipe"
+SHAPES = {  # of Llama 3.1
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
+GIB = {  # recipe: tier -> what it holds
+    "sft_8b_1x24gib_lora": {"device": 23.0, "host": 2.9, "nvme": 0.0},
+    "sft_8b_1x24gib_nvme": {"device": 18.1, "host": 51.6, "nvme": 89.7},
+    "sft_70b_1x80gib_nvme": {"device": 56.4, "host": 341.6, "nvme": 788.5},
+    "pretrain_1b_8x80gib": {"device": 9.5, "host": 0.0, "nvme": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", GIB)
+def test_a_recipe_plans_what_it_says(name, tmp_path, capsys):
+    """Fails if a recipe does not fit its machine, or a change of the planner moves a tenth of a GiB of it."""
+    words = [f"recipe={name}", "run.dry=true"]
+    size = name.split("_")[1]
+    if "lora" in name:
+        pytest.importorskip("peft")
+    if name.startswith("sft"):
+        sizes = SHAPES[size] | {"num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16"}
+        config = transformers.LlamaConfig(architectures=["LlamaForCausalLM"], **sizes)
+        config.save_pretrained(tmp_path)
+        words.append(f"model.path={tmp_path}")
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    table = re.findall(r"^(device|host|nvme) +(\d.*)$", printed, re.MULTILINE)
+    totals = {tier: float(row.split()[-2]) for tier, row in table}
+    assert totals == pytest.approx(GIB[name], abs=0.1)
+    assert "predicted step" in printed
+
+
+def test_every_recipe_for_a_named_machine_has_a_test():
+    named = {path.stem for path in RECIPES.glob("*.yaml") if path.stem.startswith(("sft_", "dpo_", "pretrain_"))}
+    assert named == set(GIB)
