@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from zero_train import __version__, deepspeed, unused_keys
+from zero_train import __version__, deepspeed, generate, unused_keys
 from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError
 from zero_train.schema import Config
@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"zero-train {__version__}\n")
         return 0
     try:
+        if arguments[:1] == ["generate"]:
+            return _guarded(lambda: generate.run(arguments[1:]))
         if flags <= _SWEEP and not any(word.startswith("hydra") for word in words):
             return _guarded(lambda: _from_words(words, bool(flags)))
         return _guarded(lambda: _through_hydra([word for part in reversed(_with_file(arguments)) for word in part]))

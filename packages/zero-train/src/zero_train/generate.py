@@ -1,0 +1,166 @@
+"""Answers questions with what a run of zero-train exported: `zero-train generate run.dir=FOLDER`.
+
+Loads the whole model into memory with transformers: nothing is sharded or on NVMe here, as a small model needs neither.
+Owns the command's keys and what the run folder must hold. Torch is imported once both are known to be right.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from zero_train.errors import ConfigError, choices
+
+_HELP = "write zero-train generate run.dir=FOLDER, and generate.prompt=TEXT or questions on stdin, one a line"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The keys of the command, which are KEY=VALUE. All but `run.dir` are keys of the section `generate`."""
+
+    run_dir: str = ""
+    """The run folder, or a folder that save_pretrained wrote."""
+    prompt: str | None = None
+    """What to answer. None: each line of stdin."""
+    tokens: int = 128
+    """Length of an answer, at most."""
+    temperature: float = 0.0
+    """Divides the scores before a token is drawn. 0: always the most likely token."""
+    seed: int = 0
+    """Seeds what is drawn."""
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Request:
+        """Reads the command line. Raises ConfigError for a key that does not exist and for a value of another type."""
+        names = {("run.dir" if f.name == "run_dir" else f"generate.{f.name}"): f for f in fields(cls)}
+        given: dict[str, Any] = {}
+        for word in words:
+            key, equals, value = word.partition("=")
+            if not equals:
+                raise ConfigError(f"cannot read '{word}': {_HELP}")
+            if key not in names:
+                raise choices("generate: the key", key, names)
+            kind = {"tokens": int, "temperature": float, "seed": int}.get(names[key].name, str)
+            try:
+                given[names[key].name] = kind(value)
+            except ValueError:
+                raise ConfigError(f"{key}={value} is not a number; change {key}") from None
+        request = cls(**given)
+        if not request.run_dir:
+            raise ConfigError(f"run.dir is not given: {_HELP}")
+        if request.tokens < 1 or request.temperature < 0:
+            key = "tokens" if request.tokens < 1 else "temperature"
+            raise ConfigError(f"generate.{key}={getattr(request, key)} is too small; set it to 1, for instance")
+        return request
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs the command. Answers one prompt, or each line of stdin until its end. Returns the exit code.
+
+    Raises:
+        ConfigError: a key is wrong, or the run folder lacks what is needed.
+    """
+    request = Request.of(words)
+    speaker = Speaker.of(Path(request.run_dir))
+    prompts = sys.stdin if request.prompt is None else [request.prompt]
+    if prompts is sys.stdin and sys.stdin.isatty():
+        sys.stdout.write("ask in one line; Ctrl-D ends\n")
+    for prompt in map(str.strip, prompts):
+        if prompt:
+            answer = speaker.answer(prompt, request.tokens, request.temperature, request.seed)
+            sys.stdout.write(answer + "\n")
+            sys.stdout.flush()
+    return 0
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model in memory, on torch's accelerator if there is one, and how it reads."""
+
+    model: Any
+    tokenizer: Any | None  # None: it reads bytes
+
+    @classmethod
+    def of(cls, folder: Path) -> Speaker:
+        """Loads what the run in `folder` exported, or a folder that save_pretrained wrote.
+
+        Raises:
+            ConfigError: `folder` is no run's, the run exported nothing, or transformers cannot load it.
+        """
+        weights = folder if (folder / "config.json").is_file() else _exported(folder)
+        adapter = weights / "adapter_config.json"
+        base = _base(folder, adapter) if adapter.is_file() else str(weights)
+
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(base)
+            if adapter.is_file():
+                from peft import PeftModel
+
+                model = PeftModel.from_pretrained(model, str(weights))
+            has_tokenizer = (weights / "tokenizer_config.json").is_file()
+            tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True) if has_tokenizer else None
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+            raise ConfigError(f"{weights} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        where = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return cls(model.to(where or "cpu").eval(), tokenizer)
+
+    def answer(self, prompt: str, tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> str:
+        """Returns the answer to one prompt, without those before it; a model that reads bytes continues the text."""
+        import torch
+
+        from zero_train import sampling
+        from zero_train.schema import RunConfig
+
+        device = self.model.device
+        if self.tokenizer is None:
+            how = RunConfig(seed=seed, sample_prompt=prompt, sample_bytes=tokens, sample_temperature=temperature)
+            context = self.model.config.get_text_config().max_position_embeddings
+            return sampling.generate(self.model, how, context, device)
+        if self.tokenizer.chat_template is None:
+            text = prompt
+        else:
+            asked = [{"role": "user", "content": prompt}]
+            text = self.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        read = self.tokenizer(text, return_tensors="pt", add_special_tokens=text is prompt).to(device)
+        torch.manual_seed(seed)
+        drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        said = self.model.generate(
+            **read, **drawn, max_new_tokens=tokens, pad_token_id=self.tokenizer.pad_token_id, use_cache=True
+        )
+        return str(self.tokenizer.decode(said[0, read["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+
+
+def _exported(folder: Path) -> Path:
+    """Returns `pretrained` in a run folder."""
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"run.dir={folder} is no run folder: it has no config.yaml; name one that a run has left")
+    weights = folder / "pretrained"
+    if not any((weights / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise ConfigError(
+            f"run.dir={folder} has no exported model, as the run did not end or had run.export=false; repeat its "
+            "command with run.export=true, and with run.resume=auto if it left checkpoints"
+        )
+    return weights
+
+
+def _base(folder: Path, adapter: Path) -> str:
+    """Returns the model under an adapter: model.path of the run, or what the adapter itself names."""
+    run = folder / "config.yaml"
+    try:
+        named = OmegaConf.select(OmegaConf.load(run), "model.path") if run.is_file() else None
+        base = str(named or json.loads(adapter.read_text())["base_model_name_or_path"])
+    except (OmegaConfBaseException, ValueError, KeyError) as error:
+        raise ConfigError(f"{adapter.parent} does not say which model it adapts: {error}") from error
+    if not (Path(base) / "config.json").is_file() and (Path(base).exists() or base.count("/") != 1):
+        raise ConfigError(f"{adapter.parent} adapts the model in {base}, which has no config.json; bring it back")
+    return base

@@ -1,0 +1,116 @@
+"""zero-train generate: a run folder's model answers, and what cannot answer is refused by one line."""
+
+from __future__ import annotations
+
+import io
+import runpy
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from omegaconf import OmegaConf
+
+from zero_train import app
+from zero_train.generate import Speaker
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A Llama of 0.1 M parameters, and a tokenizer of bytes with a chat template."""
+    for name in ("trl", "datasets"):
+        pytest.importorskip(name)
+    torch.manual_seed(0)
+    return runpy.run_path(str(ROOT / "examples" / "sft.py"))["tiny"]()
+
+
+def left_by_run(folder: Path, model=None, tokenizer=None, base="") -> Path:
+    """A folder as a run leaves it."""
+    folder.mkdir()
+    OmegaConf.save(OmegaConf.create({"model": {"path": base}}), folder / "config.yaml")
+    for part in (model, tokenizer):
+        if part is not None:
+            part.save_pretrained(folder / "pretrained")
+    return folder
+
+
+def said(capsys, *words: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = app.main(["generate", *words])
+    return code, *capsys.readouterr()
+
+
+def test_a_prompt_and_each_line_of_stdin_are_answered_alike(tiny, tmp_path, capsys, monkeypatch):
+    """Fails if the chat template is left out, if the question is repeated, or if two lines see each other."""
+    model, tokenizer = tiny
+    run = left_by_run(tmp_path / "run", model, tokenizer)
+    code, answer, _ = said(capsys, f"run.dir={run}", "generate.prompt=What, then?", "generate.tokens=8")
+    asked = tokenizer("<|user|>What, then?<|end|><|assistant|>", return_tensors="pt", add_special_tokens=False)
+    model.eval()
+    tokens = model.generate(**asked, do_sample=False, max_new_tokens=8, pad_token_id=tokenizer.pad_token_id)
+    wanted = tokenizer.decode(tokens[0, asked["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    assert (code, answer) == (0, wanted + "\n")
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("What, then?\n\nWhat, then?\n"))
+    assert said(capsys, f"run.dir={run}", "generate.tokens=8")[:2] == (0, 2 * answer)
+
+
+def test_an_adapter_answers_over_the_model_that_the_run_names(tiny, tmp_path):
+    """Fails if the adapter is ignored, or put over another model than model.path."""
+    peft = pytest.importorskip("peft")
+    model, tokenizer = tiny
+    model.save_pretrained(tmp_path / "base")
+    plain = Speaker.of(tmp_path / "base").model
+    adapted = peft.get_peft_model(plain, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    run = left_by_run(tmp_path / "run", adapted, tokenizer, base=str(tmp_path / "base"))
+    loaded = Speaker.of(run)
+    tokens = torch.arange(5)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded.model(tokens).logits, adapted.eval()(tokens).logits)
+        with adapted.disable_adapter():
+            assert not torch.equal(loaded.model(tokens).logits, adapted(tokens).logits)
+
+    (tmp_path / "base" / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"adapts the model in .*base, which has no config.json"):
+        Speaker.of(run)
+
+
+def test_a_model_of_bytes_continues_the_text(tmp_path, capsys):
+    """Fails if a run of task=pretrain, which exports no tokenizer, is not answered."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    run = left_by_run(tmp_path / "run", LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)))
+    code, text, _ = said(capsys, f"run.dir={run}", "generate.prompt=def ", "generate.tokens=4")
+    assert code == 0
+    assert text.startswith("def")
+    assert len(text) > len("def \n")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["generate.prompt=x"], "run.dir is not given"),
+        (["run.dir={here}", "generate.promt=x"], "did you mean 'generate.prompt'?"),
+        (["run.dir={here}", "what is it?"], "cannot read 'what is it?'"),
+        (["run.dir={here}", "generate.tokens=many"], "generate.tokens=many is not a number"),
+        (["run.dir={here}", "generate.tokens=0"], "generate.tokens=0 is too small"),
+        (["run.dir={here}/nowhere"], "is no run folder"),
+        (["run.dir={here}/run"], "has no exported model"),
+        (["run.dir={here}/empty"], "cannot be loaded"),
+    ],
+)
+def test_what_cannot_answer_is_one_line(words, named, tmp_path, capsys):
+    """Fails if a mistake is a traceback, another exit code than 2, or does not name what to change."""
+    left_by_run(tmp_path / "run")
+    left_by_run(tmp_path / "empty")
+    (tmp_path / "empty" / "pretrained").mkdir()
+    (tmp_path / "empty" / "pretrained" / "config.json").write_text('{"model_type": "llama"}')
+    code, out, complaint = said(capsys, *(word.format(here=tmp_path) for word in words))
+    assert (code, out) == (2, "")
+    assert complaint.count("\n") == 1
+    assert named in complaint
