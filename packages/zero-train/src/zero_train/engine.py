@@ -164,11 +164,12 @@ def _lion(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.Optim
 
 @contextmanager
 def assembled(
-    draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Ranks, *, clips: bool = True
+    draft: Draft, plan: zero_offload.Plan, config: Config, ranks: Ranks, *, clips: bool = True, steady: bool = True
 ) -> Iterator[Assembled]:
     """Allocates what the plan says and shards the model. Releases everything at the end, also after an error.
 
     clips: step() clips by optim.max_grad_norm; False: the caller does, with torch's clip_grad_norm_.
+    steady: batches are of one shape, so freed memory is kept for the next; of many shapes it would only grow.
 
     Raises:
         ConfigError: the slab cannot be made, a unit cannot follow offload.activations, or a tier turned out too small.
@@ -199,7 +200,7 @@ def assembled(
                 stack.enter_context(zero_offload.offload_activations(draft.model, store, plan))
         except (OSError, MemoryError, ValueError, TypeError) as error:
             raise ConfigError(planning.refusal(error)) from error
-        if ranks.device.type == "cpu":
+        if ranks.device.type == "cpu" and steady:
             zero_core.keep_freed_memory()
         resident = plan.total("device") + (plan.total("host") if store is None else 0)
         remarks = []
