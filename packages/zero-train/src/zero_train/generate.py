@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,9 @@ def run(words: Sequence[str]) -> int:
     """
     request = Request.of(words)
     speaker = Speaker.of(Path(request.run_dir))
-    prompts = sys.stdin if request.prompt is None else [request.prompt]
-    if prompts is sys.stdin and sys.stdin.isatty():
+    if request.prompt is None and sys.stdin.isatty():
         sys.stdout.write("ask in one line; Ctrl-D ends\n")
+    prompts: Iterable[str] = sys.stdin if request.prompt is None else [request.prompt]
     for prompt in map(str.strip, prompts):
         if prompt:
             answer = speaker.answer(prompt, request.tokens, request.temperature, request.seed)
@@ -102,7 +102,7 @@ class Speaker:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         try:
-            model = AutoModelForCausalLM.from_pretrained(base)
+            model: Any = AutoModelForCausalLM.from_pretrained(base)
             if adapter.is_file():
                 from peft import PeftModel
 
