@@ -27,7 +27,7 @@ MODULES = (
     "tempfile textwrap threading tokenize traceback types typing unittest urllib.parse urllib.request uuid warnings "
     "weakref zipfile"
 )
-HELD_OUT = ("os.walk", "random.shuffle", "shutil.copytree")  # what the model is asked, before and after
+HELD_OUT = ("os.walk", "shutil.copytree", "textwrap.dedent")  # what the model is asked, before and after
 
 
 def made(folder: Path) -> Path:
@@ -101,7 +101,7 @@ def main() -> int:
         return code
 
     losses = [json.loads(line) for line in (run / "validation.jsonl").read_text().splitlines()]
-    print(f"\nloss on {len(held_out)} functions that were held out:", end=" ")
+    print("\nloss on functions that were held out:", end=" ")
     print(f"{losses[0]['loss']:.3f} before, {losses[-1]['loss']:.3f} after {losses[-1]['step']} steps")
     for name, first, then in zip(HELD_OUT, before, answers(run), strict=True):
         print(f"\n{question(name)}\n  before:    {first}\n  after:     {then}\n  docstring: {held_out[name]}")
