@@ -90,7 +90,8 @@ def main() -> int:
     rows = pairs()
     held_out = {name: rows.pop(name) for at, name in enumerate(sorted(rows)) if at % 12 == 5 or name in HELD_OUT}
     training, validation = written(work / "training.jsonl", rows), written(work / "held_out.jsonl", held_out)
-    run = work / time.strftime("%Y-%m-%d_%H-%M-%S")
+    given = [word.partition("=")[2] for word in sys.argv[1:] if word.startswith("run.dir=")]
+    run = Path(given[-1]) if given else work / time.strftime("%Y-%m-%d_%H-%M-%S")
     before = answers(model)
 
     words = ["task=sft", "recipe=smollm2_laptop", f"model.path={model}", f"data.path={training}"]
