@@ -140,6 +140,16 @@ def test_weights_alone_leave_counters_states_and_schedule_as_they_are(tmp_path):
     second.destroy()
 
 
+def test_a_latest_that_cannot_be_written_is_told_and_the_checkpoint_stays(tmp_path):
+    engine = made()
+    train(engine, batches(2))
+    (tmp_path / "latest").mkdir()  # as a full disk, the file cannot be put there
+    with pytest.raises(CheckpointError, match="the checkpoint global_step1 is complete, load it by its tag"):
+        engine.save_checkpoint(tmp_path)
+    assert engine.load_checkpoint(tmp_path, tag="global_step1")[0] == str(tmp_path / "global_step1")
+    engine.destroy()
+
+
 def test_a_checkpoint_that_is_not_there_is_said(tmp_path):
     engine = made()
     with pytest.warns(UserWarning, match="latest is not there, nothing was loaded"):

@@ -201,7 +201,7 @@ class Engine(nn.Module):
             found = self.module(*inputs, **options)
         if self._accumulate > 1 and torch.is_grad_enabled():
             for value in tree_leaves(found):
-                if isinstance(value, Tensor) and value.requires_grad:
+                if isinstance(value, Tensor) and value.grad_fn is not None:
                     value.register_hook(self._refuse_foreign)
         return found
 
@@ -406,11 +406,17 @@ class Engine(nn.Module):
             extra={"counters": counters, "client_state": dict(client_state or {})},
             trained_only=exclude_frozen_parameters,
         )
+        failed: list[str | None] = [None]
         if save_latest and self.global_rank == 0:
             written = Path(save_dir) / f".{_LATEST}"
-            written.write_text(name)
-            written.replace(Path(save_dir) / _LATEST)
-        dist.barrier()
+            try:
+                written.write_text(name)
+                written.replace(Path(save_dir) / _LATEST)
+            except OSError as error:
+                failed = [f"{written}: {error}; the checkpoint {name} is complete, load it by its tag"]
+        dist.broadcast_object_list(failed)
+        if failed[0] is not None:
+            raise CheckpointError(failed[0])
         return True
 
     def load_checkpoint(
