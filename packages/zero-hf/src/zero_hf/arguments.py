@@ -31,10 +31,11 @@ def deepspeed_of(args: Any) -> Any:
 
 class _Arguments(TrainingArguments):
     def __post_init__(self) -> None:
-        given, self.deepspeed = self.deepspeed, None
+        mine: Any = self
+        given, mine.deepspeed = mine.deepspeed, None
         super().__post_init__()
         _ = self.device  # it is looked up once, and stock code would start DeepSpeed for it
-        self.deepspeed = given  # for to_dict() and dataclasses.replace()
+        mine.deepspeed = given  # for to_dict() and dataclasses.replace()
 
     def __reduce__(self) -> Any:
         """Pickles as the class that the caller gave, so training_args.bin is read without this package."""
