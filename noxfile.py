@@ -156,7 +156,9 @@ def deepspeed(session: nox.Session) -> None:
     everything(session, extras=("setuptools", "wheel", "ninja", "py-cpuinfo"))
     session.install("--quiet", "-c", "constraints.txt", "--no-build-isolation", "deepspeed==0.19.8")
     files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/zero_hf/test_*deepspeed*.py"))
-    compiled = Path(session.virtualenv.location) / "torch_extensions"  # a killed run's lock stays in the user's folder
+    compiled = Path(session.virtualenv.location) / "torch_extensions"
+    for lock in compiled.glob("*/lock"):  # of a run that was killed, for which the next would wait for ever
+        lock.unlink()
     environment = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(compiled)}
     session.run("pytest", "-rRs", *files, *session.posargs, env=environment)
 
