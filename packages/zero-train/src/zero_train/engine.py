@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,11 @@ class Usage:
     nvme_write_bytes: int = 0
     host_bytes: int = 0
     device_bytes: int = 0
+
+    def since(self, before: Usage) -> dict[str, Any]:
+        """Returns what a line of metrics.jsonl says: counters since `before`, and the bytes that are held now."""
+        counted = ("exposed_seconds", "nvme_read_bytes", "nvme_write_bytes")
+        return asdict(self) | {name: getattr(self, name) - getattr(before, name) for name in counted}
 
 
 @dataclass(frozen=True)

@@ -132,12 +132,8 @@ class Loop:
             learning_rate=rate,
             step_seconds=seconds,
             tokens_per_second=rows * self._config.data.sequence_length / seconds,
-            exposed_seconds=usage.exposed_seconds - before.exposed_seconds,
-            nvme_read_bytes=usage.nvme_read_bytes - before.nvme_read_bytes,
-            nvme_write_bytes=usage.nvme_write_bytes - before.nvme_write_bytes,
-            host_bytes=usage.host_bytes,
-            device_bytes=usage.device_bytes,
             peak_rss_bytes=peak_rss_bytes(),
+            **usage.since(before),
         )
 
     def _set_rate(self, number: int) -> float:

@@ -51,6 +51,13 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return scores.float()
 
 
+def numel(model: nn.Module) -> int:
+    """Returns the number of the model's parameters. Those in a layer's packed bytes are as many as it multiplies by."""
+    packed = [m for m in model.modules() if isinstance(m, nn.Linear) and not m.weight.is_floating_point()]
+    hidden = sum(m.in_features * m.out_features - m.weight.numel() for m in packed)
+    return hidden + sum(p.numel() for p in model.parameters())
+
+
 def _check(config: ModelConfig) -> None:
     """Raises ConfigError if the sizes of a model that is built from them do not fit together."""
     if config.vocab_size < 256:

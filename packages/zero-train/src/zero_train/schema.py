@@ -152,8 +152,8 @@ class TaskConfig:
 class AdapterConfig:
     """Says whether the model's own weights are trained, or low-rank adapters beside them."""
 
-    kind: str = _one_of("none", "lora", default="none")
-    """none: all weights. lora: adapters of PEFT."""
+    kind: str = _one_of("none", "lora", "qlora", default="none")
+    """none: all weights. lora: adapters of PEFT. qlora: the same, beside weights in bitsandbytes' 4 bits."""
     rank: int = _at_least(1, default=16)
     """Rank of an adapter."""
     alpha: float = _at_least(0, default=32.0)

@@ -18,7 +18,20 @@ import torch
 import zero_core
 import zero_offload
 from zero_offload.advice import is_out_of_memory
-from zero_train import checks, cores, data, engine, formats, interrupt, planning, progress, report, resume, sampling
+from zero_train import (
+    checks,
+    cores,
+    data,
+    engine,
+    formats,
+    interrupt,
+    models,
+    planning,
+    progress,
+    report,
+    resume,
+    sampling,
+)
 from zero_train import config as configuration
 from zero_train.engine import Assembled
 from zero_train.errors import ConfigError, RunError
@@ -168,7 +181,7 @@ class Run:
 
     def _announce(self, corpus: Any, draft: engine.Draft, plan: zero_offload.Plan) -> None:
         config, ranks = self.config, self.ranks
-        numel = sum(p.numel() for p in draft.model.parameters())
+        numel = models.numel(draft.model)
         planned = planning.described_ranks(plan.hardware, config, ranks)
         machine = plan.hardware.name if plan.hardware else ranks.device.type
         self._say(
