@@ -64,5 +64,7 @@ def test_the_recipe_for_a_laptop_keeps_the_states_on_disk(tmp_path, capsys):
 
 
 def test_every_recipe_for_a_named_machine_has_a_test():
-    named = {path.stem for path in RECIPES.glob("*.yaml") if path.stem.startswith(("sft_", "dpo_", "pretrain_"))}
+    named = {
+        path.stem for path in RECIPES.glob("*.yaml") if path.stem.startswith(("sft_", "qlora_", "dpo_", "pretrain_"))
+    }
     assert named == set(GIB)

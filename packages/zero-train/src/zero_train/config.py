@@ -178,7 +178,7 @@ def unknown_key(key: str) -> ConfigError:
         lasts = {name.rpartition(".")[2]: name for name in reversed(candidates)}
         near = get_close_matches(last, list(lasts), n=1, cutoff=0.6)
         meant = meant or (lasts[near[0]] if near else None)
-    hint = f"did you mean '{meant}'?" if meant else "zero-train --help lists all of them"
+    hint = f"did you mean '{meant}'?" if meant else "zero-train --help all lists all of them"
     return ConfigError(f"the key {key} does not exist; {hint}")
 
 
