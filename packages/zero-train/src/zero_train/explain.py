@@ -61,7 +61,7 @@ def _overview() -> str:
     lines += [
         "",
         "Keys: change with GROUP.KEY=VALUE; run.steps, run.dir and others are in the section run.",
-        "  zero-train --help data         explains the keys of a group or section; several may be named, or all",
+        "  zero-train --help data         explains the keys of a group; several may be named, or all",
         "  zero-train --cfg job           prints every key with its value, as YAML",
     ]
     return "\n".join(lines)
