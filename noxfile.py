@@ -134,7 +134,8 @@ def peft(session: nox.Session) -> None:
     """PEFT's adapters, also over bases of bitsandbytes and torchao, which `tests` skips where these are missing."""
     everything(session, extras=("peft", "bitsandbytes", "torchao"))
     files = ("zero_offload/test_peft.py", "zero_offload/test_quantised.py", "zero_hf/test_trainer_peft.py")
-    session.run("pytest", "-rR", *(f"tests/integration/{name}" for name in files), *session.posargs)
+    files = (*(f"tests/integration/{name}" for name in files), "tests/unit/zero_hf/test_merging.py")
+    session.run("pytest", "-rR", *files, *session.posargs)
 
 
 @nox.session

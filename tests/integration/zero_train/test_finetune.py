@@ -167,10 +167,21 @@ def test_adapters_are_trained_alone_and_saved_alone(model, tmp_path, kind):
     assert wanted[-1] < wanted[0]
     found = {}
     for place in ("none", "host", "nvme"):
-        more = (f"adapter={kind}", "adapter.rank=4", f"offload={place}", "io.allow_memory=true", "run.evaluate_every=4")
+        more = (
+            f"adapter={kind}",
+            "adapter.rank=4",
+            "adapter.merge=true",
+            f"offload={place}",
+            "io.allow_memory=true",
+            "run.evaluate_every=4",
+        )
         given = words(model, data, tmp_path / place, *more, f"data.validation_path={held_out}")
         assert main([w for w in given if w not in ("run.evaluate_every=0", "data.validation_fraction=0")]) == 0
         found[place] = losses(tmp_path / place)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "nvme" / "merged").state_dict()
+    before = transformers.AutoModelForCausalLM.from_pretrained(model).state_dict()
+    changed = {name for name, value in merged.items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if "_proj" in name}
     assert found["nvme"] == found["host"] == pytest.approx(found["none"], rel=1e-5)
     alike = STEPS if kind == "qlora" else 1
     assert found["nvme"][:alike] == pytest.approx(wanted[:alike], rel=1e-5, abs=0)

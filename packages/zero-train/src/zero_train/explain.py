@@ -26,7 +26,7 @@ _OTHERS = {"recipe": "Combines choices for a purpose and a machine.", "tier": "A
 _OVERVIEW = """\
 zero-train trains and fine-tunes language models, with states in host memory or on NVMe.
 
-  zero-train                                               the default: 25 M parameters, from scratch
+  zero-train                                               the default, 25 M parameters
   zero-train task=sft model.path=FOLDER data.path=chats.jsonl run.dir=mine
   zero-train generate run.dir=mine                         asks the result
   zero-train run.dry=true recipe=sft_8b_1x24gib_nvme model.path=FOLDER  prints the plan

@@ -108,6 +108,8 @@ class FineTune(train.Run):
                 )
         if config.zero.update_in_backward:
             raise ConfigError(f"task={config.task.kind} steps after backward; set zero.update_in_backward=false")
+        if config.adapter.merge and not config.run.export:
+            raise ConfigError("adapter.merge=true merges what run.export=true writes; set run.export=true")
         if config.precision.parameters == "fp16":
             raise ConfigError(f"task={config.task.kind} has no loss scaling; set precision=bf16 or precision=fp32")
 
@@ -158,10 +160,21 @@ class FineTune(train.Run):
                 self._say(f"stopped after step {trainer.state.global_step} of {config.run.steps}")
             elif config.run.export:
                 trainer.save_model(str(folder / "pretrained"))
+                if config.adapter.merge:
+                    together(ranks, lambda: self._merge(folder))
             if self.on_end is not None:
                 self.on_end(ready)
         self._say(f"results in {folder}")
         return Outcome(128 + signal if signal else 0, folder, history)
+
+    def _merge(self, folder: Path) -> None:
+        if self.ranks.leader:
+            import zero_hf
+
+            try:
+                zero_hf.merge_adapter(pretrained.local(self.config), folder / "pretrained", folder / "merged")
+            except zero_hf.ConfigError as error:
+                raise ConfigError(f"adapter.merge=true: {error}") from error
 
     def _same_data(self, read: Any, folder: Path) -> None:
         """Raises ConfigError if run.resume=auto would go on with other rows."""

@@ -162,6 +162,8 @@ class AdapterConfig:
     """Share of the adapter's inputs that is set to zero in training."""
     targets: Any = "all-linear"
     """Names of the layers that get an adapter, or all-linear."""
+    merge: bool = False
+    """After the run, also write `merged`: the model with the adapter added to its weights. Needs run.export=true."""
 
 
 @dataclass
