@@ -19,7 +19,7 @@ from torch import nn
 
 import zero_core
 import zero_offload
-from zero_train import checks, formats, models, planning
+from zero_train import checks, formats, models, planning, tokens
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
 from zero_train.schema import OPTIMIZERS, Config
@@ -100,7 +100,10 @@ def model_of(config: Config) -> nn.Module:
     keeps = config.offload.activations is None
     with zero_core.deferred_init():
         model = models.build(
-            config.model, config.data.sequence_length, keeps, as_bytes=config.data.as_bytes or config.run.dry
+            config.model,
+            config.data.sequence_length,
+            keeps,
+            as_bytes=config.data.as_bytes or config.run.dry or tokens.folder_of(config) is not None,
         )
     weights = not config.run.dry or any(Path(str(config.model.path)).glob("*.safetensors"))
     if config.model.kind == "hf" and weights:  # a plan follows from config.json alone

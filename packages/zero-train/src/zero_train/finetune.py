@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import os
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -87,7 +86,7 @@ class FineTune(train.Run):
         config = self.config
         if config.run.dry and config.data.path is None:
             return None
-        return conversations.load(config.data, config.task.kind, _cache(), say=self._say)
+        return conversations.load(config.data, config.task.kind, conversations.cache_folder(), say=self._say)
 
     def _check(self) -> None:
         config = self.config
@@ -365,8 +364,3 @@ def _marked(read: Any, tokenizer: Any, folder: Path) -> Any:
     made = [part.map(split, remove_columns=["messages"]) for part in parts]
     validation = made[1] if read.validation is not None else None
     return dataclasses.replace(read, kind="prompt-completion", training=made[0], validation=validation)
-
-
-def _cache() -> Path:
-    """Where converted data are kept, for all runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero-train"

@@ -6,6 +6,7 @@ reads and quantises the whole model before. Owns no data and no trainer.
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ import zero_core
 from zero_train import formats
 from zero_train.errors import ConfigError
 from zero_train.schema import Config
+
+TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json")
 
 
 def local(config: Config) -> Path:
@@ -40,7 +43,17 @@ def local(config: Config) -> Path:
 
 def has_tokenizer(folder: Path) -> bool:
     """Returns whether the folder holds a tokenizer."""
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+    return any(any(folder.glob(pattern)) for pattern in TOKENIZERS)
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Returns a text that changes if a file of the folder's tokenizer does, or the library that reads it."""
+    import transformers
+
+    hashed = hashlib.sha256(transformers.__version__.encode())
+    for file in sorted({file for pattern in TOKENIZERS for file in folder.glob(pattern)}):
+        hashed.update(file.name.encode() + file.read_bytes())
+    return hashed.hexdigest()
 
 
 def tokenizer_of(folder: Path) -> Any:

@@ -114,12 +114,12 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Says what to train on: text that is read as bytes, or rows for a tokenizer."""
+    """Says what to train on: text, read as bytes or by a tokenizer, or rows for a tokenizer."""
 
     kind: str = MISSING
-    """stdlib, text or synthetic: bytes, read by data.py. jsonl, parquet, csv or datasets: rows, by conversations.py."""
+    """stdlib, text or synthetic: text, see data.py. jsonl, parquet, csv or datasets: rows, see conversations.py."""
     sequence_length: int = _at_least(2, default=256)
-    """Bytes of one sequence."""
+    """Bytes of one sequence; tokens, where a tokenizer reads the text."""
     path: Optional[str] = None
     """A file, or a folder of files. datasets: a folder that `save_to_disk` wrote, or a name on the hub. Not for stdlib
     and synthetic."""
@@ -127,6 +127,9 @@ class DataConfig:
     """Pattern of the files to read in the folder. text, jsonl, parquet and csv only."""
     validation_path: Optional[str] = None
     """Rows to hold out, like `path`. null: hold out validation_fraction. jsonl, parquet, csv and datasets only."""
+    tokenizer: Optional[str] = None
+    """Folder of the tokenizer that reads the text. null: that of model.path, or if it has none, text is read as bytes.
+    task=pretrain only; the other tasks take the model's own."""
     as_bytes: bool = False
     """Feed bytes as token numbers even if the model has a tokenizer or another vocabulary. model=hf only."""
     validation_fraction: float = 0.05
@@ -136,10 +139,10 @@ class DataConfig:
 
 @dataclass
 class TaskConfig:
-    """Says what is learned. pretrain is zero-train's own loop over bytes; the others are TRL's trainers."""
+    """Says what is learned. pretrain is zero-train's own loop over text; the others are TRL's trainers."""
 
     kind: str = _one_of("pretrain", "sft", "dpo", default="pretrain")
-    """pretrain: the next byte. sft: answers of conversations. dpo: which of two answers is preferred."""
+    """pretrain: the next byte or token. sft: answers of conversations. dpo: which of two answers is preferred."""
     loss_on: str = _one_of("answers", "everything", default="answers")
     """answers: only what the assistant says counts in the loss. everything: all tokens do. sft only."""
     packing: bool = False

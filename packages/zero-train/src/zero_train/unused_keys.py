@@ -45,6 +45,7 @@ TABLE = (
     Row("model.path data.as_bytes", "model", "hf"),
     Row("model.checkpointing", "offload.activations", "null"),
     Row("data.path", "data", " ".join(("text", *ROW_KINDS))),
+    Row("data.tokenizer", "task", "pretrain"),
     Row("data.pattern", "data", "text jsonl parquet csv"),
     Row("data.validation_path", "data", " ".join(ROW_KINDS)),
     Row("data.validation_fraction", "data.validation_path", "null"),
