@@ -51,6 +51,7 @@ class Usage:
     nvme_write_bytes: int = 0
     host_bytes: int = 0
     device_bytes: int = 0
+    nvme_bytes: int = 0
 
     def since(self, before: Usage) -> dict[str, Any]:
         """Returns what a line of metrics.jsonl says: counters since `before`, and the bytes that are held now."""
@@ -66,6 +67,7 @@ class Assembled:
     optimizer: Any  # zero_core.ShardedOptimizer
     store: Any | None  # zero_offload.TieredStore; None: zero-core's device store
     timeline: Any  # zero_offload.Timeline
+    slab: Any | None  # zero_nvme.Slab; None: nothing is on nvme
     resident_bytes: int  # what the device store holds, by the plan
     remarks: list[str]  # sentences for the user: the slab's backend, and whether the arena has huge pages
 
@@ -73,7 +75,7 @@ class Assembled:
         """Reads the counters."""
         if self.store is None:
             return Usage(device_bytes=self.resident_bytes)
-        stats = self.store.stats()
+        stats = self.store.stats() | {"nvme_bytes": 0 if self.slab is None else self.slab.capacity_bytes}
         return Usage(**{field.name: stats[field.name] for field in fields(Usage)})
 
     def wait(self) -> None:
@@ -217,7 +219,7 @@ def assembled(
             remarks.append(f"nvme: {slab.backend}{reason}, in {', '.join(map(str, paths))}")
         if store is not None and (pages := store.stats()["huge_pages"]) != "ok":
             remarks.append(f"no huge pages for the arena ({pages}): direct I/O is slower")
-        yield Assembled(draft.model, optimizer, store, timeline, resident, remarks)
+        yield Assembled(draft.model, optimizer, store, timeline, slab, resident, remarks)
 
 
 def make_store(

@@ -44,6 +44,7 @@ class Step:
     host_bytes: int
     device_bytes: int
     peak_rss_bytes: int  # VmHWM since the process began
+    nvme_bytes: int = 0  # reserved on the drives
 
 
 @dataclass

@@ -277,7 +277,7 @@ class Run:
     def _write_report(self, ready: Assembled, history: History, plan: zero_offload.Plan, folder: Path) -> None:
         """Writes the plots and the timeline. A file that cannot be written is named, and the others still are."""
         for name, write in (
-            ("report.png", lambda: report.draw(folder, history, plan.total("nvme"), self.unit)),
+            ("report.png", lambda: report.draw(folder, history, report.planned(plan), self.unit)),
             ("timeline.json", lambda: ready.timeline.save(folder / "timeline.json")),
             ("timeline.png", lambda: report.draw_timeline(folder / "timeline.png", ready.timeline.events())),
         ):
