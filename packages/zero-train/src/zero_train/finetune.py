@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -99,6 +100,8 @@ class FineTune(train.Run):
         needed = ["zero_hf", *([] if config.adapter.kind == "none" else ["peft"]), *([] if planned else ["trl"])]
         if config.adapter.kind == "qlora" and not config.run.dry:
             needed.append("bitsandbytes")
+        if (tracker := config.tracker.kind) != "none" and not config.run.dry and not importlib.util.find_spec(tracker):
+            raise ConfigError(f"tracker={tracker} needs {tracker}, which is not installed; pip install {tracker}")
         for module in needed:
             if importlib.util.find_spec(module) is None:
                 raise ConfigError(
@@ -195,6 +198,12 @@ class FineTune(train.Run):
         import zero_hf
 
         datasets.disable_progress_bars()
+        if self.config.tracker.kind != "none" and self.ranks.leader:
+            (folder / "tracker").mkdir(exist_ok=True)
+        for name in ("TENSORBOARD_LOGGING_DIR", "WANDB_DIR"):  # what trackers write here belongs to the run
+            if name not in os.environ:
+                os.environ[name] = str(folder / "tracker")
+                stack.callback(os.environ.pop, name, None)
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # what TRL still calls
         config, ranks = self.config, self.ranks
         kind = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[config.task.kind]

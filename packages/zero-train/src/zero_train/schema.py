@@ -174,7 +174,8 @@ class TrackerConfig:
     """Says where the figures of a run go besides its folder."""
 
     kind: str = _one_of("none", "tensorboard", "wandb", "trackio", default="none")
-    """none, tensorboard, wandb or trackio. The service's own package and settings are needed."""
+    """none, tensorboard, wandb or trackio, whose own package is needed. Files of the first two are in `tracker` in the
+    run folder; all other settings are their own environment variables."""
 
 
 @dataclass
