@@ -184,6 +184,8 @@ def offload_activations(
     chosen: dict[str, tuple[nn.Module, str]] = {}
     for node in nodes:
         found = {wanted[names[u]] for u in node.units}
+        if isinstance(policy, Plan) and len(found) > 1:
+            found -= {"keep"}  # a plan counts the activations of a block, frozen and trained, with one of its units
         if len(found) > 1:
             raise ActivationError(f"{node.name} opens units with different policies: {', '.join(sorted(found))}")
         each = found.pop() if found else "keep"
