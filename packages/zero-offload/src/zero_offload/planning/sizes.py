@@ -1,4 +1,4 @@
-"""What the planner knows of a model: the size of each unit, and the facts that say what its activations weigh.
+"""What the planner knows of a model: the size of each unit, what its activations weigh, and what a step computes on.
 
 Owns no placement and no hardware. A model that exists nowhere (a trillion parameters) is a list of
 numbers; one that does, on any device or on meta, is read by `ModelSizes.of`.
@@ -7,8 +7,9 @@ numbers; one that does, on any device or on meta, is read by `ModelSizes.of`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,7 +19,7 @@ from zero_core.building.wrapping import plan_units
 from zero_core.layout import UnitLayout
 from zero_core.store import Segment, ShardSpec
 
-__all__ = ["ModelSizes", "ParameterSizes", "UnitSizes"]
+__all__ = ["Batch", "ModelSizes", "ParameterSizes", "UnitSizes"]
 
 LOGIT_BYTES = 12  # of a logit: the fp32 log of its probability, that one's gradient and its own
 
@@ -108,6 +109,15 @@ class ModelSizes:
         """Units with activations worth a policy."""
         return sum(unit.is_block for unit in self.units)
 
+    def summed_numel(self, policies: Sequence[str]) -> list[int]:
+        """Elements that each recomputed module trains, in all units that it opens. `policies`: one a unit."""
+        found = Counter[tuple[int | None, int]]()
+        opened = {unit.beside for unit, policy in zip(self.units, policies, strict=True) if policy != "keep"} - {None}
+        for i, (unit, policy) in enumerate(zip(self.units, policies, strict=True)):
+            if policy != "keep" or unit.beside in opened:
+                found[unit.beside, i if unit.beside is None else -1] += unit.trained_numel
+        return list(found.values())
+
     @classmethod
     def transformer(
         cls,
@@ -174,6 +184,53 @@ class ModelSizes:
             if unit.numel < 0:
                 raise ValueError(f"{unit.name} has {unit.numel} elements; sizes are elements per unit, at least 0")
         return cls(units)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one rank computes on in a step: `accumulate` micro-batches of `micro_batch` rows, `tokens` in all.
+
+    rows: that a recomputed unit computes at a time, as `offload_activations` takes it; None: all of a micro-batch.
+    """
+
+    tokens: int = 0
+    accumulate: int = 1
+    micro_batch: int = 1
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1 or self.tokens < 0:
+            raise ValueError(
+                f"tokens={self.tokens}, accumulate={self.accumulate}: tokens of a step, and at least one micro-batch"
+                " in it"
+            )
+        for name in ("micro_batch", "rows"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r}: a number of rows, at least 1")
+
+    @property
+    def each(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.tokens // self.accumulate
+
+    @property
+    def parts(self) -> int:
+        """Parts that a recomputed unit cuts a micro-batch into."""
+        return 1 if self.rows is None else -(-self.micro_batch // self.rows)
+
+    @property
+    def at_once(self) -> int:
+        """Tokens that a recomputed unit computes at a time: those of the largest part."""
+        return self.each if self.parts == 1 else -(-self.each * (self.rows or 1) // self.micro_batch)
+
+    def cuts(self) -> Iterator[Batch]:
+        """Itself whole, and in parts of half as many rows each time, down to one row."""
+        yield replace(self, rows=None)
+        rows = self.micro_batch
+        while rows > 1:
+            rows = -(-rows // 2)
+            yield replace(self, rows=rows)
 
 
 def _weights(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[nn.Parameter]:
