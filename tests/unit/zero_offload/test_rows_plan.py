@@ -36,8 +36,8 @@ def test_the_device_holds_what_a_few_rows_rebuild_and_the_inputs_of_all():
     assert whole.bytes_of("device", "activations") == TOKENS * (LAYERS * INPUT + WORKING)
     beside = 2 * INPUT * (TOKENS - few)  # gradients of the output and of the input
     assert cut.bytes_of("device", "activations") == TOKENS * LAYERS * INPUT + few * WORKING + beside
-    sum_of_a_layer = 4 * 12 * WIDTH**2
-    assert cut.bytes_of("device", "buffers") - whole.bytes_of("device", "buffers") == sum_of_a_layer
+    sum_and_widened = 2 * 4 * 12 * WIDTH**2  # of a layer, which is one parameter here
+    assert cut.bytes_of("device", "buffers") - whole.bytes_of("device", "buffers") == sum_and_widened
     for tier in ("host", "nvme"):
         assert cut.total(tier) == whole.total(tier)
     uneven = planned(rows=24)  # 24, 24 and 16
@@ -76,7 +76,7 @@ def test_each_part_adds_its_gradient_to_a_sum_on_the_device():
     everything = dict.fromkeys(NVME, "device")
     roomy = Hardware(**GPU.to_dict() | {"device_gib": 200})
     whole, cut = (planned(roomy, placements=everything, rows=rows) for rows in (None, 4))
-    moved = 16 * MODEL.numel * (2 + 4 + 4)  # the part's gradient in bf16, and the sum both ways
+    moved = MODEL.numel * (16 * (2 + 4) + 15 * (4 + 4 + 4))  # widened; then two read, and their sum written
     assert cut.step_seconds - whole.step_seconds == pytest.approx(moved / 900e9)
     assert cut.prediction.compute_seconds == whole.prediction.compute_seconds
     unknown = Hardware(**{key: value for key, value in GPU.to_dict().items() if key != "device_gbps"})
@@ -117,7 +117,7 @@ def test_auto_cuts_where_the_memory_hides_more_than_the_sums_cost():
         rows: planned(tight, "host", placements=free, rows=rows).step_seconds for rows in (None, 32, 16, 8, 4, 2, 1)
     }
     found = planned(tight, "host", placements=free, rows="auto")
-    assert found.step_seconds == min(by_rows.values()) == by_rows[found.rows] < 0.95 * by_rows[None]
+    assert found.step_seconds == min(by_rows.values()) == by_rows[found.rows] < by_rows[None]
     assert found.rows == 8 and by_rows[1] > by_rows[None]
 
 
@@ -147,10 +147,10 @@ def test_the_sum_is_of_what_a_module_trains():
     ]
     sizes = ModelSizes((*blocks, unit("head", 1 << 22, None, is_block=False)), 128, 1024, 2048)
     policies = ["recompute", "keep", "recompute", "keep", "keep", "keep", "keep"]
-    assert sizes.summed_numel(policies) == [1 << 16, 1 << 16]
+    assert sizes.trained_again(policies) == [[1 << 16], [1 << 16]]
     options = {**NVME, "tokens": 4096, "micro_batch": 4, "activations": "recompute"}
     whole, cut = (plan(sizes, GPU, **options, rows=rows) for rows in (None, 1))
-    assert cut.bytes_of("device", "buffers") - whole.bytes_of("device", "buffers") == 4 << 16
+    assert cut.bytes_of("device", "buffers") - whole.bytes_of("device", "buffers") == 2 * (4 << 16)
 
 
 @pytest.mark.parametrize(

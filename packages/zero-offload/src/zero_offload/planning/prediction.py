@@ -59,7 +59,7 @@ def predict(
 
     `held`: bytes by tier and kind. `activations`: one policy a unit.
     """
-    summed = sum(sizes.summed_numel(activations)) if batch.parts > 1 else 0
+    summed = sum(map(sum, sizes.trained_again(activations))) if batch.parts > 1 else 0
     rates = _rates(account, shape, hardware, summed > 0)
     if rates is None or transfer_seconds(hardware, "nvme", held.get(("nvme", "activations"), 0), 0) is None:
         return None
@@ -76,8 +76,10 @@ def predict(
     micro = batch.tokens / accumulate
     forward, backward = forward_each * micro, backward_each * micro
     compute = (forward + backward) * accumulate
-    # The gradient of each part is read, and added to a sum in the device's memory.
-    moved = summed * batch.parts * (shape.parameter_dtype.itemsize + 2 * FP32_BYTES)
+    # In the device's memory each part's gradient is widened to fp32, and all but the first are added to a sum.
+    itemsize = shape.parameter_dtype.itemsize
+    widened = itemsize + FP32_BYTES if itemsize < FP32_BYTES else 0
+    moved = summed * (batch.parts * widened + (batch.parts - 1) * 3 * FP32_BYTES)
     backward += moved / (step.host_update if hardware.shares_host else step.device_update)
     on_host = account.updated.get("host", 0) / step.host_update
     update = on_host + account.updated.get("device", 0) / step.device_update

@@ -7,7 +7,6 @@ numbers; one that does, on any device or on meta, is read by `ModelSizes.of`.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -109,13 +108,17 @@ class ModelSizes:
         """Units with activations worth a policy."""
         return sum(unit.is_block for unit in self.units)
 
-    def summed_numel(self, policies: Sequence[str]) -> list[int]:
-        """Elements that each recomputed module trains, in all units that it opens. `policies`: one a unit."""
-        found = Counter[tuple[int | None, int]]()
+    def trained_again(self, policies: Sequence[str]) -> list[list[int]]:
+        """Elements of the trained parameters of each recomputed module, in all units that it opens.
+
+        `policies`: one a unit.
+        """
+        found: dict[tuple[int | None, int], list[int]] = {}
         opened = {unit.beside for unit, policy in zip(self.units, policies, strict=True) if policy != "keep"} - {None}
         for i, (unit, policy) in enumerate(zip(self.units, policies, strict=True)):
-            if policy != "keep" or unit.beside in opened:
-                found[unit.beside, i if unit.beside is None else -1] += unit.trained_numel
+            if unit.trained and (policy != "keep" or unit.beside in opened):
+                module = found.setdefault((unit.beside, i if unit.beside is None else -1), [])
+                module.extend(parameter.numel for parameter in unit.parameters)
         return list(found.values())
 
     @classmethod

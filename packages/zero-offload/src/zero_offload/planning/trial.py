@@ -10,7 +10,7 @@ Integers only. The store's part is a `StorePlan`'s, the rule of choice `automati
             fetched ahead (in backward the one before it is still open then), and those that stay. There the gradient of
             the unit whose backward runs is one of two landing buffers, as the one before it is on its way to the host;
             and autograd has just made a parameter's. A unit that computes some rows at a time has the fp32 sum of its
-            gradient over them.
+            gradient over them, and what a parameter's gradient is widened to before it is added.
     host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
             from a device apart, and the rounding of blocks to pages
 Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
@@ -103,8 +103,9 @@ class Trial:
             device += unsharded_bytes(sizes, shape)
         if not below and not shape.apart:  # zero-core's own store widens a gradient
             device += element.widened * max((unit.spec.numel for unit in units if unit.trainable), default=0)
-        if self._batch.parts > 1:
-            device += max(sizes.summed_numel(self.policies), default=0) * FP32_BYTES
+        if self._batch.parts > 1 and (summed := sizes.trained_again(self.policies)):
+            widens = shape.parameter_dtype.itemsize < FP32_BYTES
+            device += (max(map(sum, summed)) + widens * max(map(max, summed))) * FP32_BYTES
         memory = ("host",) if shape.apart else ("host", "device")
         states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
         spill = SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in self.policies else 0  # what checkpoints travel through
