@@ -57,7 +57,7 @@ def test_a_recipe_plans_what_it_says(name, tmp_path, capsys):
     ],
 )
 def test_7b_parameters_are_read_once_a_direction(words, most, capsys):
-    """Fails if the plan of 7b_1x24gib_nvme exceeds its bounds. As four micro-batches it does: 158 GB, 25.1 GiB, 47 s."""
+    """Fails if the plan of 7b_1x24gib_nvme exceeds its bounds. As four micro-batches it does."""
     plan = ["recipe=7b_1x24gib_nvme", "run.dry=true"]
     assert main([*plan, *words]) == 0
     now = facts(capsys.readouterr().out)
