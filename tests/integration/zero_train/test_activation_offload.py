@@ -109,9 +109,10 @@ def test_every_policy_of_a_run_gives_the_same_bits(tmp_path):
 def test_rows_at_a_time_train_as_whole_batches_do(tmp_path, policy):
     """Fails if a row is left out, or counted twice, or the parameters are read once for each part."""
     options = (*ENOUGH, "offload=nvme", "precision=fp32", "precision.states=fp32", f"offload.activations={policy}")
-    whole = trained(tmp_path / "whole", *options, "run.micro_batch=4")
-    cut = trained(tmp_path / "cut", *options, "run.micro_batch=4", "offload.rows=1")
+    options = (*options, "run.micro_batch=4", "run.evaluate_every=1")
+    whole, cut = (trained(tmp_path / rows, *options, f"offload.rows={rows}") for rows in ("null", "1"))
     assert cut.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert cut.validation == pytest.approx(whole.validation, rel=1e-6)
     for of_whole, of_cut in zip(whole.steps, cut.steps, strict=True):
         assert of_cut.nvme_read_bytes == of_whole.nvme_read_bytes
         assert of_cut.nvme_write_bytes == of_whole.nvme_write_bytes

@@ -1,6 +1,7 @@
 """Plans of units that compute some rows at a time. Fails if a byte is counted for the wrong rows, or reads per part."""
 
 import pytest
+from torch import nn
 
 from zero_offload import Hardware, PlanError, plan
 from zero_offload.planning.sizes import Batch, ModelSizes, ParameterSizes, UnitSizes
@@ -44,10 +45,37 @@ def test_the_device_holds_what_a_few_rows_rebuild_and_the_inputs_of_all():
     assert uneven.batch.parts == 3 and uneven.batch.at_once == 24 * LENGTH
 
 
-def test_the_logits_are_those_of_all_rows():
+def test_the_logits_are_those_of_a_few_rows_where_the_loss_allows_it():
     sizes = ModelSizes.transformer(layers=2, hidden_size=64, vocab_size=32000)
-    cut = plan(sizes, GPU, **NVME, activations="host", tokens=TOKENS, micro_batch=64, rows=1)
-    assert cut.bytes_of("device", "activations") == sizes.output_bytes_per_token * TOKENS
+    options = {**NVME, "activations": "host", "tokens": TOKENS, "micro_batch": 64}
+    logits, hidden = sizes.output_bytes_per_token, sizes.checkpoint_bytes_per_token
+    cut, all_logits = (plan(sizes, GPU, **options, rows=1, whole_logits=whole) for whole in (False, True))
+    assert cut.bytes_of("device", "activations") == logits * LENGTH + 2 * hidden * (TOKENS - LENGTH)
+    assert all_logits.bytes_of("device", "activations") == logits * TOKENS
+    head, block = 64 * 32000, 12 * 64 * 64
+    assert cut.bytes_of("device", "buffers") - all_logits.bytes_of("device", "buffers") == 2 * 4 * (head - block)
+    extra = cut.prediction.compute_seconds - all_logits.prediction.compute_seconds
+    assert extra == pytest.approx(2 * head * TOKENS / 80e12)  # the head computes its logits again in backward
+    kept = plan(sizes, GPU, **options | {"activations": "auto"}, rows=1)
+    assert set(kept.activations) == {"keep"} and kept.bytes_of("device", "activations") > logits * TOKENS
+
+
+def test_a_head_is_what_the_model_names_if_it_is_a_plain_linear_layer_with_a_unit_of_its_own():
+    class Model(nn.Module):
+        def __init__(self, head) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(2))
+            self.head = head
+
+        def get_output_embeddings(self):
+            return self.head
+
+    class Wider(nn.Linear):
+        """May compute anything."""
+
+    heads = {kind: [unit.is_head for unit in ModelSizes.of(Model(kind(8, 300))).units] for kind in (nn.Linear, Wider)}
+    assert sum(heads[nn.Linear]) == 1 and not any(heads[Wider])
+    assert not any(unit.is_head for unit in ModelSizes.of(Model(nn.Linear(8, 300)), [nn.Sequential]).units)
 
 
 def test_inputs_on_another_tier_are_all_there_and_one_units_come_back():
@@ -147,7 +175,8 @@ def test_the_sum_is_of_what_a_module_trains():
     ]
     sizes = ModelSizes((*blocks, unit("head", 1 << 22, None, is_block=False)), 128, 1024, 2048)
     policies = ["recompute", "keep", "recompute", "keep", "keep", "keep", "keep"]
-    assert sizes.trained_again(policies) == [[1 << 16], [1 << 16]]
+    assert sizes.summed(policies, Batch(micro_batch=2, rows=1)) == [[1 << 16], [1 << 16]]
+    assert sizes.summed(policies, Batch(micro_batch=2)) == []
     options = {**NVME, "tokens": 4096, "micro_batch": 4, "activations": "recompute"}
     whole, cut = (plan(sizes, GPU, **options, rows=rows) for rows in (None, 1))
     assert cut.bytes_of("device", "buffers") - whole.bytes_of("device", "buffers") == 2 * (4 << 16)

@@ -63,6 +63,7 @@ class Assembled:
     timeline: Any  # zero_offload.Timeline
     resident_bytes: int  # what the device store holds, by the plan
     remarks: list[str]  # sentences for the user: the slab's backend, and whether the arena has huge pages
+    rows: int | None = None  # that a block which recomputes takes at a time; None: all
 
     def usage(self) -> Usage:
         """Reads the counters."""
@@ -210,7 +211,7 @@ def assembled(
             remarks.append(f"nvme: {slab.backend}{reason}, in {', '.join(map(str, paths))}")
         if store is not None and (pages := store.stats()["huge_pages"]) != "ok":
             remarks.append(f"no huge pages for the arena ({pages}): direct I/O is slower")
-        yield Assembled(draft.model, optimizer, store, timeline, resident, remarks)
+        yield Assembled(draft.model, optimizer, store, timeline, resident, remarks, plan.rows)
 
 
 def make_store(

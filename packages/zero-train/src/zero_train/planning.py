@@ -97,6 +97,7 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             accumulate=config.run.accumulate,
             micro_batch=config.run.micro_batch,
             rows=offload.rows,
+            whole_logits=config.task.kind != "pretrain" or config.precision.loss_scale is not None,
             no_sync=holds_back(config),
             host_bytes=offload.host_bytes,
             **shared_options(config),

@@ -94,17 +94,20 @@ def activation_bytes(sizes: ModelSizes, policies: Sequence[str], batch: Batch) -
 
     `policies`: one a unit; only those of blocks count. The gradient of the logits is gone before a block is recomputed.
     A unit that computes some rows at a time has, of the others, the gradients of its output and of its input beside the
-    stored input, and that input too where it came from another tier. The logits are those of the whole micro-batch.
+    stored input, and that input too where it came from another tier. So has the head where it computes by rows.
     """
     chosen = Counter(policy for unit, policy in zip(sizes.units, policies, strict=True) if unit.is_block)
-    checkpoint, tokens = sizes.checkpoint_bytes_per_token, batch.each
+    checkpoint, tokens, others = sizes.checkpoint_bytes_per_token, batch.each, batch.each - batch.at_once
     found = {tier: checkpoint * tokens * chosen[tier] for tier in ("host", "nvme")}
     working = 0
     if chosen["keep"] < chosen.total():
         beside = 3 if chosen["host"] or chosen["nvme"] else 2
-        working = sizes.working_bytes_per_token * batch.at_once + beside * checkpoint * (tokens - batch.at_once)
+        working = sizes.working_bytes_per_token * batch.at_once + beside * checkpoint * others
+    output = sizes.output_bytes_per_token * tokens
+    if sizes.logits_by_rows(policies, batch):
+        output = sizes.output_bytes_per_token * batch.at_once + 2 * checkpoint * others
     stored = chosen["keep"] * sizes.saved_bytes_per_token + chosen["recompute"] * checkpoint
-    found["device"] = stored * tokens + max(working, sizes.output_bytes_per_token * tokens)
+    found["device"] = stored * tokens + max(working, output)
     return found
 
 

@@ -199,6 +199,7 @@ def plan(
     accumulate: int = 1,
     micro_batch: int | None = None,
     rows: int | str | None = None,
+    whole_logits: bool = False,
     no_sync: bool = False,
     host_bytes: int | None = None,
 ) -> Plan:
@@ -213,15 +214,16 @@ def plan(
     `zero_core.no_sync`, so that each rank keeps whole gradients in fp32. Where one gradient reaches the store in a
     step, it has no room for a sum: a store of this plan refuses a second one. `rows`: as `offload_activations` takes
     it, of the `micro_batch` rows of a micro-batch; "auto": of all, half, a quarter and so on, the number that fits and
-    is predicted to be fastest. `host_bytes` overrides this rank's share of the host's memory. Without `hardware`
-    nothing is refused, and "auto" means host, or all rows.
+    is predicted to be fastest. `whole_logits`: with `rows` the loss needs all logits at once, as under a loss scale, or
+    where it is not `torch.nn.functional.cross_entropy`. `host_bytes` overrides this rank's share of the host's memory.
+    Without `hardware` nothing is refused, and "auto" means host, or all rows.
 
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
     """
     tiers, apart = tiers_with(hardware.tiers if hardware else ()), hardware is not None and not hardware.shares_host
     given = _given(tiers, apart, parameters=parameters, gradients=gradients, optimizer=optimizer)
-    batch = _batch(tokens, accumulate, micro_batch, rows, activations)
+    batch = _batch(tokens, accumulate, micro_batch, rows, whole_logits, activations)
     own, reduced = _dtypes_of(model)
     dtype = parameter_dtype or own
     ranks = shard_count or (hardware.ranks if hardware else 1)
@@ -306,9 +308,17 @@ def fits(model: nn.Module | ModelSizes | Sequence[int], hardware: Hardware, **op
     return True
 
 
-def _batch(tokens: int, accumulate: int, micro_batch: int | None, rows: Any, activations: str | Sequence[str]) -> Batch:
+def _batch(
+    tokens: int,
+    accumulate: int,
+    micro_batch: int | None,
+    rows: Any,
+    whole_logits: bool,
+    activations: str | Sequence[str],
+) -> Batch:
     """Raises ValueError for numbers that cannot be, and for `rows` that nothing uses."""
-    batch = Batch(tokens, accumulate, 1 if micro_batch is None else micro_batch, None if rows == "auto" else rows)
+    at_once = None if rows == "auto" else rows
+    batch = Batch(tokens, accumulate, 1 if micro_batch is None else micro_batch, at_once, whole_logits)
     if rows is not None and micro_batch is None:
         raise ValueError(f"rows={rows} without micro_batch: give the rows of one micro-batch as well")
     if rows is not None and {"keep"} == ({activations} if isinstance(activations, str) else {*activations}):

@@ -59,14 +59,14 @@ def predict(
 
     `held`: bytes by tier and kind. `activations`: one policy a unit.
     """
-    summed = sum(map(sum, sizes.trained_again(activations))) if batch.parts > 1 else 0
+    summed = sum(map(sum, sizes.summed(activations, batch)))
     rates = _rates(account, shape, hardware, summed > 0)
     if rates is None or transfer_seconds(hardware, "nvme", held.get(("nvme", "activations"), 0), 0) is None:
         return None
     stored = sum(plan.bytes_of(tier, "optimizer") for tier in account.moved)
     slips = min(1.0, plan.state_slots * plan.state_slot_bytes / stored) if stored else 0.0
     step = _Step(sizes, shape, account, held, hardware, slips, *rates)
-    again = sum(u.compute_numel for u, policy in zip(sizes.units, activations, strict=True) if policy != "keep")
+    again = sum(u.compute_numel for u in sizes.recomputed(activations, batch))
     recomputed = again / sizes.compute_numel if sizes.compute_numel else 0.0
     token_flop = sizes.compute_numel / step.flops  # seconds per FLOP-per-parameter and token
     trained = sum(u.compute_numel for u in sizes.units if u.trained) / max(1, sizes.compute_numel)

@@ -103,7 +103,7 @@ class Trial:
             device += unsharded_bytes(sizes, shape)
         if not below and not shape.apart:  # zero-core's own store widens a gradient
             device += element.widened * max((unit.spec.numel for unit in units if unit.trainable), default=0)
-        if self._batch.parts > 1 and (summed := sizes.trained_again(self.policies)):
+        if summed := sizes.summed(self.policies, self._batch):
             widens = shape.parameter_dtype.itemsize < FP32_BYTES
             device += (max(map(sum, summed)) + widens * max(map(max, summed))) * FP32_BYTES
         memory = ("host",) if shape.apart else ("host", "device")
