@@ -109,13 +109,12 @@ def test_every_policy_of_a_run_gives_the_same_bits(tmp_path):
 def test_rows_at_a_time_train_as_whole_batches_do(tmp_path, policy):
     """Fails if a row is left out, or counted twice, or the parameters are read once for each part."""
     options = (*ENOUGH, "offload=nvme", "precision=fp32", "precision.states=fp32", f"offload.activations={policy}")
-    options = (*options, "run.micro_batch=4", "run.evaluate_every=1")
+    options = (*options, "run.micro_batch=4", "run.evaluate_every=2", "offload.overlap=false")
     whole, cut = (trained(tmp_path / rows, *options, f"offload.rows={rows}") for rows in ("null", "1"))
     assert cut.losses == pytest.approx(whole.losses, rel=1e-6)
-    assert cut.validation == pytest.approx(whole.validation, rel=1e-6)
-    for of_whole, of_cut in zip(whole.steps, cut.steps, strict=True):
-        assert of_cut.nvme_read_bytes == of_whole.nvme_read_bytes
-        assert of_cut.nvme_write_bytes == of_whole.nvme_write_bytes
+    assert dict(cut.validation) == pytest.approx(dict(whole.validation), rel=1e-6)
+    for moved in ("nvme_read_bytes", "nvme_write_bytes"):
+        assert getattr(cut.steps[-1], moved) == getattr(whole.steps[-1], moved)
 
 
 def test_the_policy_takes_the_place_of_the_models_own_checkpointing(tmp_path):
