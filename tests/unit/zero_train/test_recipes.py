@@ -49,6 +49,37 @@ def test_a_recipe_plans_what_it_says(name, tmp_path, capsys):
     assert ("of the" in printed and "TB that the drives are rated for" in printed) == (GIB[name]["nvme"] > 0)
 
 
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        ([], {"read": 95, "gradients": 12.6, "seconds": 43}),
+        (["offload.rows=4"], {"read": 95, "gradients": 12.6, "seconds": 43}),
+        (["offload=auto"], {"read": 95, "gradients": 12.6, "seconds": 27.5}),
+        (["offload=auto", "offload.rows=4"], {"read": 95, "gradients": 12.6, "seconds": 27.5}),
+    ],
+)
+def test_7b_parameters_are_read_once_a_direction(words, most, capsys):
+    """Fails if the plan of 7b_1x24gib_nvme exceeds its bounds. As four micro-batches it does."""
+    plan = ["recipe=7b_1x24gib_nvme", "run.dry=true"]
+    assert main([*plan, *words]) == 0
+    now = facts(capsys.readouterr().out)
+    assert all(now[name] <= bound for name, bound in most.items()), now
+    assert main([*plan, *words, "run.micro_batch=4", "run.accumulate=4", "offload.rows=null"]) == 0
+    before = facts(capsys.readouterr().out)
+    assert any(before[name] > bound for name, bound in most.items()), before
+    assert before["gradients"] == pytest.approx(2 * now["gradients"], rel=1e-3)
+
+
+def facts(printed):
+    """GB that a step reads, GiB of gradients on all tiers, predicted seconds."""
+    table = re.findall(r"^(?:device|host|nvme) +(\d.*)$", printed, re.MULTILINE)
+    return {
+        "read": float(re.search(r"each step reads ([\d.]+) GB", printed)[1]),
+        "gradients": sum(float(row.split()[1]) for row in table),
+        "seconds": float(re.search(r"predicted step: ([\d.]+) s", printed)[1]),
+    }
+
+
 def test_the_recipe_for_a_laptop_keeps_the_states_on_disk(tmp_path, capsys):
     """Fails if smollm2_laptop takes more than 1.5 GiB of memory for a model of SmolLM2-135M's shape."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}

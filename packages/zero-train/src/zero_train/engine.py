@@ -70,6 +70,7 @@ class Assembled:
     slab: Any | None  # zero_nvme.Slab; None: nothing is on nvme
     resident_bytes: int  # what the device store holds, by the plan
     remarks: list[str]  # sentences for the user: the slab's backend, and whether the arena has huge pages
+    rows: int | None = None  # that a block which recomputes takes at a time; None: all
 
     def usage(self) -> Usage:
         """Reads the counters."""
@@ -207,7 +208,8 @@ def assembled(
             )
             stack.callback(optimizer.close)
             if config.offload.activations is not None:
-                stack.enter_context(zero_offload.offload_activations(draft.model, store, plan))
+                rows = {} if plan.rows is None else {"rows": plan.rows}
+                stack.enter_context(zero_offload.offload_activations(draft.model, store, plan, **rows))
         except (OSError, MemoryError, ValueError, TypeError) as error:
             raise ConfigError(planning.refusal(error)) from error
         if ranks.device.type == "cpu" and steady:
@@ -219,7 +221,7 @@ def assembled(
             remarks.append(f"nvme: {slab.backend}{reason}, in {', '.join(map(str, paths))}")
         if store is not None and (pages := store.stats()["huge_pages"]) != "ok":
             remarks.append(f"no huge pages for the arena ({pages}): direct I/O is slower")
-        yield Assembled(draft.model, optimizer, store, timeline, slab, resident, remarks)
+        yield Assembled(draft.model, optimizer, store, timeline, slab, resident, remarks, plan.rows)
 
 
 def make_store(

@@ -182,15 +182,18 @@ class Loop:
                 run.micro_batch,
                 self._config.data.sequence_length,
             )
+            rows = self._engine.rows or len(tokens)  # units do not cut a batch where nothing is kept for backward
             with torch.no_grad():
-                total += loss_of(model, tokens.to(ranks.device), targets.to(ranks.device)).item()
+                for part, wanted in zip(tokens.split(rows), targets.split(rows), strict=True):
+                    loss = loss_of(model, part.to(ranks.device), wanted.to(ranks.device)).item()
+                    total += loss * (len(part) / len(tokens))
             if signal := ranks.most(self._interrupt.signal):
                 break
         model.train()
         if not signal:
-            loss = ranks.mean(total / rounds)
-            self.history.validation.append((number, loss))
-            on_validation(number, loss)
+            mean = ranks.mean(total / rounds)
+            self.history.validation.append((number, mean))
+            on_validation(number, mean)
         return signal
 
     @contextmanager

@@ -95,6 +95,9 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             slots=offload.slots,
             tokens=_tokens(config),
             accumulate=config.run.accumulate,
+            micro_batch=config.run.micro_batch,
+            rows=offload.rows,
+            whole_logits=config.task.kind != "pretrain" or config.precision.loss_scale is not None,
             no_sync=holds_back(config),
             host_bytes=offload.host_bytes,
             **shared_options(config),
@@ -161,6 +164,8 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
             f"predicted step: {plan.step_seconds:.3g} s, {plan.exposed_seconds or 0:.3g} s of it exposed; "
             f"{config.run.steps} steps: {_duration(plan.step_seconds * config.run.steps)}"
         )
+    if plan.rows:
+        lines.append(f"blocks that recompute take {plan.rows} of {config.run.micro_batch} rows at a time")
     if plan.held_back:
         why = "zero.no_sync=true" if config.zero.no_sync else f"zero.stage={config.zero.stage}"
         held = f"{plan.held_back / GIB:.3f} GiB of the device's buffers"

@@ -216,6 +216,9 @@ class OffloadConfig:
     activations: Any = None
     """What a block keeps for its backward. keep: everything. recompute: its input, on the device. host, nvme: its input
     there. auto: planned. A list: one policy for each unit. null: recompute if model.checkpointing, else keep."""
+    rows: Any = None
+    """Rows of a micro-batch that a block computes at a time where offload.activations does not keep them: it reads its
+    parameters once, in the memory of these rows. auto: as many as fit and are fastest. null: all."""
     tile_numel: int = _at_least(1, default=1 << 22)
     """Elements of a tile, the smallest piece that is placed, read, written and updated."""
     slots: Optional[int] = _at_least(1, default=None)
