@@ -25,16 +25,15 @@ from transformers import (
 )
 
 import zero_core
-from zero_core.store import NullObserver
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, offload_activations
 from zero_offload import activations as module_under_test
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-LLAMA = LlamaConfig(vocab_size=64, use_cache=False, num_key_value_heads=2, **SIZES)
 
 
 def llama(dropout: float = 0.0) -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**{**LLAMA.to_dict(), "attention_dropout": dropout}))
+    more = {"num_key_value_heads": 2, "use_cache": False, "attention_dropout": dropout}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **more, **SIZES))
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
@@ -70,8 +69,8 @@ def whisper(dropout: float = 0.0) -> nn.Module:
 MODELS: dict[str, Callable[..., nn.Module]] = {f.__name__: f for f in (llama, gpt2, mixtral, t5, vit, whisper)}
 
 
-def batch_of(kind: str, rows: int, seed: int = 0, tokens: int = 7) -> dict[str, Tensor]:
-    """A whole batch; text is padded to different lengths."""
+def batch_of(kind: str, rows: int, seed: int = 0, tokens: int = 7, padded: bool = True) -> dict[str, Tensor]:
+    """A whole batch. padded: the texts have different lengths."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(top: int, *shape: int) -> Tensor:
@@ -88,7 +87,7 @@ def batch_of(kind: str, rows: int, seed: int = 0, tokens: int = 7) -> dict[str, 
             "labels": integers(64, rows, tokens),
         }
     ids = integers(64, rows, tokens)
-    lengths = torch.randint(3, tokens + 1, (rows, 1), generator=generator)
+    lengths = torch.randint(3 if padded else tokens, tokens + 1, (rows, 1), generator=generator)
     mask = (torch.arange(tokens) < lengths).long()
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
@@ -108,7 +107,8 @@ class Case:
     reduce_dtype: torch.dtype | None = None
     lora: bool = False
     autocast: bool = False
-    shared: tuple[str, ...] | None = None
+    padded: bool = True
+    more_rows: int = 0  # of each rank after the first
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -125,10 +125,6 @@ def with_lora(model: nn.Module) -> nn.Module:
 
     adapters = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, lora_dropout=0.0)
     return get_peft_model(model, adapters)
-
-
-class Gathers(NullObserver):
-    """Counts how often each unit was waited for, and its gradient handed over."""
 
 
 def build(case: Case) -> tuple[nn.Module, TieredStore | None, Any]:
@@ -153,14 +149,16 @@ def train(case: Case) -> Outcome:
     rank = dist.get_rank() if dist.is_initialized() else 0
     model, store, optimizer = build(case)
     losses, gradients = [], {}
-    offloaded = offload_activations(model, store, case.policy, rows=case.rows, shared=case.shared)
+    offloaded = offload_activations(model, store, case.policy, rows=case.rows)
     with offloaded:
         torch.manual_seed(1 + rank)
         for step in range(case.steps):
-            batch = batch_of(case.kind, case.batch, seed=2 * step + rank)
-            size = case.batch // case.accumulate
-            for start in range(0, case.batch, size):
+            batch = batch_of(case.kind, case.batch + rank * case.more_rows, 2 * step + rank, padded=case.padded)
+            size = len(batch["labels"]) // case.accumulate
+            for start in range(0, len(batch["labels"]), size):
                 part = {name: values[start : start + size] for name, values in batch.items()}
+                if case.dtype is not None:
+                    part = {name: v.to(case.dtype) if v.is_floating_point() else v for name, v in part.items()}
                 with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
                     loss = model(**part).loss
                 (loss / case.accumulate).backward()
@@ -181,6 +179,8 @@ def train(case: Case) -> Outcome:
 
 
 def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
-    """The largest difference of two sets of tensors, each relative to the norm of all of the right ones per element."""
+    """The largest distance of two tensors of a name, relative to their norm, or to a thousandth of the norm of all."""
     assert left.keys() == right.keys() and left
-    return max(float((left[n].double() - r.double()).norm() / (r.double().norm() + 1e-9)) for n, r in right.items())
+    norms = {name: float(tensor.double().norm()) for name, tensor in right.items()}
+    floor = 1e-3 * sum(norm**2 for norm in norms.values()) ** 0.5
+    return max(float((left[n].double() - right[n].double()).norm()) / max(norms[n], floor) for n in right)

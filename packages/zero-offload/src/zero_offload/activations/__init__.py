@@ -331,7 +331,7 @@ def offload_activations(
     served = [node for node in nodes if policies[node.name] != "keep"]
     if rows is not None:
         by_rows = _ByRows(rows, shared)
-        _refuse_enclosing(served, nodes, behind.engine.ranks.size)
+        _refuse_enclosing(served, nodes)
         made._undo.append(_sum_in_fp32(behind.units[u] for node in served for u in node.units))
         made._undo.append(_refuse_recorded(model))
     for node in served:
@@ -339,16 +339,15 @@ def offload_activations(
     return made
 
 
-def _refuse_enclosing(served: Iterable[Any], nodes: Sequence[Any], ranks: int) -> None:
-    """Units inside of others are gathered once a part, and ranks may have different numbers of parts."""
-    for node in served if ranks > 1 else ():
+def _refuse_enclosing(served: Iterable[Any], nodes: Sequence[Any]) -> None:
+    """Units inside of others would be gathered for each part, of which ranks may have different numbers."""
+    for node in served:
         inside = {id(module) for module in node.module.modules()} - {id(node.module)}
         found = next((other.name for other in nodes if id(other.module) in inside), None)
         if found is not None:
             raise ActivationError(
-                f"unit {node.name} contains the unit {found}, which {ranks} ranks would gather once for each part of "
-                "a batch, and they may have different numbers of parts: pass zero_core.shard classes= without the "
-                "inner ones, or leave rows= out"
+                f"unit {node.name} contains the unit {found}, which rows= would gather once for each part of a batch: "
+                "leave zero_core.tile_linear out, or leave rows= out"
             )
 
 
