@@ -7,6 +7,7 @@ or summed in 16 bits, if a unit is gathered once a part, or if a unit whose rows
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ pytest.importorskip("transformers")
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_core
 from tests.integration.zero_offload.rows import MODELS, Case, batch_of, build, distance, train
@@ -178,6 +180,97 @@ def test_no_more_than_rows_rows_of_a_unit_are_alive_at_once():
     assert len(alive) == 2 * 2 * 3  # layers, directions, parts
     assert most == 2
     offloaded.close()
+    optimizer.close()
+
+
+# -- logits ----------------------------------------------------------------------------------------------------------
+
+
+def logits_of(rows: int | None, use: Callable[[Any, nn.Module, dict[str, Tensor]], Tensor], kind: str = "llama") -> Any:
+    """A loss that `use` makes of the model's output, and the gradients of both."""
+    model, _, optimizer = build(Case(kind))
+    batch = batch_of(kind, 6)
+    with offload_activations(model, policy="recompute", rows=rows):
+        loss = use(model(**batch), model, batch)
+        loss.backward()
+        found = {n: g.clone() for n, p in model.named_parameters() if (g := zero_core.full_gradient(p)) is not None}
+    optimizer.close()
+    return float(loss.detach()), found
+
+
+def soft_capped(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy((output.logits / 3).tanh().flatten(0, 1), batch["labels"].flatten())
+
+
+def smoothed(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten(), label_smoothing=0.1)
+
+
+def shifted_and_more(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = output.logits[:, :-1].float().transpose(1, 2)
+    return (
+        output.loss + nn.functional.cross_entropy(logits, batch["labels"][:, 1:]) + output.logits.logsumexp(-1).mean()
+    )
+
+
+def summed(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss = nn.functional.cross_entropy(output.logits.float().view(-1, 64), batch["labels"].view(-1), reduction="sum")
+    return loss / 10 + output.loss
+
+
+@pytest.mark.parametrize("use", [soft_capped, smoothed, shifted_and_more, summed])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_whatever_is_done_with_logits_has_the_values_and_gradients_of_all_of_them(kind, use):
+    (whole, expected), (loss, found) = (logits_of(rows, use, kind) for rows in (None, 4))
+    assert loss == pytest.approx(whole, rel=1e-6)
+    assert distance(found, expected) < FP32
+
+
+def test_logits_can_be_read_and_are_refused_once_a_step_has_changed_the_head():
+    model, _, optimizer = build(Case())
+    batch = batch_of("llama", 6)
+    expected = model(**batch).logits.detach()
+    with offload_activations(model, policy="recompute", rows=4):
+        output = model(**batch)
+        assert output.logits.shape == (6, 7, 64)
+        assert output.logits.dtype == torch.float32
+        assert not output.logits.is_leaf or output.logits.requires_grad
+        with torch.no_grad():
+            assert torch.allclose(output.logits * 2, 2 * expected, atol=1e-6)
+            assert torch.equal(output.logits.argmax(-1), expected.argmax(-1))
+        output.loss.backward()
+        read, unread = output.logits, model(**batch).logits
+        optimizer.step()
+        assert torch.allclose(read.detach(), expected, atol=1e-6)
+        with pytest.raises(ActivationError, match="after a step or a write has changed the head"):
+            unread.argmax(-1)
+        optimizer.zero_grad()
+        with pytest.raises(ActivationError, match="register_hook on logits"):
+            model(**batch).logits.register_hook(print)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "t5", "whisper"])
+def test_the_loss_of_a_model_never_has_more_than_rows_rows_of_logits(kind):
+    model, _, optimizer = build(Case(kind))
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, Tensor) and found.shape[-1:] == (64,) and found.dim() > 1 and found.shape[-2] != 32:
+                largest = max(largest, found.numel() // 64)
+            return found
+
+    batch = batch_of(kind, 6)
+    with offload_activations(model, policy="recompute", rows=2):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with Watch():
+            model(**batch).loss.backward()
+    assert largest <= 64, "the largest is the head's own weight, or its gradient: (vocabulary, width)"
     optimizer.close()
 
 
@@ -438,7 +531,7 @@ def test_the_cache_and_what_transformers_records_inside_of_blocks_are_refused(ki
 
 
 def test_units_inside_of_a_unit_are_refused():
-    model = Toy()
+    model = Toy("batch norm")
     zero_core.tile_linear(model, 300)
     optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ActivationError, match=r"unit layers.0 contains the unit layers.0.inner.*tile_linear"):

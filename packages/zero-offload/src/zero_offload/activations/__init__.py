@@ -51,6 +51,7 @@ from ..streams import streams_of
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from .cutting import Cut, argument_names, find_cut, flatten, join
 from .host_spill import HostSpill
+from .logits import Head
 from .mixing import refuse_batch_norm, rows_of_outputs
 from .nvme_spill import NvmeSpill
 from .queued_spill import QueuedSpill
@@ -332,7 +333,12 @@ def offload_activations(
     if rows is not None:
         by_rows = _ByRows(rows, shared)
         _refuse_enclosing(served, nodes)
-        made._undo.append(_sum_in_fp32(behind.units[u] for node in served for u in node.units))
+        opened_by_rows = {u for node in served for u in node.units}
+        head = Head.of(behind.engine, model, rows) if served else None
+        if head is not None:
+            made._undo.append(head.close)
+            opened_by_rows |= set(head.units)
+        made._undo.append(_sum_in_fp32(behind.units[u] for u in opened_by_rows))
         made._undo.append(_refuse_recorded(model))
     for node in served:
         made._wrap(node.name, node.module, policies[node.name], by_rows)

@@ -177,7 +177,7 @@ pytree.register_pytree_node(_Opened, _flatten_fields, _unflatten_fields)
 
 
 def join(unit: str, outputs: Sequence[Any], sizes: Sequence[int], joined: Sequence[bool]) -> Any:
-    """One output from those of the parts. joined: for each leaf, whether it has rows; else it is the same everywhere."""
+    """One output from those of the parts. joined: for each leaf, whether it has rows; else all are the same."""
     flat = [_leaves_of(output) for output in outputs]
     structure = flat[0][1]
     if any(other != structure for _, other in flat) or structure.num_leaves != len(joined):
