@@ -109,6 +109,7 @@ class Case:
     autocast: bool = False
     padded: bool = True
     more_rows: int = 0  # of each rank after the first
+    overlap: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -136,7 +137,7 @@ def build(case: Case) -> tuple[nn.Module, TieredStore | None, Any]:
     store = None
     if case.placement is not None:
         where = (case.placement,) * 3
-        store = TieredStore(*where, nvme=MemoryByteStore(), step=TorchStep(), tile_numel=1 << 20)
+        store = TieredStore(*where, nvme=MemoryByteStore(), step=TorchStep(), tile_numel=1 << 20, overlap=case.overlap)
     trained = [p for p in model.parameters() if p.requires_grad]
     kinds = {"param_dtype": case.dtype, "reduce_dtype": case.reduce_dtype, "stage": case.stage}
     optimizer = zero_core.shard(model, torch.optim.SGD(trained, lr=0.1), store=store, **kinds, **case.options)
