@@ -7,6 +7,7 @@ or summed in 16 bits, if a unit is gathered once a part, or if a unit whose rows
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,22 +143,32 @@ def test_autocast_sums_the_parts_in_fp32():
 
 
 def test_a_unit_is_read_twice_and_its_gradient_written_once_whatever_the_number_of_parts():
-    """The bytes of three steps. What forward and backward read of a parameter, they read for all parts."""
+    """The bytes of three steps, and how often the store is asked for a unit and given a gradient."""
 
-    def moved(rows: int | None, steps: int) -> tuple[int, int]:
+    def moved(rows: int | None, steps: int) -> tuple[int, int, Counter[str]]:
         model, store, optimizer = build(Case(placement="nvme", overlap=False))
+        calls: Counter[str] = Counter()
+        for name in ("parameters", "accept_gradient"):
+
+            def counted(unit: int, *args: Any, name: str = name, method: Any = getattr(store, name)) -> Any:
+                calls[f"{name} {unit}"] += 1
+                return method(unit, *args)
+
+            setattr(store, name, counted)
         with offload_activations(model, store, "recompute", rows=rows):
             for step in range(steps):
                 model(**batch_of("llama", 6, step)).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+        done = Counter(calls)
         with zero_core.gathered(model):  # every update is done
             found = store.stats()
         optimizer.close()
-        return found["nvme_read_bytes"], found["nvme_write_bytes"]
+        return found["nvme_read_bytes"], found["nvme_write_bytes"], done
 
     whole = moved(None, 3)
     assert whole[0] > moved(None, 2)[0] > 0
+    assert {calls for name, calls in whole[2].items() if "gradient" in name} == {3}
     assert moved(2, 3) == moved(1, 3) == whole
 
 
