@@ -49,7 +49,7 @@ from ..planning.planner import Plan
 from ..store import TieredStore
 from ..streams import streams_of
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
-from .cutting import Cut, argument_names, find_cut, flatten, join
+from .cutting import Cut, Joined, argument_names, find_cut, flatten
 from .host_spill import HostSpill
 from .logits import Head
 from .mixing import refuse_batch_norm, rows_of_outputs
@@ -122,10 +122,11 @@ class Activations:
             del args, kwargs, leaves
             if cut is None:
                 return checkpoint(call.run, call.anchor, 0, use_reentrant=False)
+            output = Joined(name, cut, joined)
             with _no_shared_casts():
-                parts = reversed(range(cut.parts))
-                outputs = [checkpoint(call.run, call.anchor, k, use_reentrant=False) for k in parts]
-            return join(name, outputs[::-1], cut.sizes, joined)
+                for k in reversed(range(cut.parts)):
+                    output.add(k, checkpoint(call.run, call.anchor, k, use_reentrant=False))
+            return output.whole()
 
         forward._torchdynamo_disable = True  # type: ignore[attr-defined]
         module.forward = forward
@@ -182,7 +183,8 @@ class _Call:
         cut: Cut | None = None,
     ) -> None:
         self._counts, self._original, self._structure, self._cut = counts, original, structure, cut
-        self._live: list[list[Any] | None] = [*cut.all_parts(leaves)] if cut is not None else [leaves]
+        self._live: Callable[[int], list[Any]] | None = (lambda k: leaves) if cut is None else cut.parts_of(leaves)
+        self._parts = 1 if cut is None else cut.parts
         self._kept: list[Any] = list(leaves)
         self._aside: dict[int, tuple[Spilled, bool]] = {}  # by position: where it is, and whether it needs a gradient
         self._loaded: list[Any] = []  # the leaves, while parts of them are computed again
@@ -202,8 +204,11 @@ class _Call:
 
     def run(self, anchor: Tensor, k: int) -> Any:
         """Part k of the forward, the first time on what was given."""
-        live, self._live[k] = self._live[k], None
-        if live is None:
+        if self._live is not None:
+            live = self._live(k)
+            if k == 0:  # the last one
+                self._live = None
+        else:
             self._counts["recomputed"] += 1
             live = self._load(k)
         args, kwargs = pytree.tree_unflatten(live, self._structure)
@@ -212,7 +217,7 @@ class _Call:
     def _load(self, k: int) -> list[Any]:
         """The leaves of part k. What was set aside is read once for all parts."""
         if not self._left:
-            self._loaded, self._left = list(self._kept), len(self._live)
+            self._loaded, self._left = list(self._kept), self._parts
             for place, (spilled, _) in self._aside.items():
                 self._loaded[place] = spilled.load()
         part = self._loaded if self._cut is None else self._cut.part(self._loaded, k)

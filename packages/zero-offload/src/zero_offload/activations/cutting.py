@@ -13,6 +13,11 @@ of those that require a gradient if there are any. Tensors are found in tuples, 
 Where the hidden states have another dimension of the batch's size, a tensor that begins with this size may be either,
 so the user has to name the arguments that all rows share. A tensor that all rows share gets its gradient from every
 part; these are added in fp32, as autograd would add them in the tensor's dtype.
+
+[Note: memory between parts]
+What one part leaves for the time when all are done must not lie between the memory of two parts, or the heap grows with
+their number. So each part's output is copied into one tensor for all rows, and so is the gradient of each part's input.
+What stands for the two in the graph meanwhile has their shape and one element.
 """
 
 from __future__ import annotations
@@ -24,13 +29,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from zero_core.runtime.outputs import tensors_of
 
 from .spill import ActivationError
 
-__all__ = ["Cut", "argument_names", "find_cut", "flatten", "join"]
+__all__ = ["Cut", "Joined", "argument_names", "find_cut", "flatten", "pieces_of", "same"]
 
 _PACKED = (
     "cu_seqlens",
@@ -66,19 +72,108 @@ class Cut:
     def part(self, leaves: Sequence[Any], k: int) -> list[Any]:
         return self.rows_of(leaves, k * self.rows, self.sizes[k])
 
-    def all_parts(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        """The leaves of every part. One node of the graph joins the gradients of a tensor's rows, and no sum does."""
+    def parts_of(self, leaves: Sequence[Any]) -> Callable[[int], list[Any]]:
+        """A function that returns the leaves of part k, with their graph. Call it when the part is computed."""
         columns = [self._over_parts(k, leaf) for k, leaf in enumerate(leaves)]
-        return [list(part) for part in zip(*columns, strict=True)]
+        return lambda k: [column(k) for column in columns]
 
-    def _over_parts(self, k: int, leaf: Any) -> Sequence[Any]:
+    def _over_parts(self, k: int, leaf: Any) -> Callable[[int], Any]:
         if k in self.where:
-            pieces: Sequence[Any] = leaf.split(self.rows)
-            return pieces
+            return pieces_of(leaf, self.rows)
         if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dtype.itemsize == 2:
             wide = leaf.float()
-            return [wide.to(leaf.dtype) for _ in range(self.parts)]
-        return [leaf] * self.parts
+            return lambda part: wide.to(leaf.dtype)
+        return lambda part: leaf
+
+
+def pieces_of(tensor: Tensor, rows: int) -> Callable[[int], Tensor]:
+    """A function that returns piece k of `rows` rows. Backward writes the gradients of the pieces into one tensor as
+    they come, see [Note: memory between parts]."""
+    if not tensor.requires_grad:
+        return tensor.split(rows).__getitem__
+    gradient = _GradientOfPieces(tensor.shape, rows)
+    pieces = _Pieces.apply(tensor, rows, gradient)
+    return lambda k: _Piece.apply(pieces[k], k, gradient)  # type: ignore[no-any-return]
+
+
+class _GradientOfPieces:
+    """The gradient of a tensor that was cut. A piece that got none has zeros."""
+
+    def __init__(self, shape: Sequence[int], rows: int) -> None:
+        self._shape, self._rows = shape, rows
+        self._task, self._values, self._missing = -1, None, set()  # type: int, Tensor | None, set[int]
+
+    def put(self, k: int, gradient: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._values is None or task != self._task:  # of a backward that failed
+            self._values, self._task = gradient.new_empty(self._shape), task
+            self._missing = set(range(-(-self._shape[0] // self._rows)))
+        self._values.narrow(0, k * self._rows, len(gradient)).copy_(gradient)
+        self._missing.discard(k)
+
+    def take(self) -> Tensor:
+        values, self._values = self._values, None
+        assert values is not None
+        for k in self._missing:
+            values[k * self._rows : (k + 1) * self._rows].zero_()
+        return values
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: int, gradient: _GradientOfPieces) -> tuple[Tensor, ...]:
+        ctx.gradient = gradient
+        ctx.set_materialize_grads(False)
+        return tensor.split(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.gradient.take(), None, None
+
+
+class _Piece(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, k: int, gradient: _GradientOfPieces) -> Tensor:
+        ctx.k, ctx.gradient = k, gradient
+        return piece.view_as(piece)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.gradient.put(ctx.k, gradients[0])
+        return _stub(gradients[0]), None, None
+
+
+class _Put(torch.autograd.Function):
+    """Writes a part of an output to its place. What it returns has the part's shape and graph, and no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, place: Tensor) -> Tensor:
+        place.copy_(part)
+        return _stub(part)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class _Whole(torch.autograd.Function):
+    """The tensor in `values`, into which all parts were put."""
+
+    @staticmethod
+    def forward(ctx: Any, values: list[Tensor], sizes: list[int], *stubs: Tensor) -> Tensor:
+        ctx.sizes = sizes
+        return values.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, *gradients[0].split(ctx.sizes)
+
+
+def _stub(of: Tensor) -> Tensor:
+    """The shape and dtype, and one element of memory."""
+    return of.new_zeros(()).expand(of.shape)
 
 
 def find_cut(
@@ -176,32 +271,56 @@ def _unflatten_fields(values: Any, context: Any) -> Any:
 pytree.register_pytree_node(_Opened, _flatten_fields, _unflatten_fields)
 
 
-def join(unit: str, outputs: Sequence[Any], sizes: Sequence[int], joined: Sequence[bool]) -> Any:
-    """One output from those of the parts. joined: for each leaf, whether it has rows; else all are the same."""
-    flat = [_leaves_of(output) for output in outputs]
-    structure = flat[0][1]
-    if any(other != structure for _, other in flat) or structure.num_leaves != len(joined):
-        raise ActivationError(
-            f"unit {unit} returned outputs of another structure for other rows, which cannot be joined: give it the "
-            "policy 'keep', or leave rows= out"
-        )
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten(
-        [_one(unit, c, sizes, rows) for c, rows in zip(columns, joined, strict=True)], structure
-    )
+class Joined:
+    """One output of a unit from those of its parts. rows: for each leaf, whether it has rows; else all are the same."""
 
+    def __init__(self, unit: str, cut: Cut, rows: Sequence[bool]) -> None:
+        self._unit, self._cut, self._rows = unit, cut, rows
+        self._structure: Any = None
+        self._values: list[Any] = []  # leaf by leaf: memory for all rows, or what the first part returned
+        self._stubs: list[list[Tensor | None]] = [[None] * cut.parts for _ in rows]
 
-def _one(unit: str, values: Sequence[Any], sizes: Sequence[int], joined: bool) -> Any:
-    if joined and all(
-        isinstance(v, Tensor) and v.dim() and v.shape[0] == n for v, n in zip(values, sizes, strict=True)
-    ):
-        return torch.cat(list(values))
-    if joined or not all(same(values[0], value) for value in values[1:]):
+    def add(self, k: int, output: Any) -> None:
+        """Takes what part k returned; its memory is not needed any more."""
+        leaves, structure = _leaves_of(output)
+        if self._structure is None:
+            self._structure, count = structure, self._cut.batch
+            self._values = [
+                leaf.new_empty((count, *leaf.shape[1:])) if rows and isinstance(leaf, Tensor) else leaf
+                for leaf, rows in zip(leaves, self._rows, strict=False)
+            ]
+        if structure != self._structure or len(leaves) != len(self._rows):
+            raise ActivationError(
+                f"unit {self._unit} returned outputs of another structure for other rows, which cannot be joined: "
+                "give it the policy 'keep', or leave rows= out"
+            )
+        for place, leaf in enumerate(leaves):
+            if self._rows[place]:
+                self._put(place, k, leaf)
+            elif not same(self._values[place], leaf):
+                self._refuse(leaf)
+
+    def _put(self, place: int, k: int, leaf: Any) -> None:
+        into, size = self._values[place], self._cut.sizes[k]
+        form = (size, *into.shape[1:]) if isinstance(into, Tensor) else None
+        if not isinstance(leaf, Tensor) or tuple(leaf.shape) != form or leaf.dtype != into.dtype:
+            self._refuse(leaf)
+        start = k * self._cut.rows
+        self._stubs[place][k] = _Put.apply(leaf, into.detach()[start : start + size])
+
+    def _refuse(self, leaf: Any) -> None:
+        form = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
         raise ActivationError(
-            f"unit {unit} returned something that is neither one row for each row of its input nor the same for all "
-            f"rows ({_form(values[0])}), such as a loss over its batch: give it the policy 'keep', or leave rows= out"
+            f"unit {self._unit} returned {form}, which is neither one row for each row of its input nor the same for "
+            "all rows, such as a loss over its batch: give it the policy 'keep', or leave rows= out"
         )
-    return values[0]
+
+    def whole(self) -> Any:
+        values = [
+            _Whole.apply([value], self._cut.sizes, *stubs) if rows else value
+            for value, stubs, rows in zip(self._values, self._stubs, self._rows, strict=True)
+        ]
+        return pytree.tree_unflatten(values, self._structure)
 
 
 def same(left: Any, right: Any) -> bool:
@@ -209,7 +328,3 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return left.shape == right.shape and left.dtype == right.dtype and torch.equal(left.detach(), right.detach())
     return type(left) is type(right) and bool(left == right)
-
-
-def _form(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_core.runtime.hooks import Engine
 from zero_core.runtime.memoryless import METADATA
 
+from .cutting import pieces_of
 from .spill import ActivationError, ChangedInputError
 
 __all__ = ["Head", "Logits"]
@@ -157,10 +158,10 @@ class _Later:
             losses = F.cross_entropy(logits, wanted.flatten(), ignore_index=ignore_index, reduction="none")
             return losses.float().sum()  # a sum in 16 bits would be rounded once a part
 
-        pieces = self.hidden.split(self.head.rows)
+        piece = pieces_of(self.hidden, self.head.rows)
         wanted = labels.view(len(self.hidden), -1).split(self.head.rows)
         options = {"use_reentrant": False, "preserve_rng_state": False}
-        losses = [checkpoint(of_part, *each, **options) for each in zip(pieces[::-1], wanted[::-1], strict=True)]
+        losses = [checkpoint(of_part, piece(k), wanted[k], **options) for k in reversed(range(len(wanted)))]
         return torch.stack(losses[::-1]).sum()
 
 
