@@ -49,7 +49,7 @@ from ..planning.planner import Plan
 from ..store import TieredStore
 from ..streams import streams_of
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
-from .cutting import Cut, Joined, argument_names, find_cut, flatten
+from .cutting import Cut, Joined, argument_names, find_cut, flatten, return_memory
 from .host_spill import HostSpill
 from .logits import Head
 from .mixing import refuse_batch_norm, rows_of_outputs
@@ -126,6 +126,7 @@ class Activations:
             with _no_shared_casts():
                 for k in reversed(range(cut.parts)):
                     output.add(k, checkpoint(call.run, call.anchor, k, use_reentrant=False))
+                    return_memory(k, call.anchor.device)
             return output.whole()
 
         forward._torchdynamo_disable = True  # type: ignore[attr-defined]

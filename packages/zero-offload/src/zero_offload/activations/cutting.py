@@ -18,6 +18,8 @@ part; these are added in fp32, as autograd would add them in the tensor's dtype.
 What one part leaves for the time when all are done must not lie between the memory of two parts, or the heap grows with
 their number. So each part's output is copied into one tensor for all rows, and so is the gradient of each part's input.
 What stands for the two in the graph meanwhile has their shape and one element.
+On the CPU, the small objects of the graph lie between the freed tensors of a part, and glibc cannot use these holes for
+the tensors of the next part. So the freed memory is returned to the kernel after every `_PARTS_KEPT` parts.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from zero_core.heap import give_back_freed_memory
 from zero_core.runtime.outputs import tensors_of
 
 from .spill import ActivationError
 
-__all__ = ["Cut", "Joined", "argument_names", "find_cut", "flatten", "pieces_of", "same"]
+__all__ = ["Cut", "Joined", "argument_names", "find_cut", "flatten", "pieces_of", "return_memory", "same"]
 
+_PARTS_KEPT = 4  # TEMP
 _PACKED = (
     "cu_seqlens",
     "cu_seqlens_q",
@@ -84,6 +88,12 @@ class Cut:
             wide = leaf.float()
             return lambda part: wide.to(leaf.dtype)
         return lambda part: leaf
+
+
+def return_memory(k: int, device: torch.device) -> None:
+    """Part k of a forward is done: return what it freed to the kernel, see [Note: memory between parts]."""
+    if device.type == "cpu" and k % _PARTS_KEPT == 0:
+        give_back_freed_memory()
 
 
 def pieces_of(tensor: Tensor, rows: int) -> Callable[[int], Tensor]:

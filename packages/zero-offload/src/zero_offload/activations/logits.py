@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_core.runtime.hooks import Engine
 from zero_core.runtime.memoryless import METADATA
 
-from .cutting import pieces_of
+from .cutting import pieces_of, return_memory
 from .spill import ActivationError, ChangedInputError
 
 __all__ = ["Head", "Logits"]
@@ -161,7 +161,10 @@ class _Later:
         piece = pieces_of(self.hidden, self.head.rows)
         wanted = labels.view(len(self.hidden), -1).split(self.head.rows)
         options = {"use_reentrant": False, "preserve_rng_state": False}
-        losses = [checkpoint(of_part, piece(k), wanted[k], **options) for k in reversed(range(len(wanted)))]
+        losses = []
+        for k in reversed(range(len(wanted))):
+            losses.append(checkpoint(of_part, piece(k), wanted[k], **options))
+            return_memory(k, labels.device)
         return torch.stack(losses[::-1]).sum()
 
 
