@@ -173,6 +173,13 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation site in site/, from sources alone; a warning or a broken link ends it. `-- serve` shows it."""
+    session.install("--quiet", "mkdocs-material", "mkdocstrings-python", "ruff")
+    session.run("mkdocs", *(session.posargs or ["build"]), env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
 def types(session: nox.Session) -> None:
     """mypy over the sources of every package, against the real torch."""
     session.install("--quiet", "--upgrade", "pip")
