@@ -133,8 +133,9 @@ def packages(session: nox.Session, package: str) -> None:
 def peft(session: nox.Session) -> None:
     """PEFT's adapters, also over bases of bitsandbytes and torchao, which `tests` skips where these are missing."""
     everything(session, extras=("peft", "bitsandbytes", "torchao"))
-    files = ("zero_offload/test_peft.py", "zero_offload/test_quantised.py", "zero_hf/test_trainer_peft.py")
-    session.run("pytest", "-rR", *(f"tests/integration/{name}" for name in files), *session.posargs)
+    names = ["test_pages.py", "zero_offload/test_peft.py", "zero_offload/test_quantised.py"]
+    names += ["zero_hf/test_trainer_peft.py"]
+    session.run("pytest", "-rR", *(f"tests/integration/{name}" for name in names), *session.posargs)
 
 
 @nox.session

@@ -22,7 +22,8 @@ PAGES = {  # path in the repository: path in the site
     "tests/fuzz/README.md": "shown/tests/fuzz/README.md",
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
-    "README.md": "index.md",
+    "README.md": "readme.md",
+    "examples/README.md": "examples.md",
 }
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".sh": "bash", ".cpp": "cpp"}
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
