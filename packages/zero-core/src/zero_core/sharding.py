@@ -67,6 +67,7 @@ class Handle:
     engine: Engine
 
     def settle(self) -> None:
+        """Gives every lease of the store back, so that nothing stale stays resident."""
         self.engine.settle()
 
     def close(self) -> None:
