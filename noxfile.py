@@ -7,6 +7,8 @@ What stands after `--` goes to the program that the session runs.
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from pathlib import Path
 
 import nox
@@ -37,6 +39,13 @@ TEST_EXTRAS = {
     "zero-hf": ["torch", "numpy", "transformers", "accelerate"],
     "zero-train": ["torch", "numpy", "transformers", "accelerate", "safetensors", "zstandard"],
     "zero-sim": ["torch", "numpy"],
+}
+README_EXAMPLES = {  # package: what its README's example needs besides, and the example, if it is no Python block
+    "zero-nvme": (["numpy"],),
+    "zero-core": (["transformers", "numpy"],),
+    "zero-offload": (["zero-nvme", "zero-optim-cpu", "numpy"],),
+    "zero-hf": ([], str(ROOT / "examples" / "trainer.py"), "--steps", "2", "--output", "out"),
+    "zero-train": ([], "-m", "zero_train", "run.steps=2", "run.dir=out"),
 }
 ON_SIM = ["tests/device", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/zero_sim"))]
 
@@ -230,10 +239,39 @@ def change(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """An sdist and a wheel of each package, under dist/."""
+    """An sdist and a wheel of each package in dist/, each run in an environment of its own; or `-- PACKAGE ...`.
+
+    An environment starts empty, and gets the wheel with what it declares. The example of the package's README runs in
+    it, twice: from the wheel, and after the sdist was installed over it.
+    """
     session.install("--quiet", "build")
-    for package in (*SIBLINGS, *DEVELOPMENT):
-        session.run("python", "-m", "build", "--outdir", "dist", f"packages/{package}")
+    everything_built = (*SIBLINGS, *DEVELOPMENT)
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    for package in everything_built:  # all of them: they need each other
+        session.run("python", "-m", "build", "--outdir", "dist", f"packages/{package}", silent=True)
+    for package in session.posargs or everything_built:
+        run_readme_of(session, package)
+
+
+def run_readme_of(session: nox.Session, package: str) -> None:
+    """Runs the README's example from the wheel and from the sdist in dist/, outside of the source tree."""
+    work = Path(session.create_tmp()) / package
+    shutil.rmtree(work, ignore_errors=True)
+    session.run("python", "-m", "venv", str(work / "venv"))
+    python, name = str(work / "venv" / "bin" / "python"), package.replace("-", "_")
+    needs, *command = README_EXAMPLES.get(package, [[]])
+    if not command:
+        text = (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
+        command = ["-c", re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]]
+    pip = [python, "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), "--find-links", "dist"]
+    (wheel,), (sdist,) = (sorted((ROOT / "dist").glob(f"{name}-{end}")) for end in ("*.whl", "*.tar.gz"))
+    for kind in ([str(wheel) + WITH.get(package, ""), *needs], ["--force-reinstall", "--no-deps", str(sdist)]):
+        session.chdir(ROOT)
+        session.run(*pip, *kind, external=True)
+        session.chdir(work)
+        session.run(python, *command, external=True, silent=True, env={"PYTHONPATH": ""})
+    session.chdir(ROOT)
+    shutil.rmtree(work)  # an environment with torch has a gigabyte
 
 
 @nox.session
