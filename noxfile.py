@@ -255,7 +255,7 @@ def build(session: nox.Session) -> None:
 
 def run_readme_of(session: nox.Session, package: str) -> None:
     """Runs the README's example from the wheel and from the sdist in dist/, outside of the source tree."""
-    work = Path(session.create_tmp()) / package
+    work = Path(session.create_tmp()).resolve() / package
     shutil.rmtree(work, ignore_errors=True)
     session.run("python", "-m", "venv", str(work / "venv"))
     python, name = str(work / "venv" / "bin" / "python"), package.replace("-", "_")
