@@ -26,6 +26,7 @@ PAGES = {  # path in the repository: path in the site
     "examples/README.md": "examples.md",
 }
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".sh": "bash", ".cpp": "cpp"}
+WIDE = "---\nhide: [navigation, toc]\n---\n\n"  # of a page that shows a file: no columns beside it
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.MULTILINE | re.DOTALL)
 
@@ -106,10 +107,10 @@ def made(config: Any, source: str, target: str) -> File:
     if path.is_dir():
         names = sorted(each.name for each in path.iterdir() if each.is_file())
         text = "\n\n".join(f"## {name}\n\n{fenced(path / name)}" for name in names)
-        return File.generated(config, target, content=f"# {source}\n\n{text}\n")
+        return File.generated(config, target, content=f"{WIDE}# {source}\n\n{text}\n")
     if path.suffix == ".md":
         return File.generated(config, target, content=path.read_text(encoding="utf-8"))
-    return File.generated(config, target, content=f"# {source}\n\n{fenced(path)}\n")
+    return File.generated(config, target, content=f"{WIDE}# {source}\n\n{fenced(path)}\n")
 
 
 def fenced(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 python examples/own_tier.py [FOLDER]
 
-A tier is a class with the seven methods of `zero_offload.ByteStore`. TieredStore takes it under any name. For
+A tier is a class with the seven members of `zero_offload.ByteStore`. TieredStore takes it under any name. For
 zero-train, `TIER` is all that a file conf/tier/shelf.yaml needs. tests/integration/test_examples.py runs the shipped
 conformance suite on this class, and compares a model's bits with those of host memory.
 """
