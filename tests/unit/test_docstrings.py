@@ -25,7 +25,7 @@ MODULES = {
     "zero_train": ("", "schema"),
 }
 EXAMPLES = {  # modules whose docstrings have examples
-    "zero_core": ("layout", "memory"),
+    "zero_core": ("layout", "memory", "sharding"),
     "zero_offload": ("memory_store", "placement"),
     "zero_nvme": ("buffers", "slab"),
     "zero_optim_cpu": ("adam",),
