@@ -42,6 +42,17 @@ def test_links_lead_to_files_and_headings_that_exist(page):
         assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), f"{page} links to {target}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_pictures_have_alternative_texts(page):
+    """A hand-drawn picture also says in itself what it shows, and has colours for the dark mode."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for words, target in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", text):
+        assert len(words.split()) >= 5, f"{page} shows {target} without saying what is to be seen"
+        if target.endswith(".svg"):
+            drawn = ((ROOT / page).parent / target).read_text(encoding="utf-8")
+            assert all(part in drawn for part in ("<title", "<desc", "prefers-color-scheme: dark"))
+
+
 def test_the_root_readme_fits_on_a_screen_and_a_half():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 75
 
