@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "packages/*/CHANGELOG.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "packages/*/README.md", "packages/*/CHANGELOG.md")
     for path in ROOT.glob(pattern)
 )
 
