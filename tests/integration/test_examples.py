@@ -7,6 +7,7 @@ import io
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,15 @@ def test_every_example_is_run_by_a_test_and_in_the_list() -> None:
     for name, runner in ELSEWHERE.items():
         assert runner is None or Path(name).stem in (ROOT / runner).read_text(encoding="utf-8"), runner
     assert names - {"__init__.py"} == set(re.findall(r"^\| \[([\w.]+)\]", listed, re.MULTILINE))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_the_backend_compiles_against_todays_headers() -> None:
+    """`nox -s change` builds it into a copy of zero-nvme and runs the conformance suites on it, which takes longer."""
+    headers = ROOT / "packages" / "zero-nvme" / "cpp" / "include"
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-Wall", "-Werror", f"-I{headers}", EXAMPLES / "own_backend.cpp"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 class TestShelf(ByteStoreSuite):
