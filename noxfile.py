@@ -45,7 +45,7 @@ README_EXAMPLES = {  # package: what its README's example needs besides, and the
     "zero-core": (["transformers", "numpy"],),
     "zero-offload": (["zero-nvme", "zero-optim-cpu", "numpy"],),
     "zero-hf": ([], str(ROOT / "examples" / "trainer.py"), "--steps", "2", "--output", "out"),
-    "zero-train": ([], "-m", "zero_train", "run.steps=2", "run.dir=out"),
+    "zero-train": ([], "-m", "zero_train", "recipe=tiny", "run.steps=3", "run.dir=out"),
 }
 ON_SIM = ["tests/device", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/zero_sim"))]
 
