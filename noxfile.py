@@ -265,10 +265,13 @@ def run_readme_of(session: nox.Session, package: str) -> None:
         command = ["-c", re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]]
     pip = [python, "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), "--find-links", "dist"]
     (wheel,), (sdist,) = (sorted((ROOT / "dist").glob(f"{name}-{end}")) for end in ("*.whl", "*.tar.gz"))
-    for kind in ([str(wheel) + WITH.get(package, ""), *needs], ["--force-reinstall", "--no-deps", str(sdist)]):
+    installs = {"wheel": [str(wheel) + WITH.get(package, ""), *needs]}
+    installs["sdist"] = ["--force-reinstall", "--no-deps", str(sdist)]
+    for kind, what in installs.items():
         session.chdir(ROOT)
-        session.run(*pip, *kind, external=True)
-        session.chdir(work)
+        session.run(*pip, *what, external=True)
+        (work / kind).mkdir()
+        session.chdir(work / kind)
         session.run(python, *command, external=True, silent=True, env={"PYTHONPATH": ""})
     session.chdir(ROOT)
     shutil.rmtree(work)  # an environment with torch has a gigabyte
