@@ -7,6 +7,8 @@ What stands after `--` goes to the program that the session runs.
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from pathlib import Path
 
 import nox
@@ -37,6 +39,13 @@ TEST_EXTRAS = {
     "zero-hf": ["torch", "numpy", "transformers", "accelerate"],
     "zero-train": ["torch", "numpy", "transformers", "accelerate", "safetensors", "zstandard"],
     "zero-sim": ["torch", "numpy"],
+}
+README_EXAMPLES = {  # package: what its README's example needs besides, and the example, if it is no Python block
+    "zero-nvme": (["numpy"],),
+    "zero-core": (["transformers", "numpy"],),
+    "zero-offload": (["zero-nvme", "zero-optim-cpu", "numpy"],),
+    "zero-hf": ([], str(ROOT / "examples" / "trainer.py"), "--steps", "2", "--output", "out"),
+    "zero-train": ([], "-m", "zero_train", "recipe=tiny", "run.steps=3", "run.dir=out"),
 }
 ON_SIM = ["tests/device", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/zero_sim"))]
 
@@ -133,8 +142,9 @@ def packages(session: nox.Session, package: str) -> None:
 def peft(session: nox.Session) -> None:
     """PEFT's adapters, also over bases of bitsandbytes and torchao, which `tests` skips where these are missing."""
     everything(session, extras=("peft", "bitsandbytes", "torchao"))
-    files = ("zero_offload/test_peft.py", "zero_offload/test_quantised.py", "zero_hf/test_trainer_peft.py")
-    files = (*(f"tests/integration/{name}" for name in files), "tests/unit/zero_hf/test_merging.py")
+    names = ["test_pages.py", "zero_offload/test_peft.py", "zero_offload/test_quantised.py"]
+    names += ["zero_hf/test_trainer_peft.py"]
+    files = (*(f"tests/integration/{name}" for name in names), "tests/unit/zero_hf/test_merging.py")
     session.run("pytest", "-rR", *files, *session.posargs)
 
 
@@ -171,6 +181,13 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports", env={"PYTHONPATH": sources()})
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation site in site/, from sources alone; a warning or a broken link ends it. `-- serve` shows it."""
+    session.install("--quiet", "mkdocs-material", "mkdocstrings-python", "ruff")
+    session.run("mkdocs", *(session.posargs or ["build"]), env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session
@@ -223,10 +240,42 @@ def change(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """An sdist and a wheel of each package, under dist/."""
+    """An sdist and a wheel of each package in dist/, each run in an environment of its own; or `-- PACKAGE ...`.
+
+    An environment starts empty, and gets the wheel with what it declares. The example of the package's README runs in
+    it, twice: from the wheel, and after the sdist was installed over it.
+    """
     session.install("--quiet", "build")
-    for package in (*SIBLINGS, *DEVELOPMENT):
-        session.run("python", "-m", "build", "--outdir", "dist", f"packages/{package}")
+    everything_built = (*SIBLINGS, *DEVELOPMENT)
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    for package in everything_built:  # all of them: they need each other
+        session.run("python", "-m", "build", "--outdir", "dist", f"packages/{package}", silent=True)
+    for package in session.posargs or everything_built:
+        run_readme_of(session, package)
+
+
+def run_readme_of(session: nox.Session, package: str) -> None:
+    """Runs the README's example from the wheel and from the sdist in dist/, outside of the source tree."""
+    work = Path(session.create_tmp()).resolve() / package
+    shutil.rmtree(work, ignore_errors=True)
+    session.run("python", "-m", "venv", str(work / "venv"))
+    python, name = str(work / "venv" / "bin" / "python"), package.replace("-", "_")
+    needs, *command = README_EXAMPLES.get(package, [[]])
+    if not command:
+        text = (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
+        command = ["-c", re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]]
+    pip = [python, "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), "--find-links", "dist"]
+    (wheel,), (sdist,) = (sorted((ROOT / "dist").glob(f"{name}-{end}")) for end in ("*.whl", "*.tar.gz"))
+    installs = {"wheel": [str(wheel) + WITH.get(package, ""), *needs]}
+    installs["sdist"] = ["--force-reinstall", "--no-deps", str(sdist)]
+    for kind, what in installs.items():
+        session.chdir(ROOT)
+        session.run(*pip, *what, external=True)
+        (work / kind).mkdir()
+        session.chdir(work / kind)
+        session.run(python, *command, external=True, silent=True, env={"PYTHONPATH": ""})
+    session.chdir(ROOT)
+    shutil.rmtree(work)  # an environment with torch has a gigabyte
 
 
 @nox.session

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "packages/*/README.md", "packages/*/CHANGELOG.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "packages/*/README.md", "packages/*/CHANGELOG.md")
     for path in ROOT.glob(pattern)
 )
 
@@ -40,6 +40,17 @@ def test_links_lead_to_files_and_headings_that_exist(page):
         path = (ROOT / page).parent / name if name else ROOT / page
         assert path.exists(), f"{page} links to {target}"
         assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), f"{page} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pictures_have_alternative_texts(page):
+    """A hand-drawn picture also says in itself what it shows, and has colours for the dark mode."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for words, target in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", text):
+        assert len(words.split()) >= 5, f"{page} shows {target} without saying what is to be seen"
+        if target.endswith(".svg"):
+            drawn = ((ROOT / page).parent / target).read_text(encoding="utf-8")
+            assert all(part in drawn for part in ("<title", "<desc", "prefers-color-scheme: dark"))
 
 
 def test_the_root_readme_fits_on_a_screen_and_a_half():

@@ -1,63 +1,16 @@
-"""A collective of one's own is one file: shards are gathered as int8, with a scale for each."""
+"""The change test: a collective of one's own is one file, examples/own_collective.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import zero_core
+from examples.own_collective import Int8Gather
 from tests.conformance.zero_core.test_collectives import OnGloo
 from tests.integration.zero_core import toys
-from zero_core.comm import MessageCollectives, Work
-from zero_core.pool import Pool
-
-SCALE_BYTES = 4  # an fp32 scale follows each shard's int8 values
-
-
-@dataclass
-class Unpacking:
-    """Turns what every rank sent into `whole` when it has arrived."""
-
-    work: Work
-    packed: Tensor  # (ranks, n + SCALE_BYTES) uint8, the pool's
-    whole: Tensor
-    pool: Pool
-
-    def wait(self) -> None:
-        self.work.wait()
-        for row, values in zip(self.packed, self.whole.view(len(self.packed), -1), strict=True):
-            unpack(row, values)
-        self.pool.give(self.packed)
-
-
-def pack(part: Tensor) -> Tensor:
-    scale = part.float().abs().max().clamp(min=1e-30) / 127
-    values = (part.float() / scale).round().to(torch.int8)
-    return torch.cat([values.view(torch.uint8), scale.view(1).view(torch.uint8)])
-
-
-def unpack(packed: Tensor, out: Tensor) -> Tensor:
-    scale = packed[-SCALE_BYTES:].clone().view(torch.float32)
-    return out.copy_(packed[:-SCALE_BYTES].view(torch.int8).float() * scale)
-
-
-class Int8Gather(MessageCollectives):
-    """Everything but the gather of what the model computes with is as it was."""
-
-    def all_gather(self, whole: Tensor, part: Tensor, tag: int, *, exact: bool) -> Any:
-        if exact:
-            return super().all_gather(whole, part, tag, exact=True)
-        mine = pack(part)
-        packed = self._pool.take(self._size * mine.numel(), torch.uint8)
-        work = super().all_gather(packed, mine, tag, exact=True)
-        return Unpacking(work, packed.view(self._size, -1), whole, self._pool)
-
-    def arrives_as(self, part: Tensor) -> Tensor:
-        return unpack(pack(part), torch.empty_like(part))
 
 
 class TestInt8Gather(OnGloo):

@@ -2,9 +2,10 @@
 
     python -m tests.conformance.zero_nvme.toy_backend
 
-From the root of a checkout, with cmake, pybind11, pytest and the package's dependencies installed. toy_backend.cpp is
-added to a temporary copy of the package, in which nothing else is changed. The conformance suites then run on the new
-backend alone, the tools list it, and with zero-train installed a run may name it. Further arguments go to pytest.
+From the root of a checkout, with cmake, pybind11, pytest and the package's dependencies installed.
+examples/own_backend.cpp is added to a temporary copy of the package, in which nothing else is changed. The conformance
+suites then run on the new backend alone, the tools list it, and with zero-train installed a run may name it. Further
+arguments go to pytest.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main(*pytest_arguments: str) -> int:
         for part in ("conf", "packages/zero-nvme", "packages/zero-train"):
             shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         package = copy / "packages" / "zero-nvme"
-        shutil.copy(pathlib.Path(__file__).with_suffix(".cpp"), package / "cpp" / "src" / "sync_backend.cpp")
+        shutil.copy(ROOT / "examples" / "own_backend.cpp", package / "cpp" / "src" / "sync_backend.cpp")
         (copy / "conf" / "io" / "sync.yaml").write_text("backend: sync\n")
 
         site = runpy.run_path(str(package / "scripts" / "sanitize.py"))["build"]("", copy)

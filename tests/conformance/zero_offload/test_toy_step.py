@@ -1,4 +1,4 @@
-"""The change test: an optimizer of one's own is one file, with an `UpdateStep` beside its torch optimizer.
+"""The change test: an optimizer of one's own is one file, examples/own_step.py.
 
 Fails if anything between a training loop and a tile knows the optimizers by name.
 """
@@ -14,73 +14,10 @@ import torch
 from torch import Tensor
 
 import zero_core
-from zero_core.precision import round_to
+from examples.own_step import Signum, SignumStep
 from zero_offload import MemoryByteStore, TieredStore
-from zero_offload.protocols import Field, StateTile, TileView, UpdateSegment, UpdateStep
+from zero_offload.protocols import UpdateStep
 from zero_offload.testing import UpdateStepSuite
-
-
-class Signum(torch.optim.Optimizer):
-    """SignSGD with momentum (Bernstein et al. 2018): a step of `lr` in the direction of the momentum's sign."""
-
-    def __init__(self, parameters: Any, lr: float = 1e-3, momentum: float = 0.9) -> None:
-        super().__init__(parameters, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                advance(parameter, momentum, parameter.grad, group)
-
-
-def advance(master: Tensor, momentum: Tensor, gradient: Tensor, options: Any) -> None:
-    momentum.mul_(options["momentum"]).add_(gradient * (1 - options["momentum"]))
-    master.sub_(momentum.sign() * options["lr"])
-
-
-class SignumStep:
-    """Signum on tiles. The state of a tile has the fp32 master where the parameter is not fp32 itself."""
-
-    def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        if not isinstance(optimizer, Signum):
-            raise TypeError(f"SignumStep runs Signum, not {type(optimizer).__name__}")
-
-    def layout(self, numel: int, parameter_dtype: torch.dtype) -> Sequence[Field]:
-        names = ("momentum",) if parameter_dtype == torch.float32 else ("master", "momentum")
-        return [Field(name, torch.float32, numel) for name in names]
-
-    def state_names(self) -> tuple[str, ...]:
-        return ("momentum",)
-
-    def initialise(self, tile: StateTile, master: Tensor) -> None:
-        self.write(tile, "master", master)
-        self.write(tile, "momentum", torch.zeros_like(master))
-
-    def update(self, tile: TileView, segments: Sequence[UpdateSegment], scale: float) -> None:
-        master = self.read(tile, "master")
-        for segment in segments:
-            part = slice(segment.start, segment.stop)
-            gradient = tile.gradient[part].float() * scale
-            advance(master[part], tile.states["momentum"][part], gradient, segment.options)
-        self.write(tile, "master", master)
-
-    def read(self, tile: StateTile, name: str) -> Tensor:
-        return (tile.parameter if name not in tile.states else tile.states[name]).clone()
-
-    def write(self, tile: StateTile, name: str, values: Tensor) -> None:
-        if name in tile.states:
-            tile.states[name].copy_(values)
-        if name == "master":
-            round_to(values, tile.parameter)
-
-    def accumulate(self, into: Tensor, values: Tensor) -> None:
-        into.add_(values.float())
-
-    def chunk_norms_squared(self, values: Tensor) -> Sequence[float]:
-        return [float(chunk.double().square().sum()) for chunk in values.split(1 << 20)]
 
 
 class TestSignum(UpdateStepSuite):

@@ -52,16 +52,29 @@ class Piece:
 
     @property
     def numel(self) -> int:
+        """Elements in the piece."""
         return self.slot_stop - self.slot_start
 
     @property
     def shard_stop(self) -> int:
+        """The element of the shard after its last one."""
         return self.shard_start + self.numel
 
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The slots of one unit, and how its padded total is cut into equal shards."""
+    """The slots of one unit, and how its padded total is cut into equal shards.
+
+    Examples:
+        >>> from zero_core.layout import UnitLayout
+        >>> layout = UnitLayout.build("block", [("weight", (6, 8)), ("bias", (6,))], itemsize=4, shard_count=2)
+        >>> layout.numel, layout.shard_numel
+        (128, 64)
+        >>> [(piece.slot.name, piece.numel) for piece in layout.pieces(0)]
+        [('weight', 48)]
+        >>> [(piece.slot.name, piece.numel) for piece in layout.pieces(1)]
+        [('bias', 6)]
+    """
 
     name: str
     slots: tuple[Slot, ...]
@@ -86,6 +99,7 @@ class UnitLayout:
 
     @property
     def shard_numel(self) -> int:
+        """Elements of one rank's shard, padding included."""
         return self.numel // self.shard_count
 
     def shard_range(self, rank: int) -> tuple[int, int]:
@@ -121,6 +135,7 @@ class Box:
 
     @property
     def numel(self) -> int:
+        """Elements in the box."""
         return math.prod(self.sizes)
 
 

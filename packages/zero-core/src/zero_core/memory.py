@@ -78,6 +78,7 @@ class ElementBytes:
 
     @property
     def optimizer(self) -> int:
+        """Bytes of the master and of the optimizer's states, in fp32."""
         return self.master + FP32_BYTES * self.states
 
     def gradient(self, arriving: int | None) -> int:
@@ -103,6 +104,7 @@ class Movement:
 
     @property
     def total_numel(self) -> int:
+        """Elements that one rank sends in a step, in all."""
         return self.gathered_numel + self.reduced_numel + self.replicated_numel
 
 
@@ -209,6 +211,17 @@ def estimate(
     given. accumulate: backwards added up in a step. no_sync: all of them but the last are inside `zero_core.no_sync`.
     This is a `DeviceStore`'s account; zero_offload.plan has that of a store with tiers. Raises StageError for a stage
     other than 0, 1, 2, 3.
+
+    Examples:
+        >>> import torch, zero_core
+        >>> for stage in range(4):
+        ...     held = zero_core.memory.estimate(1_000_000, 4, stage, param_dtype=torch.bfloat16)
+        ...     kept = held.parameters_bytes + held.gradients_bytes + held.optimizer_bytes
+        ...     print(f"stage {stage}: {kept / 1_000_000} bytes a parameter")
+        stage 0: 16.0 bytes a parameter
+        stage 1: 7.5 bytes a parameter
+        stage 2: 5.5 bytes a parameter
+        stage 3: 4.0 bytes a parameter
     """
     _check(numel, world_size, stage, replicas)
     trainable = numel if trainable_numel is None else trainable_numel

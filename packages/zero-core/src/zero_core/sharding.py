@@ -67,6 +67,7 @@ class Handle:
     engine: Engine
 
     def settle(self) -> None:
+        """Gives every lease of the store back, so that nothing stale stays resident."""
         self.engine.settle()
 
     def close(self) -> None:
@@ -113,19 +114,36 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
 
     Without an optimizer nothing is trained, as in a reference or a reward model, and the model's handle is returned.
     What is trained are the parameters of `optimizer` that require a gradient now. All others are kept in their own
-    dtype, which may be any, and cost no more than their bytes.
-    stage: 0 to 3, a row of stages.STAGES. mesh: a DeviceMesh (shard,) or (replicate, shard); None: all ranks, or this
-    process alone without torch.distributed. units: module classes which form units; None: the rule of wrapping.py.
-    param_dtype: parameters and compute, the fp32 masters live with the store; None: as they are. reduce_dtype: of
-    gradients between ranks and to the store; None: the parameters'. loss_scale: "dynamic", a number, or None.
-    max_grad_norm: exact global clipping. resident_bytes: stage 3 keeps that much unsharded between uses.
-    prefetch_bytes: how much is gathered ahead; 0: nothing. update_in_backward: a unit is updated when its gradient
-    arrives; not with clipping, loss scaling or stage 1. store: None is a DeviceStore. observer: told of every span.
-    device: where to compute, buffers go along; None: where the parameters are. A model that does not fit there stays in
-    host memory, or in deferred_init(), until shard takes it; then say device.
+    dtype, which may be any, and cost no more than their bytes. What `optimizer` keeps already (it has stepped, or was
+    loaded) moves into the store, rank 0's to every rank.
+
+    stage: the ZeRO stage, 0 to 3.
+    mesh: a DeviceMesh (shard,) or (replicate, shard); None: all ranks, or this process alone without torch.distributed.
+    units: module classes of which each instance is a unit; None: the blocks of the model, see building/wrapping.py.
+    param_dtype: of parameters and compute, while the fp32 masters are in the store; None: as they are.
+    reduce_dtype: of gradients between ranks and to the store; None: the parameters'.
+    loss_scale: "dynamic", a number, a LossScale, or None.
+    max_grad_norm: gradients are clipped to this norm of all of them, exactly; None: they are not.
+    resident_bytes: stage 3 keeps that much unsharded between uses.
+    prefetch_bytes: how much is gathered ahead; 0: nothing.
+    update_in_backward: a unit is updated when its gradient arrives; not with clipping, loss scaling or stage 1.
+    store: where shards are kept between uses; None: a DeviceStore.
+    observer: is told of every span of work.
+    device: where to compute, and buffers go along; None: where the parameters are. A model that does not fit there
+        stays in host memory, or in deferred_init(), until shard takes it; then say `device`.
     collectives: makes what moves values between the ranks of a group, see comm.Collectives; None: by its backend.
-    What `optimizer` keeps already (it has stepped, or was loaded) moves into the store, rank 0's to every rank.
+
     Raises ZeroError, StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
+
+    Examples:
+        >>> import torch, zero_core
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), max_grad_norm=1.0)
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> f"{optimizer.grad_norm:.3f}"
+        '4.472'
+        >>> optimizer.close()
     """
     trains = optimizer is not None
     optimizer = torch.optim.SGD([{"params": []}]) if optimizer is None else optimizer

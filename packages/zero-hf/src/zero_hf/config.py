@@ -34,6 +34,12 @@ class ZeroConfig:
     prefetch_bytes, resident_bytes: as zero_core.shard takes them. tile_numel, slots, host_bytes, overlap: as
     zero_offload.TieredStore takes them. param_dtype: "bf16" or "fp16" computes in it, with fp32 masters, and
     "fp16" needs a loss scale; None computes in the model's own dtype.
+
+    Examples:
+        >>> import zero_hf
+        >>> config = zero_hf.ZeroConfig(offload="host", optimizer={"host": 0.4, "nvme": 0.6}, nvme_paths="/mnt/nvme0")
+        >>> config.stage, config.nvme_paths
+        (3, ('/mnt/nvme0',))
     """
 
     stage: int = 3

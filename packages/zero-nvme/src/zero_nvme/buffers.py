@@ -85,6 +85,12 @@ def empty(nbytes: int) -> memoryview:
     copy: `torch.frombuffer(empty(n), dtype=...)`, `numpy.frombuffer(empty(n), dtype=...)`.
 
     Raises ValueError for a negative size, OSError (ENOMEM) when the address space is short.
+
+    Examples:
+        >>> import zero_nvme
+        >>> buffer = zero_nvme.empty(1000)
+        >>> len(buffer), sum(buffer)
+        (1000, 0)
     """
     if nbytes < 0:
         raise ValueError(f"empty({nbytes}): the size in bytes cannot be negative")

@@ -43,6 +43,7 @@ class BackendUnavailable(NvmeError):
 
     @classmethod
     def of(cls, what: str, error: OSError) -> BackendUnavailable:
+        """The error for a backend `what` that the kernel refused with `error`."""
         call, code = str(error.strerror or error).split(":")[0], error.errno or errno.EIO
         refusal = f"{call}: {errno.errorcode.get(code, code)}"
         unavailable = cls(code, f"{what}: {refusal}; name another backend, or lower depth")

@@ -89,6 +89,7 @@ class IOQueue:
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called."""
         return self._closed
 
     def close(self) -> None:

@@ -37,6 +37,16 @@ class Slab(IOQueue):
     The other keywords are fields of `Options`.
 
     Raises NvmeError for a folder that is missing, read-only, full or in memory; BackendUnavailable; ValueError.
+
+    Examples:
+        >>> import zero_nvme
+        >>> with zero_nvme.Slab(["."]) as slab:
+        ...     extent = slab.allocate(5)
+        ...     slab.write(extent, b"bytes").wait()
+        ...     back = bytearray(3)
+        ...     slab.read(extent, back, offset=2).wait()
+        >>> bytes(back)
+        b'tes'
     """
 
     def __init__(

@@ -65,6 +65,17 @@ class MemoryByteStore:
 
     `capacity_bytes`: beyond it `reserve` and `allocate` raise BudgetError; None: no limit. `used_bytes`: what is
     allocated and not freed.
+
+    Examples:
+        >>> import torch, zero_offload
+        >>> store = zero_offload.MemoryByteStore()
+        >>> extent = store.allocate(16)
+        >>> store.write(extent, torch.arange(4, dtype=torch.float32)).wait()
+        >>> back = torch.empty(2)
+        >>> store.read(extent, back, offset=8).wait()
+        >>> back
+        tensor([2., 3.])
+        >>> store.close()
     """
 
     def __init__(self, capacity_bytes: int | None = None, *, asynchronous: bool = True, alignment: int = 4096) -> None:

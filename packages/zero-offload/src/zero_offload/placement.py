@@ -46,6 +46,11 @@ def place(placement: Placement, sizes: Sequence[int], kind: str, tiers: Sequence
     """The tier of each tile, given the tiles' sizes in their order: the first tiles are in the fastest of `tiers`.
 
     A tile goes where its middle lies, so that 0.37 of equal tiles is the first 37 % of them, to half a tile.
+
+    Examples:
+        >>> import zero_offload
+        >>> zero_offload.place({"host": 0.25, "nvme": 0.75}, [100] * 4, "optimizer")
+        ('host', 'nvme', 'nvme', 'nvme')
     """
     fractions = shares(placement, kind, tiers)
     total, found, before = sum(sizes), [], 0

@@ -31,7 +31,8 @@ __all__ = [
 class Ticket(Protocol):
     """Handle of a submitted request. Any thread may ask, as often as it likes."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether the request is over, with or without an error. Never blocks."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the request is complete. Raises its error; TimeoutError after `timeout` seconds."""
@@ -41,10 +42,12 @@ class Extent(Protocol):
     """A range that a ByteStore gave out."""
 
     @property
-    def offset_bytes(self) -> int: ...
+    def offset_bytes(self) -> int:
+        """Where the extent begins in the store, a multiple of its alignment."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Its length, at least what was asked for."""
 
 
 @runtime_checkable
@@ -86,6 +89,7 @@ class Field:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the array."""
         return self.numel * self.dtype.itemsize
 
 
@@ -116,22 +120,28 @@ class UpdateSegment(Protocol):
     """
 
     @property
-    def start(self) -> int: ...
+    def start(self) -> int:
+        """Its first element in the tile."""
 
     @property
-    def stop(self) -> int: ...
+    def stop(self) -> int:
+        """The element of the tile after its last one."""
 
     @property
-    def options(self) -> Mapping[str, Any]: ...
+    def options(self) -> Mapping[str, Any]:
+        """Options of the parameter group: lr, betas and so on."""
 
     @property
-    def step(self) -> int: ...
+    def step(self) -> int:
+        """The number of this step of its parameter, from 1."""
 
     @property
-    def shape(self) -> tuple[int, ...] | None: ...
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of its parameter, or None if it is not known."""
 
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """The element of the flattened parameter with which it begins."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ Lane = Literal["swap_in", "swap_out"]
 class Mark(Protocol):
     """A point in a stream's work."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether what was queued before the mark is over. Never blocks."""
 
     def wait(self) -> None:
         """The host waits."""

@@ -69,9 +69,11 @@ class Timeline:
             self._events.append(event)  # deque.append is atomic
 
     def events(self) -> tuple[Event, ...]:
+        """The events that are kept, in the order in which they ended."""
         return tuple(self._events)
 
     def clear(self) -> None:
+        """Drops all events."""
         self._events.clear()
 
     def seconds(self) -> Mapping[str, float]:

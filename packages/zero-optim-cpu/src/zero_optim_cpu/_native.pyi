@@ -15,8 +15,12 @@ class Pool:
     def threads(self) -> int: ...
 
 class Handle:
-    def done(self) -> bool: ...
-    def wait(self, timeout: float | None = None) -> None: ...
+    """An update that runs in the background. Dropping it waits for the end."""
+
+    def done(self) -> bool:
+        """Returns whether the update has ended. Never blocks."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until the update has ended. Raises TimeoutError after `timeout` seconds."""
 
 class Hyper:
     def __init__(

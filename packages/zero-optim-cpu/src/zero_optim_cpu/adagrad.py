@@ -9,12 +9,10 @@ from zero_optim_cpu.rules import ADAGRAD
 
 
 class Adagrad(CpuOptimizer):
-    """Adagrad.
+    """Adagrad (Duchi, Hazan and Singer 2011).
 
-    Args:
-        params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as for ``torch.optim.Adagrad``.
-            Sparse gradients are refused.
-        layout, threads, isa: as for ``CpuStep``.
+    Takes the arguments of ``torch.optim.Adagrad`` by their names, and ``layout``, ``threads`` and ``isa`` as
+    ``CpuStep`` does. Sparse gradients are refused.
     """
 
     rule = ADAGRAD

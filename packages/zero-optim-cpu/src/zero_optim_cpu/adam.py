@@ -11,10 +11,8 @@ from zero_optim_cpu.rules import ADAM, ADAMW
 class Adam(CpuOptimizer):
     """Adam (Kingma & Ba 2015). Weight decay is added to the gradient, unless ``decoupled_weight_decay`` is set.
 
-    Args:
-        params, lr, betas, eps, weight_decay, maximize, decoupled_weight_decay: as for ``torch.optim.Adam``.
-            ``amsgrad=True`` is refused.
-        layout, threads, isa: as for ``CpuStep``.
+    Takes the arguments of ``torch.optim.Adam`` by their names, and ``layout``, ``threads`` and ``isa`` as ``CpuStep``
+    does. ``amsgrad=True`` is refused.
     """
 
     rule = ADAM
@@ -42,9 +40,17 @@ class Adam(CpuOptimizer):
 class AdamW(Adam):
     """AdamW, with decoupled weight decay (Loshchilov & Hutter 2019). Replaces ``torch.optim.AdamW`` on the CPU.
 
-    Args:
-        params, lr, betas, eps, weight_decay, maximize: as for ``torch.optim.AdamW``. ``amsgrad=True`` is refused.
-        layout, threads, isa: as for ``CpuStep``.
+    Takes the arguments of ``torch.optim.AdamW`` by their names, and ``layout``, ``threads`` and ``isa`` as ``CpuStep``
+    does. ``amsgrad=True`` is refused.
+
+    Examples:
+        >>> import torch, zero_optim_cpu
+        >>> weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        >>> optimizer = zero_optim_cpu.AdamW([weight], lr=0.5, weight_decay=0.0)
+        >>> weight.sum().backward()
+        >>> optimizer.step()
+        >>> weight.tolist()
+        [0.5, 0.5, 0.5, 0.5]
     """
 
     rule = ADAMW

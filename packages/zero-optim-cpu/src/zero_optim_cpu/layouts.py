@@ -38,7 +38,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """A row of the table above. ``master`` is the kind of master that a bf16 parameter has."""
+    """How states are kept, by the names in LAYOUTS. ``master`` is the kind of master that a bf16 parameter has."""
 
     name: str
     master: int

@@ -11,9 +11,8 @@ from zero_optim_cpu.rules import SGD_MOMENTUM
 class SGD(CpuOptimizer):
     """SGD. Without momentum it has no states.
 
-    Args:
-        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as for ``torch.optim.SGD``.
-        layout, threads, isa: as for ``CpuStep``.
+    Takes the arguments of ``torch.optim.SGD`` by their names, and ``layout``, ``threads`` and ``isa`` as ``CpuStep``
+    does.
     """
 
     rule = SGD_MOMENTUM

@@ -47,7 +47,7 @@ class Messages:
 
 
 class MessageCollectives:
-    """See the notes above. A reduction takes a buffer of the pool until it is waited for."""
+    """Tagged messages between peers, for gloo. A reduction takes a buffer of the pool until it is waited for."""
 
     def __init__(self, axis: Axis, pool: Pool) -> None:
         self._group, self._rank, self._size = axis.group, axis.rank, axis.size

@@ -61,6 +61,10 @@ class LossScale:
         return cls(wanted, dynamic=False)
 
     def overflowed(self) -> None:
+        """Counts a step whose gradients were not finite, and halves the scale after `hysteresis` of them.
+
+        Raises GradientError at `minimum`, if `fails_at_minimum`.
+        """
         self.finite_steps = self._start
         if self._left > 1:
             self._left -= 1
@@ -73,6 +77,7 @@ class LossScale:
         self.value = max(self.value / 2, self.minimum)
 
     def succeeded(self) -> None:
+        """Counts a step whose gradients were finite, and raises the scale after `window` of them."""
         if not self.dynamic:
             return
         self.finite_steps += 1
@@ -83,6 +88,7 @@ class LossScale:
             self._left = self.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns what `load_state_dict` takes, to go on with the same scale."""
         return {"value": self.value, "finite_steps": self.finite_steps, "hysteresis_left": self._left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

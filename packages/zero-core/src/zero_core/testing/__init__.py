@@ -36,6 +36,7 @@ class LocalRank:
     size = 1
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 0) -> list[Any]:
+        """Calls the function here, and returns a list with its result."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -44,7 +45,7 @@ class LocalRank:
             torch.set_num_threads(threads)
 
     def close(self) -> None:
-        pass
+        """Does nothing: there is no process to end."""
 
 
 class RankPool:

@@ -302,11 +302,13 @@ class Engine(nn.Module):
         return self.train_micro_batch_size_per_gpu() * self._accumulate * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
+        """Rows of a micro-batch on one rank. Raises ConfigError if the JSON has no batch size."""
         if self.translation.micro_batch_size is None:
             raise ConfigError("the JSON has no batch size: write train_micro_batch_size_per_gpu")
         return self.translation.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in a step."""
         return self._accumulate
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -323,18 +325,23 @@ class Engine(nn.Module):
         self._accumulate = train_batch_size // rows
 
     def zero_optimization_stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
         return self.translation.zero.stage
 
     def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
         return self.zero_optimization_stage() > 0
 
     def fp16_enabled(self) -> bool:
+        """Whether the run is in fp16, with a loss scale."""
         return self.translation.loss_scale is not None
 
     def bfloat16_enabled(self) -> bool:
+        """Whether parameters are in bf16."""
         return self.translation.zero.param_dtype == "bf16"
 
     def gradient_clipping(self) -> float:
+        """The norm to which gradients are clipped; 0: they are not."""
         return self.translation.max_grad_norm or 0.0
 
     def get_global_grad_norm(self) -> float | None:
@@ -487,6 +494,7 @@ class Engine(nn.Module):
         return dict(self.module.state_dict(**options))
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads weights, as `module.load_state_dict` does."""
         self.module.load_state_dict(state_dict, strict=strict)
 
     def destroy(self) -> None:

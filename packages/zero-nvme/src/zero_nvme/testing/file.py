@@ -14,6 +14,8 @@ from zero_nvme.testing.material import BLOCK, PAGE, random_bytes
 
 
 class FileSuite:
+    """What `File` promises, on one backend. A subclass gives the fixture `open_file`."""
+
     @pytest.fixture
     def open_file(self) -> Callable[..., File]:
         """File's own parameters, `backend` filled in."""

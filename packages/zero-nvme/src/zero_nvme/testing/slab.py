@@ -18,6 +18,8 @@ from zero_nvme.testing.material import BLOCK, PAGE, Tensorlike, awaited, mapped,
 
 
 class SlabSuite:
+    """What `Slab` promises, on one backend. A subclass gives the fixture `make_slab`."""
+
     @pytest.fixture
     def make_slab(self) -> Callable[..., Slab]:
         raise NotImplementedError("a subclass gives this fixture")

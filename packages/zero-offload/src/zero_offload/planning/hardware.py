@@ -142,6 +142,7 @@ class Hardware:
 
     @property
     def ranks(self) -> int:
+        """Ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -168,6 +169,7 @@ class Hardware:
 
     @property
     def nvme_bytes(self) -> int:
+        """Bytes on nvme that one rank may use, on all of its paths."""
         return int(self.nvme_gib * self.paths_per_rank * GIB)
 
     def rank_rate(self, name: str) -> float | None:

@@ -60,6 +60,7 @@ class Plan:
 
     @property
     def tile_numel(self) -> int:
+        """Elements of a tile."""
         return self.shape.tile_numel
 
     @property
@@ -82,6 +83,7 @@ class Plan:
         return self.held.get((tier, kind), 0)
 
     def total(self, tier: str) -> int:
+        """Bytes that one rank has on a tier, of all kinds, buffers and activations included."""
         return sum(self.bytes_of(tier, kind) for kind in (*KINDS, "activations"))
 
     @property
@@ -110,10 +112,12 @@ class Plan:
 
     @property
     def step_seconds(self) -> float | None:
+        """Predicted seconds of a step, or None if the hardware's rates are not known."""
         return self.prediction.step_seconds if self.prediction else None
 
     @property
     def exposed_seconds(self) -> float | None:
+        """Predicted seconds of a step in which the training thread waits, or None if rates are not known."""
         return self.prediction.exposed_seconds if self.prediction else None
 
     @property

@@ -73,10 +73,12 @@ class UnitSizes:
 
     @property
     def trained_numel(self) -> int:
+        """Elements that have a gradient and states: all of the unit, or none."""
         return self.numel if self.trained else 0
 
     @property
     def compute_numel(self) -> int:
+        """Elements that every token is multiplied with: 0 of an embedding, more than are kept of a packed weight."""
         return self.numel if self.matmul_numel is None else self.matmul_numel
 
     def shard(self, dtype: torch.dtype, shard_count: int, rank: int) -> ShardSpec:

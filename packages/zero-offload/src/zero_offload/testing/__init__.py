@@ -77,9 +77,11 @@ class FaultyByteStore:
         self._writing: dict[int, tuple[int, Ticket]] = {}
 
     def fail(self, kind: str, *, after: int = 0) -> None:
+        """Makes each "read" or "write" fail, after `after` more that succeed."""
         self._countdown[kind] = after
 
     def hold(self) -> None:
+        """Keeps requests from being served until `release`."""
         self._gate = threading.Event()
 
     def release(self) -> None:

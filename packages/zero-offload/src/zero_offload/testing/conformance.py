@@ -26,6 +26,7 @@ class ByteStoreSuite:
     """What every ByteStore must do. Override `make_store`."""
 
     def make_store(self) -> ByteStore:
+        """Returns a new store; every test closes its own. Override it."""
         raise NotImplementedError
 
     def test_bytes_come_back(self) -> None:
@@ -118,9 +119,11 @@ class UpdateStepSuite:
     numel = 3000
 
     def make_step(self) -> UpdateStep:
+        """Returns a new step, not bound yet. Override it."""
         raise NotImplementedError
 
     def optimizer(self, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Returns the torch optimizer whose values the step must reach. Override it for another one."""
         return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
     def _bound(self) -> tuple[UpdateStep, torch.optim.Optimizer, torch.nn.Parameter, dict[str, Any]]:
