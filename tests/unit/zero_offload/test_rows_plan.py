@@ -7,7 +7,7 @@ from zero_offload import Hardware, PlanError, plan
 from zero_offload.planning.sizes import Batch, ModelSizes, ParameterSizes, UnitSizes
 
 WIDTH, LAYERS, LENGTH = 2048, 24, 256
-MODEL = ModelSizes.transformer(layers=LAYERS, hidden_size=WIDTH, heads=16, sequence_length=LENGTH)  # without logits
+MODEL = ModelSizes.transformer(layers=LAYERS, hidden_size=WIDTH, heads=64, sequence_length=LENGTH)  # without logits
 WORKING, INPUT = MODEL.working_bytes_per_token, MODEL.checkpoint_bytes_per_token
 GPU = Hardware(
     device="cuda",
@@ -32,8 +32,8 @@ def planned(hardware=GPU, activations="recompute", micro_batch=64, placements=NV
 
 
 def test_the_device_holds_what_a_few_rows_rebuild_and_the_inputs_of_all():
-    whole, cut = planned(), planned(rows=4)
-    few = 4 * LENGTH
+    whole, cut = planned(), planned(rows=32)
+    few = 32 * LENGTH
     assert whole.bytes_of("device", "activations") == TOKENS * (LAYERS * INPUT + WORKING)
     beside = 2 * INPUT * (TOKENS - few)  # gradients of the output and of the input
     assert cut.bytes_of("device", "activations") == TOKENS * LAYERS * INPUT + few * WORKING + beside
@@ -41,6 +41,8 @@ def test_the_device_holds_what_a_few_rows_rebuild_and_the_inputs_of_all():
     assert cut.bytes_of("device", "buffers") - whole.bytes_of("device", "buffers") == sum_and_widened
     for tier in ("host", "nvme"):
         assert cut.total(tier) == whole.total(tier)
+    norm = 12 * INPUT * TOKENS  # the final one, in fp32
+    assert planned(rows=4).bytes_of("device", "activations") == TOKENS * LAYERS * INPUT + norm
     uneven = planned(rows=24)  # 24, 24 and 16
     assert uneven.batch.parts == 3 and uneven.batch.at_once == 24 * LENGTH
 
@@ -48,9 +50,9 @@ def test_the_device_holds_what_a_few_rows_rebuild_and_the_inputs_of_all():
 def test_the_logits_are_those_of_a_few_rows_where_the_loss_allows_it():
     sizes = ModelSizes.transformer(layers=2, hidden_size=64, vocab_size=32000)
     options = {**NVME, "activations": "host", "tokens": TOKENS, "micro_batch": 64}
-    logits, hidden = sizes.output_bytes_per_token, sizes.checkpoint_bytes_per_token
+    logits, saved = sizes.output_bytes_per_token, 4 * sizes.checkpoint_bytes_per_token  # hidden states, their gradient
     cut, all_logits = (plan(sizes, GPU, **options, rows=1, whole_logits=whole) for whole in (False, True))
-    assert cut.bytes_of("device", "activations") == logits * LENGTH + 2 * hidden * (TOKENS - LENGTH)
+    assert cut.bytes_of("device", "activations") == logits * LENGTH + saved * (TOKENS - LENGTH)
     assert all_logits.bytes_of("device", "activations") == logits * TOKENS
     head, block = 64 * 32000, 12 * 64 * 64
     assert cut.bytes_of("device", "buffers") - all_logits.bytes_of("device", "buffers") == 2 * 4 * (head - block)
@@ -79,8 +81,8 @@ def test_a_head_is_what_the_model_names_if_it_is_a_plain_linear_layer_with_a_uni
 
 
 def test_inputs_on_another_tier_are_all_there_and_one_units_come_back():
-    cut = planned(activations="nvme", rows=4)
-    few = 4 * LENGTH
+    cut = planned(activations="nvme", rows=32)
+    few = 32 * LENGTH
     assert cut.bytes_of("nvme", "activations") == LAYERS * INPUT * TOKENS == cut.activation_bytes_per_step
     assert cut.bytes_of("device", "activations") == few * WORKING + 3 * INPUT * (TOKENS - few)
 
@@ -131,7 +133,7 @@ def test_auto_takes_all_rows_where_they_fit_and_fewer_where_the_device_is_small(
     found = planned(small, activations="nvme", rows="auto")
     assert found.rows == 32
     assert found.held == planned(small, activations="nvme", rows=32).held
-    assert planned(with_room_for(least), activations="nvme", rows="auto").rows == 1
+    assert planned(with_room_for(least), activations="nvme", rows="auto").total("device") == least
     with pytest.raises(PlanError, match="device tier needs") as refused:
         planned(with_room_for(least - 1), activations="nvme", rows="auto")
     assert refused.value.missing_bytes == 1  # of the fewest rows
@@ -145,8 +147,8 @@ def test_auto_cuts_where_the_memory_hides_more_than_the_sums_cost():
         rows: planned(tight, "host", placements=free, rows=rows).step_seconds for rows in (None, 32, 16, 8, 4, 2, 1)
     }
     found = planned(tight, "host", placements=free, rows="auto")
-    assert min(by_rows, key=by_rows.get) == 8 and by_rows[1] > by_rows[None]
-    assert found.rows == 16 and found.step_seconds == by_rows[16] < 1.01 * by_rows[8] < by_rows[32]
+    assert found.rows == min(by_rows, key=by_rows.get) == 16 and found.step_seconds == by_rows[16]
+    assert by_rows[1] > by_rows[None] > 1.1 * by_rows[16]
 
 
 def test_rows_are_told_only_where_a_unit_is_recomputed():

@@ -16,6 +16,7 @@ from .hardware import GIB, Hardware, TierFigures
 from .sizes import Batch, ModelSizes
 
 POLICIES = ("keep", "recompute", "host", "nvme")
+NORM_SAVES, NORM_HOLDS = 2, 12  # 16-bit inputs of a unit: of a final norm in fp32, before its backward and during it
 
 
 class PlanError(BudgetError, ValueError):
@@ -94,7 +95,8 @@ def activation_bytes(sizes: ModelSizes, policies: Sequence[str], batch: Batch) -
 
     `policies`: one a unit; only those of blocks count. The gradient of the logits is gone before a block is recomputed.
     A unit that computes some rows at a time has, of the others, the gradients of its output and of its input beside the
-    stored input, and that input too where it came from another tier. So has the head where it computes by rows.
+    stored input, and that input too where it came from another tier. A head that computes by rows has the hidden
+    states and their gradients. The norm before it computes all rows, in fp32.
     """
     chosen = Counter(policy for unit, policy in zip(sizes.units, policies, strict=True) if unit.is_block)
     checkpoint, tokens, others = sizes.checkpoint_bytes_per_token, batch.each, batch.each - batch.at_once
@@ -103,9 +105,10 @@ def activation_bytes(sizes: ModelSizes, policies: Sequence[str], batch: Batch) -
     if chosen["keep"] < chosen.total():
         beside = 3 if chosen["host"] or chosen["nvme"] else 2
         working = sizes.working_bytes_per_token * batch.at_once + beside * checkpoint * others
+        working = max(working, NORM_HOLDS * checkpoint * tokens if others else 0)
     output = sizes.output_bytes_per_token * tokens
     if sizes.logits_by_rows(policies, batch):
-        output = sizes.output_bytes_per_token * batch.at_once + 2 * checkpoint * others
+        output = sizes.output_bytes_per_token * batch.at_once + (2 + NORM_SAVES) * checkpoint * others
     stored = chosen["keep"] * sizes.saved_bytes_per_token + chosen["recompute"] * checkpoint
     found["device"] = stored * tokens + max(working, output)
     return found
