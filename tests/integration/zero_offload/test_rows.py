@@ -142,6 +142,16 @@ def test_autocast_sums_the_parts_in_fp32():
 # -- what it costs -------------------------------------------------------------------------------------------------
 
 
+def count_calls(store: Any, name: str, calls: Counter[str]) -> None:
+    method = getattr(store, name)
+
+    def counted(unit: int, *args: Any) -> Any:
+        calls[f"{name} {unit}"] += 1
+        return method(unit, *args)
+
+    setattr(store, name, counted)
+
+
 def test_a_unit_is_read_twice_and_its_gradient_written_once_whatever_the_number_of_parts():
     """The bytes of three steps, and how often the store is asked for a unit and given a gradient."""
 
@@ -149,13 +159,7 @@ def test_a_unit_is_read_twice_and_its_gradient_written_once_whatever_the_number_
         model, store, optimizer = build(Case(placement="nvme", overlap=False))
         calls: Counter[str] = Counter()
         for name in ("parameters", "accept_gradient"):
-            method = getattr(store, name)
-
-            def counted(unit: int, *args: Any, name: str = name, method: Any = method) -> Any:
-                calls[f"{name} {unit}"] += 1
-                return method(unit, *args)
-
-            setattr(store, name, counted)
+            count_calls(store, name, calls)
         with offload_activations(model, store, "recompute", rows=rows):
             for step in range(steps):
                 model(**batch_of("llama", 6, step)).loss.backward()

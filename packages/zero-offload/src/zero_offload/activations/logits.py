@@ -49,11 +49,11 @@ _KNOWN = (METADATA - _UNSEEN) | {Tensor.__hash__, cast(Any, Tensor).is_cpu.__get
 class Head:
     """The head of a model, whose forward returns `Logits` if it is given more than `rows` rows with a graph."""
 
-    def __init__(self, engine: Engine, model: nn.Module, head: nn.Module, units: tuple[int, ...], rows: int) -> None:
+    def __init__(self, engine: Engine, model: nn.Module, head: nn.Linear, units: tuple[int, ...], rows: int) -> None:
         self._engine, self._module, self.units, self.rows = engine, head, units, rows
         self._inside = self._held = False
-        self._original = head.forward
-        head.forward = self._forward
+        self._original, self._vocabulary = head.forward, head.out_features
+        head.forward = self._forward  # type: ignore[method-assign, assignment]
         self._handles = [
             model.register_forward_pre_hook(self._enter),
             model.register_forward_hook(self._leave, always_call=True),
@@ -105,7 +105,7 @@ class Head:
 
     @property
     def vocabulary(self) -> int:
-        return int(self._module.out_features)
+        return self._vocabulary
 
     @property
     def epochs(self) -> list[int]:
@@ -120,8 +120,8 @@ class _Later:
         self.head, self.hidden = head, hidden
         self._epochs, self._version = head.epochs, hidden._version
         kind = hidden.device.type
-        self._autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
-        self.dtype: torch.dtype = torch.get_autocast_dtype(kind) if self._autocast["enabled"] else hidden.dtype
+        self._narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.dtype = hidden.dtype if self._narrow is None else self._narrow
         self.shape = (*hidden.shape[:-1], head.vocabulary)
         self.all: Tensor | None = None
 
@@ -149,7 +149,7 @@ class _Later:
 
     def _computed(self, forward: Callable[[Tensor], Tensor], hidden: Tensor | None = None) -> Tensor:
         given = self.hidden if hidden is None else hidden
-        with torch.autocast(given.device.type, cache_enabled=False, **self._autocast):
+        with torch.autocast(given.device.type, self._narrow, enabled=self._narrow is not None, cache_enabled=False):
             return forward(given)
 
     def _loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, forward: Callable[..., Tensor]) -> Tensor:
@@ -160,10 +160,10 @@ class _Later:
 
         piece = pieces_of(self.hidden, self.head.rows)
         wanted = labels.view(len(self.hidden), -1).split(self.head.rows)
-        options = {"use_reentrant": False, "preserve_rng_state": False}
+        of = partial(checkpoint, of_part, use_reentrant=False, preserve_rng_state=False)
         losses = []
         for k in reversed(range(len(wanted))):
-            losses.append(checkpoint(of_part, piece(k), wanted[k], **options))
+            losses.append(of(piece(k), wanted[k]))
             return_memory(k, labels.device)
         return torch.stack(losses[::-1]).sum()
 
@@ -185,8 +185,8 @@ class Logits(Tensor):
     def of(cls, later: _Later, dtype: torch.dtype | None = None, flat: bool = False) -> Logits:
         rows = later.hidden[..., 0].numel()
         shape = (rows, later.shape[-1]) if flat else later.shape
-        options = {"dtype": dtype or later.dtype, "device": later.hidden.device, "requires_grad": True}
-        made: Logits = torch.Tensor._make_wrapper_subclass(cls, shape, **options)  # type: ignore[attr-defined]
+        kind, device = dtype or later.dtype, later.hidden.device
+        made: Logits = cls._make_wrapper_subclass(cls, shape, dtype=kind, device=device, requires_grad=True)
         made.later, made.flat = later, flat
         return made
 
@@ -251,7 +251,7 @@ class Logits(Tensor):
         return self.later.loss(self.dtype, target, ignore_index, reduction)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise ActivationError(
             f"{func} reached logits that rows= has not computed, past torch's functions: use logits.clone() there, or "
             "leave rows= out"

@@ -83,7 +83,7 @@ def rows_of_outputs(
 
 def _has_rows(unit: str, values: Sequence[Any], sizes: Sequence[int]) -> bool:
     if all(isinstance(v, Tensor) and v.dim() and v.shape[0] == n for v, n in zip(values, sizes, strict=True)):
-        whole, halves = values[0], torch.cat(values[1:])
+        whole, halves = values[0], torch.cat(list(values[1:]))
         tolerance = _TOLERANCE.get(whole.dtype, _EXACT_TOLERANCE)
         found = _distance(whole, halves)
         if not found <= tolerance:
