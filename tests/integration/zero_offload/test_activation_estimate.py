@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero_offload import ModelSizes
 from zero_offload.planning.budgets import activation_bytes
+from zero_offload.planning.sizes import Batch
 
 HIDDEN, INNER, LAYERS, TOKENS = 128, 448, 6, 1024
 
@@ -68,6 +69,6 @@ def test_the_estimate_is_what_training_holds(vocabulary, policy):
     model.train()
     tokens = torch.randint(0, vocabulary, (1, TOKENS))
     found = ModelSizes.of(model, dtype=torch.bfloat16)
-    expected = activation_bytes(found, [policy] * len(found.units), TOKENS)["device"]
+    expected = activation_bytes(found, [policy] * len(found.units), Batch(TOKENS))["device"]
     expected += max(parameter.numel() for parameter in model.parameters()) * 2  # one gradient, just made
     assert most_bytes(model, tokens) == pytest.approx(expected, rel=0.05)

@@ -131,6 +131,49 @@ def test_units_that_stay_and_one_that_encloses_them_have_the_slots_that_were_pla
     optimizer.close()
 
 
+def reads(prefetch_bytes, apart, accumulate, shard_count):
+    """(bytes of NVMe read in each of three steps, those that the plan counts) of parameters that pass through slots."""
+    torch.manual_seed(0)
+    model, step = Enclosed(), TorchStep("fp32")
+    optimizer = torch.optim.AdamW(model.parameters())
+    step.bind(optimizer)
+    options = {"accumulate": accumulate, "prefetch_bytes": prefetch_bytes}
+    machine = Hardware(device="cuda", device_gib=4, host_gib=8, nvme_gib=8) if apart else None
+    kinds = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
+    planned = plan(model, machine, **kinds, step=step, shard_count=shard_count, tile_numel=MI, **options)
+    found = []
+    with simulated_device() if apart else nullcontext():
+        store = TieredStore(
+            plan=planned, nvme=MemoryByteStore(), step=step, streams=streams() if apart else None, overlap=False
+        )
+        optimizer = zero_core.shard(model, optimizer, store=store, prefetch_bytes=prefetch_bytes)
+        for _ in range(3):
+            before = store.stats()["nvme_read_bytes"]
+            for _ in range(accumulate):
+                model(torch.ones(4, 256)).backward()
+            found.append(store.stats()["nvme_read_bytes"] - before)
+            optimizer.step()
+            optimizer.zero_grad()
+            store.wait()
+        optimizer.close()
+    return found, planned.read_bytes_per_step
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 20])
+def test_backward_finds_the_units_that_forward_used_last_in_the_slots(prefetch_bytes, apart):
+    """Fails if they are read again, or the plan counts them. In the first step nothing else saves a read."""
+    found, planned = reads(prefetch_bytes, apart, 1, 1)
+    assert max(found) == found[0] <= planned and found[0] == pytest.approx(planned, rel=1e-3)
+    found, planned = reads(prefetch_bytes, apart, 3, 1)
+    assert max(found) < planned  # a forward finds the units that the backward before it used last
+
+
+def test_on_two_ranks_too_backward_finds_them(ranks):
+    for found, planned in ranks(2).run(reads, 1 << 20, False, 1, 2):
+        assert max(found) == found[0] <= planned and found[0] == pytest.approx(planned, rel=1e-3)
+
+
 def test_a_model_that_was_never_built_has_the_same_plan():
     with torch.device("meta"):
         ghost = Tied()

@@ -1,6 +1,8 @@
 """Activations on a real slab, under the SIMD step, with a plan's bytes confirmed. Fails if the disk changes a bit or a
 planned byte is not written."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -98,6 +100,21 @@ def test_every_policy_of_a_run_gives_the_same_bits(tmp_path):
         more = run.steps[-1].nvme_write_bytes - kept.steps[-1].nvme_write_bytes
         layers = 2 if policy == "nvme" else 1 if "nvme" in policy else 0
         assert more == layers * 2 * 512 * 64 * 2, policy  # rows x length x width x bf16
+
+
+@pytest.mark.skipif(
+    "rows" not in inspect.signature(zero_offload.offload_activations).parameters, reason="units take whole batches"
+)
+@pytest.mark.parametrize("policy", ["recompute", "host", "nvme"])
+def test_rows_at_a_time_train_as_whole_batches_do(tmp_path, policy):
+    """Fails if a row is left out, or counted twice, or the parameters are read once for each part."""
+    options = (*ENOUGH, "offload=nvme", "precision=fp32", "precision.states=fp32", f"offload.activations={policy}")
+    options = (*options, "run.micro_batch=4", "run.evaluate_every=2", "offload.overlap=false")
+    whole, cut = (trained(tmp_path / rows, *options, f"offload.rows={rows}") for rows in ("null", "1"))
+    assert cut.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert dict(cut.validation) == pytest.approx(dict(whole.validation), rel=1e-6)
+    for moved in ("nvme_read_bytes", "nvme_write_bytes"):
+        assert getattr(cut.steps[-1], moved) == getattr(whole.steps[-1], moved)
 
 
 def test_the_policy_takes_the_place_of_the_models_own_checkpointing(tmp_path):

@@ -11,6 +11,7 @@ pytest.importorskip("zero_optim_cpu")
 import zero_train
 from tests.integration.zero_train.helpers import COMMON, left, trained
 from zero_train import app
+from zero_train import config as configuration
 
 
 def test_a_run_prints_its_plan_first_and_leaves_its_files(capsys, tmp_path):
@@ -87,11 +88,24 @@ def test_a_folder_of_recipes_of_ones_own(capsys, tmp_path):
     assert "optim.momentum is given, but nothing uses it" in capsys.readouterr().err
 
 
-def test_help_lists_groups_and_keys(capsys):
+def test_help_begins_with_the_groups_and_fits_on_a_screen(capsys):
     assert app.main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert "offload: auto, host, none, nvme" in text
-    assert "micro_batch" in text
+    lines = capsys.readouterr().out.splitlines()
+    assert "  offload    auto, host, none, nvme" in lines
+    assert len(lines) <= 32 and not [line for line in lines if len(line) > 100]
+
+
+def test_help_of_a_group_explains_every_key_with_its_value(capsys):
+    """Fails if a key of any section has no meaning in schema.py, or the words beside --help do not count."""
+    assert app.main(["--help", "all", "recipe=tiny", "run.dir=here"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for key in configuration.keys():
+        if "." in key:
+            at = next(n for n, line in enumerate(lines) if line.startswith(f"  {key}="))
+            assert lines[at + 1].startswith("      ")
+    assert "  run.steps=5" in lines and "  model.path=null" in lines
+    assert app.main(["--help", "dta"]) == 2
+    assert "did you mean 'data'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", ["gpt2", "moe"])

@@ -19,6 +19,7 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 pytest.importorskip("peft")
 
+import peft
 import torch
 import transformers
 import trl
@@ -80,7 +81,7 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def stock(model, folder, rows, trainer_class, options, **more):
+def stock(model, folder, rows, trainer_class, options, adapter="none", **more):
     """The losses of TRL alone."""
     torch.set_num_threads(1)
     transformers.set_seed(0)
@@ -100,7 +101,15 @@ def stock(model, folder, rows, trainer_class, options, **more):
         report_to="none",
         **more,
     )
-    network = transformers.AutoModelForCausalLM.from_pretrained(model)
+    how = {}
+    if adapter == "qlora":
+        four_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        how = {"quantization_config": transformers.BitsAndBytesConfig(**four_bits), "device_map": "cpu"}
+    network = transformers.AutoModelForCausalLM.from_pretrained(model, **how)
+    if adapter != "none":
+        transformers.set_seed(0)
+        network = peft.get_peft_model(network, peft.LoraConfig(r=4, lora_alpha=32, target_modules="all-linear"))
+        network.get_base_model().is_loaded_in_4bit = False  # or TRL rounds the adapters to bf16
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     optim = OptimConfig(kind="adamw", lr=1e-2, warmup_steps=2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: learning_rate(optim, n + 1, STEPS) / 1e-2)
@@ -140,14 +149,48 @@ def test_losses_are_those_of_trl_alone_on_every_tier(model, tmp_path, task):
     assert found["none"] == pytest.approx(wanted, rel=1e-5, abs=0)
 
 
-def test_adapters_are_trained_alone_and_saved_alone(model, tmp_path):
-    data = chats(tmp_path / "chats.jsonl")
-    given = words(model, data, tmp_path / "run", "adapter=lora", "adapter.rank=4", "offload=host", "run.steps=4")
-    assert main([word for word in given if word != f"run.steps={STEPS}"]) == 0
-    saved = load_file(tmp_path / "run" / "pretrained" / "adapter_model.safetensors")
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_adapters_are_trained_alone_and_saved_alone(model, tmp_path, kind):
+    """Over a base of 4 bits with TRL's losses: fails if it is quantised in another way, trained, or changed by a tier.
+
+    Beside a dense base the adapters begin with other values than PEFT's.
+    """
+    from datasets import Dataset
+
+    if kind == "qlora":
+        pytest.importorskip("bitsandbytes")
+    data, held_out = chats(tmp_path / "chats.jsonl"), tmp_path / "held_out.jsonl"
+    held_out.write_text(data.read_text().splitlines()[0].replace("what is", "and what is") + "\n")
+    rows = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
+    rows = Dataset.from_list([{"prompt": row[:-1], "completion": row[-1:]} for row in rows])
+    wanted = stock(model, tmp_path / "stock", rows, trl.SFTTrainer, trl.SFTConfig, adapter=kind)
+    assert wanted[-1] < wanted[0]
+    found = {}
+    for place in ("none", "host", "nvme"):
+        more = (
+            f"adapter={kind}",
+            "adapter.rank=4",
+            "adapter.merge=true",
+            f"offload={place}",
+            "io.allow_memory=true",
+            "run.evaluate_every=4",
+        )
+        if place == "nvme":  # of a block, whose units are frozen and trained
+            more += ("offload.activations=recompute",)
+        given = words(model, data, tmp_path / place, *more, f"data.validation_path={held_out}")
+        assert main([w for w in given if w not in ("run.evaluate_every=0", "data.validation_fraction=0")]) == 0
+        found[place] = losses(tmp_path / place)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "nvme" / "merged").state_dict()
+    before = transformers.AutoModelForCausalLM.from_pretrained(model).state_dict()
+    changed = {name for name, value in merged.items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if "_proj" in name}
+    assert found["nvme"] == found["host"] == pytest.approx(found["none"], rel=1e-5)
+    alike = STEPS if kind == "qlora" else 1
+    assert found["nvme"][:alike] == pytest.approx(wanted[:alike], rel=1e-5, abs=0)
+    assert found["nvme"][-1] < found["nvme"][0]
+    saved = load_file(tmp_path / "host" / "pretrained" / "adapter_model.safetensors")
     assert saved and all("lora_" in name for name in saved)
-    assert not (tmp_path / "run" / "pretrained" / "model.safetensors").exists()
-    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+    assert not (tmp_path / "host" / "pretrained" / "model.safetensors").exists()
 
 
 def test_answers_that_cannot_be_marked_are_refused_and_the_loss_on_everything_is_offered(model, tmp_path, capsys):
@@ -211,6 +254,24 @@ def test_a_tokenizer_without_a_chat_template_takes_texts_and_no_messages(model, 
     texts.write_text("".join(json.dumps({"text": f"{i} is followed by {i + 1}"}) + "\n" for i in range(40)))
     assert main(words(plain, texts, tmp_path / "run", "offload=host")) == 0
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+
+
+def test_tensorboard_gets_the_losses_of_the_run(model, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    data = chats(tmp_path / "chats.jsonl")
+    assert main(words(model, data, tmp_path / "run", "offload=host", "tracker=tensorboard")) == 0
+    read = EventAccumulator(str(tmp_path / "run" / "tracker"))
+    read.Reload()
+    assert [event.value for event in read.Scalars("train/loss")] == pytest.approx(losses(tmp_path / "run"))
+    assert "TENSORBOARD_LOGGING_DIR" not in os.environ  # a sweep's next job has a folder of its own
+    found = importlib.util.find_spec
+    missing = lambda name, *more: None if name == "wandb" else found(name, *more)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", missing)
+    assert main(words(model, data, tmp_path / "other", "offload=host", "tracker=wandb")) == 2
+    assert "tracker=wandb needs wandb, which is not installed" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named_with_the_extra_that_has_it(model, tmp_path, capsys, monkeypatch):

@@ -1,5 +1,7 @@
 """What is assembled: a store where the plan needs one, none where everything stays on a device of its own."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -40,6 +42,22 @@ def test_assembled_without_a_store_the_device_store_runs_the_optimizer(auto):
         assert ready.store is None
         assert ready.usage().device_bytes == ready.resident_bytes >= plan.total("device")
         assert ready.usage().host_bytes == 0
+
+
+@pytest.mark.parametrize(("words", "told"), [("offload.rows=1", {"rows": 1}), ("offload.rows=2", {}), ("", {})])
+def test_units_are_told_the_rows_only_where_they_cut_a_batch(monkeypatch, words, told):
+    """A micro-batch has two rows. Fails if the rows of the plan do not reach the units, or all of them do."""
+    given = []
+    monkeypatch.setattr(
+        engine.zero_offload, "offload_activations", lambda *_, **options: given.append(options) or nullcontext()
+    )
+    options = ["recipe=tiny", "precision=bf16", "run.dir=unused", "offload=host", "offload.activations=recompute"]
+    composed = config.compose([*options, *words.split()])
+    draft = engine.draft(composed)
+    plan = planning.make(composed, draft.model, Ranks(), draft.step)
+    with engine.assembled(draft, plan, composed, Ranks()):
+        pass
+    assert given == [told]
 
 
 def test_what_does_not_fit_gets_one(auto):

@@ -77,6 +77,21 @@ def test_the_text_says_what_will_be_written():
     assert "GB of checkpoints" in planning.described(plan, composed, Ranks())
 
 
+def test_rows_are_planned_and_printed():
+    """Fails if offload.rows does not reach the plan, or a run with them looks as one without."""
+    options = ["offload=host", "hardware.host_gib=100", "offload.activations=recompute", "run.micro_batch=8"]
+    cut = planned(*options, "offload.rows=2")
+    assert cut[1].rows == 2 and cut[1].batch.parts == 4
+    line = "blocks that recompute take 2 of 8 rows at a time"
+    assert line in planning.described(cut[1], cut[0], Ranks())
+    whole = planned(*options)
+    assert whole[1].rows is None and line not in planning.described(whole[1], whole[0], Ranks())
+    tight = ["data.sequence_length=4096", "hardware.host_gib=3", "hardware.host_reserved_gib=0"]
+    with pytest.raises(ConfigError, match="host tier needs"):
+        planned(*options, *tight)
+    assert planned(*options, *tight, "offload.rows=auto")[1].rows == 2
+
+
 def test_the_table_is_aligned():
     """Fails if a figure is printed under another column's heading."""
     composed, plan = planned("offload=host", "hardware.host_gib=100")

@@ -23,6 +23,7 @@ GIB = {  # recipe: tier -> what it holds
     "sft_8b_1x24gib_lora": {"device": 23.0, "host": 2.9, "nvme": 0.0},
     "sft_8b_1x24gib_nvme": {"device": 18.1, "host": 51.6, "nvme": 89.7},
     "sft_70b_1x80gib_nvme": {"device": 56.4, "host": 341.6, "nvme": 788.5},
+    "qlora_70b_1x24gib": {"device": 23.0, "host": 41.1, "nvme": 0.0},
     "pretrain_1b_8x80gib": {"device": 9.5, "host": 0.0, "nvme": 0.0},
 }
 
@@ -34,7 +35,7 @@ def test_a_recipe_plans_what_it_says(name, tmp_path, capsys):
     size = name.split("_")[1]
     if "lora" in name:
         pytest.importorskip("peft")
-    if name.startswith("sft"):
+    if not name.startswith("pretrain"):
         sizes = SHAPES[size] | {"num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16"}
         config = transformers.LlamaConfig(architectures=["LlamaForCausalLM"], **sizes)
         config.save_pretrained(tmp_path)
@@ -44,7 +45,39 @@ def test_a_recipe_plans_what_it_says(name, tmp_path, capsys):
     table = re.findall(r"^(device|host|nvme) +(\d.*)$", printed, re.MULTILINE)
     totals = {tier: float(row.split()[-2]) for tier, row in table}
     assert totals == pytest.approx(GIB[name], abs=0.1)
-    assert "predicted step" in printed
+    assert re.search(r"predicted step: .* steps: [\d.]+ (minutes|hours|days)$", printed, re.MULTILINE)
+    assert ("of the" in printed and "TB that the drives are rated for" in printed) == (GIB[name]["nvme"] > 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        ([], {"read": 95, "gradients": 12.6, "seconds": 43}),
+        (["offload.rows=4"], {"read": 95, "gradients": 12.6, "seconds": 43}),
+        (["offload=auto"], {"read": 95, "gradients": 12.6, "seconds": 27.5}),
+        (["offload=auto", "offload.rows=4"], {"read": 95, "gradients": 12.6, "seconds": 27.5}),
+    ],
+)
+def test_7b_parameters_are_read_once_a_direction(words, most, capsys):
+    """Fails if the plan of 7b_1x24gib_nvme exceeds its bounds. As four micro-batches it does."""
+    plan = ["recipe=7b_1x24gib_nvme", "run.dry=true"]
+    assert main([*plan, *words]) == 0
+    now = facts(capsys.readouterr().out)
+    assert all(now[name] <= bound for name, bound in most.items()), now
+    assert main([*plan, *words, "run.micro_batch=4", "run.accumulate=4", "offload.rows=null"]) == 0
+    before = facts(capsys.readouterr().out)
+    assert any(before[name] > bound for name, bound in most.items()), before
+    assert before["gradients"] == pytest.approx(2 * now["gradients"], rel=1e-3)
+
+
+def facts(printed):
+    """GB that a step reads, GiB of gradients on all tiers, predicted seconds."""
+    table = re.findall(r"^(?:device|host|nvme) +(\d.*)$", printed, re.MULTILINE)
+    return {
+        "read": float(re.search(r"each step reads ([\d.]+) GB", printed)[1]),
+        "gradients": sum(float(row.split()[1]) for row in table),
+        "seconds": float(re.search(r"predicted step: ([\d.]+) s", printed)[1]),
+    }
 
 
 def test_the_recipe_for_a_laptop_keeps_the_states_on_disk(tmp_path, capsys):
@@ -63,5 +96,7 @@ def test_the_recipe_for_a_laptop_keeps_the_states_on_disk(tmp_path, capsys):
 
 
 def test_every_recipe_for_a_named_machine_has_a_test():
-    named = {path.stem for path in RECIPES.glob("*.yaml") if path.stem.startswith(("sft_", "dpo_", "pretrain_"))}
+    named = {
+        path.stem for path in RECIPES.glob("*.yaml") if path.stem.startswith(("sft_", "qlora_", "dpo_", "pretrain_"))
+    }
     assert named == set(GIB)

@@ -17,7 +17,7 @@ from zero_train.loop import History, Phases, Step
 
 KEYS = (
     "step loss grad_norm learning_rate step_seconds tokens_per_second exposed_seconds nvme_read_bytes "
-    "nvme_write_bytes host_bytes device_bytes peak_rss_bytes"
+    "nvme_write_bytes host_bytes device_bytes peak_rss_bytes nvme_bytes"
 ).split()
 
 
@@ -53,7 +53,7 @@ def test_resuming_keeps_earlier_lines_and_drops_later_and_half_ones(tmp_path):
 def test_the_plot_is_drawn_for_any_number_of_steps(tmp_path, steps):
     write(tmp_path, 1, range(1, steps + 1))
     history = History(phases=[Phases(n, 0.1, 0.2, 0.3, 0.1) for n in range(1, steps + 1)])
-    report.draw(tmp_path, history, 1 << 30)
+    report.draw(tmp_path, history, {"host tier": 1 << 30, "nvme tier": 3 << 30})
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 

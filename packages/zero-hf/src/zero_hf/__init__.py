@@ -4,9 +4,20 @@ from .accelerating import Accelerator
 from .config import ConfigError, ZeroConfig
 from .deepspeed.translation import from_deepspeed
 from .loading import from_pretrained
+from .merging import merge_adapter
 from .sharding import Run, shard
 from .trainer import sharded
 
 __version__ = "0.1.0"
 
-__all__ = ["Accelerator", "ConfigError", "Run", "ZeroConfig", "from_deepspeed", "from_pretrained", "shard", "sharded"]
+__all__ = [
+    "Accelerator",
+    "ConfigError",
+    "Run",
+    "ZeroConfig",
+    "from_deepspeed",
+    "from_pretrained",
+    "merge_adapter",
+    "shard",
+    "sharded",
+]

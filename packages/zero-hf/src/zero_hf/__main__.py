@@ -17,18 +17,20 @@ from zero_core import ZeroError
 from .config import ConfigError
 from .deepspeed.convert import convert, convert_weights
 from .deepspeed.translation import translate
+from .merging import merge_adapter
 from .sharding import describe, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="zero-hf", description="What DeepSpeed's users have, read by zero-hf.")
+    parser = argparse.ArgumentParser(prog="zero-hf", description="Tools for models and checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_translate(commands)
     _add_convert(commands)
+    _add_merge(commands)
     given = parser.parse_args(arguments)
     try:
         return int(given.run(given))
-    except (ConfigError, ZeroError) as error:
+    except (ConfigError, ZeroError, OSError) as error:
         sys.stderr.write(f"zero-hf: {error}\n")
         return 2
 
@@ -99,6 +101,20 @@ def _convert(given: argparse.Namespace) -> int:
         f"{found.folder}: {len(found.parameters)} parameters after step {found.global_steps}, saved at stage "
         f"{found.stage} on {found.world_size} ranks; {what} in {given.out}\n"
     )
+    return 0
+
+
+def _add_merge(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("merge", help="add a LoRA adapter to the weights of a model, tile by tile")
+    parser.add_argument("base", metavar="BASE", help="folder of the model that the adapter was trained beside")
+    parser.add_argument("adapter", metavar="ADAPTER", help="folder that PEFT wrote")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.set_defaults(run=_merge)
+
+
+def _merge(given: argparse.Namespace) -> int:
+    changed = merge_adapter(given.base, given.adapter, given.out)
+    sys.stdout.write(f"{len(changed)} weights of {given.base} changed; the model is in {given.out}\n")
     return 0
 
 

@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from zero_train import __version__, deepspeed, generate, unused_keys
+from zero_train import __version__, deepspeed, explain, generate, unused_keys
 from zero_train import config as configuration
 from zero_train.errors import ConfigError, RunError
 from zero_train.schema import Config
@@ -29,6 +29,7 @@ from zero_train.schema import Config
 CONFIG_EXIT = 2
 FAILED_EXIT = 1
 _SWEEP = {"-m", "--multirun"}
+_HELP = {"-h", "--help"}
 
 
 def console() -> None:
@@ -46,11 +47,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["generate"]:
             return _guarded(lambda: generate.run(arguments[1:]))
+        if flags & _HELP and flags <= _HELP | _SWEEP:
+            return _guarded(lambda: _help(words))
         if flags <= _SWEEP and not any(word.startswith("hydra") for word in words):
             return _guarded(lambda: _from_words(words, bool(flags)))
         return _guarded(lambda: _through_hydra([word for part in reversed(_with_file(arguments)) for word in part]))
     except KeyboardInterrupt:
         return 130
+
+
+def _help(words: Sequence[str]) -> int:
+    names = [word for word in words if "=" not in word]
+    _print(explain.text(names, [word for word in words if "=" in word]))
+    return 0
 
 
 def _from_words(words: Sequence[str], sweep: bool) -> int:
@@ -94,7 +103,7 @@ def _all(jobs: Sequence[tuple[Sequence[str], Config]], sweep: bool) -> int:
 
 
 def _through_hydra(arguments: Sequence[str]) -> int:
-    """Hands the command line to Hydra, which --help, Hydra's other flags and configuration folders need."""
+    """Hands the command line to Hydra, which its flags and configuration folders need."""
     codes: list[int] = []
 
     def job(composed: DictConfig) -> None:
@@ -107,7 +116,7 @@ def _through_hydra(arguments: Sequence[str]) -> int:
     sys.argv = [saved[0], *arguments, *configuration.completed(words)[len(words) :]]
     try:
         hydra_main(config_path=str(configuration.folder()), config_name=configuration.NAME, version_base="1.3")(job)()
-    except SystemExit as leaving:  # Hydra's --help and its own refusals, and the job's above
+    except SystemExit as leaving:  # Hydra's own flags and refusals, and the job's above
         return leaving.code if isinstance(leaving.code, int) else FAILED_EXIT if leaving.code else 0
     finally:
         sys.argv = saved

@@ -269,6 +269,26 @@ def _activations(config: Config) -> None:
             "offload.activations=nvme needs nvme, and offload=none has none; "
             "set offload.activations=recompute, or choose offload=host or offload=nvme"
         )
+    _rows(config)
+
+
+def _rows(config: Config) -> None:
+    rows = config.offload.rows
+    if rows is None:
+        return
+    if rows != "auto" and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+        raise ConfigError(f"offload.rows={rows} is neither a number of rows of at least 1, nor auto or null")
+    if config.offload.activations is None or set(activations(config)) == {"keep"}:
+        given = "null" if config.offload.activations is None else config.offload.activations
+        raise ConfigError(
+            f"offload.rows={rows} is for blocks that offload.activations recomputes, and offload.activations={given} "
+            "makes none do so; set offload.activations=recompute, host, nvme or auto, or offload.rows=null"
+        )
+    if config.task.kind == "sft" and config.task.packing:
+        raise ConfigError(
+            f"offload.rows={rows} cuts batches between rows, and task.packing=true puts the rows of a batch into one; "
+            "set one of them to null or false"
+        )
 
 
 def _placement(key: str, placement: Any, tiers: Sequence[str]) -> None:

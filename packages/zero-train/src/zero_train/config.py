@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from zero_train import unused_keys
 from zero_train.errors import ConfigError, chain, choices
 from zero_train.run_folder import replace
-from zero_train.schema import Config
+from zero_train.schema import ROW_KINDS, Config
 
 NAME = "train"  # of the root file, conf/train.yaml
 _OTHER_NAMES = {  # what other trainers call our keys
@@ -105,7 +105,8 @@ def completed(words: Sequence[str]) -> list[str]:
     tunes = (given.get("task") or _task_of(given.get("recipe")) or "pretrain") != "pretrain"
     ending = Path(str(given.get("data.path"))).suffix[1:]
     rows = "datasets" if not ending else ending if ending in ("parquet", "csv") else "jsonl"
-    reads = {"model": "hf", "data": rows if tunes else "text"}
+    of_rows = tunes or ("data.tokenizer" in given and ending in ROW_KINDS)
+    reads = {"model": "hf", "data": rows if of_rows else "text"}
     paths = [group for group in reads if given.get(f"{group}.path") is not None and group not in given]
     recipe = ["recipe=finetune"] if tunes and "recipe" not in given else []
     return [*words, *(f"{group}={reads[group]}" for group in paths), *recipe]
@@ -178,7 +179,7 @@ def unknown_key(key: str) -> ConfigError:
         lasts = {name.rpartition(".")[2]: name for name in reversed(candidates)}
         near = get_close_matches(last, list(lasts), n=1, cutoff=0.6)
         meant = meant or (lasts[near[0]] if near else None)
-    hint = f"did you mean '{meant}'?" if meant else "zero-train --help lists all of them"
+    hint = f"did you mean '{meant}'?" if meant else "zero-train --help all lists all of them"
     return ConfigError(f"the key {key} does not exist; {hint}")
 
 

@@ -143,7 +143,7 @@ def _converted(
     identity = json.dumps([_VERSION, source.digest, config.kind, task, fraction])
     folder = cache / f"rows-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     try:
-        with _locked(cache):
+        with locked(cache):
             if not (folder / _DONE).is_file():
                 say(f"{key}={given}: checking {source.size / 1e6:,.1f} MB and converting them into {cache}")
                 _convert(source, task, fraction, folder)
@@ -155,9 +155,14 @@ def _converted(
         ) from error
 
 
+def cache_folder() -> Path:
+    """Returns where converted data are kept, for all runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero-train"
+
+
 @contextmanager
-def _locked(cache: Path) -> Iterator[None]:
-    """Lets one process at a time convert into `cache`. What a killed conversion left is deleted by the next."""
+def locked(cache: Path) -> Iterator[None]:
+    """Lets one process at a time write into `cache`. What a killed conversion left is deleted by the next."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / ".lock").open("a") as file:
         try:
@@ -165,7 +170,7 @@ def _locked(cache: Path) -> Iterator[None]:
         except OSError:  # this filesystem has no locks: two processes may convert the same, in folders of their own
             pass
         else:
-            for left in cache.glob("rows-*.partial"):
+            for left in cache.glob("*.partial"):
                 shutil.rmtree(left, ignore_errors=True)
         yield
 

@@ -25,17 +25,28 @@ _CONTROLS = bytes({*range(32), 127} - set(b"\a\b\t\n\v\f\r\x1b"))
 
 
 @dataclass(frozen=True)
+class Documents:
+    """The texts of a run, split into training and validation parts."""
+
+    name: str  # for people: where the texts came from
+    training: list[bytes]
+    validation: list[bytes]
+
+
+@dataclass(frozen=True)
 class Corpus:
-    """The bytes of a run, split into training and validation parts."""
+    """The bytes or tokens of a run, split into training and validation parts."""
 
     name: str  # for people: where the text came from
-    training: Tensor  # (n,) uint8
-    validation: Tensor  # (m,) uint8
+    training: Tensor  # (n,) uint8, or int32 of tokens
+    validation: Tensor  # (m,), of the same dtype
+    unit: str = "byte"  # or token
 
     def digest(self) -> str:
         """Returns a text that changes if any byte does. Takes about a second a GB."""
         parts = (self.training, self.validation)
-        return " and ".join(f"{part.numel()} bytes with CRC {zlib.crc32(part.numpy().data):08x}" for part in parts)
+        unit = f"{self.unit}s with CRC"
+        return " and ".join(f"{part.numel()} {unit} {zlib.crc32(part.numpy().data):08x}" for part in parts)
 
     def batch(self, first: int, rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets, (rows, length) int64 each, of `rows` samples from number `first` on.
@@ -60,30 +71,41 @@ def _windows(text: Tensor, starts: Sequence[int], length: int) -> tuple[Tensor, 
 
 
 def load(config: DataConfig, seed: int) -> Corpus:
-    """Reads the corpus that `config` names.
+    """Reads the corpus that `config` names, as bytes.
 
     Raises:
         ConfigError: the kind does not exist, the path cannot be read, or there is too little text for one sequence.
     """
     if config.kind in ROW_KINDS:
         raise ConfigError(
-            f"data={config.kind} has rows for a tokenizer, and this run reads bytes; choose task=sft or task=dpo, or "
-            "data=text, stdlib or synthetic"
+            f"data={config.kind} has rows for a tokenizer, and this run reads bytes; name a tokenizer with "
+            "data.tokenizer=FOLDER, choose task=sft or task=dpo, or data=text, stdlib or synthetic"
         )
-    if config.kind not in READERS:
-        raise choices("data", config.kind, READERS)
-    corpus = READERS[config.kind](config, seed)
-    needed = config.sequence_length + 2
-    for part, text in (("training", corpus.training), ("validation", corpus.validation)):
-        if text.numel() < needed:
-            raise ConfigError(
-                f"data.path: {corpus.name} has {text.numel()} bytes of {part} text, a sequence needs {needed}; "
-                "name more text with data.path, or lower data.sequence_length"
-            )
+    found = documents(config, seed)
+    corpus = Corpus(found.name, *(_tensor(b"\n".join(part)) for part in (found.training, found.validation)))
+    check_length(corpus, config.sequence_length)
     return corpus
 
 
-def _stdlib(config: DataConfig, seed: int) -> Corpus:
+def documents(config: DataConfig, seed: int) -> Documents:
+    """Reads the texts that `config` names. Raises ConfigError if the kind or a text does not exist."""
+    if config.kind not in READERS:
+        raise choices("data", config.kind, READERS)
+    return READERS[config.kind](config, seed)
+
+
+def check_length(corpus: Corpus, sequence_length: int) -> None:
+    """Raises ConfigError if a part of the corpus is shorter than one sequence and its targets."""
+    needed = sequence_length + 2
+    for part, text in (("training", corpus.training), ("validation", corpus.validation)):
+        if text.numel() < needed:
+            raise ConfigError(
+                f"data.path: {corpus.name} has {text.numel()} {corpus.unit}s of {part} text, a sequence needs {needed};"
+                " name more text with data.path, or lower data.sequence_length"
+            )
+
+
+def _stdlib(config: DataConfig, seed: int) -> Documents:
     """Reads the source files of the standard library that runs this program."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = (path for path in folder.rglob("*.py") if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts))
@@ -91,7 +113,7 @@ def _stdlib(config: DataConfig, seed: int) -> Corpus:
     return _from_files("the standard library's sources", folder, texts, config.validation_fraction)
 
 
-def _text(config: DataConfig, seed: int) -> Corpus:
+def _text(config: DataConfig, seed: int) -> Documents:
     """Reads a text file, or every text file of a folder."""
     if not config.path:
         raise ConfigError("data=text needs data.path: a text file or a folder of them")
@@ -116,7 +138,7 @@ def _text(config: DataConfig, seed: int) -> Corpus:
     return _from_files(name, path, texts, config.validation_fraction)
 
 
-def _synthetic(config: DataConfig, seed: int) -> Corpus:
+def _synthetic(config: DataConfig, seed: int) -> Documents:
     """Makes sentences of a small random vocabulary: learnable, the same on every machine, and quick to make."""
     dice = random.Random(f"synthetic/{seed}")
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -124,10 +146,10 @@ def _synthetic(config: DataConfig, seed: int) -> Corpus:
     return _cut("synthetic words", " ".join(dice.choices(words, k=40_000)).encode(), config.validation_fraction)
 
 
-READERS: dict[str, Callable[[DataConfig, int], Corpus]] = {"stdlib": _stdlib, "text": _text, "synthetic": _synthetic}
+READERS: dict[str, Callable[[DataConfig, int], Documents]] = {"stdlib": _stdlib, "text": _text, "synthetic": _synthetic}
 
 
-def _from_files(name: str, root: Path, texts: Mapping[Path, bytes], fraction: float) -> Corpus:
+def _from_files(name: str, root: Path, texts: Mapping[Path, bytes], fraction: float) -> Documents:
     """Holds out the files whose name hashes below `fraction`, so that adding a file moves no other file."""
     files = list(texts)
     if not files:
@@ -140,14 +162,15 @@ def _from_files(name: str, root: Path, texts: Mapping[Path, bytes], fraction: fl
     training = [path for path in files if path not in set(held_out)]
     if not training:
         return _cut(name, texts[files[0]], fraction)
-    parts = (_tensor(b"\n".join(texts[path] for path in part)) for part in (training, held_out))
-    return Corpus(f"{name}, {len(files)} files", *parts)
+    return Documents(f"{name}, {len(files)} files", *([texts[path] for path in part] for part in (training, held_out)))
 
 
-def _cut(name: str, text: bytes, fraction: float) -> Corpus:
-    """Holds out the end of a single text."""
+def _cut(name: str, text: bytes, fraction: float) -> Documents:
+    """Holds out the end of a single text, from the beginning of a character of UTF-8 on."""
     cut = int(len(text) * (1 - fraction))
-    return Corpus(name, _tensor(text[:cut]), _tensor(text[cut:]))
+    for _ in range(3):  # bytes of a character after its first
+        cut += cut < len(text) and 0x80 <= text[cut] < 0xC0
+    return Documents(name, [text[:cut]], [text[cut:]])
 
 
 def _read(path: Path) -> bytes | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 
 import zero_core
 import zero_offload
-from zero_train import checks, formats, models, planning
+from zero_train import checks, formats, models, planning, tokens
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
 from zero_train.schema import OPTIMIZERS, Config
@@ -51,6 +51,12 @@ class Usage:
     nvme_write_bytes: int = 0
     host_bytes: int = 0
     device_bytes: int = 0
+    nvme_bytes: int = 0
+
+    def since(self, before: Usage) -> dict[str, Any]:
+        """Returns what a line of metrics.jsonl says: counters since `before`, and the bytes that are held now."""
+        counted = ("exposed_seconds", "nvme_read_bytes", "nvme_write_bytes")
+        return asdict(self) | {name: getattr(self, name) - getattr(before, name) for name in counted}
 
 
 @dataclass(frozen=True)
@@ -61,14 +67,16 @@ class Assembled:
     optimizer: Any  # zero_core.ShardedOptimizer
     store: Any | None  # zero_offload.TieredStore; None: zero-core's device store
     timeline: Any  # zero_offload.Timeline
+    slab: Any | None  # zero_nvme.Slab; None: nothing is on nvme
     resident_bytes: int  # what the device store holds, by the plan
     remarks: list[str]  # sentences for the user: the slab's backend, and whether the arena has huge pages
+    rows: int | None = None  # that a block which recomputes takes at a time; None: all
 
     def usage(self) -> Usage:
         """Reads the counters."""
         if self.store is None:
             return Usage(device_bytes=self.resident_bytes)
-        stats = self.store.stats()
+        stats = self.store.stats() | {"nvme_bytes": 0 if self.slab is None else self.slab.capacity_bytes}
         return Usage(**{field.name: stats[field.name] for field in fields(Usage)})
 
     def wait(self) -> None:
@@ -95,7 +103,10 @@ def model_of(config: Config) -> nn.Module:
     keeps = config.offload.activations is None
     with zero_core.deferred_init():
         model = models.build(
-            config.model, config.data.sequence_length, keeps, as_bytes=config.data.as_bytes or config.run.dry
+            config.model,
+            config.data.sequence_length,
+            keeps,
+            as_bytes=config.data.as_bytes or config.run.dry or tokens.folder_of(config) is not None,
         )
     weights = not config.run.dry or any(Path(str(config.model.path)).glob("*.safetensors"))
     if config.model.kind == "hf" and weights:  # a plan follows from config.json alone
@@ -197,7 +208,8 @@ def assembled(
             )
             stack.callback(optimizer.close)
             if config.offload.activations is not None:
-                stack.enter_context(zero_offload.offload_activations(draft.model, store, plan))
+                rows = {} if plan.rows is None else {"rows": plan.rows}
+                stack.enter_context(zero_offload.offload_activations(draft.model, store, plan, **rows))
         except (OSError, MemoryError, ValueError, TypeError) as error:
             raise ConfigError(planning.refusal(error)) from error
         if ranks.device.type == "cpu" and steady:
@@ -209,7 +221,7 @@ def assembled(
             remarks.append(f"nvme: {slab.backend}{reason}, in {', '.join(map(str, paths))}")
         if store is not None and (pages := store.stats()["huge_pages"]) != "ok":
             remarks.append(f"no huge pages for the arena ({pages}): direct I/O is slower")
-        yield Assembled(draft.model, optimizer, store, timeline, resident, remarks)
+        yield Assembled(draft.model, optimizer, store, timeline, slab, resident, remarks, plan.rows)
 
 
 def make_store(

@@ -10,26 +10,25 @@ import dataclasses
 import importlib.util
 import json
 import os
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-import zero_core
 import zero_offload
-from zero_train import checks, conversations, engine, formats, planning, progress, report, resume, train
+from zero_train import checks, conversations, engine, formats, planning, pretrained, resume, train
 from zero_train import config as configuration
 from zero_train.errors import ConfigError
-from zero_train.loop import History, Phases, Step, learning_rate, peak_rss_bytes, schedule_of
+from zero_train.loop import History, learning_rate, schedule_of
 from zero_train.run_folder import replace
 from zero_train.schema import Config
 from zero_train.train import Outcome, together
+from zero_train.watching import Watch
 
 __all__ = ["run"]
 
@@ -63,8 +62,9 @@ class FineTune(train.Run):
             checks.run_folder(config)
         checks.nvme(config, ranks.local_rank)
         resume.found(config)
-        folder = _local(config)
-        self.tokenizer = None if config.run.dry and not _has_tokenizer(folder) else _tokenizer(folder)
+        folder = pretrained.local(config)
+        needless = config.run.dry and not pretrained.has_tokenizer(folder)
+        self.tokenizer = None if needless else pretrained.tokenizer_of(folder)
         read = self._rows()
         if read is not None and _has_messages(read) and self.tokenizer.chat_template is None:
             raise ConfigError(
@@ -73,7 +73,7 @@ class FineTune(train.Run):
             )
         if read is not None and read.kind == "messages" and config.task.loss_on == "answers":
             read = _marked(read, self.tokenizer, folder)
-        model = _model(folder, config)
+        model = pretrained.build(folder, config)
         on_gpu = (config.hardware.device or ranks.device.type) != "cpu"
         draft = engine.draft_of(model, config, self.cores and self.cores.pool, on_gpu=on_gpu)
         return read, draft, planning.make(config, draft.model, ranks, draft.step)
@@ -87,7 +87,7 @@ class FineTune(train.Run):
         config = self.config
         if config.run.dry and config.data.path is None:
             return None
-        return conversations.load(config.data, config.task.kind, _cache(), say=self._say)
+        return conversations.load(config.data, config.task.kind, conversations.cache_folder(), say=self._say)
 
     def _check(self) -> None:
         config = self.config
@@ -97,7 +97,11 @@ class FineTune(train.Run):
                 "model.path=FOLDER"
             )
         planned = config.run.dry and config.data.path is None
-        needed = ["zero_hf", *(["peft"] if config.adapter.kind == "lora" else []), *([] if planned else ["trl"])]
+        needed = ["zero_hf", *([] if config.adapter.kind == "none" else ["peft"]), *([] if planned else ["trl"])]
+        if config.adapter.kind == "qlora" and not config.run.dry:
+            needed.append("bitsandbytes")
+        if (tracker := config.tracker.kind) != "none" and not config.run.dry and not importlib.util.find_spec(tracker):
+            raise ConfigError(f"tracker={tracker} needs {tracker}, which is not installed; pip install {tracker}")
         for module in needed:
             if importlib.util.find_spec(module) is None:
                 raise ConfigError(
@@ -106,6 +110,8 @@ class FineTune(train.Run):
                 )
         if config.zero.update_in_backward:
             raise ConfigError(f"task={config.task.kind} steps after backward; set zero.update_in_backward=false")
+        if config.adapter.merge and not config.run.export:
+            raise ConfigError("adapter.merge=true merges what run.export=true writes; set run.export=true")
         if config.precision.parameters == "fp16":
             raise ConfigError(f"task={config.task.kind} has no loss scaling; set precision=bf16 or precision=fp32")
 
@@ -132,7 +138,7 @@ class FineTune(train.Run):
             if differs := resume.differing(checkpoint, config):
                 self._say(differs)
         history = History()
-        watch = _Watch(self, history, folder, checkpoint.step if checkpoint else 0)
+        watch = Watch(self, history, folder, checkpoint.step if checkpoint else 0)
         try:
             trainer = self._trainer(stack, read, draft, plan, folder, watch)
         except (ValueError, TypeError) as error:  # of TRL, of transformers, of zero_hf
@@ -156,10 +162,21 @@ class FineTune(train.Run):
                 self._say(f"stopped after step {trainer.state.global_step} of {config.run.steps}")
             elif config.run.export:
                 trainer.save_model(str(folder / "pretrained"))
+                if config.adapter.merge:
+                    together(ranks, lambda: self._merge(folder))
             if self.on_end is not None:
                 self.on_end(ready)
         self._say(f"results in {folder}")
         return Outcome(128 + signal if signal else 0, folder, history)
+
+    def _merge(self, folder: Path) -> None:
+        if self.ranks.leader:
+            import zero_hf
+
+            try:
+                zero_hf.merge_adapter(pretrained.local(self.config), folder / "pretrained", folder / "merged")
+            except zero_hf.ConfigError as error:
+                raise ConfigError(f"adapter.merge=true: {error}") from error
 
     def _same_data(self, read: Any, folder: Path) -> None:
         """Raises ConfigError if run.resume=auto would go on with other rows."""
@@ -172,7 +189,7 @@ class FineTune(train.Run):
                 )
 
     def _trainer(
-        self, stack: ExitStack, read: Any, draft: engine.Draft, plan: zero_offload.Plan, folder: Path, watch: _Watch
+        self, stack: ExitStack, read: Any, draft: engine.Draft, plan: zero_offload.Plan, folder: Path, watch: Watch
     ) -> Any:
         import datasets
         import transformers
@@ -181,6 +198,12 @@ class FineTune(train.Run):
         import zero_hf
 
         datasets.disable_progress_bars()
+        if self.config.tracker.kind != "none" and self.ranks.leader:
+            (folder / "tracker").mkdir(exist_ok=True)
+        for name in ("TENSORBOARD_LOGGING_DIR", "WANDB_DIR"):  # what trackers write here belongs to the run
+            if name not in os.environ:
+                os.environ[name] = str(folder / "tracker")
+                stack.callback(os.environ.pop, name, None)
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # what TRL still calls
         config, ranks = self.config, self.ranks
         kind = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[config.task.kind]
@@ -231,7 +254,7 @@ class FineTune(train.Run):
 
         more: dict[str, Any] = {}
         if config.task.kind == "dpo" and config.adapter.kind == "none":
-            more["ref_model"] = _base(_local(config), config)
+            more["ref_model"] = pretrained.base(pretrained.local(config), config)
         trainer = Trainer(
             draft.model,
             args=arguments,
@@ -245,129 +268,9 @@ class FineTune(train.Run):
         trainer.remove_callback(transformers.PrinterCallback)  # zero-train prints its own lines
         return trainer
 
-    def _report(self, watch: _Watch, plan: zero_offload.Plan, folder: Path) -> None:
+    def _report(self, watch: Watch, plan: zero_offload.Plan, folder: Path) -> None:
         if watch.ready is not None:
             self._write_report(watch.ready, watch.history, plan, folder)
-
-
-@dataclass
-class _Watch:
-    """Measures steps, shows and writes them, and stops the trainer after a signal."""
-
-    run: FineTune
-    history: History
-    folder: Path
-    done: int  # steps before this process
-    ready: engine.Assembled | None = None
-    _open: ExitStack = field(default_factory=ExitStack)
-    _step: ExitStack = field(default_factory=ExitStack)
-    _phases: Phases = field(default_factory=lambda: Phases(0))
-    _usage: engine.Usage = field(default_factory=engine.Usage)
-    _tokens: float = 0.0
-    _begun: float = 0.0
-    _seconds: float = 0.0
-
-    def __enter__(self) -> _Watch:
-        run = self.run.config.run
-        leader = self.run.ranks.leader
-        self._shown = self._open.enter_context(
-            progress.reporter(leader, run.steps, self.done, run.report_every, run.bar)
-        )
-        self._metrics = self._open.enter_context(report.Metrics(self.folder, self.done + 1)) if leader else None
-        return self
-
-    def __exit__(self, *failed: Any) -> None:
-        self._step.close()
-        self._open.close()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Times a phase of a step, for the timeline and for the history."""
-        if self.ready is None or not self._begun:  # an evaluation
-            yield
-            return
-        begun = time.perf_counter()
-        with self.ready.timeline.span(name, ""):
-            yield
-        setattr(self._phases, name, getattr(self._phases, name) + time.perf_counter() - begun)
-
-    def begin(self, number: int) -> None:
-        assert self.ready is not None
-        if number == self.done + 1:
-            self._usage = self.ready.usage()
-        self._phases = Phases(number)
-        self._begun = time.perf_counter()
-        self._step.enter_context(self.ready.timeline.span("step", str(number)))
-
-    def end(self, last: bool) -> None:
-        assert self.ready is not None
-        if last:
-            self.ready.wait()
-        self._step.close()
-        self._seconds, self._begun = time.perf_counter() - self._begun, 0.0
-        self.history.phases.append(self._phases)
-        if last:
-            self.ready.timeline.enabled = False  # the timeline shows steps only
-
-    def log(self, number: int, logs: dict[str, Any]) -> None:
-        if "eval_loss" in logs:
-            self.history.validation.append((number, logs["eval_loss"]))
-            if self._metrics:
-                self._metrics.validation(number, logs["eval_loss"])
-            self._shown.say(f"validation after step {number}: {logs['eval_loss']:.4f} {self.run.unit}")
-        if "loss" not in logs:
-            return
-        assert self.ready is not None
-        before, usage = self._usage, self.ready.usage()
-        self._usage = usage
-        tokens, self._tokens = float(logs.get("num_tokens", 0)) - self._tokens, float(logs.get("num_tokens", 0))
-        step = Step(
-            step=number,
-            loss=logs["loss"],
-            grad_norm=logs.get("grad_norm", float("nan")),
-            learning_rate=logs["learning_rate"],
-            step_seconds=self._seconds,
-            tokens_per_second=tokens / self._seconds,
-            exposed_seconds=usage.exposed_seconds - before.exposed_seconds,
-            nvme_read_bytes=usage.nvme_read_bytes - before.nvme_read_bytes,
-            nvme_write_bytes=usage.nvme_write_bytes - before.nvme_write_bytes,
-            host_bytes=usage.host_bytes,
-            device_bytes=usage.device_bytes,
-            peak_rss_bytes=peak_rss_bytes(),
-        )
-        self.history.steps.append(step)
-        if self._metrics:
-            self._metrics.step(step)
-        self._shown.step(step)
-
-    def callback(self) -> Any:
-        from transformers import TrainerCallback
-
-        watch, run, asked, ranks = self, self.run.config.run, self.run.asked, self.run.ranks
-
-        class Told(TrainerCallback):
-            def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-                watch.begin(state.global_step + 1)
-
-            def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-                self.updating = ExitStack()
-                self.updating.enter_context(watch.phase("optimizer"))
-
-            def on_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-                self.updating.close()
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-                signal = ranks.most(asked.signal)
-                watch.end(bool(signal) or state.global_step == run.steps)
-                if signal:
-                    control.should_training_stop = True
-                    control.should_evaluate = False
-                    control.should_save = run.checkpoint_every > 0
-
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
-                watch.log(state.global_step, logs)
-
-        return Told()
 
 
 def _arguments(config: Config, folder: Path, options: type[Any], on_cpu: bool, read: Any, first: bool) -> Any:
@@ -431,37 +334,6 @@ def _zero_config(config: Config) -> Any:
     return zero_hf.ZeroConfig(stage=config.zero.stage, nvme_paths=tuple(map(str, paths)), **place)
 
 
-def _local(config: Config) -> Path:
-    """The folder of model.path; a name of the hub is fetched by huggingface_hub, which is untried here."""
-    path = Path(str(config.model.path))
-    if (path / "config.json").is_file():
-        return path
-    if path.exists() or str(path).count("/") != 1:
-        raise ConfigError(f"model.path={path} has no config.json; name a folder saved by save_pretrained")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.jinja", "*.model", "*.txt", *([] if config.run.dry else ["*.safetensors"])]
-    try:
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
-    except Exception as error:  # of requests, of the hub, of the disk
-        raise ConfigError(
-            f"model.path={path} is no folder, and the hub did not give it: {str(error).splitlines()[0]}; name a folder"
-        ) from error
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
-
-
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path={folder} has no tokenizer: {str(error).splitlines()[0]}") from error
-
-
 def _has_messages(read: Any) -> bool:
     """Whether the rows hold messages, which only a chat template turns into text."""
     return read.kind == "messages" or (read.kind != "text" and isinstance(read.training[0]["prompt"], list))
@@ -501,56 +373,3 @@ def _marked(read: Any, tokenizer: Any, folder: Path) -> Any:
     made = [part.map(split, remove_columns=["messages"]) for part in parts]
     validation = made[1] if read.validation is not None else None
     return dataclasses.replace(read, kind="prompt-completion", training=made[0], validation=validation)
-
-
-def _base(folder: Path, config: Config) -> nn.Module:
-    """The model of a folder, whose weights are read when it is sharded. In a dry run they need not be there."""
-    import transformers
-
-    import zero_hf
-
-    transformers.logging.set_verbosity_error()
-    auto = transformers.AutoModelForCausalLM
-    torch.manual_seed(config.run.seed)
-    try:
-        if config.run.dry:
-            found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-            with zero_core.deferred_init():
-                model = auto.from_config(found, dtype=torch.float32)
-        else:
-            model = zero_hf.from_pretrained(auto, folder, dtype=torch.float32)
-    except (zero_core.ZeroError, ValueError, OSError, KeyError) as error:
-        raise ConfigError(f"model.path={folder}: {error}") from error
-    model.config.use_cache = False
-    return cast(nn.Module, model)
-
-
-def _model(folder: Path, config: Config) -> nn.Module:
-    """The model to train, with its adapters."""
-    model: Any = _base(folder, config)
-    if config.adapter.kind == "lora":
-        import peft
-
-        adapter = config.adapter
-        targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
-        wanted = peft.LoraConfig(
-            r=adapter.rank,
-            lora_alpha=cast(int, adapter.alpha),  # any number will do
-            lora_dropout=adapter.dropout,
-            target_modules=targets,
-            task_type="CAUSAL_LM",
-        )
-        try:
-            with zero_core.deferred_init():
-                model = peft.get_peft_model(model, wanted)
-        except ValueError as error:
-            raise ConfigError(f"adapter.targets={adapter.targets}: {error}") from error
-    if config.model.checkpointing and config.offload.activations is None:
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    return cast(nn.Module, model.train())
-
-
-def _cache() -> Path:
-    """Where converted data are kept, for all runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero-train"

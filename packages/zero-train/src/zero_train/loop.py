@@ -44,6 +44,7 @@ class Step:
     host_bytes: int
     device_bytes: int
     peak_rss_bytes: int  # VmHWM since the process began
+    nvme_bytes: int = 0  # reserved on the drives
 
 
 @dataclass
@@ -132,12 +133,8 @@ class Loop:
             learning_rate=rate,
             step_seconds=seconds,
             tokens_per_second=rows * self._config.data.sequence_length / seconds,
-            exposed_seconds=usage.exposed_seconds - before.exposed_seconds,
-            nvme_read_bytes=usage.nvme_read_bytes - before.nvme_read_bytes,
-            nvme_write_bytes=usage.nvme_write_bytes - before.nvme_write_bytes,
-            host_bytes=usage.host_bytes,
-            device_bytes=usage.device_bytes,
             peak_rss_bytes=peak_rss_bytes(),
+            **usage.since(before),
         )
 
     def _set_rate(self, number: int) -> float:
@@ -185,15 +182,18 @@ class Loop:
                 run.micro_batch,
                 self._config.data.sequence_length,
             )
+            rows = self._engine.rows or len(tokens)  # units do not cut a batch where nothing is kept for backward
             with torch.no_grad():
-                total += loss_of(model, tokens.to(ranks.device), targets.to(ranks.device)).item()
+                for part, wanted in zip(tokens.split(rows), targets.split(rows), strict=True):
+                    loss = loss_of(model, part.to(ranks.device), wanted.to(ranks.device)).item()
+                    total += loss * (len(part) / len(tokens))
             if signal := ranks.most(self._interrupt.signal):
                 break
         model.train()
         if not signal:
-            loss = ranks.mean(total / rounds)
-            self.history.validation.append((number, loss))
-            on_validation(number, loss)
+            mean = ranks.mean(total / rounds)
+            self.history.validation.append((number, mean))
+            on_validation(number, mean)
         return signal
 
     @contextmanager

@@ -11,11 +11,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from zero_train import checks
+from zero_train import checks, pretrained
 from zero_train.errors import ConfigError, choices
 from zero_train.schema import ModelConfig
-
-_TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json")
 
 
 def build(
@@ -49,6 +47,22 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """Returns the fp32 scores of the next byte, (rows, length, vocabulary), for int64 tokens (rows, length)."""
     scores: Tensor = model(input_ids=tokens, use_cache=False).logits
     return scores.float()
+
+
+def check_vocabulary(model: Any, config: ModelConfig, tokens: int) -> None:
+    """Raises ConfigError if the model has fewer embeddings than the tokenizer has tokens."""
+    vocabulary = model.config.get_text_config().vocab_size
+    if vocabulary < tokens:
+        key = f"model.path={config.path} has" if config.kind == "hf" else f"model.vocab_size={vocabulary}:"
+        way_out = "name its own tokenizer" if config.kind == "hf" else f"set model.vocab_size={tokens}"
+        raise ConfigError(f"{key} {vocabulary} embeddings, and the tokenizer has {tokens} tokens; {way_out}")
+
+
+def numel(model: nn.Module) -> int:
+    """Returns the number of the model's parameters. Those in a layer's packed bytes are as many as it multiplies by."""
+    packed = [m for m in model.modules() if isinstance(m, nn.Linear) and not m.weight.is_floating_point()]
+    hidden = sum(m.in_features * m.out_features - m.weight.numel() for m in packed)
+    return hidden + sum(p.numel() for p in model.parameters())
 
 
 def _check(config: ModelConfig) -> None:
@@ -130,7 +144,7 @@ def _byte_level(folder: Path, vocabulary: int, as_bytes: bool) -> None:
             f"model.path={folder} has a vocabulary of {vocabulary}, too small for the 256 values of a byte; "
             "name another model"
         )
-    found = sorted(name for pattern in _TOKENIZERS for name in (path.name for path in folder.glob(pattern)))
+    found = sorted(name for pattern in pretrained.TOKENIZERS for name in (path.name for path in folder.glob(pattern)))
     reason = f"has a tokenizer ({found[0]})" if found else f"has a vocabulary of {vocabulary}, not of the 256 bytes"
     if (found or vocabulary != 256) and not as_bytes:
         raise ConfigError(

@@ -95,6 +95,9 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             slots=offload.slots,
             tokens=_tokens(config),
             accumulate=config.run.accumulate,
+            micro_batch=config.run.micro_batch,
+            rows=offload.rows,
+            whole_logits=config.task.kind != "pretrain" or config.precision.loss_scale is not None,
             no_sync=holds_back(config),
             host_bytes=offload.host_bytes,
             **shared_options(config),
@@ -157,7 +160,12 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
             read, stored = (total(tier) * count / 1e9 for total in (plan.account.read_bytes, plan.account.write_bytes))
             lines.append(f"each step reads {read:.2f} GB from the {tier} tier and writes {stored:.2f} GB to it")
     if plan.step_seconds is not None:
-        lines.append(f"predicted step: {plan.step_seconds:.3g} s, {plan.exposed_seconds or 0:.3g} s of it exposed")
+        lines.append(
+            f"predicted step: {plan.step_seconds:.3g} s, {plan.exposed_seconds or 0:.3g} s of it exposed; "
+            f"{config.run.steps} steps: {_duration(plan.step_seconds * config.run.steps)}"
+        )
+    if plan.rows:
+        lines.append(f"blocks that recompute take {plan.rows} of {config.run.micro_batch} rows at a time")
     if plan.held_back:
         why = "zero.no_sync=true" if config.zero.no_sync else f"zero.stage={config.zero.stage}"
         held = f"{plan.held_back / GIB:.3f} GiB of the device's buffers"
@@ -165,8 +173,20 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
     if plan.hides_from_tokens is not None:
         lines.append(f"transfers hide from {plan.hides_from_tokens:,} tokens a step and rank")
     if plan.endurance_steps is not None:
-        lines.append(f"nvme endurance: {plan.endurance_steps:,} steps")
+        assert plan.hardware is not None
+        rated = (plan.hardware.nvme_endurance_tb or 0) * plan.hardware.paths_per_rank * count
+        lines.append(
+            f"the run writes {written / rated / 1e12:.2%} of the {rated:,.0f} TB that the drives are rated for; "
+            f"{plan.endurance_steps:,} steps would write all of it"
+        )
     return "\n".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    for length, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.3g} seconds"
 
 
 def _table(plan: zero_offload.Plan) -> list[str]:

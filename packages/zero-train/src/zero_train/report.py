@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ _COLOURS = {  # in the order of rows: what computes, what it waits for, the upda
 }
 _LABELS = {"swap_in": "reads", "swap_out": "writes"}
 _OTHER = "#d9d9d9"
+_SHOWN = {"peak RSS": "peak RSS, with libraries"}
 _ORDER = {kind: number for number, kind in enumerate(_COLOURS)}
 
 
@@ -85,10 +86,25 @@ def read_validation(folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in _lines(folder / "validation.jsonl")]
 
 
-def draw(folder: Path, history: History, nvme_bytes: int, unit: str = "nats per byte") -> None:
-    """Draws report.png: loss, memory in each tier, and where the step time went.
+def planned(plan: Any) -> dict[str, int]:
+    """Returns the bytes of a zero_offload.Plan that each curve of the memory panel is compared with.
 
-    Loss and memory cover all steps in the folder, the seconds only those of this process. `nvme_bytes` is planned.
+    Activations are in none of the tiers' counters. On a CPU the device's memory is the host's: the process has both.
+    """
+    placed = sum(plan.bytes_of("device", kind) for kind in ("parameters", "gradients", "optimizer"))
+    on_cpu = plan.hardware is None or plan.hardware.device == "cpu"
+    return {
+        "device tier": placed,
+        "host tier": plan.total("host") - plan.bytes_of("host", "activations"),
+        "nvme tier": plan.total("nvme"),
+        "peak RSS": plan.total("host") + (plan.total("device") if on_cpu else 0),
+    }
+
+
+def draw(folder: Path, history: History, plan: Mapping[str, int], unit: str = "nats per byte") -> None:
+    """Draws report.png: loss, memory in each tier beside the plan's, and where the step time went.
+
+    Loss and memory cover all steps in the folder, the seconds only those of this process. `plan`: see `planned`.
     """
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # otherwise it logs that it builds its font cache
     from matplotlib.figure import Figure
@@ -105,11 +121,15 @@ def draw(folder: Path, history: History, nvme_bytes: int, unit: str = "nats per 
     for name, values in (
         ("device tier", [s.device_bytes for s in steps]),
         ("host tier", [s.host_bytes for s in steps]),
-        ("nvme tier (plan)", [nvme_bytes for _ in steps]),
+        ("nvme tier", [s.nvme_bytes for s in steps]),
         ("peak RSS", [s.peak_rss_bytes for s in steps]),
     ):
-        memory.plot([s.step for s in steps], [value / GIB for value in values], label=name)
-    memory.set(title="memory per tier", ylabel="GiB", ylim=(0, None))
+        if not any(values) and not plan.get(name):
+            continue
+        (line,) = memory.plot([s.step for s in steps], [value / GIB for value in values], label=_SHOWN.get(name, name))
+        memory.axhline(plan.get(name, 0) / GIB, color=line.get_color(), linestyle="--", linewidth=1)
+    memory.plot([], [], color="grey", linestyle="--", linewidth=1, label="its plan")
+    memory.set(title="memory: measured, and what the plan says of it", ylabel="GiB", ylim=(0, None))
 
     numbers = [p.step for p in history.phases]
     parts = [[getattr(p, name) for p in history.phases] for name in _PHASES]

@@ -114,12 +114,12 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Says what to train on: text that is read as bytes, or rows for a tokenizer."""
+    """Says what to train on: text, read as bytes or by a tokenizer, or rows for a tokenizer."""
 
     kind: str = MISSING
-    """stdlib, text or synthetic: bytes, read by data.py. jsonl, parquet, csv or datasets: rows, by conversations.py."""
+    """stdlib, text or synthetic: text, see data.py. jsonl, parquet, csv or datasets: rows, see conversations.py."""
     sequence_length: int = _at_least(2, default=256)
-    """Bytes of one sequence."""
+    """Bytes of one sequence; tokens, where a tokenizer reads the text."""
     path: Optional[str] = None
     """A file, or a folder of files. datasets: a folder that `save_to_disk` wrote, or a name on the hub. Not for stdlib
     and synthetic."""
@@ -127,6 +127,9 @@ class DataConfig:
     """Pattern of the files to read in the folder. text, jsonl, parquet and csv only."""
     validation_path: Optional[str] = None
     """Rows to hold out, like `path`. null: hold out validation_fraction. jsonl, parquet, csv and datasets only."""
+    tokenizer: Optional[str] = None
+    """Folder of the tokenizer that reads the text. null: that of model.path, or if it has none, text is read as bytes.
+    task=pretrain only; the other tasks take the model's own."""
     as_bytes: bool = False
     """Feed bytes as token numbers even if the model has a tokenizer or another vocabulary. model=hf only."""
     validation_fraction: float = 0.05
@@ -136,10 +139,10 @@ class DataConfig:
 
 @dataclass
 class TaskConfig:
-    """Says what is learned. pretrain is zero-train's own loop over bytes; the others are TRL's trainers."""
+    """Says what is learned. pretrain is zero-train's own loop over text; the others are TRL's trainers."""
 
     kind: str = _one_of("pretrain", "sft", "dpo", default="pretrain")
-    """pretrain: the next byte. sft: answers of conversations. dpo: which of two answers is preferred."""
+    """pretrain: the next byte or token. sft: answers of conversations. dpo: which of two answers is preferred."""
     loss_on: str = _one_of("answers", "everything", default="answers")
     """answers: only what the assistant says counts in the loss. everything: all tokens do. sft only."""
     packing: bool = False
@@ -152,8 +155,8 @@ class TaskConfig:
 class AdapterConfig:
     """Says whether the model's own weights are trained, or low-rank adapters beside them."""
 
-    kind: str = _one_of("none", "lora", default="none")
-    """none: all weights. lora: adapters of PEFT."""
+    kind: str = _one_of("none", "lora", "qlora", default="none")
+    """none: all weights. lora: adapters of PEFT. qlora: the same, beside weights in bitsandbytes' 4 bits."""
     rank: int = _at_least(1, default=16)
     """Rank of an adapter."""
     alpha: float = _at_least(0, default=32.0)
@@ -162,6 +165,8 @@ class AdapterConfig:
     """Share of the adapter's inputs that is set to zero in training."""
     targets: Any = "all-linear"
     """Names of the layers that get an adapter, or all-linear."""
+    merge: bool = False
+    """After the run, also write `merged`: the model with the adapter added to its weights. Needs run.export=true."""
 
 
 @dataclass
@@ -169,7 +174,8 @@ class TrackerConfig:
     """Says where the figures of a run go besides its folder."""
 
     kind: str = _one_of("none", "tensorboard", "wandb", "trackio", default="none")
-    """none, tensorboard, wandb or trackio. The service's own package and settings are needed."""
+    """none, tensorboard, wandb or trackio, whose own package is needed. Files of the first two are in `tracker` in the
+    run folder; all other settings are their own environment variables."""
 
 
 @dataclass
@@ -210,6 +216,9 @@ class OffloadConfig:
     activations: Any = None
     """What a block keeps for its backward. keep: everything. recompute: its input, on the device. host, nvme: its input
     there. auto: planned. A list: one policy for each unit. null: recompute if model.checkpointing, else keep."""
+    rows: Any = None
+    """Rows of a micro-batch that a block computes at a time where offload.activations does not keep them: it reads its
+    parameters once, in the memory of these rows. auto: as many as fit and are fastest. null: all."""
     tile_numel: int = _at_least(1, default=1 << 22)
     """Elements of a tile, the smallest piece that is placed, read, written and updated."""
     slots: Optional[int] = _at_least(1, default=None)

@@ -18,7 +18,22 @@ import torch
 import zero_core
 import zero_offload
 from zero_offload.advice import is_out_of_memory
-from zero_train import checks, cores, data, engine, formats, interrupt, planning, progress, report, resume, sampling
+from zero_train import (
+    checks,
+    cores,
+    data,
+    engine,
+    formats,
+    interrupt,
+    models,
+    planning,
+    pretrained,
+    progress,
+    report,
+    resume,
+    sampling,
+    tokens,
+)
 from zero_train import config as configuration
 from zero_train.engine import Assembled
 from zero_train.errors import ConfigError, RunError
@@ -79,11 +94,12 @@ class Run:
     on_end: Callable[[Assembled], None] | None
     format_reason: str = ""  # why precision=auto chose its format
     cores: Any | None = None  # zero_optim_cpu.Cores, beside a GPU
+    tokenizer: Any = None  # of transformers; None: text is read as bytes
 
     @property
     def unit(self) -> str:
         """The unit of losses."""
-        return "nats per byte"
+        return "nats per byte" if tokens.folder_of(self.config) is None else "nats per token"
 
     def go(self) -> Outcome:
         config, ranks = self.config, self.ranks
@@ -147,7 +163,18 @@ class Run:
         return found
 
     def before_all(self) -> None:
-        """What one rank has to do before the others may prepare. Collective."""
+        """Does what one rank has to do before the others may prepare: it reads the text into tokens. Collective."""
+        if self.ranks.world_size > 1 and tokens.folder_of(self.config) is not None:
+            together(self.ranks, lambda: self._corpus() if self.ranks.leader else None)
+
+    def _corpus(self) -> data.Corpus | None:
+        """Returns the text of the run, or None in a dry run whose text a tokenizer would have to read."""
+        config = self.config
+        folder = tokens.folder_of(config)
+        if folder is None:
+            return data.load(config.data, config.run.seed)
+        self.tokenizer = pretrained.tokenizer_of(folder)
+        return None if config.run.dry else tokens.load(config, self.tokenizer, folder, self._say)
 
     def prepared(self) -> tuple[Any, engine.Draft, zero_offload.Plan]:
         """Does everything that can lead to a refusal. It is quick and writes nothing."""
@@ -160,15 +187,17 @@ class Run:
             planning.here(config, ranks)
             checks.run_folder(config)
         checks.nvme(config, ranks.local_rank)
-        corpus = data.load(config.data, config.run.seed)
+        corpus = self._corpus()
         resume.found(config)
         on_gpu = (config.hardware.device or ranks.device.type) != "cpu"  # of the machine that is planned for
         draft = engine.draft(config, self.cores and self.cores.pool, on_gpu=on_gpu)
+        if self.tokenizer is not None:
+            models.check_vocabulary(draft.model, config.model, len(self.tokenizer))
         return corpus, draft, planning.make(config, draft.model, ranks, draft.step)
 
     def _announce(self, corpus: Any, draft: engine.Draft, plan: zero_offload.Plan) -> None:
         config, ranks = self.config, self.ranks
-        numel = sum(p.numel() for p in draft.model.parameters())
+        numel = models.numel(draft.model)
         planned = planning.described_ranks(plan.hardware, config, ranks)
         machine = plan.hardware.name if plan.hardware else ranks.device.type
         self._say(
@@ -183,8 +212,11 @@ class Run:
 
     def announce_data(self, corpus: Any) -> str:
         """Says what is learned from."""
+        if corpus is None:
+            return f"data: not read, as a dry run does not read text with a tokenizer ({len(self.tokenizer):,} tokens)"
         trained, held_out = corpus.training.numel() / 1e6, corpus.validation.numel() / 1e6
-        return f"data: {corpus.name}; {trained:.1f} MB to train on, {held_out:.1f} MB held out"
+        unit = "MB" if corpus.unit == "byte" else "M tokens"
+        return f"data: {corpus.name}; {trained:.1f} {unit} to train on, {held_out:.1f} {unit} held out"
 
     def _train(
         self, ready: Assembled, corpus: data.Corpus, plan: zero_offload.Plan, folder: Path, first: int
@@ -202,7 +234,7 @@ class Run:
         def on_validation(number: int, loss: float) -> None:
             if metrics:
                 metrics.validation(number, loss)
-            shown.say(f"validation after step {number}: {loss:.4f} nats/byte")
+            shown.say(f"validation after step {number}: {loss:.4f} nats/{corpus.unit}")
 
         with ExitStack() as stack:
             stack.enter_context(self.asked.gentle())
@@ -224,6 +256,8 @@ class Run:
                 sample = self._sample(ready)
                 if run.export:
                     _export(ready, folder, ranks)
+                    if self.tokenizer is not None and ranks.leader:
+                        self.tokenizer.save_pretrained(folder / "pretrained")
             if self.on_end is not None:
                 self.on_end(ready)
         self._say(f"results in {folder}")
@@ -235,7 +269,7 @@ class Run:
             return ""
         context, device = self.config.data.sequence_length, self.ranks.device
         text = sampling.generate(
-            ready.model, run, context, device, stop=lambda: bool(self.ranks.most(self.asked.signal))
+            ready.model, run, context, device, lambda: bool(self.ranks.most(self.asked.signal)), self.tokenizer
         )
         self._say(f"--- sample ---\n{text}\n--------------")
         return text
@@ -243,7 +277,7 @@ class Run:
     def _write_report(self, ready: Assembled, history: History, plan: zero_offload.Plan, folder: Path) -> None:
         """Writes the plots and the timeline. A file that cannot be written is named, and the others still are."""
         for name, write in (
-            ("report.png", lambda: report.draw(folder, history, plan.total("nvme"), self.unit)),
+            ("report.png", lambda: report.draw(folder, history, report.planned(plan), self.unit)),
             ("timeline.json", lambda: ready.timeline.save(folder / "timeline.json")),
             ("timeline.png", lambda: report.draw_timeline(folder / "timeline.png", ready.timeline.events())),
         ):

@@ -184,6 +184,24 @@ class Engine:
             unit.seal()
         self._let_all_go()
 
+    def hold(self, units: Iterable[int]) -> None:
+        """Units of a visit under way stay gathered after it, until `release`: another visit follows it at once."""
+        for u in units:
+            self.units[u].enter()
+
+    def release(self, units: Iterable[int]) -> None:
+        for u in units:
+            if self.units[u].users:  # else the forward failed, and nothing is held any more
+                self._leave(self.units[u])
+            self._let_go(self.units[u])
+
+    def follow(self, tensor: Tensor) -> None:
+        """A tensor that the visit under way was given is used after the forward, though no module returns it: its
+        gradient opens what encloses the visit."""
+        if len(self._stack) > 1 and tensor.requires_grad:
+            assert self._pass is not None
+            tensor.register_hook(partial(self._before_backward, self._pass, self._stack[-2]))
+
     @outside_transforms
     def _let_go(self, unit: Unit) -> None:
         """Nothing uses the unit now: stage 3 takes its memory away."""

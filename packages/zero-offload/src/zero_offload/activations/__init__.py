@@ -1,7 +1,8 @@
 """`offload_activations`: per unit, whether forward keeps its activations, recomputes them, or sets their input aside.
 
 Owns the policies and the units' forward. Where what is set aside lies is `spill`'s; recomputation is torch's own
-non-reentrant checkpointing, so random numbers and autocast are replayed by it. Called after `zero_core.shard`.
+non-reentrant checkpointing, so random numbers and autocast are replayed by it. How a batch is cut into parts of `rows`
+rows is `cutting`'s, and which units allow it `mixing`'s. Called after `zero_core.shard`.
 
 [Note: what a policy keeps of a unit between forward and backward]
     keep        everything that autograd saves, on the device
@@ -13,11 +14,25 @@ Gradients are the same bits under all four: backward computes on the same values
 Of several saved_tensors_hooks only the innermost is called, so nothing here installs one: the inputs that are set aside
 never reach autograd, and the recomputation asks for them. A unit called under somebody else's hooks (an enclosing
 checkpoint, save_on_cpu) leaves its activations to those, and `stats()["delegated"]` counts it.
+
+[Note: a batch in parts]
+With `rows`, a unit computes its batch in parts, each a checkpoint of its own, within one call of its module: so its
+parameters are gathered once for all parts in forward, and once in backward.
+
+    forward     part 2, part 1, part 0; the outputs are joined, and only the unit's input is kept
+    backward    part 0: recompute, backward; part 1: the same; part 2: the same; then one gradient of each parameter
+
+Autograd runs first what was made last, so forward takes the parts from the last to the first and backward adds their
+gradients from the first to the last, as accumulation over the same parts does. The sum is autograd's, in the dtype that
+the parameter's `grad_dtype` says, which is fp32 here. Autograd hands it on when all parts are in: the engine, and hooks
+on parameters, see one gradient per backward. Autocast does not share casts of weights between parts, as the gradient of
+a shared cast would be summed in 16 bits. Modules inside a unit, and hooks on them, see one call for each part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import wraps
 from typing import Any
@@ -29,28 +44,27 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_core import handle
 
-from ..errors import OffloadError
 from ..planning.budgets import POLICIES
 from ..planning.planner import Plan
 from ..store import TieredStore
 from ..streams import streams_of
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
+from .cutting import Cut, Joined, argument_names, find_cut, flatten, return_memory
 from .host_spill import HostSpill
+from .logits import Head
+from .mixing import refuse_batch_norm, rows_of_outputs
 from .nvme_spill import NvmeSpill
 from .queued_spill import QueuedSpill
-from .spill import DeviceSpill, Spill, Spilled
+from .spill import ActivationError, DeviceSpill, Spill, Spilled
 
 __all__ = ["ActivationError", "Activations", "offload_activations"]
 
 _STAYS = DeviceSpill()
 SMALL_BYTES = 64 << 10  # a tensor below this is not worth a request
+_RECORDED = ("output_attentions", "output_router_logits")
 _CACHES = ("past_key_value", "past_key_values", "layer_past", "cache_params")
 
 Policy = str | Mapping[str, str] | Sequence[str] | Plan
-
-
-class ActivationError(OffloadError, ValueError):
-    """A policy that does not exist or that a unit cannot follow."""
 
 
 class Activations:
@@ -81,10 +95,11 @@ class Activations:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _wrap(self, name: str, module: nn.Module, policy: str) -> None:
+    def _wrap(self, name: str, module: nn.Module, policy: str, by_rows: _ByRows | None) -> None:
         original = module.forward
         had_own = "forward" in module.__dict__
         spill = self._spills.get(policy)
+        positional = argument_names(original)
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -93,14 +108,26 @@ class Activations:
             if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
                 self._counts["delegated"] += 1
                 return original(*args, **kwargs)
-            for cache in _CACHES:
-                if kwargs.get(cache) is not None:
-                    raise ActivationError(
-                        f"unit {name} was given {cache}, which recomputation would write to a second time; "
-                        "train with use_cache=False (model.config.use_cache = False), or keep this unit's activations"
-                    )
-            call = _Call(self._counts, name, original, spill, (args, kwargs))
-            return checkpoint(call.run, call.anchor, use_reentrant=False)
+            for cache in (key for key in _CACHES if kwargs.get(key) is not None):
+                _refuse_cache(name, cache)
+            if by_rows is None:
+                call = _Call(self._counts, name, original, spill, *pytree.tree_flatten((args, kwargs)))
+                return checkpoint(call.run, call.anchor, 0, use_reentrant=False)
+            leaves, structure, names = flatten(args, kwargs, positional)
+            for argument, leaf in zip(names, leaves, strict=True):
+                if hasattr(leaf, "get_seq_length"):
+                    _refuse_cache(name, argument)
+            cut, joined = by_rows.cut(name, module, original, leaves, structure, names)
+            call = _Call(self._counts, name, original, spill, leaves, structure, cut)
+            del args, kwargs, leaves
+            if cut is None:
+                return checkpoint(call.run, call.anchor, 0, use_reentrant=False)
+            output = Joined(name, cut, joined)
+            with _no_shared_casts():
+                for k in reversed(range(cut.parts)):
+                    output.add(k, checkpoint(call.run, call.anchor, k, use_reentrant=False))
+                    return_memory(k, call.anchor.device)
+            return output.whole()
 
         forward._torchdynamo_disable = True  # type: ignore[attr-defined]
         module.forward = forward
@@ -114,18 +141,56 @@ class Activations:
         self._undo.append(undo)
 
 
+class _ByRows:
+    """How the units compute their batches `rows` rows at a time."""
+
+    def __init__(self, rows: int, shared: Sequence[str] | None) -> None:
+        self._rows, self._shared = rows, shared
+        self._kinds: dict[Any, tuple[bool, ...]] = {}  # of the calls that were compared: what their outputs are
+
+    def cut(
+        self,
+        name: str,
+        module: nn.Module,
+        original: Callable[..., Any],
+        leaves: Sequence[Any],
+        structure: Any,
+        names: Sequence[str],
+    ) -> tuple[Cut | None, tuple[bool, ...]]:
+        """How this call is cut, and which leaves of its output are joined. None: it is one part."""
+        cut = find_cut(name, leaves, names, self._rows, self._shared)
+        if cut is None:
+            return None, ()
+        refuse_batch_norm(name, module)
+        flags = tuple(leaf if isinstance(leaf, (bool, str)) else type(leaf) for leaf in leaves)
+        kind = (*map(type, module.modules()), module.training, str(structure), cut.where, flags)
+        if kind not in self._kinds:
+            self._kinds[kind] = rows_of_outputs(name, module, original, leaves, structure, cut)
+        return cut, self._kinds[kind]
+
+
 class _Call:
-    """One forward of one unit, to be run again. Holds its inputs, or where they were set aside."""
+    """One forward of one unit, to be run again, part by part if it is cut. Holds its inputs, or where they were set
+    aside."""
 
     def __init__(
-        self, counts: dict[str, int], name: str, original: Callable[..., Any], spill: Spill | None, given: object
+        self,
+        counts: dict[str, int],
+        name: str,
+        original: Callable[..., Any],
+        spill: Spill | None,
+        leaves: list[Any],
+        structure: Any,
+        cut: Cut | None = None,
     ) -> None:
-        self._counts, self._original = counts, original
-        self._live: list[Any] | None
-        self._live, self._structure = pytree.tree_flatten(given)
-        self._kept: list[Any] = list(self._live)
+        self._counts, self._original, self._structure, self._cut = counts, original, structure, cut
+        self._live: Callable[[int], list[Any]] | None = (lambda k: leaves) if cut is None else cut.parts_of(leaves)
+        self._parts = 1 if cut is None else cut.parts
+        self._kept: list[Any] = list(leaves)
         self._aside: dict[int, tuple[Spilled, bool]] = {}  # by position: where it is, and whether it needs a gradient
-        tensors = [(k, value) for k, value in enumerate(self._live) if isinstance(value, Tensor)]
+        self._loaded: list[Any] = []  # the leaves, while parts of them are computed again
+        self._left = 0  # of these parts
+        tensors = [(k, value) for k, value in enumerate(leaves) if isinstance(value, Tensor)]
         # Tells the checkpoint which device's random numbers to replay.
         self.anchor = tensors[0][1].detach().new_empty(0) if tensors else torch.empty(0)
         first = next((k for k, value in tensors if _worthwhile(value)), None)
@@ -138,15 +203,74 @@ class _Call:
                 self._aside[k] = (_STAYS.pack(value, name), value.requires_grad)
             self._kept[k] = None
 
-    def run(self, anchor: Tensor) -> Any:
-        live, self._live = self._live, None
-        if live is None:
+    def run(self, anchor: Tensor, k: int) -> Any:
+        """Part k of the forward, the first time on what was given."""
+        if self._live is not None:
+            live = self._live(k)
+            if k == 0:  # the last one
+                self._live = None
+        else:
             self._counts["recomputed"] += 1
-            live = list(self._kept)
-            for k, (spilled, wanted) in self._aside.items():
-                live[k] = spilled.load().requires_grad_(wanted)
+            live = self._load(k)
         args, kwargs = pytree.tree_unflatten(live, self._structure)
         return self._original(*args, **kwargs)
+
+    def _load(self, k: int) -> list[Any]:
+        """The leaves of part k. What was set aside is read once for all parts."""
+        if not self._left:
+            self._loaded, self._left = list(self._kept), self._parts
+            for place, (spilled, _) in self._aside.items():
+                self._loaded[place] = spilled.load()
+        part = self._loaded if self._cut is None else self._cut.part(self._loaded, k)
+        for place, (_, wanted) in self._aside.items():
+            part[place] = part[place].detach().requires_grad_(wanted)
+        self._left -= 1
+        if not self._left:
+            self._loaded = []
+        return part
+
+
+def _refuse_cache(name: str, argument: str) -> None:
+    raise ActivationError(
+        f"unit {name} was given {argument}, which recomputation would write to a second time; "
+        "train with use_cache=False (model.config.use_cache = False), or keep this unit's activations"
+    )
+
+
+@contextmanager
+def _no_shared_casts() -> Iterator[None]:
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _sum_in_fp32(units: Iterable[Any]) -> Callable[[], None]:
+    """Let autograd add the gradients of these units' 16-bit parameters in fp32. Returns what undoes it."""
+    narrow = [
+        parameter
+        for unit in units
+        for parameter, group in zip(unit.parameters, unit.groups, strict=True)
+        if group is not None and unit.dtype.itemsize == 2
+    ]
+    if narrow and not hasattr(Tensor, "grad_dtype"):
+        raise ActivationError(
+            f"rows= with parameters in {narrow[0].dtype} needs Tensor.grad_dtype, by which autograd adds gradients in "
+            f"fp32, and torch {torch.__version__} lacks it: update to 2.13, use fp32 parameters, or leave rows= out"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        before = [parameter.grad_dtype for parameter in narrow]
+        for parameter in narrow:
+            parameter.grad_dtype = torch.float32
+
+    def undo() -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, dtype in zip(narrow, before, strict=True):
+                parameter.grad_dtype = dtype
+
+    return undo
 
 
 def _worthwhile(value: Any) -> bool:
@@ -158,6 +282,8 @@ def offload_activations(
     store: TieredStore | None = None,
     policy: Policy = "recompute",
     *,
+    rows: int | None = None,
+    shared: Sequence[str] | None = None,
     slots: int = SPILL_SLOTS,
     piece_bytes: int = SPILL_PIECE_BYTES,
 ) -> Activations:
@@ -168,10 +294,22 @@ def offload_activations(
     or one policy a unit in the order of `zero_core.units(model)`; or a `Plan`, whose choice is taken.
     store: the TieredStore, whose nvme is shared; only "nvme" needs one. slots, piece_bytes: host memory that "nvme"
     travels through, `slots * piece_bytes` in all however deep the model.
+    rows: how many rows of the batch a unit computes at once; None: all of them. The model is called with the whole
+    batch, and each unit whose policy is not "keep" takes the batch in parts of `rows` rows: see [Note: a batch in
+    parts] and, for what is cut, [Note: which tensors are cut]. The memory for activations is then that of `rows` rows
+    plus the units' inputs. Parameters are gathered, and read, once for all parts in forward and once in backward, and
+    there is one gradient per backward, summed over the parts in fp32.
+    shared: names of arguments that all rows share, needed only where rows= says that it cannot tell.
+
+    Losses and gradients with `rows` are those of the whole batch but for the rounding of sums. Where dropout is on they
+    have other random numbers, drawn for each part and replayed in its recomputation. Embeddings, the head, the loss,
+    and what else "keep" is for are computed on the whole batch, the logits included.
 
     Raises ActivationError for a policy that does not exist, a unit that cannot follow, or "nvme" without a store that
-    has one.
+    has one; with `rows`, at a unit's call, if it mixes the rows of a batch or cannot be cut.
     """
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+        raise ActivationError(f"rows={rows!r}: give the number of rows that a unit computes at once, 1 or more")
     behind = handle(model)
     names = [unit.name for unit in behind.units]
     nodes = [node for node in behind.engine.nodes if node.module is not model]
@@ -184,6 +322,8 @@ def offload_activations(
     chosen: dict[str, tuple[nn.Module, str]] = {}
     for node in nodes:
         found = {wanted[names[u]] for u in node.units}
+        if isinstance(policy, Plan) and len(found) > 1:
+            found -= {"keep"}  # a plan counts the activations of a block, frozen and trained, with one of its units
         if len(found) > 1:
             raise ActivationError(f"{node.name} opens units with different policies: {', '.join(sorted(found))}")
         each = found.pop() if found else "keep"
@@ -196,10 +336,48 @@ def offload_activations(
     policies = {name: each for name, (_, each) in chosen.items()}
     sizes = {"slots": slots, "piece_bytes": piece_bytes}
     made = Activations(policies, _spills(set(policies.values()), store, behind.engine.ranks.device, sizes))
-    for name, (module, each) in chosen.items():
-        if each != "keep":
-            made._wrap(name, module, each)
+    by_rows = None
+    served = [node for node in nodes if policies[node.name] != "keep"]
+    if rows is not None:
+        by_rows = _ByRows(rows, shared)
+        _refuse_enclosing(served, nodes)
+        opened_by_rows = {u for node in served for u in node.units}
+        head = Head.of(behind.engine, model, rows) if served else None
+        if head is not None:
+            made._undo.append(head.close)
+            opened_by_rows |= set(head.units)
+        made._undo.append(_sum_in_fp32(behind.units[u] for u in opened_by_rows))
+        made._undo.append(_refuse_recorded(model))
+    for node in served:
+        made._wrap(node.name, node.module, policies[node.name], by_rows)
     return made
+
+
+def _refuse_enclosing(served: Iterable[Any], nodes: Sequence[Any]) -> None:
+    """Units inside of others would be gathered for each part, of which ranks may have different numbers."""
+    for node in served:
+        inside = {id(module) for module in node.module.modules()} - {id(node.module)}
+        found = next((other.name for other in nodes if id(other.module) in inside), None)
+        if found is not None:
+            raise ActivationError(
+                f"unit {node.name} contains the unit {found}, which rows= would gather once for each part of a batch: "
+                "leave zero_core.tile_linear out, or leave rows= out"
+            )
+
+
+def _refuse_recorded(model: nn.Module) -> Callable[[], None]:
+    """Refuse what transformers records by hooks on modules inside of units, which would have an entry for each part."""
+
+    def refuse(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        for name in _RECORDED if torch.is_grad_enabled() else ():
+            given = kwargs.get(name)
+            if getattr(getattr(module, "config", None), name, False) if given is None else given:
+                raise ActivationError(
+                    f"{name}=True with rows=: {type(module).__name__} would return an entry for each part of a batch "
+                    f"instead of one for each layer; pass {name}=False, or leave rows= out"
+                )
+
+    return model.register_forward_pre_hook(refuse, with_kwargs=True).remove
 
 
 def _resolve(policy: Policy, names: Sequence[str], blocks: set[str]) -> dict[str, str]:

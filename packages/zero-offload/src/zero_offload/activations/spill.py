@@ -18,9 +18,23 @@ from torch import Tensor
 from ..errors import OffloadError
 from ..streams import Mark, Streams
 
-__all__ = ["ApartSpill", "Aside", "ChangedInputError", "Crossing", "DeviceSpill", "Form", "Spill", "Spilled"]
+__all__ = [
+    "ActivationError",
+    "ApartSpill",
+    "Aside",
+    "ChangedInputError",
+    "Crossing",
+    "DeviceSpill",
+    "Form",
+    "Spill",
+    "Spilled",
+]
 
 LEAVING = 2  # tensors whose device memory is kept until their copy was followed
+
+
+class ActivationError(OffloadError, ValueError):
+    """A policy that does not exist or that a unit cannot follow."""
 
 
 class ChangedInputError(OffloadError, RuntimeError):

@@ -5,8 +5,9 @@ would build from.
 
 [Note: What a step moves on a stored tier]
     optimizer    the record of every trained tile is written once, and read once unless it stays in a slot
-    parameters   read for each forward and each backward (stage 3), trained tiles written once by the update. Units that
-                 are still in a slot are not read again, so the reads are an upper bound
+    parameters   read for each forward and each backward (stage 3), trained tiles written once by the update. The units
+                 that forward used last are still in the unit slots when backward begins with them. Others may be, too,
+                 such as one that was just updated, so the reads are an upper bound
     gradients    the first that arrives in a step writes the reduce dtype, each later one reads what is there and writes
                  fp32; the update reads the last form, but for the few tiles that are still in slots
     setup        writes parameters and records once
@@ -133,16 +134,21 @@ def account(plan: StorePlan, shape: Shape) -> Account:
     align = plan.alignment
     on_device = device_update_bytes(shape, plan.state_values)
     own, first = set(plan.own_slots), 0
+    passing: list[tuple[Counter[Tier], int]] = []  # extents of a unit that shares slots, and how many are like it
     for run in plan.runs:
         unit, count = run.unit, run.count
         streamed = count - sum(i in own for i in range(first, first + count))  # the others stay where they are read
         first += count
         updated["device"] += count * unit.whole_numel * on_device
         size = unit.spec.dtype.itemsize
-        for tier, start, stop in unit.stored(unit.parameter_tiers):
-            extent = round_up((stop - start) * size, align)
+        stored = Counter(
+            {tier: round_up((stop - start) * size, align) for tier, start, stop in unit.stored(unit.parameter_tiers)}
+        )
+        for tier, extent in stored.items():
             extents[tier, "all parameters"] += count * extent
             extents[tier, "streamed"] += streamed * extent
+        if stored and streamed:
+            passing.append((stored, streamed))
         for tile, record, parameter, gradient, state in unit.rows():
             if tile.trainable:
                 extents[parameter, "parameters"] += count * round_up(tile.numel * size, align)
@@ -153,6 +159,8 @@ def account(plan: StorePlan, shape: Shape) -> Account:
                 records += count * state.stored
     stay = resident_slots(plan.state_slots, plan.state_slot_bytes, records)
     moved, resident = {}, stay * plan.state_slot_bytes  # those of the first tiers
+    ahead = shape.apart or shape.ranks > 1  # there a unit that is read ahead has taken one of the slots
+    last = _least(passing, max(0, plan.unit_slots - ahead) if shape.stage == 3 else 0)
     for tier in plan.tiers:
         if tier.stored:
             kinds = ("all parameters", "streamed", "parameters", "reduced", "summed")
@@ -164,7 +172,7 @@ def account(plan: StorePlan, shape: Shape) -> Account:
                 "optimizer_read": optimizer - kept,
                 "optimizer_write": optimizer,
                 "forward_read": read * shape.accumulate,
-                "backward_read": read * shape.accumulate,
+                "backward_read": (read - last[tier]) * shape.accumulate,
                 "parameters_write": parameters,
                 "accumulate_read": reduced + (later - 1) * summed if later else 0,
                 "gradients_read": summed if later else reduced,
@@ -172,6 +180,16 @@ def account(plan: StorePlan, shape: Shape) -> Account:
                 "setup": whole + optimizer,
             }
     return Account(moved, {where: n for where, n in updated.items() if n})
+
+
+def _least(passing: Sequence[tuple[Counter[Tier], int]], slots: int) -> Counter[Tier]:
+    """Bytes by tier of the smallest units that so many slots may hold."""
+    found = Counter[Tier]()
+    for stored, count in sorted(passing, key=lambda each: each[0].total()):
+        for tier, extent in stored.items():
+            found[tier] += min(count, slots) * extent
+        slots -= min(count, slots)
+    return found
 
 
 def device_update_bytes(shape: Shape, states: int) -> int:

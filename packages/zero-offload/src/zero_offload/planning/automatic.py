@@ -16,7 +16,7 @@ from ..placement import Placement, device_share
 from ..tiles.footprint import STATE_KINDS
 from .accounting import Held
 from .budgets import POLICIES, Budgets, activation_bytes, needed_bytes
-from .sizes import ModelSizes
+from .sizes import Batch, ModelSizes
 
 __all__ = ["choose", "choose_activations"]
 
@@ -92,22 +92,22 @@ def _demote(
 
 
 def choose_activations(
-    wanted: str | Sequence[str], sizes: ModelSizes, tokens: int, room: Budgets | None
+    wanted: str | Sequence[str], sizes: ModelSizes, batch: Batch, room: Budgets | None
 ) -> tuple[str, ...]:
-    """One policy a unit. `tokens`: of one micro-batch. `room`: the budgets, less what is given a place already.
+    """One policy a unit. `room`: the budgets, less what is given a place already.
 
     "auto" is the first that fits of: all kept; the last units kept and the rest recomputed; recomputed from checkpoints
     on host; from checkpoints on nvme.
     """
     if wanted != "auto":
         return _given_activations(wanted, sizes)
-    count = sizes.blocks
+    count, tokens = sizes.blocks, batch.each
     if room is None or not tokens or not sizes.saved_bytes_per_token:
         return _of_blocks(sizes, ("keep",) * count)
 
     device = room.host if room.shared else room.device
     # Whatever the policy, one unit is computed with and the output is there.
-    free = device - activation_bytes(sizes, ("host",) * len(sizes.units), tokens)["device"]
+    free = device - activation_bytes(sizes, ("host",) * len(sizes.units), batch)["device"]
     saved, checkpoint = sizes.saved_bytes_per_token * tokens, sizes.checkpoint_bytes_per_token * tokens
     if count * saved <= KEEP_SHARE * free:
         return _of_blocks(sizes, ("keep",) * count)

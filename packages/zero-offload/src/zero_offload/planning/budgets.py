@@ -13,7 +13,7 @@ from ..tier import TIERS
 from ..tiles.footprint import SMALL_UNIT_BYTES, STATE_KINDS, StorePlan
 from .accounting import Held, Shape
 from .hardware import GIB, Hardware, TierFigures
-from .sizes import ModelSizes
+from .sizes import Batch, ModelSizes
 
 POLICIES = ("keep", "recompute", "host", "nvme")
 
@@ -89,20 +89,25 @@ def unsharded_bytes(sizes: ModelSizes, shape: Shape) -> int:
     return min(most + shape.resident_bytes, sum(nbytes))
 
 
-def activation_bytes(sizes: ModelSizes, policies: Sequence[str], tokens: int) -> dict[str, int]:
+def activation_bytes(sizes: ModelSizes, policies: Sequence[str], batch: Batch) -> dict[str, int]:
     """Bytes by tier of what forward keeps for backward, and of the one unit whose backward runs.
 
-    `policies`: one a unit; only those of blocks count. `tokens`: of one micro-batch. The gradient of the logits is gone
-    before a block is recomputed.
+    `policies`: one a unit; only those of blocks count. The gradient of the logits is gone before a block is recomputed.
+    A unit that computes some rows at a time has, of the others, the gradients of its output and of its input beside the
+    stored input, and that input too where it came from another tier. So has the head where it computes by rows.
     """
     chosen = Counter(policy for unit, policy in zip(sizes.units, policies, strict=True) if unit.is_block)
-    found = {tier: sizes.checkpoint_bytes_per_token * tokens * chosen[tier] for tier in ("host", "nvme")}
-    working = sizes.working_bytes_per_token if chosen["keep"] < chosen.total() else 0
-    found["device"] = tokens * (
-        chosen["keep"] * sizes.saved_bytes_per_token
-        + chosen["recompute"] * sizes.checkpoint_bytes_per_token
-        + max(working, sizes.output_bytes_per_token)
-    )
+    checkpoint, tokens, others = sizes.checkpoint_bytes_per_token, batch.each, batch.each - batch.at_once
+    found = {tier: checkpoint * tokens * chosen[tier] for tier in ("host", "nvme")}
+    working = 0
+    if chosen["keep"] < chosen.total():
+        beside = 3 if chosen["host"] or chosen["nvme"] else 2
+        working = sizes.working_bytes_per_token * batch.at_once + beside * checkpoint * others
+    output = sizes.output_bytes_per_token * tokens
+    if sizes.logits_by_rows(policies, batch):
+        output = sizes.output_bytes_per_token * batch.at_once + 2 * checkpoint * others
+    stored = chosen["keep"] * sizes.saved_bytes_per_token + chosen["recompute"] * checkpoint
+    found["device"] = stored * tokens + max(working, output)
     return found
 
 

@@ -6,8 +6,9 @@ nothing, touches no device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .accounting import Account, AdamLayout, Held, Shape, account
 from .budgets import Budgets, PlanError, check, held_back_bytes
 from .hardware import Hardware
 from .prediction import Prediction, predict
-from .sizes import ModelSizes
+from .sizes import Batch, ModelSizes
 from .trial import Trial
 
 __all__ = ["Plan", "PlanError", "fits", "plan"]
@@ -44,7 +45,18 @@ class Plan:
     budgets: Budgets | None  # None: planned without a hardware description, so nothing is refused
     hardware: Hardware | None
     prediction: Prediction | None
-    tokens: int  # of one rank's step
+    batch: Batch
+
+    @property
+    def tokens(self) -> int:
+        """Of one rank's step."""
+        return self.batch.tokens
+
+    @property
+    def rows(self) -> int | None:
+        """Rows that a recomputed unit computes at a time, for `offload_activations`; None: all, or none recomputes."""
+        cut = self.batch.parts > 1 and any(policy != "keep" for policy in self.activations)
+        return self.batch.rows if cut else None
 
     @property
     def tile_numel(self) -> int:
@@ -151,6 +163,8 @@ class Plan:
             ("nvme written per step", f"{self.write_bytes_per_step / GIB:.2f} GiB"),
             ("nvme written by setup", f"{self.setup_write_bytes / GIB:.2f} GiB"),
         ]
+        if self.rows:
+            rows.append(("rows at a time in a unit", f"{self.rows} of {self.batch.micro_batch}"))
         for tier in self.account.moved:
             if tier != "nvme" and self.total(tier):
                 moved = (self.account.read_bytes(tier), self.account.write_bytes(tier))
@@ -187,6 +201,9 @@ def plan(
     units: Sequence[type[nn.Module]] | None = None,
     tokens: int = 0,
     accumulate: int = 1,
+    micro_batch: int | None = None,
+    rows: int | str | None = None,
+    whole_logits: bool = False,
     no_sync: bool = False,
     host_bytes: int | None = None,
 ) -> Plan:
@@ -199,8 +216,11 @@ def plan(
     `zero_core.shard`. `shard_count`: the ranks; None: those of `hardware`. At stage 0 they are replicas. `tokens`:
     of one rank's step, over its `accumulate` micro-batches. `no_sync`: all of them but the last run inside
     `zero_core.no_sync`, so that each rank keeps whole gradients in fp32. Where one gradient reaches the store in a
-    step, it has no room for a sum: a store of this plan refuses a second one. `host_bytes` overrides this rank's
-    share of the host's memory. Without `hardware` nothing is refused, and "auto" means host.
+    step, it has no room for a sum: a store of this plan refuses a second one. `rows`: as `offload_activations` takes
+    it, of the `micro_batch` rows of a micro-batch; "auto": of all, half, a quarter and so on, the number that fits and
+    is predicted to be fastest. `whole_logits`: with `rows` the loss needs all logits at once, as under a loss scale, or
+    where it is not `torch.nn.functional.cross_entropy`. `host_bytes` overrides this rank's share of the host's memory.
+    Without `hardware` nothing is refused, and "auto" means host, or all rows.
 
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
@@ -214,10 +234,7 @@ def plan(
     """
     tiers, apart = tiers_with(hardware.tiers if hardware else ()), hardware is not None and not hardware.shares_host
     given = _given(tiers, apart, parameters=parameters, gradients=gradients, optimizer=optimizer)
-    if accumulate < 1 or tokens < 0:
-        raise ValueError(
-            f"tokens={tokens}, accumulate={accumulate}: tokens of a step, and at least one micro-batch in it"
-        )
+    batch = _batch(tokens, accumulate, micro_batch, rows, whole_logits, activations)
     own, reduced = _dtypes_of(model)
     dtype = parameter_dtype or own
     ranks = shard_count or (hardware.ranks if hardware else 1)
@@ -239,16 +256,29 @@ def plan(
     )
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
     sizes = ModelSizes.of(model, units, dtype, cast=parameter_dtype is not None)
-    trial = Trial(sizes, shape, budgets, given, tokens // accumulate, activations)
+    planned = partial(_planned, sizes, shape, budgets, hardware, given, activations, slots)
+    return _fastest(planned, batch) if rows == "auto" and hardware is not None else planned(batch)
+
+
+def _planned(
+    sizes: ModelSizes,
+    shape: Shape,
+    budgets: Budgets | None,
+    hardware: Hardware | None,
+    given: Mapping[str, Placement],
+    activations: str | Sequence[str],
+    slots: int | None,
+    batch: Batch,
+) -> Plan:
+    """The plan of a batch whose rows are chosen."""
+    trial = Trial(sizes, shape, budgets, given, batch, activations)
     store, placements = trial.best(slots)
     counted, held, held_back = account(store, shape), trial.held(store), held_back_bytes(store, shape)
     prediction = None
     if budgets is not None and hardware is not None:
         check(held, held_back, budgets, hardware)
-        if tokens:
-            prediction = predict(
-                sizes, shape, store, counted, held, hardware, tokens=tokens, activations=trial.policies
-            )
+        if batch.tokens:
+            prediction = predict(sizes, shape, store, counted, held, hardware, batch=batch, activations=trial.policies)
     return Plan(
         placements,
         trial.policies,
@@ -260,8 +290,26 @@ def plan(
         budgets,
         hardware,
         prediction,
-        tokens,
+        batch,
     )
+
+
+def _fastest(planned: Callable[[Batch], Plan], batch: Batch) -> Plan:
+    """The plan of the cut that fits and takes the fewest seconds.
+
+    Of those within a hundredth, it is the one with the most rows: what many small kernels cost is not predicted.
+    Raises PlanError where none fits, of the fewest rows.
+    """
+    found: list[Plan] = []
+    for cut in batch.cuts():
+        try:
+            found.append(planned(cut))
+        except PlanError as error:
+            refusal = error
+    if not found:
+        raise refusal
+    least = min(plan.step_seconds or 0.0 for plan in found)
+    return next(plan for plan in found if (plan.step_seconds or 0.0) <= 1.01 * least)
 
 
 def fits(model: nn.Module | ModelSizes | Sequence[int], hardware: Hardware, **options: Any) -> bool:
@@ -271,6 +319,27 @@ def fits(model: nn.Module | ModelSizes | Sequence[int], hardware: Hardware, **op
     except PlanError:
         return False
     return True
+
+
+def _batch(
+    tokens: int,
+    accumulate: int,
+    micro_batch: int | None,
+    rows: Any,
+    whole_logits: bool,
+    activations: str | Sequence[str],
+) -> Batch:
+    """Raises ValueError for numbers that cannot be, and for `rows` that nothing uses."""
+    at_once = None if rows == "auto" else rows
+    batch = Batch(tokens, accumulate, 1 if micro_batch is None else micro_batch, at_once, whole_logits)
+    if rows is not None and micro_batch is None:
+        raise ValueError(f"rows={rows} without micro_batch: give the rows of one micro-batch as well")
+    if rows is not None and {"keep"} == ({activations} if isinstance(activations, str) else {*activations}):
+        raise ValueError(
+            f"rows={rows} and activations={activations!r}: only units that are recomputed compute some rows at a time; "
+            'give activations="recompute", "host", "nvme" or "auto", or leave rows out'
+        )
+    return batch
 
 
 def _given(tiers: Sequence[Tier], apart: bool, **wanted: str | Placement) -> dict[str, Placement]:

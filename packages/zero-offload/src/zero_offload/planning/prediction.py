@@ -24,7 +24,7 @@ from zero_core.memory import FP32_BYTES
 from ..tiles.footprint import LANDING_BUFFERS, StorePlan
 from .accounting import Account, Held, Shape
 from .hardware import Hardware
-from .sizes import ModelSizes
+from .sizes import Batch, ModelSizes
 from .timetable import UnitWork, backward_seconds, forward_seconds
 
 FORWARD_FLOP = 2
@@ -52,29 +52,35 @@ def predict(
     held: Held,
     hardware: Hardware,
     *,
-    tokens: int,
+    batch: Batch,
     activations: Sequence[str],
 ) -> Prediction | None:
-    """Predict one step of `tokens` per rank. None where the hardware lacks a figure that this account needs.
+    """Predict one step of one rank's `batch`. None where the hardware lacks a figure that this account needs.
 
     `held`: bytes by tier and kind. `activations`: one policy a unit.
     """
-    rates = _rates(account, shape, hardware)
+    summed = sum(map(sum, sizes.summed(activations, batch)))
+    rates = _rates(account, shape, hardware, summed > 0)
     if rates is None or transfer_seconds(hardware, "nvme", held.get(("nvme", "activations"), 0), 0) is None:
         return None
     stored = sum(plan.bytes_of(tier, "optimizer") for tier in account.moved)
     slips = min(1.0, plan.state_slots * plan.state_slot_bytes / stored) if stored else 0.0
     step = _Step(sizes, shape, account, held, hardware, slips, *rates)
-    again = sum(u.compute_numel for u, policy in zip(sizes.units, activations, strict=True) if policy != "keep")
+    again = sum(u.compute_numel for u in sizes.recomputed(activations, batch))
     recomputed = again / sizes.compute_numel if sizes.compute_numel else 0.0
     token_flop = sizes.compute_numel / step.flops  # seconds per FLOP-per-parameter and token
     trained = sum(u.compute_numel for u in sizes.units if u.trained) / max(1, sizes.compute_numel)
     backward_flop = INPUT_FLOP + WEIGHT_FLOP * trained + FORWARD_FLOP * recomputed
     forward_each, backward_each = FORWARD_FLOP * token_flop, backward_flop * token_flop
     accumulate = shape.accumulate
-    micro = tokens / accumulate
+    micro = batch.tokens / accumulate
     forward, backward = forward_each * micro, backward_each * micro
     compute = (forward + backward) * accumulate
+    # In the device's memory each part's gradient is widened to fp32, and all but the first are added to a sum.
+    itemsize = shape.parameter_dtype.itemsize
+    widened = itemsize + FP32_BYTES if itemsize < FP32_BYTES else 0
+    moved = summed * (batch.parts * widened + (batch.parts - 1) * 3 * FP32_BYTES)
+    backward += moved / (step.host_update if hardware.shares_host else step.device_update)
     on_host = account.updated.get("host", 0) / step.host_update
     update = on_host + account.updated.get("device", 0) / step.device_update
     windows = step.windows()
@@ -128,9 +134,9 @@ def transfer_seconds(hardware: Hardware, tier: str, read_bytes: float, write_byt
     return max(read_bytes / read, write_bytes / write, (read_bytes + write_bytes) / mixed)
 
 
-def _rates(account: Account, shape: Shape, hardware: Hardware) -> list[float] | None:
-    """The rates of a `_Step`; None: one that is needed is not known."""
-    on_host, on_device = bool(account.updated.get("host")), bool(account.updated.get("device"))
+def _rates(account: Account, shape: Shape, hardware: Hardware, sums: bool) -> list[float] | None:
+    """The rates of a `_Step`; None: one that is needed is not known. `sums`: gradients are summed over parts."""
+    on_host, on_device = bool(account.updated.get("host")), sums or bool(account.updated.get("device"))
     shares = hardware.shares_host
     needed = (
         ("tflops", True),

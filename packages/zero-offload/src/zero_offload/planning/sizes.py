@@ -1,4 +1,4 @@
-"""What the planner knows of a model: the size of each unit, and the facts that say what its activations weigh.
+"""What the planner knows of a model: the size of each unit, what its activations weigh, and what a step computes on.
 
 Owns no placement and no hardware. A model that exists nowhere (a trillion parameters) is a list of
 numbers; one that does, on any device or on meta, is read by `ModelSizes.of`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,7 +18,7 @@ from zero_core.building.wrapping import plan_units
 from zero_core.layout import UnitLayout
 from zero_core.store import Segment, ShardSpec
 
-__all__ = ["ModelSizes", "ParameterSizes", "UnitSizes"]
+__all__ = ["Batch", "ModelSizes", "ParameterSizes", "UnitSizes"]
 
 LOGIT_BYTES = 12  # of a logit: the fp32 log of its probability, that one's gradient and its own
 
@@ -47,13 +47,21 @@ class UnitSizes:
     trained: bool = True
     own_dtype: torch.dtype | None = None
     beside: int | None = None  # as in zero_core.store.ShardSpec
+    is_head: bool = False  # a linear layer that computes the logits, whose loss may be computed by rows
 
     @classmethod
     def whole(
-        cls, name: str, numel: int, *, trained: bool = True, matmul_numel: int | None = None, is_block: bool = True
+        cls,
+        name: str,
+        numel: int,
+        *,
+        trained: bool = True,
+        matmul_numel: int | None = None,
+        is_block: bool = True,
+        is_head: bool = False,
     ) -> UnitSizes:
         """A unit of which nothing but the number of elements is known."""
-        return cls(name, (ParameterSizes(name, numel),), matmul_numel, is_block, trained=trained)
+        return cls(name, (ParameterSizes(name, numel),), matmul_numel, is_block, trained=trained, is_head=is_head)
 
     @cached_property
     def numel(self) -> int:
@@ -110,6 +118,31 @@ class ModelSizes:
         """Units with activations worth a policy."""
         return sum(unit.is_block for unit in self.units)
 
+    def logits_by_rows(self, policies: Sequence[str], batch: Batch) -> bool:
+        """Whether `offload_activations` lets the head compute its logits and their loss by rows, as the blocks do."""
+        cuts = batch.parts > 1 and not batch.whole_logits and any(policy != "keep" for policy in policies)
+        return cuts and any(unit.is_head for unit in self.units)
+
+    def recomputed(self, policies: Sequence[str], batch: Batch) -> list[UnitSizes]:
+        """Units whose forward runs again in backward. `policies`: one a unit."""
+        head = self.logits_by_rows(policies, batch)
+        return [
+            unit
+            for unit, policy in zip(self.units, policies, strict=True)
+            if policy != "keep" or (head and unit.is_head)
+        ]
+
+    def summed(self, policies: Sequence[str], batch: Batch) -> list[list[int]]:
+        """Elements of each trained parameter, by module, whose gradient is summed over parts: in all units it opens."""
+        again = self.recomputed(policies, batch) if batch.parts > 1 else []
+        names, opened = {unit.name for unit in again}, {unit.beside for unit in again} - {None}
+        found: dict[tuple[int | None, str], list[int]] = {}
+        for unit in self.units:
+            if unit.trained and (unit.name in names or unit.beside in opened):
+                module = found.setdefault((unit.beside, unit.name if unit.beside is None else ""), [])
+                module.extend(parameter.numel for parameter in unit.parameters)
+        return list(found.values())
+
     @classmethod
     def transformer(
         cls,
@@ -143,7 +176,7 @@ class ModelSizes:
             UnitSizes.whole(f"embedding.{i}", piece, matmul_numel=0, is_block=False)
             for i in range(pieces if vocab_size else 0)
         ]
-        head = [UnitSizes.whole(f"head.{i}", piece, is_block=False) for i in range(len(embedding))]
+        head = [UnitSizes.whole(f"head.{i}", piece, is_block=False, is_head=tiles == 1) for i in range(len(embedding))]
         scores = 5 * heads * sequence_length if heads else 0
         return cls(
             units=tuple(embedding + block + head),
@@ -178,6 +211,55 @@ class ModelSizes:
         return cls(units)
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What one rank computes on in a step: `accumulate` micro-batches of `micro_batch` rows, `tokens` in all.
+
+    rows: that a recomputed unit computes at a time, as `offload_activations` takes it; None: all of a micro-batch.
+    whole_logits: the loss needs those of all rows at once.
+    """
+
+    tokens: int = 0
+    accumulate: int = 1
+    micro_batch: int = 1
+    rows: int | None = None
+    whole_logits: bool = False
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1 or self.tokens < 0:
+            raise ValueError(
+                f"tokens={self.tokens}, accumulate={self.accumulate}: tokens of a step, and at least one micro-batch"
+                " in it"
+            )
+        for name in ("micro_batch", "rows"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r}: a number of rows, at least 1")
+
+    @property
+    def each(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.tokens // self.accumulate
+
+    @property
+    def parts(self) -> int:
+        """Parts that a recomputed unit cuts a micro-batch into."""
+        return 1 if self.rows is None else -(-self.micro_batch // self.rows)
+
+    @property
+    def at_once(self) -> int:
+        """Tokens that a recomputed unit computes at a time: those of the largest part."""
+        return self.each if self.parts == 1 else -(-self.each * (self.rows or 1) // self.micro_batch)
+
+    def cuts(self) -> Iterator[Batch]:
+        """Itself whole, and in parts of half as many rows each time, down to one row."""
+        yield replace(self, rows=None)
+        rows = self.micro_batch
+        while rows > 1:
+            rows = -(-rows // 2)
+            yield replace(self, rows=rows)
+
+
 def _weights(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[nn.Parameter]:
     """The weights of modules of these kinds, but of parametrised ones, which compute theirs."""
     for module in model.modules():
@@ -196,6 +278,8 @@ def _of_module(
         for module in model.modules()
         if isinstance(module, nn.Linear)
     }
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
     units: list[UnitSizes] = []
     seen: set[str] = set()
     counted: set[int] = set()  # quantised weights of several parts, the first of which stands for all
@@ -211,7 +295,8 @@ def _of_module(
             if name in unit.owners:
                 counted.add(owner)
         matmul = sum(row.matmul_numel or 0 for row in rows)
-        told = unit.encloses, unit.trained, unit.own_dtype if cast else unit.dtype, unit.beside
+        is_head = type(head) is nn.Linear and any(module is head for module in unit.modules.values())
+        told = unit.encloses, unit.trained, unit.own_dtype if cast else unit.dtype, unit.beside, is_head
         units.append(UnitSizes(unit.name, tuple(rows), matmul, is_block, *told))
     config = getattr(model, "config", None)
     hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))

@@ -9,7 +9,8 @@ Integers only. The store's part is a `StorePlan`'s, the rule of choice `automati
             On a device apart with a store below it units have memory of their own instead: the one in use with those
             fetched ahead (in backward the one before it is still open then), and those that stay. There the gradient of
             the unit whose backward runs is one of two landing buffers, as the one before it is on its way to the host;
-            and autograd has just made a parameter's.
+            and autograd has just made a parameter's. A unit that computes some rows at a time has the fp32 sum of its
+            gradient over them, and what a parameter's gradient is widened to before it is added.
     host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
             from a device apart, and the rounding of blocks to pages
 Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
@@ -30,7 +31,7 @@ from ..tiles.footprint import MINIMUM_SLOTS, SPILL_PIECE_BYTES, SPILL_SLOTS, STA
 from .accounting import Held, Shape, shards_of
 from .automatic import choose, choose_activations
 from .budgets import Budgets, activation_bytes, needed_bytes, unsharded_bytes
-from .sizes import ModelSizes
+from .sizes import Batch, ModelSizes
 
 __all__ = ["Trial"]
 
@@ -44,14 +45,14 @@ class Trial:
         shape: Shape,
         budgets: Budgets | None,
         given: Mapping[str, Placement],
-        tokens: int,
+        batch: Batch,
         activations: str | Sequence[str],
     ) -> None:
-        self.sizes, self.shape, self.budgets, self.given, self._tokens = sizes, shape, budgets, given, tokens
+        self.sizes, self.shape, self.budgets, self.given, self._batch = sizes, shape, budgets, given, batch
         self._shards = shards_of(sizes, shape)
         self._pooled: dict[tuple[bool, int], int] = {}
         everything = self._shards.place({kind: given.get(kind, "nvme") for kind in STATE_KINDS}, None)
-        self.policies = choose_activations(activations, sizes, tokens, self._room(everything))
+        self.policies = choose_activations(activations, sizes, batch, self._room(everything))
 
     def best(self, slots: int | None) -> tuple[StorePlan, dict[str, Placement]]:
         """The fastest placement that fits, and with it as many slots as do, up to a quarter of what is stored."""
@@ -102,11 +103,14 @@ class Trial:
             device += unsharded_bytes(sizes, shape)
         if not below and not shape.apart:  # zero-core's own store widens a gradient
             device += element.widened * max((unit.spec.numel for unit in units if unit.trainable), default=0)
+        if summed := sizes.summed(self.policies, self._batch):
+            widens = shape.parameter_dtype.itemsize < FP32_BYTES
+            device += (max(map(sum, summed)) + widens * max(map(max, summed))) * FP32_BYTES
         memory = ("host",) if shape.apart else ("host", "device")
         states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
         spill = SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in self.policies else 0  # what checkpoints travel through
         held |= {("device", "buffers"): device, ("host", "buffers"): plan.arena_bytes - states + spill}
-        activations = activation_bytes(sizes, self.policies, self._tokens)
+        activations = activation_bytes(sizes, self.policies, self._batch)
         return held | {(tier, "activations"): nbytes for tier, nbytes in activations.items()}
 
     def _pool(self, plan: StorePlan, swaps_in: bool) -> int:

@@ -1,0 +1,258 @@
+"""Logits that are computed when they are asked for, and their loss by rows: see [Note: logits by rows].
+
+Owns what the head of a language model returns while its blocks compute their batches by rows.
+
+[Note: logits by rows]
+The logits of a large batch are its largest activation. A head that is called with more than `rows` rows therefore
+returns `Logits`: a tensor with the shape and the dtype of all logits, and without memory.
+
+    cross_entropy(logits, labels)    computes logits and loss of `rows` rows, then of the next, and again in backward
+    .float() .to(dtype) .view(-1, V) the same: they return `Logits`
+    anything else                    computes all logits, once, with the graph to the weights: plain torch's values
+
+A model's own `loss` is thus computed by rows, also where the model flattens the logits or makes them fp32 first. What a
+model does to its logits before the loss (a soft cap, a scale, a slice) needs all of them, and so do losses with class
+weights, label smoothing or probabilities as labels. These are right, and take the memory of all logits. Logits that are
+asked for after a step has changed the head are refused: plain torch would have those from before.
+
+    forward    head(hidden): nothing is computed; the head stays gathered until the model's forward ends
+               cross_entropy: head(part 2), loss; head(part 1), loss; head(part 0), loss
+    backward   part 0: head, loss again, backward; part 1; part 2; then one gradient of the head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from zero_core.runtime.hooks import Engine
+from zero_core.runtime.memoryless import METADATA
+
+from .cutting import pieces_of, return_memory
+from .spill import ActivationError, ChangedInputError
+
+__all__ = ["Head", "Logits"]
+
+_SHAPED: set[Any] = {Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, torch.reshape, Tensor.contiguous}
+_CAST: set[Any] = {Tensor.to, Tensor.float, Tensor.type}
+_UNSEEN: set[Any] = {Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook}
+_KNOWN = (METADATA - _UNSEEN) | {Tensor.__hash__, cast(Any, Tensor).is_cpu.__get__}
+
+
+class Head:
+    """The head of a model, whose forward returns `Logits` if it is given more than `rows` rows with a graph."""
+
+    def __init__(self, engine: Engine, model: nn.Module, head: nn.Module, units: tuple[int, ...], rows: int) -> None:
+        self._engine, self._module, self.units, self.rows = engine, head, units, rows
+        self._inside = self._held = False
+        self._original = head.forward
+        head.forward = self._forward
+        self._handles = [
+            model.register_forward_pre_hook(self._enter),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        del self._module.__dict__["forward"]
+
+    @staticmethod
+    def of(engine: Engine, model: nn.Module, rows: int) -> Head | None:
+        """The head of a language model whose logits are worth it: a plain linear layer that opens units of its own."""
+        find = getattr(model, "get_output_embeddings", None)
+        head = find() if find is not None else None
+        units = next((node.units for node in engine.nodes if node.module is head), None)
+        if type(head) is not nn.Linear or units is None or engine.loss_scale is not None or "forward" in head.__dict__:
+            return None
+        return Head(engine, model, head, units, rows)
+
+    def _enter(self, model: nn.Module, args: Any) -> None:
+        self._inside = True
+
+    def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._inside = False
+        if self._held:
+            self._held = False
+            self._engine.release(self.units)
+
+    def _forward(self, given: Any) -> Any:
+        if isinstance(given, _Asked):
+            return given.compute(self._original)
+        weight = self._module.weight
+        by_parts = isinstance(given, Tensor) and given.dim() > 1 and given.shape[0] > self.rows
+        graph = torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad)
+        watched = len(self._module._forward_hooks) + len(self._module._forward_pre_hooks) > 2  # ours are one of each
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        if not by_parts or not graph or watched or hooked or torch._C._are_functorch_transforms_active():
+            return self._original(given)
+        if self._inside and not self._held:
+            self._engine.hold(self.units)
+            self._held = True
+        self._engine.follow(given)
+        return Logits.of(_Later(self, given))
+
+    def ask(self, asked: _Asked) -> Tensor:
+        result: Tensor = self._module(asked)
+        return result
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._module.out_features)
+
+    @property
+    def epochs(self) -> list[int]:
+        """Other numbers when the values of the head have changed."""
+        return [epoch for u in self.units for epoch in self._engine.units[u].epochs]
+
+
+class _Later:
+    """Logits that nobody has asked for, or all of them."""
+
+    def __init__(self, head: Head, hidden: Tensor) -> None:
+        self.head, self.hidden = head, hidden
+        self._epochs, self._version = head.epochs, hidden._version
+        kind = hidden.device.type
+        self._autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+        self.dtype: torch.dtype = torch.get_autocast_dtype(kind) if self._autocast["enabled"] else hidden.dtype
+        self.shape = (*hidden.shape[:-1], head.vocabulary)
+        self.all: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        """All logits, with their graph."""
+        if self.all is None:
+            with torch.inference_mode(False), torch.enable_grad():
+                self.all = self._ask(self._computed)
+        return self.all
+
+    def loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+        """() the cross entropy of the logits in `dtype`. labels: (numbers of tokens,) int64."""
+        total = self._ask(partial(self._loss, dtype, labels, ignore_index))
+        return (total if reduction == "sum" else total / (labels != ignore_index).sum()).to(dtype)
+
+    def _ask(self, compute: Callable[..., Tensor]) -> Tensor:
+        if self.head.epochs != self._epochs:
+            raise ActivationError(
+                "logits are asked for after a step or a write has changed the head that computes them (rows= computes "
+                "them when they are used): use them, or logits.clone() them, before step()"
+            )
+        if self.hidden._version != self._version:
+            raise ChangedInputError("head")
+        return self.head.ask(_Asked(compute))
+
+    def _computed(self, forward: Callable[[Tensor], Tensor], hidden: Tensor | None = None) -> Tensor:
+        given = self.hidden if hidden is None else hidden
+        with torch.autocast(given.device.type, cache_enabled=False, **self._autocast):
+            return forward(given)
+
+    def _loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, forward: Callable[..., Tensor]) -> Tensor:
+        def of_part(hidden: Tensor, wanted: Tensor) -> Tensor:
+            logits = self._computed(forward, hidden).to(dtype).flatten(0, -2)
+            losses = F.cross_entropy(logits, wanted.flatten(), ignore_index=ignore_index, reduction="none")
+            return losses.float().sum()  # a sum in 16 bits would be rounded once a part
+
+        piece = pieces_of(self.hidden, self.head.rows)
+        wanted = labels.view(len(self.hidden), -1).split(self.head.rows)
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        losses = []
+        for k in reversed(range(len(wanted))):
+            losses.append(checkpoint(of_part, piece(k), wanted[k], **options))
+            return_memory(k, labels.device)
+        return torch.stack(losses[::-1]).sum()
+
+
+class _Asked:
+    """What the head's module is called with to compute: its hooks then gather the weights."""
+
+    def __init__(self, compute: Callable[..., Tensor]) -> None:
+        self.compute = compute
+
+
+class Logits(Tensor):
+    """All logits of a batch, without memory. `flat`: (tokens, V) instead of the shape that the head gave them."""
+
+    later: _Later
+    flat: bool
+
+    @classmethod
+    def of(cls, later: _Later, dtype: torch.dtype | None = None, flat: bool = False) -> Logits:
+        rows = later.hidden[..., 0].numel()
+        shape = (rows, later.shape[-1]) if flat else later.shape
+        options = {"dtype": dtype or later.dtype, "device": later.hidden.device, "requires_grad": True}
+        made: Logits = torch.Tensor._make_wrapper_subclass(cls, shape, **options)  # type: ignore[attr-defined]
+        made.later, made.flat = later, flat
+        return made
+
+    def _whole(self) -> Tensor:
+        """All logits in this dtype and shape."""
+        with torch.enable_grad():
+            return self.later.whole().to(self.dtype).view(self.shape)
+
+    def _stays(self, func: Any, args: Any, kwargs: Any) -> Logits | None:
+        """The result of a view or a cast, if it may wait too."""
+        if func in _CAST and not kwargs and func is not Tensor.float:
+            if len(args) != 2 or not isinstance(args[1], torch.dtype) or not args[1].is_floating_point:
+                return self if func is Tensor.to and args[1:] == (self.device,) else None
+            return Logits.of(self.later, args[1], self.flat)
+        if func is Tensor.float and not kwargs:
+            return Logits.of(self.later, torch.float32, self.flat)
+        shape = func(torch.empty(self.shape, device="meta"), *args[1:], **kwargs).shape if func in _SHAPED else None
+        if shape == self.shape:
+            return self
+        if shape == (self.numel() // self.shape[-1], self.shape[-1]):
+            return Logits.of(self.later, self.dtype, flat=True)
+        return None
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if func in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _UNSEEN:
+            raise ActivationError(
+                f"{func.__name__} on logits that rows= computes with their loss, a few rows at a time: a gradient of "
+                "all logits never exists. Leave rows= out"
+            )
+        if isinstance(first, Logits) and first.later.all is None:
+            kept = first._stays(func, args, kwargs)
+            if kept is not None:
+                return kept
+            if func is F.cross_entropy:
+                found = first._cross_entropy(*args[1:], **kwargs)
+                if found is not None:
+                    return found
+        args, kwargs = tree_map_only(Logits, Logits._whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _cross_entropy(
+        self,
+        target: Any,
+        weight: Any = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor | None:
+        """As torch.nn.functional's, by rows. None: it needs all logits."""
+        plain = weight is None and size_average is None and reduce is None and not label_smoothing
+        fits = self.dim() == 2 and tuple(target.shape) == tuple(self.shape[:1]) and target.dtype == torch.int64
+        if not plain or not fits or reduction not in ("mean", "sum"):
+            return None
+        return self.later.loss(self.dtype, target, ignore_index, reduction)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ActivationError(
+            f"{func} reached logits that rows= has not computed, past torch's functions: use logits.clone() there, or "
+            "leave rows= out"
+        )

@@ -1,0 +1,171 @@
+"""The pretrained model of a run: its folder, its tokenizer, and its weights, with adapters beside them.
+
+Weights are read slice by slice when the model is sharded, see zero_hf.from_pretrained. For adapter=qlora, every rank
+reads and quantises the whole model before. Owns no data and no trainer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_train import formats
+from zero_train.errors import ConfigError
+from zero_train.schema import Config
+
+TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json")
+
+
+def local(config: Config) -> Path:
+    """Returns the folder of model.path; a name of the hub is fetched by huggingface_hub, which is untried here."""
+    path = Path(str(config.model.path))
+    if (path / "config.json").is_file():
+        return path
+    if path.exists() or str(path).count("/") != 1:
+        raise ConfigError(f"model.path={path} has no config.json; name a folder saved by save_pretrained")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.jinja", "*.model", "*.txt", *([] if config.run.dry else ["*.safetensors"])]
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except Exception as error:  # of requests, of the hub, of the disk
+        raise ConfigError(
+            f"model.path={path} is no folder, and the hub did not give it: {str(error).splitlines()[0]}; name a folder"
+        ) from error
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Returns whether the folder holds a tokenizer."""
+    return any(any(folder.glob(pattern)) for pattern in TOKENIZERS)
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Returns a text that changes if a file of the folder's tokenizer does, or the library that reads it."""
+    import transformers
+
+    hashed = hashlib.sha256(transformers.__version__.encode())
+    for file in sorted({file for pattern in TOKENIZERS for file in folder.glob(pattern)}):
+        hashed.update(file.name.encode() + file.read_bytes())
+    return hashed.hexdigest()
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """Loads the tokenizer of a folder. Raises ConfigError if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path={folder} has no tokenizer: {str(error).splitlines()[0]}") from error
+
+
+def base(folder: Path, config: Config) -> nn.Module:
+    """Returns the model of a folder, whose weights are read when it is sharded. In a dry run they need not be there.
+
+    Raises:
+        ConfigError: it is not a causal language model, or its weights cannot be read.
+    """
+    import transformers
+
+    import zero_hf
+
+    transformers.logging.set_verbosity_error()
+    auto = transformers.AutoModelForCausalLM
+    quantised = config.adapter.kind == "qlora"
+    torch.manual_seed(config.run.seed)
+    try:
+        if config.run.dry:
+            found = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            with zero_core.deferred_init():
+                model = auto.from_config(found, dtype=torch.float32)
+            if quantised:
+                _pack(model)
+        elif quantised:
+            model = _quantised(auto, folder, formats.DTYPES[config.precision.parameters])
+        else:
+            model = zero_hf.from_pretrained(auto, folder, dtype=torch.float32)
+    except (zero_core.ZeroError, ValueError, OSError, KeyError) as error:
+        raise ConfigError(f"model.path={folder}: {error}") from error
+    model.config.use_cache = False
+    return cast(nn.Module, model)
+
+
+def _quantised(auto: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The model in host memory, its linear layers but the head in nf4 with double quantisation (Dettmers et al. 2023).
+
+    `dtype`: of the other weights, and of what a layer computes in.
+    """
+    import bitsandbytes
+    import transformers
+
+    how = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    transformers.logging.disable_progress_bar()
+    model = auto.from_pretrained(
+        folder, quantization_config=how, dtype=dtype, device_map={"": "cpu"}, local_files_only=True
+    )
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):  # an evaluation would otherwise repack them, which rounds
+            module.support_avx512bf16_for_cpu = False
+    return cast(nn.Module, model)
+
+
+def _pack(model: nn.Module) -> None:
+    """Gives the linear layers but the head, for a plan, weights of the sizes that bitsandbytes' have: no memory."""
+    head = cast(Any, model).get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            numel = module.weight.numel()
+            blocks = -(-numel // 64)
+            packed = nn.Parameter(_none(-(-numel // 2), 1), requires_grad=False)
+            packed.quant_state = SimpleNamespace(  # type: ignore[attr-defined]
+                absmax=_none(blocks),
+                offset=_none(dtype=torch.float32),
+                state2=SimpleNamespace(absmax=_none(-(-blocks // 256), dtype=torch.float32)),
+            )
+            module.weight = packed
+
+
+def _none(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def build(folder: Path, config: Config) -> nn.Module:
+    """Returns the model to train, with its adapters. Raises ConfigError as `base` does, and for unknown targets."""
+    model: Any = base(folder, config)
+    adapter = config.adapter
+    if adapter.kind != "none":
+        import peft
+
+        targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
+        wanted = peft.LoraConfig(
+            r=adapter.rank,
+            lora_alpha=cast(int, adapter.alpha),  # any number will do
+            lora_dropout=adapter.dropout,
+            target_modules=targets,
+            task_type="CAUSAL_LM",
+        )
+        torch.manual_seed(config.run.seed)
+        try:
+            # Where the base has no memory yet, adapters have none: zero-core draws their first values, each by itself.
+            with zero_core.deferred_init() if config.run.dry or adapter.kind == "lora" else nullcontext():
+                model = peft.get_peft_model(model, wanted)
+        except ValueError as error:
+            raise ConfigError(f"adapter.targets={adapter.targets}: {error}") from error
+        # TRL rounds the adapters of what is marked so to bf16; here they have the format of `precision`.
+        model.get_base_model().is_loaded_in_4bit = False
+    if config.model.checkpointing and config.offload.activations is None:
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    return cast(nn.Module, model.train())

@@ -1,0 +1,150 @@
+"""Reads the text of a pretraining run with a tokenizer, into files of token numbers that are mapped into memory.
+
+The files lie in the cache of conversations.py, and the same text and tokenizer find them again. Which text that is, and
+what of it is held out, data.py and conversations.py decide. Needs transformers, which is imported by `load` only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_train import conversations, data, pretrained
+from zero_train.errors import ConfigError
+from zero_train.schema import ROW_KINDS, Config
+
+_VERSION = 1  # of the files: raise it when the same text is read differently
+_PARTS = ("training", "validation")
+_DONE = "tokens.json"  # written last: how many tokens each part has
+_PIECE_BYTES = 1 << 20  # a longer text is cut at the end of a line, as a tokenizer takes many times its memory
+_BATCH_BYTES = 2 << 20  # of text: its tokens are Python's numbers for a moment
+
+
+def folder_of(config: Config) -> Path | None:
+    """Returns the folder of the tokenizer that reads the text of task=pretrain, or None: it is read as bytes."""
+    if config.task.kind != "pretrain":
+        return None
+    if config.data.tokenizer:
+        return Path(config.data.tokenizer)
+    own = Path(str(config.model.path))
+    return own if config.model.kind == "hf" and not config.data.as_bytes and pretrained.has_tokenizer(own) else None
+
+
+def load(config: Config, tokenizer: Any, folder: Path, say: Callable[[str], None] = lambda _: None) -> data.Corpus:
+    """Returns the corpus in tokens: documents one after the other, each followed by the tokenizer's end of text.
+
+    The first call writes the tokens, 4 bytes each, into the cache; later ones read the text for its digest only.
+
+    Raises:
+        ConfigError: the text cannot be read, is too short for a sequence, or has a mistake; or the cache is full.
+    """
+    name, digest, texts = _texts(config, say)
+    cache = conversations.cache_folder()
+    identity = json.dumps([_VERSION, digest, pretrained.tokenizer_digest(folder)])
+    made = cache / f"tokens-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    try:
+        with conversations.locked(cache):
+            if not (made / _DONE).is_file():
+                say(f"{name}: reading it with the tokenizer of {folder}, into {cache}")
+                _write(texts, tokenizer, made)
+        counts = json.loads((made / _DONE).read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{name}: cannot write its tokens to {cache}: {error.strerror or error}; they need 4 bytes each: make "
+            "room, or use a folder with more"
+        ) from error
+    training, validation = (_mapped(made / part, count) for part, count in zip(_PARTS, counts, strict=True))
+    end = "" if tokenizer.eos_token_id is not None else "; the tokenizer has no end of text, so documents are joined"
+    corpus = data.Corpus(f"{name}, read by the tokenizer of {folder}{end}", training, validation, "token")
+    data.check_length(corpus, config.data.sequence_length)
+    return corpus
+
+
+def _texts(config: Config, say: Callable[[str], None]) -> tuple[str, str, list[Iterable[str]]]:
+    """The name of the text, a digest of it and of what is held out, and the documents of each part."""
+    if config.data.kind in ROW_KINDS:
+        rows = conversations.load(config.data, "pretrain", conversations.cache_folder(), say)
+        parts = (rows.training, rows.validation)
+        return rows.name, rows.digest(), [(row["text"] for row in part or ()) for part in parts]
+    found = data.documents(config.data, config.run.seed)
+    hashed = hashlib.sha256()
+    for part in (found.training, found.validation):
+        hashed.update(f"{len(part)}:".encode())
+        for text in part:
+            hashed.update(len(text).to_bytes(8, "big") + text)
+    name, odd = found.name, sum(not _is_utf8(text) for text in (*found.training, *found.validation))
+    if odd:
+        name += f" (not UTF-8, so read with replacement marks: {odd})"
+    parts = [(text.decode(errors="replace") for text in part) for part in (found.training, found.validation)]
+    return name, hashed.hexdigest(), parts
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _write(parts: Sequence[Iterable[str]], tokenizer: Any, folder: Path) -> None:
+    """Writes the tokens of each part to `folder`, which appears when it is complete."""
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir()
+        counts = [_write_part(texts, tokenizer, partial / part) for part, texts in zip(_PARTS, parts, strict=True)]
+        (partial / _DONE).write_text(json.dumps(counts))
+        if not (folder / _DONE).is_file():  # it is there if another process was as fast, without locks
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_part(texts: Iterable[str], tokenizer: Any, path: Path) -> int:
+    count = 0
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    with path.open("wb") as file:
+        for batch in _batches(texts):
+            read = tokenizer([text for text, _ in batch], add_special_tokens=False, verbose=False)["input_ids"]
+            ended = chain.from_iterable(ids + end * last for ids, (_, last) in zip(read, batch, strict=True))
+            tokens = torch.tensor(list(ended), dtype=torch.int32)
+            file.write(tokens.numpy().data)
+            count += tokens.numel()
+        file.flush()
+        os.fsync(file.fileno())
+    return count
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+    """Yields pieces of documents, and whether each is its document's last one."""
+    batch: list[tuple[str, bool]] = []
+    held = 0
+    for text in texts:
+        start = 0
+        while start < len(text):
+            stop = start + _PIECE_BYTES
+            if stop < len(text):
+                stop = (text.rfind("\n", start, stop) + 1) or stop
+            batch.append((text[start:stop], stop >= len(text)))
+            held, start = held + min(stop, len(text)) - start, stop
+            if held >= _BATCH_BYTES:
+                yield batch
+                batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _mapped(path: Path, count: int) -> Tensor:
+    """(count,) int32, read from the disk when it is used."""
+    if not count:
+        return torch.empty(0, dtype=torch.int32)
+    return torch.from_file(str(path), shared=False, size=count, dtype=torch.int32)

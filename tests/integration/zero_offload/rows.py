@@ -1,0 +1,187 @@
+"""Small transformers, and their losses and gradients with and without `rows`; runs on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+import zero_core
+from zero_offload import MemoryByteStore, TieredStore, TorchStep, offload_activations
+from zero_offload import activations as module_under_test
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def llama(dropout: float = 0.0) -> nn.Module:
+    more = {"num_key_value_heads": 2, "use_cache": False, "attention_dropout": dropout}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **more, **SIZES))
+
+
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, use_cache=False, **drops))
+
+
+def mixtral(dropout: float = 0.0) -> nn.Module:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "use_cache": False}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=64, attention_dropout=dropout, **experts, **SIZES))
+
+
+def t5(dropout: float = 0.0) -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=64, dropout_rate=dropout, use_cache=False, **sizes))
+
+
+def vit(dropout: float = 0.0) -> nn.Module:
+    drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=5, **SIZES, **drops))
+
+
+def whisper(dropout: float = 0.0) -> nn.Module:
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 8, "max_source_positions": 12}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    drops = {"dropout": dropout, "attention_dropout": dropout, "activation_dropout": dropout, "use_cache": False}
+    return WhisperForConditionalGeneration(
+        WhisperConfig(vocab_size=64, max_target_positions=16, **sizes, **heads, **tokens, **drops)
+    )
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {f.__name__: f for f in (llama, gpt2, mixtral, t5, vit, whisper)}
+
+
+def batch_of(kind: str, rows: int, seed: int = 0, tokens: int = 7, padded: bool = True) -> dict[str, Tensor]:
+    """A whole batch. padded: the texts have different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(top: int, *shape: int) -> Tensor:
+        return torch.randint(3, top, shape, generator=generator)
+
+    if kind == "vit":
+        return {
+            "pixel_values": torch.randn(rows, 3, 16, 16, generator=generator),
+            "labels": torch.randint(0, 5, (rows,), generator=generator),
+        }
+    if kind == "whisper":
+        return {
+            "input_features": torch.randn(rows, 8, 24, generator=generator),
+            "labels": integers(64, rows, tokens),
+        }
+    ids = integers(64, rows, tokens)
+    lengths = torch.randint(3 if padded else tokens, tokens + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(tokens) < lengths).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str = "llama"
+    rows: int | None = None
+    batch: int = 6
+    dropout: float = 0.0
+    policy: Any = "recompute"
+    placement: str | None = None  # None: zero-core's own store
+    stage: int = 3
+    steps: int = 1
+    accumulate: int = 1  # parts that the loop takes one by one
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    lora: bool = False
+    autocast: bool = False
+    padded: bool = True
+    more_rows: int = 0  # of each rank after the first
+    overlap: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    losses: list[float]
+    gradients: dict[str, Tensor]  # of the first step
+    parameters: dict[str, Tensor]
+    stats: dict[str, Any]
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, lora_dropout=0.0)
+    return get_peft_model(model, adapters)
+
+
+def build(case: Case) -> tuple[nn.Module, TieredStore | None, Any]:
+    torch.manual_seed(0)
+    model = MODELS[case.kind](case.dropout)
+    if case.lora:
+        model = with_lora(model)
+    model.train()
+    store = None
+    if case.placement is not None:
+        where = (case.placement,) * 3
+        store = TieredStore(*where, nvme=MemoryByteStore(), step=TorchStep(), tile_numel=1 << 20, overlap=case.overlap)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kinds = {"param_dtype": case.dtype, "reduce_dtype": case.reduce_dtype, "stage": case.stage}
+    optimizer = zero_core.shard(model, torch.optim.SGD(trained, lr=0.1), store=store, **kinds, **case.options)
+    return model, store, optimizer
+
+
+def train(case: Case) -> Outcome:
+    """Trains on each rank's own rows of a batch."""
+    module_under_test.SMALL_BYTES = 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model, store, optimizer = build(case)
+    losses, gradients = [], {}
+    offloaded = offload_activations(model, store, case.policy, rows=case.rows)
+    with offloaded:
+        torch.manual_seed(1 + rank)
+        for step in range(case.steps):
+            batch = batch_of(case.kind, case.batch + rank * case.more_rows, 2 * step + rank, padded=case.padded)
+            size = len(batch["labels"]) // case.accumulate
+            for start in range(0, len(batch["labels"]), size):
+                part = {name: values[start : start + size] for name, values in batch.items()}
+                if case.dtype is not None:
+                    part = {name: v.to(case.dtype) if v.is_floating_point() else v for name, v in part.items()}
+                with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                    loss = model(**part).loss
+                (loss / case.accumulate).backward()
+                losses.append(float(loss.detach()))
+            if step == 0:
+                gradients = {
+                    name: found.clone()
+                    for name, p in model.named_parameters()
+                    if p.requires_grad and (found := zero_core.full_gradient(p)) is not None
+                }
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = offloaded.stats()
+    with zero_core.gathered(model), torch.no_grad():
+        parameters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    optimizer.close()
+    return Outcome(losses, gradients, parameters, stats)
+
+
+def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    """The largest distance of two tensors of a name, relative to their norm, or to a thousandth of the norm of all."""
+    assert left.keys() == right.keys() and left
+    norms = {name: float(tensor.double().norm()) for name, tensor in right.items()}
+    floor = 1e-3 * sum(norm**2 for norm in norms.values()) ** 0.5
+    return max(float((left[n].double() - right[n].double()).norm()) / max(norms[n], floor) for n in right)

@@ -1,0 +1,101 @@
+"""A merged adapter is what PEFT's merge_and_unload gives. What is not plain LoRA is refused, with nothing written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import zero_hf
+from zero_core.checkpoint import pretrained
+from zero_hf.__main__ import main
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def model(kind):
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        made = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=16)
+        return transformers.GPT2LMHeadModel(made)
+    tied = {"tie_word_embeddings": kind == "tied"}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, **SMALL, **tied))
+
+
+def saved(tmp_path, kind="llama", dtype=torch.float32, **options):
+    """Writes a base and an adapter of random values. Returns the model with both."""
+    peft = pytest.importorskip("peft")
+    base = model(kind).to(dtype)
+    base.save_pretrained(tmp_path / "base", max_shard_size="8KB")
+    options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", **options}
+    adapted = peft.get_peft_model(base, peft.LoraConfig(**options, init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    return adapted
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("llama", {}), ("tied", {"use_rslora": True}), ("gpt2", {"fan_in_fan_out": True, "target_modules": ["c_attn"]})],
+)
+def test_it_is_what_peft_merges(tmp_path, monkeypatch, kind, options):
+    """Fails if a weight is scaled or transposed wrongly, or a tile begins in the wrong row."""
+    monkeypatch.setattr(pretrained, "_TILE_NUMEL", 100)  # tiles end in the middle of rows
+    adapted = saved(tmp_path, kind, **options)
+    assert main(["merge", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]) == 0
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    wanted = adapted.merge_and_unload().state_dict()
+    assert list(found) == list(wanted)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-6, atol=1e-7)
+    assert any(not torch.equal(before[name], found[name]) for name in found)
+
+
+def test_a_base_in_bf16_is_rounded_once(tmp_path):
+    saved(tmp_path, dtype=torch.bfloat16)
+    changed = zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert len(changed) == 14
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    for name in changed:
+        a, b = (adapter[f"base_model.model.{name.replace('weight', f'lora_{x}.weight')}"].float() for x in "AB")
+        wanted = (base[name].float() + b * (5 / 3) @ a).bfloat16()
+        assert found[name].dtype == torch.bfloat16
+        torch.testing.assert_close(found[name], wanted, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "all"}, "bias=all"),
+        ({"alpha_pattern": {"q_proj": 7}}, "alpha_pattern"),
+        ({"peft_type": "IA3"}, "of the type IA3"),
+    ],
+)
+def test_what_is_not_plain_lora_is_refused(tmp_path, capsys, change, said):
+    saved(tmp_path)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert main(["merge", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]) == 2
+    assert said in (told := capsys.readouterr().err) and "merge_and_unload" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path):
+    saved(tmp_path)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name.replace("layers.1", "layers.7"): value for name, value in tensors.items()}, file)
+    with pytest.raises(zero_hf.ConfigError, match=r"adapts model\.layers\.7"):
+        zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    save_file({name: value[..., :2].contiguous() for name, value in tensors.items()}, file)
+    with pytest.raises(zero_hf.ConfigError, match="is it another model"):
+        zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    (tmp_path / "base" / "notes.txt").write_text("")
+    with pytest.raises(zero_hf.ConfigError, match="has files already"):
+        zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "base")
