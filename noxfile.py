@@ -142,9 +142,9 @@ def packages(session: nox.Session, package: str) -> None:
 def peft(session: nox.Session) -> None:
     """PEFT's adapters, also over bases of bitsandbytes and torchao, which `tests` skips where these are missing."""
     everything(session, extras=("peft", "bitsandbytes", "torchao"))
-    files = ("test_pages.py", "zero_offload/test_peft.py", "zero_offload/test_quantised.py")
-    files = (*files, "zero_hf/test_trainer_peft.py")
-    files = (*(f"tests/integration/{name}" for name in files), "tests/unit/zero_hf/test_merging.py")
+    names = ["test_pages.py", "zero_offload/test_peft.py", "zero_offload/test_quantised.py"]
+    names += ["zero_hf/test_trainer_peft.py"]
+    files = (*(f"tests/integration/{name}" for name in names), "tests/unit/zero_hf/test_merging.py")
     session.run("pytest", "-rR", *files, *session.posargs)
 
 

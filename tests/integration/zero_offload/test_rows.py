@@ -149,8 +149,9 @@ def test_a_unit_is_read_twice_and_its_gradient_written_once_whatever_the_number_
         model, store, optimizer = build(Case(placement="nvme", overlap=False))
         calls: Counter[str] = Counter()
         for name in ("parameters", "accept_gradient"):
+            method = getattr(store, name)
 
-            def counted(unit: int, *args: Any, name: str = name, method: Any = getattr(store, name)) -> Any:
+            def counted(unit: int, *args: Any, name: str = name, method: Any = method) -> Any:
                 calls[f"{name} {unit}"] += 1
                 return method(unit, *args)
 
