@@ -25,9 +25,9 @@ MODULES = {
     "zero_train": ("", "schema"),
 }
 EXAMPLES = {  # modules whose docstrings have examples
-    "zero_core": ("layout", "memory", "sharding"),
-    "zero_offload": ("memory_store", "placement"),
-    "zero_nvme": ("buffers", "slab"),
+    "zero_core": ("full_values", "gathering", "layout", "memory", "sharding"),
+    "zero_offload": ("memory_store", "placement", "planning.planner", "store"),
+    "zero_nvme": ("buffers", "file", "slab"),
     "zero_optim_cpu": ("adam",),
     "zero_hf": ("config",),
 }

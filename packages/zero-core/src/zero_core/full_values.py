@@ -31,6 +31,17 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     Raises GradientError where there was a gradient that is gone: after step() until zero_grad(), and with
     update_in_backward. Raises ZeroError inside forward, backward, `gathered` and `uneven`, and if the parameter is not
     sharded.
+
+    Examples:
+        >>> import torch, zero_core
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
+        >>> zero_core.full_gradient(model.weight)
+        tensor([[1., 2.]])
+        >>> zero_core.set_full_gradient(model.weight, torch.zeros(1, 2))
+        >>> optimizer.step()
+        >>> optimizer.close()
     """
     place = _place(parameter, "full_gradient")
     return read(place.engine, place.unit, place.index)

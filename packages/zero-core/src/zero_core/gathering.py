@@ -52,6 +52,16 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
     On leaving, what rank 0 wrote becomes every rank's value; optimizer states stay; what other ranks wrote is lost.
     master: parameters are the fp32 masters inside, whatever their dtype. An exception inside discards what was written.
     Raises ZeroError for a module without sharded parameters.
+
+    Examples:
+        >>> import torch, zero_core
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with zero_core.gathered(model), torch.no_grad():
+        ...     _ = model.weight.fill_(3.0)
+        >>> model(torch.ones(1, 2)).sub(model.bias).tolist()
+        [[6.0, 6.0]]
+        >>> optimizer.close()
     """
     places = _places(module)
     engine: Engine = places[0].engine

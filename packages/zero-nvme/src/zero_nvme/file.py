@@ -33,6 +33,17 @@ class File(IOQueue):
     Once sync() has returned, the bytes written before it survive kill -9 and a power cut. A process that is killed
     earlier may leave up to one page of zeros after the last byte written.
     Raises NvmeError with the path, BackendUnavailable, ValueError.
+
+    Examples:
+        >>> import zero_nvme
+        >>> with zero_nvme.File("numbers.bin", "w") as file:
+        ...     zero_nvme.wait_all([file.write(bytes([n]) * 4, offset=4 * n) for n in range(3)])
+        ...     file.sync()
+        >>> back = bytearray(6)
+        >>> with zero_nvme.File("numbers.bin") as file:
+        ...     file.read(back, offset=2).wait()
+        >>> back.hex(" ")
+        '00 00 01 01 01 01'
     """
 
     _finishes_at_exit = True

@@ -63,6 +63,21 @@ class TieredStore:
 
     On the CPU the device tier is host memory. On a device apart a tile's gradient is on the device iff its states are;
     its update then runs there, by torch's own optimizer, and has that one's bits, not the step's.
+
+    Examples:
+        >>> import torch, zero_core, zero_offload
+        >>> model = torch.nn.Linear(64, 64)
+        >>> disk = zero_offload.MemoryByteStore()  # stands for a zero_nvme.Slab
+        >>> store = zero_offload.TieredStore("host", "host", "nvme", nvme=disk)
+        >>> optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store)
+        >>> model(torch.ones(1, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> store.describe().bytes_of("nvme", "optimizer")  # two moments of 4160 parameters, in blocks of 4096 bytes
+        36864
+        >>> optimizer.close()
+        >>> disk.used_bytes
+        0
+        >>> disk.close()
     """
 
     def __init__(

@@ -224,6 +224,13 @@ def plan(
 
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
+
+    Examples:
+        >>> import torch, zero_offload
+        >>> machine = zero_offload.Hardware(host_gib=8, nvme_gib=100)
+        >>> planned = zero_offload.plan(torch.nn.Linear(4096, 4096), machine, optimizer="nvme", tokens=512)
+        >>> planned.bytes_of("nvme", "optimizer") / planned.bytes_of("host", "parameters")
+        2.0
     """
     tiers, apart = tiers_with(hardware.tiers if hardware else ()), hardware is not None and not hardware.shares_host
     given = _given(tiers, apart, parameters=parameters, gradients=gradients, optimizer=optimizer)
