@@ -149,6 +149,18 @@ def test_losses_are_those_of_trl_alone_on_every_tier(model, tmp_path, task):
     assert found["none"] == pytest.approx(wanted, rel=1e-5, abs=0)
 
 
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_rows_at_a_time_have_the_losses_of_whole_batches(model, tmp_path, task):
+    """Fails if blocks that take a row at a time and TRL's own head, which makes no logits, do not go together."""
+    data, found = (chats if task == "sft" else preferences)(tmp_path / "rows.jsonl"), []
+    more = ["offload=host", "offload.activations=recompute", "run.steps=3", "run.micro_batch=2"]
+    for rows in ("null", "1"):
+        given = words(model, data, tmp_path / rows, *more, f"offload.rows={rows}", "precision=fp32", task=task)
+        assert main([*given, "precision.states=fp32"]) == 0
+        found.append(losses(tmp_path / rows))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_adapters_are_trained_alone_and_saved_alone(model, tmp_path, kind):
     """Over a base of 4 bits with TRL's losses: fails if it is quantised in another way, trained, or changed by a tier.
