@@ -202,14 +202,15 @@ def test_no_more_than_rows_rows_of_a_unit_are_alive_at_once():
 # -- logits ----------------------------------------------------------------------------------------------------------
 
 
-def logits_of(rows: int | None, use: Callable[[Any, nn.Module, dict[str, Tensor]], Tensor], kind: str = "llama") -> Any:
-    """A loss that `use` makes of the model's output, and the gradients of both."""
-    model, _, optimizer = build(Case(kind))
+def logits_of(rows: int | None, use: Callable[..., Tensor], kind: str = "llama", lora: bool = False) -> Any:
+    """A loss that `use` makes of the model's output, and its gradients."""
+    model, _, optimizer = build(Case(kind, lora=lora))
     batch = batch_of(kind, 6)
     with offload_activations(model, policy="recompute", rows=rows):
         loss = use(model(**batch), model, batch)
         loss.backward()
-        found = {n: g.clone() for n, p in model.named_parameters() if (g := zero_core.full_gradient(p)) is not None}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        found = {name: g.clone() for name, p in trained if (g := zero_core.full_gradient(p)) is not None}
     optimizer.close()
     return float(loss.detach()), found
 
@@ -238,6 +239,19 @@ def summed(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_whatever_is_done_with_logits_has_the_values_and_gradients_of_all_of_them(kind, use):
     (whole, expected), (loss, found) = (logits_of(rows, use, kind) for rows in (None, 4))
+    assert loss == pytest.approx(whole, rel=1e-6)
+    assert distance(found, expected) < FP32
+
+
+def test_a_loss_of_logits_without_labels_trains_adapters_under_a_frozen_head():
+    """Nothing that the model returns has a graph, and none of what encloses the head is trained."""
+    pytest.importorskip("peft")
+
+    def unlabelled(output: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        given = {name: values for name, values in batch.items() if name != "labels"}
+        return soft_capped(model(**given), model, batch)
+
+    (whole, expected), (loss, found) = (logits_of(rows, unlabelled, lora=True) for rows in (None, 4))
     assert loss == pytest.approx(whole, rel=1e-6)
     assert distance(found, expected) < FP32
 

@@ -135,7 +135,7 @@ class Engine:
         assert current is not None
         if current.grad:
             hooked = hook_outputs(output, visit.sequence, partial(self._before_backward, current, visit))
-            if hooked or any(self.units[u].trainable for u in node.units) or not node.units:
+            if hooked or visit.followed or any(self.units[u].trainable for u in node.units) or not node.units:
                 current.complete(visit)
         for u in node.units:
             self._leave(self.units[u])
@@ -200,6 +200,7 @@ class Engine:
         gradient opens what encloses the visit."""
         if len(self._stack) > 1 and tensor.requires_grad:
             assert self._pass is not None
+            self._stack[-2].followed = True
             tensor.register_hook(partial(self._before_backward, self._pass, self._stack[-2]))
 
     @outside_transforms

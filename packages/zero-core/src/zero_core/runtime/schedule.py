@@ -27,6 +27,7 @@ class Visit:
     parent: Visit | None = None
     sequence: int = 0  # autograd's counter at the start: older outputs only pass through
     index: int = -1
+    followed: bool = False  # a tensor of its inside is used after it
 
     def encloses(self, other: Visit) -> bool:
         ancestor = other.parent

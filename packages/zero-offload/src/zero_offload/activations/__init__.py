@@ -99,7 +99,7 @@ class Activations:
         original = module.forward
         had_own = "forward" in module.__dict__
         spill = self._spills.get(policy)
-        positional = argument_names(original)
+        positional = argument_names(original) if by_rows is not None else []
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:

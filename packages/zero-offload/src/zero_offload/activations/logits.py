@@ -87,7 +87,7 @@ class Head:
         if isinstance(given, _Asked):
             return given.compute(self._original)
         weight = self._module.weight
-        by_parts = isinstance(given, Tensor) and given.dim() > 1 and given.shape[0] > self.rows
+        by_parts = isinstance(given, Tensor) and given.dim() > 2 and given.shape[0] > self.rows
         graph = torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad)
         watched = len(self._module._forward_hooks) + len(self._module._forward_pre_hooks) > 2  # ours are one of each
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
@@ -113,6 +113,9 @@ class Head:
         return [epoch for u in self.units for epoch in self._engine.units[u].epochs]
 
 
+Head._forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
 class _Later:
     """Logits that nobody has asked for, or all of them."""
 
@@ -120,7 +123,8 @@ class _Later:
         self.head, self.hidden = head, hidden
         self._epochs, self._version = head.epochs, hidden._version
         kind = hidden.device.type
-        self._narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        narrow = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        self._narrow = torch.get_autocast_dtype(kind) if narrow else None
         self.dtype = hidden.dtype if self._narrow is None else self._narrow
         self.shape = (*hidden.shape[:-1], head.vocabulary)
         self.all: Tensor | None = None
@@ -149,7 +153,10 @@ class _Later:
 
     def _computed(self, forward: Callable[[Tensor], Tensor], hidden: Tensor | None = None) -> Tensor:
         given = self.hidden if hidden is None else hidden
-        with torch.autocast(given.device.type, self._narrow, enabled=self._narrow is not None, cache_enabled=False):
+        kind = given.device.type
+        if not torch.amp.is_autocast_available(kind):
+            return forward(given)
+        with torch.autocast(kind, self._narrow, enabled=self._narrow is not None, cache_enabled=False):
             return forward(given)
 
     def _loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, forward: Callable[..., Tensor]) -> Tensor:
