@@ -4,7 +4,6 @@ Fails if the estimate that device budgets rest on drifts from what transformers 
 """
 
 import gc
-import inspect
 import weakref
 
 import pytest
@@ -77,9 +76,6 @@ def test_the_estimate_is_what_training_holds(vocabulary, policy):
     assert most_bytes(model, tokens) == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.skipif(
-    "rows" not in inspect.signature(zero_offload.offload_activations).parameters, reason="units take whole batches"
-)
 @pytest.mark.parametrize("vocabulary", [128, 2048])
 @pytest.mark.parametrize("rows", [None, 8, 4])
 def test_the_estimate_of_some_rows_at_a_time_is_what_training_holds(vocabulary, rows):

@@ -1,8 +1,6 @@
 """Activations on a real slab, under the SIMD step, with a plan's bytes confirmed. Fails if the disk changes a bit or a
 planned byte is not written."""
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
@@ -102,9 +100,6 @@ def test_every_policy_of_a_run_gives_the_same_bits(tmp_path):
         assert more == layers * 2 * 512 * 64 * 2, policy  # rows x length x width x bf16
 
 
-@pytest.mark.skipif(
-    "rows" not in inspect.signature(zero_offload.offload_activations).parameters, reason="units take whole batches"
-)
 @pytest.mark.parametrize("policy", ["recompute", "host", "nvme"])
 def test_rows_at_a_time_train_as_whole_batches_do(tmp_path, policy):
     """Fails if a row is left out, or counted twice, or the parameters are read once for each part."""
