@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -173,6 +174,7 @@ class FineTune(train.Run):
         if self.ranks.leader:
             import zero_hf
 
+            shutil.rmtree(folder / "merged", ignore_errors=True)  # of a run that is exported once more
             try:
                 zero_hf.merge_adapter(pretrained.local(self.config), folder / "pretrained", folder / "merged")
             except zero_hf.ConfigError as error:
