@@ -3,7 +3,8 @@
     python -m tests.benchmarks.finetune DIRECTORY --precision fp32 bf16 --steps 50
 
 Each run is a process of its own. `stock` is TRL's SFTTrainer on a plain model, with the optimizer and the schedule of
-the recipe; for bf16 it computes under autocast beside fp32 weights (`bf16=True`). `ours` is zero-train with
+the recipe. For bf16 its weights are bf16, and its AdamW keeps an fp32 master of them; with --autocast its weights are
+fp32 instead, and it computes under autocast (`bf16=True`). `ours` is zero-train with
 recipe=smollm2_laptop, whose states are on NVMe. Prints one JSON line a run, and the largest relative distance of the
 losses. DIRECTORY is on the drive that holds the states.
 """
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,29 @@ def stock(given: argparse.Namespace, folder: Path) -> None:
 
     config = compose(["recipe=smollm2_laptop", "model.path=x", f"run.steps={given.steps}"])
     optim, run = config.optim, config.run
+
+    class WithMaster(torch.optim.AdamW):
+        """AdamW on an fp32 copy of the parameters, which are rounded from it after each step."""
+
+        def __init__(self, parameters: Iterable[torch.nn.Parameter], **options: Any) -> None:
+            self.narrow = list(parameters)
+            super().__init__([p.detach().float().clone().requires_grad_() for p in self.narrow], **options)
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            wide = self.param_groups[0]["params"]
+            for master, parameter in zip(wide, self.narrow, strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+            super().step()
+            for master, parameter in zip(wide, self.narrow, strict=True):
+                parameter.copy_(master)
+
     set_seed(run.seed)
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    adamw = torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=(0.9, 0.95), weight_decay=optim.weight_decay)
+    narrow = given.precision[0] == "bf16" and not given.autocast
+    dtype = torch.bfloat16 if narrow else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype)
+    kind = WithMaster if narrow else torch.optim.AdamW
+    adamw = kind(model.parameters(), lr=optim.lr, betas=(0.9, 0.95), weight_decay=optim.weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda n: learning_rate(optim, n + 1, run.steps) / optim.lr)
     args = trl.SFTConfig(
         output_dir=str(folder / "stock"),
@@ -49,7 +71,7 @@ def stock(given: argparse.Namespace, folder: Path) -> None:
         max_grad_norm=optim.max_grad_norm,
         seed=run.seed,
         use_cpu=True,
-        bf16=given.precision[0] == "bf16",
+        bf16=given.precision[0] == "bf16" and given.autocast,
         activation_checkpointing=False,
         logging_steps=1,
         save_strategy="no",
@@ -90,6 +112,7 @@ def main() -> None:
     parser.add_argument("directory")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--autocast", action="store_true", help="TRL alone computes bf16 beside fp32 weights")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--words", nargs="*", default=[], help="more words of zero-train's, such as run.threads=1")
     parser.add_argument("--stock", action="store_true", help=argparse.SUPPRESS)
@@ -105,7 +128,7 @@ def main() -> None:
     written(folder / "training.jsonl", {name: said for name, said in rows.items() if name not in HELD_OUT})
     for precision in given.precision:
         command = [sys.executable, "-m", "tests.benchmarks.finetune", str(folder), "--stock"]
-        command += ["--precision", precision, "--steps", str(given.steps)]
+        command += ["--precision", precision, "--steps", str(given.steps), *(["--autocast"] if given.autocast else [])]
         printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=_quiet(given)).stdout
         theirs = json.loads(next(line for line in printed.splitlines() if '"peak_rss_mb"' in line))
         found = ours(given, folder, precision)
