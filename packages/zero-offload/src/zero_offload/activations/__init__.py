@@ -126,7 +126,6 @@ class Activations:
             with _no_shared_casts():
                 for k in reversed(range(cut.parts)):
                     output.add(k, checkpoint(call.run, call.anchor, k, use_reentrant=False))
-                    return_memory(k, call.anchor.device)
             return output.whole()
 
         forward._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -205,6 +204,8 @@ class _Call:
 
     def run(self, anchor: Tensor, k: int) -> Any:
         """Part k of the forward, the first time on what was given."""
+        if self._cut is not None:
+            return_memory(k, anchor.device)
         if self._live is not None:
             live = self._live(k)
             if k == 0:  # the last one

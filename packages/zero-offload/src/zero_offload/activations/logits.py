@@ -161,6 +161,7 @@ class _Later:
 
     def _loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, forward: Callable[..., Tensor]) -> Tensor:
         def of_part(hidden: Tensor, wanted: Tensor) -> Tensor:
+            return_memory(0, labels.device)  # logits are larger than what a block leaves
             logits = self._computed(forward, hidden).to(dtype).flatten(0, -2)
             losses = F.cross_entropy(logits, wanted.flatten(), ignore_index=ignore_index, reduction="none")
             return losses.float().sum()  # a sum in 16 bits would be rounded once a part
@@ -168,10 +169,7 @@ class _Later:
         piece = pieces_of(self.hidden, self.head.rows)
         wanted = labels.view(len(self.hidden), -1).split(self.head.rows)
         of = partial(checkpoint, of_part, use_reentrant=False, preserve_rng_state=False)
-        losses = []
-        for k in reversed(range(len(wanted))):
-            losses.append(of(piece(k), wanted[k]))
-            return_memory(k, labels.device)
+        losses = [of(piece(k), wanted[k]) for k in reversed(range(len(wanted)))]
         return torch.stack(losses[::-1]).sum()
 
 
