@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,8 +106,8 @@ def test_dropout_is_replayed(kind):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks(ranks, stage):
-    """The second rank has two rows more, and so one part more."""
-    case = Case(stage=stage, more_rows=2, batch=4, steps=2)
+    """The second rank has two rows more, and so one part more; of two rows, a rank has only one part."""
+    case = Case(stage=stage, more_rows=2, batch=2 if stage % 2 else 4, steps=2)
     whole, parts = (ranks(2).run(train, replace(case, rows=rows)) for rows in (None, 2))
     for left, right in zip(parts, whole, strict=True):
         assert left.losses == pytest.approx(right.losses, rel=1e-5)
@@ -204,8 +205,9 @@ def test_no_more_than_rows_rows_of_a_unit_are_alive_at_once():
 
 def logits_of(rows: int | None, use: Callable[..., Tensor], kind: str = "llama", lora: bool = False) -> Any:
     """A loss that `use` makes of the model's output, and its gradients."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
     model, _, optimizer = build(Case(kind, lora=lora))
-    batch = batch_of(kind, 6)
+    batch = batch_of(kind, 6 - 3 * rank, rank)
     with offload_activations(model, policy="recompute", rows=rows):
         loss = use(model(**batch), model, batch)
         loss.backward()
@@ -241,6 +243,15 @@ def test_whatever_is_done_with_logits_has_the_values_and_gradients_of_all_of_the
     (whole, expected), (loss, found) = (logits_of(rows, use, kind) for rows in (None, 4))
     assert loss == pytest.approx(whole, rel=1e-6)
     assert distance(found, expected) < FP32
+
+
+@pytest.mark.parametrize("use", [soft_capped, shifted_and_more])
+def test_two_ranks_of_which_one_has_a_single_part_use_all_logits(ranks, use):
+    """The ranks gather the head in the same order, whatever is computed by rows."""
+    whole, parts = (ranks(2).run(logits_of, rows, use) for rows in (None, 4))
+    for (expected, gradients), (loss, found) in zip(whole, parts, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert distance(found, gradients) < FP32
 
 
 def test_a_loss_of_logits_without_labels_trains_adapters_under_a_frozen_head():

@@ -2,7 +2,7 @@
 
 Owns the policies and the units' forward. Where what is set aside lies is `spill`'s; recomputation is torch's own
 non-reentrant checkpointing, so random numbers and autocast are replayed by it. How a batch is cut into parts of `rows`
-rows is `cutting`'s, and which units allow it `mixing`'s. Called after `zero_core.shard`.
+rows is `cutting`'s, which units allow it `mixing`'s, and what heads do then `logits`'s. Called after `zero_core.shard`.
 
 [Note: what a policy keeps of a unit between forward and backward]
     keep        everything that autograd saves, on the device
@@ -126,7 +126,6 @@ class Activations:
             with _no_shared_casts():
                 for k in reversed(range(cut.parts)):
                     output.add(k, checkpoint(call.run, call.anchor, k, use_reentrant=False))
-                    return_memory(k, call.anchor.device)
             return output.whole()
 
         forward._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -205,6 +204,8 @@ class _Call:
 
     def run(self, anchor: Tensor, k: int) -> Any:
         """Part k of the forward, the first time on what was given."""
+        if self._cut is not None:
+            return_memory(k, anchor.device)
         if self._live is not None:
             live = self._live(k)
             if k == 0:  # the last one
@@ -302,8 +303,9 @@ def offload_activations(
     shared: names of arguments that all rows share, needed only where rows= says that it cannot tell.
 
     Losses and gradients with `rows` are those of the whole batch but for the rounding of sums. Where dropout is on they
-    have other random numbers, drawn for each part and replayed in its recomputation. Embeddings, the head, the loss,
-    and what else "keep" is for are computed on the whole batch, the logits included.
+    have other random numbers, drawn for each part and replayed in its recomputation. Embeddings, and what else "keep"
+    is for, are computed on the whole batch. The logits of a language model are computed by rows with their cross
+    entropy, and otherwise when they are used: see [Note: logits by rows].
 
     Raises ActivationError for a policy that does not exist, a unit that cannot follow, or "nvme" without a store that
     has one; with `rows`, at a unit's call, if it mixes the rows of a batch or cannot be cut.

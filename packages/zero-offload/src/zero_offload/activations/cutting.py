@@ -19,7 +19,8 @@ What one part leaves for the time when all are done must not lie between the mem
 their number. So each part's output is copied into one tensor for all rows, and so is the gradient of each part's input.
 What stands for the two in the graph meanwhile has their shape and one element.
 On the CPU, the small objects of the graph lie between the freed tensors of a part, and glibc cannot use these holes for
-the tensors of the next part. So the freed memory is returned to the kernel after every `_PARTS_KEPT` parts.
+the tensors of the next part. So freed memory is returned to the kernel before every `_PARTS_KEPT`th part of a block,
+and before every part of a head, in both directions.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Cut:
 
 
 def return_memory(k: int, device: torch.device) -> None:
-    """Part k of a forward is done: return what it freed to the kernel, see [Note: memory between parts]."""
+    """Part k comes next: return what others freed to the kernel, see [Note: memory between parts]."""
     if device.type == "cpu" and k % _PARTS_KEPT == 0:
         give_back_freed_memory()
 

@@ -3,8 +3,8 @@
 Owns what the head of a language model returns while its blocks compute their batches by rows.
 
 [Note: logits by rows]
-The logits of a large batch are its largest activation. A head that is called with more than `rows` rows therefore
-returns `Logits`: a tensor with the shape and the dtype of all logits, and without memory.
+The logits of a large batch are its largest activation. A head that is called with hidden states (rows, tokens, width)
+therefore returns `Logits`: a tensor with the shape and the dtype of all logits, and without memory.
 
     cross_entropy(logits, labels)    computes logits and loss of `rows` rows, then of the next, and again in backward
     .float() .to(dtype) .view(-1, V) the same: they return `Logits`
@@ -47,7 +47,7 @@ _KNOWN = (METADATA - _UNSEEN) | {Tensor.__hash__, cast(Any, Tensor).is_cpu.__get
 
 
 class Head:
-    """The head of a model, whose forward returns `Logits` if it is given more than `rows` rows with a graph."""
+    """The head of a model, whose forward returns `Logits` where it builds a graph."""
 
     def __init__(self, engine: Engine, model: nn.Module, head: nn.Linear, units: tuple[int, ...], rows: int) -> None:
         self._engine, self._module, self.units, self.rows = engine, head, units, rows
@@ -87,11 +87,11 @@ class Head:
         if isinstance(given, _Asked):
             return given.compute(self._original)
         weight = self._module.weight
-        by_parts = isinstance(given, Tensor) and given.dim() > 2 and given.shape[0] > self.rows
+        several = isinstance(given, Tensor) and given.dim() > 2  # also `rows` rows and less: ranks do the same
         graph = torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad)
         watched = len(self._module._forward_hooks) + len(self._module._forward_pre_hooks) > 2  # ours are one of each
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        if not by_parts or not graph or watched or hooked or torch._C._are_functorch_transforms_active():
+        if not several or not graph or watched or hooked or torch._C._are_functorch_transforms_active():
             return self._original(given)
         if self._inside and not self._held:
             self._engine.hold(self.units)
@@ -161,6 +161,7 @@ class _Later:
 
     def _loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, forward: Callable[..., Tensor]) -> Tensor:
         def of_part(hidden: Tensor, wanted: Tensor) -> Tensor:
+            return_memory(0, labels.device)  # logits are larger than what a block leaves
             logits = self._computed(forward, hidden).to(dtype).flatten(0, -2)
             losses = F.cross_entropy(logits, wanted.flatten(), ignore_index=ignore_index, reduction="none")
             return losses.float().sum()  # a sum in 16 bits would be rounded once a part
@@ -168,10 +169,7 @@ class _Later:
         piece = pieces_of(self.hidden, self.head.rows)
         wanted = labels.view(len(self.hidden), -1).split(self.head.rows)
         of = partial(checkpoint, of_part, use_reentrant=False, preserve_rng_state=False)
-        losses = []
-        for k in reversed(range(len(wanted))):
-            losses.append(of(piece(k), wanted[k]))
-            return_memory(k, labels.device)
+        losses = [of(piece(k), wanted[k]) for k in reversed(range(len(wanted)))]
         return torch.stack(losses[::-1]).sum()
 
 
