@@ -162,7 +162,7 @@ class _ByRows:
             return None, ()
         refuse_batch_norm(name, module)
         flags = tuple(leaf if isinstance(leaf, (bool, str)) else type(leaf) for leaf in leaves)
-        kind = (*map(type, module.modules()), module.training, str(structure), cut.where, flags)
+        kind = (name, module.training, str(structure), cut.where, flags)
         if kind not in self._kinds:
             self._kinds[kind] = rows_of_outputs(name, module, original, leaves, structure, cut)
         return cut, self._kinds[kind]

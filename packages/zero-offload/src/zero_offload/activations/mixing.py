@@ -1,4 +1,4 @@
-"""Finds out, at the first call of each kind of unit, whether the unit computes its rows apart from each other.
+"""Finds out, at the first call of each unit, whether it computes its rows apart from each other.
 
 Owns that comparison, and what a unit returns for each row. What is cut, and how, is `cutting`'s.
 
