@@ -44,4 +44,4 @@ __all__ = [
     "units",
     "wake",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -8,7 +8,7 @@ from .merging import merge_adapter
 from .sharding import Run, shard
 from .trainer import sharded
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Accelerator",

@@ -12,7 +12,7 @@ from zero_nvme.options import BACKENDS, Options
 from zero_nvme.slab import Slab
 from zero_nvme.ticket import Ticket, wait_all, wait_any
 
-__version__ = "0.2.0"
+__version__ = "0.2.1"
 
 __all__ = [
     "BACKENDS",

@@ -19,7 +19,7 @@ from .tiles.footprint import StorePlan, plan_store
 from .timeline import Timeline
 from .torch_step import TorchStep
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ActivationError",

@@ -4,4 +4,4 @@ Composes its siblings (zero-core, zero-offload, zero-nvme, zero-optim-cpu), and 
 progress and report of a run. It owns no mechanism: the siblings shard, place and update.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
