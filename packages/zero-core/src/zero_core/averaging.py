@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_swa_multi_avg_fn
+from torch.optim.swa_utils import get_swa_avg_fn, get_swa_multi_avg_fn
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from . import checkpoint
 from .errors import ZeroError
@@ -47,7 +48,7 @@ class AveragedModel:
         if avg_fn is not None and multi_avg_fn is not None:
             raise ZeroError("AveragedModel takes avg_fn or multi_avg_fn, not both")
         self._handle = handle(model)
-        self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn or get_swa_multi_avg_fn()
+        self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
         self.n_averaged = 0
         self._steps: int | None = None  # the model's, while the averages are in its place
         self._units = [unit for unit in self._handle.units if unit.trainable]
@@ -85,9 +86,14 @@ class AveragedModel:
 
     def _averaged(self, average: Tensor, current: Tensor) -> Tensor:
         current, n = current.to(average.device), torch.tensor(self.n_averaged)
-        if self._avg_fn is not None:
-            return self._avg_fn(average, current, n)
-        self._multi_avg_fn([average], [current], n)
+        one, several = self._avg_fn, self._multi_avg_fn
+        if one is None and several is None:  # as torch chooses: the two round in different ways
+            of_list = average.device.type in _get_foreach_kernels_supported_devices()
+            one, several = (None, get_swa_multi_avg_fn()) if of_list else (get_swa_avg_fn(), None)
+        if one is not None:
+            return one(average, current, n)
+        assert several is not None
+        several([average], [current], n)
         return average
 
     @contextmanager
