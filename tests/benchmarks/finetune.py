@@ -3,8 +3,8 @@
     python -m tests.benchmarks.finetune DIRECTORY --precision fp32 bf16 --steps 50
 
 Each run is a process of its own. `stock` is TRL's SFTTrainer on a plain model, with the optimizer and the schedule of
-the recipe. For bf16 its weights are bf16, and its AdamW keeps an fp32 master of them; with --autocast its weights are
-fp32 instead, and it computes under autocast (`bf16=True`). `ours` is zero-train with
+the recipe. For bf16 its weights are bf16, and its AdamW keeps the fp32 weights of the files as master; with --autocast
+its weights are fp32 instead, and it computes under autocast (`bf16=True`). `ours` is zero-train with
 recipe=smollm2_laptop, whose states are on NVMe. Prints one JSON line a run, and the largest relative distance of the
 losses. DIRECTORY is on the drive that holds the states.
 """
@@ -40,11 +40,12 @@ def stock(given: argparse.Namespace, folder: Path) -> None:
     optim, run = config.optim, config.run
 
     class WithMaster(torch.optim.AdamW):
-        """AdamW on an fp32 copy of the parameters, which are rounded from it after each step."""
+        """AdamW on the fp32 weights, of which the parameters are rounded after each step."""
 
         def __init__(self, parameters: Iterable[torch.nn.Parameter], **options: Any) -> None:
             self.narrow = list(parameters)
-            super().__init__([p.detach().float().clone().requires_grad_() for p in self.narrow], **options)
+            wide = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+            super().__init__(wide.parameters(), **options)
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
