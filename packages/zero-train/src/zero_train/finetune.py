@@ -160,7 +160,7 @@ class FineTune(train.Run):
             ready.wait()
             signal = ranks.most(self.asked.signal)
             if signal:
-                self._say(f"stopped after step {trainer.state.global_step} of {config.run.steps}")
+                self._say(self._stopped(trainer.state.global_step))
             elif config.run.export:
                 trainer.save_model(str(folder / "pretrained"))
                 if config.adapter.merge:

@@ -251,7 +251,7 @@ class Run:
                     lambda number: resume.save(folder, number, ready, config, ranks, text),
                 )
             if signal:
-                self._say(f"stopped after step {len(loop.history.steps) + first - 1} of {run.steps}")
+                self._say(self._stopped(len(loop.history.steps) + first - 1))
             else:
                 sample = self._sample(ready)
                 if run.export:
@@ -273,6 +273,14 @@ class Run:
         )
         self._say(f"--- sample ---\n{text}\n--------------")
         return text
+
+    def _stopped(self, step: int) -> str:
+        """Says how far the run came, and how it goes on."""
+        run = self.config.run
+        how = "it goes on with the same command and run.resume=auto"
+        if not run.checkpoint_every:
+            how = "nothing was saved, as run.checkpoint_every=0"
+        return f"stopped after step {step} of {run.steps}; {how}"
 
     def _write_report(self, ready: Assembled, history: History, plan: zero_offload.Plan, folder: Path) -> None:
         """Writes the plots and the timeline. A file that cannot be written is named, and the others still are."""
