@@ -3,10 +3,10 @@
     python -m tests.benchmarks.finetune DIRECTORY --precision fp32 bf16 --steps 50
 
 Each run is a process of its own. `stock` is TRL's SFTTrainer on a plain model, with the optimizer and the schedule of
-the recipe. For bf16 its weights are bf16, and its AdamW keeps the fp32 weights of the files as master; with --autocast
-its weights are fp32 instead, and it computes under autocast (`bf16=True`). `ours` is zero-train with
-recipe=smollm2_laptop, whose states are on NVMe. Prints one JSON line a run, and the largest relative distance of the
-losses. DIRECTORY is on the drive that holds the states.
+the recipe. For bf16 its weights are bf16, and its AdamW keeps the fp32 weights of the files as master, from
+which they are rounded with ties away from zero, as zero-core does. With --autocast its weights are fp32 instead, and it
+computes under autocast (`bf16=True`). `ours` is zero-train with recipe=smollm2_laptop, whose states are on NVMe. Prints
+one JSON line a run, and the largest relative distance of the losses. DIRECTORY is on the drive that holds the states.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def stock(given: argparse.Namespace, folder: Path) -> None:
     import trl
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+    from zero_core.precision import round_to
     from zero_train.config import compose
     from zero_train.loop import learning_rate
 
@@ -46,6 +47,7 @@ def stock(given: argparse.Namespace, folder: Path) -> None:
             self.narrow = list(parameters)
             wide = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
             super().__init__(wide.parameters(), **options)
+            self.round()
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
@@ -53,8 +55,12 @@ def stock(given: argparse.Namespace, folder: Path) -> None:
             for master, parameter in zip(wide, self.narrow, strict=True):
                 master.grad = None if parameter.grad is None else parameter.grad.float()
             super().step()
-            for master, parameter in zip(wide, self.narrow, strict=True):
-                parameter.copy_(master)
+            self.round()
+
+        @torch.no_grad()
+        def round(self) -> None:
+            for master, parameter in zip(self.param_groups[0]["params"], self.narrow, strict=True):
+                round_to(master.view(-1), parameter.view(-1))
 
     set_seed(run.seed)
     narrow = given.precision[0] == "bf16" and not given.autocast
