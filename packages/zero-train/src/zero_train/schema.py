@@ -99,7 +99,7 @@ class ModelConfig:
     key_value_heads: Optional[int] = None
     """Key and value heads (grouped-query attention). null: as many as `heads`. llama and moe only."""
     vocab_size: int = _at_least(1, default=256)
-    """Size of the vocabulary, at least 256 because the data are bytes."""
+    """Size of the vocabulary: at least 256, for bytes, and at least what data.tokenizer has."""
     tie_embeddings: bool = False
     """Use one matrix for the embedding and the head."""
     experts: int = 4
@@ -117,7 +117,7 @@ class DataConfig:
     """Says what to train on: text, read as bytes or by a tokenizer, or rows for a tokenizer."""
 
     kind: str = MISSING
-    """stdlib, text or synthetic: text, see data.py. jsonl, parquet, csv or datasets: rows, see conversations.py."""
+    """stdlib, text or synthetic: text. jsonl, parquet, csv or datasets: rows with the columns that the task reads."""
     sequence_length: int = _at_least(2, default=256)
     """Bytes of one sequence; tokens, where a tokenizer reads the text."""
     path: Optional[str] = None
