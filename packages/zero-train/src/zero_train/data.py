@@ -82,7 +82,8 @@ def load(config: DataConfig, seed: int) -> Corpus:
             "data.tokenizer=FOLDER, choose task=sft or task=dpo, or data=text, stdlib or synthetic"
         )
     found = documents(config, seed)
-    corpus = Corpus(found.name, *(_tensor(b"\n".join(part)) for part in (found.training, found.validation)))
+    training, validation = (_tensor(b"\n".join(part)) for part in (found.training, found.validation))
+    corpus = Corpus(found.name, training, validation)
     check_length(corpus, config.sequence_length)
     return corpus
 

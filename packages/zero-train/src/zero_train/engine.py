@@ -208,8 +208,7 @@ def assembled(
             )
             stack.callback(optimizer.close)
             if config.offload.activations is not None:
-                rows = {} if plan.rows is None else {"rows": plan.rows}
-                stack.enter_context(zero_offload.offload_activations(draft.model, store, plan, **rows))
+                stack.enter_context(zero_offload.offload_activations(draft.model, store, plan, rows=plan.rows))
         except (OSError, MemoryError, ValueError, TypeError) as error:
             raise ConfigError(planning.refusal(error)) from error
         if ranks.device.type == "cpu" and steady:

@@ -73,8 +73,8 @@ def _texts(config: Config, say: Callable[[str], None]) -> tuple[str, str, list[I
     """The name of the text, a digest of it and of what is held out, and the documents of each part."""
     if config.data.kind in ROW_KINDS:
         rows = conversations.load(config.data, "pretrain", conversations.cache_folder(), say)
-        parts = (rows.training, rows.validation)
-        return rows.name, rows.digest(), [(row["text"] for row in part or ()) for part in parts]
+        of_rows = (rows.training, rows.validation)
+        return rows.name, rows.digest(), [(row["text"] for row in part or ()) for part in of_rows]
     found = data.documents(config.data, config.run.seed)
     hashed = hashlib.sha256()
     for part in (found.training, found.validation):
@@ -84,8 +84,8 @@ def _texts(config: Config, say: Callable[[str], None]) -> tuple[str, str, list[I
     name, odd = found.name, sum(not _is_utf8(text) for text in (*found.training, *found.validation))
     if odd:
         name += f" (not UTF-8, so read with replacement marks: {odd})"
-    parts = [(text.decode(errors="replace") for text in part) for part in (found.training, found.validation)]
-    return name, hashed.hexdigest(), parts
+    parts = (found.training, found.validation)
+    return name, hashed.hexdigest(), [(text.decode(errors="replace") for text in part) for part in parts]
 
 
 def _is_utf8(text: bytes) -> bool:
