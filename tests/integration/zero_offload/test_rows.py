@@ -492,6 +492,19 @@ def test_a_unit_whose_rows_depend_on_each_other_is_refused(kind, message):
     optimizer.close()
 
 
+def test_each_block_is_compared_also_where_one_of_its_class_has_passed():
+    """Fails if blocks are taken to be alike because their classes are: the second has another setting."""
+    model = Toy()
+    model.layers.append(Block("contrast"))
+    model.forward = lambda x: model.layers[1](model.layers[0](model.stem(x)))
+    store = TieredStore("host", "host", "host", step=TorchStep(), tile_numel=1 << 20)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), store=store)
+    offload_activations(model, store, "recompute", rows=2)
+    with pytest.raises(ActivationError, match="unit layers.1 mixes the rows of a batch"):
+        model(toy_batch())
+    optimizer.close()
+
+
 def test_a_unit_that_draws_random_numbers_is_compared_in_eval_mode():
     model, optimizer, _ = sharded("noise", rows=2)
     model(toy_batch()).sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,6 +95,14 @@ def test_the_same_text_is_read_once_and_another_tokenizer_reads_it_again(tmp_pat
     assert len(said) == 1 and first.digest() == again.digest()
     (tmp_path / "text" / "0.txt").write_text("something else\n" * 9)
     assert corpus(words, said.append).digest() != first.digest() and len(said) == 2
+    file = Path(reader, "tokenizer_config.json")
+    before = file.read_text()
+    try:
+        file.write_text(before + "\n")  # as good as another one: its files differ
+        corpus(words, said.append)
+    finally:
+        file.write_text(before)
+    assert len(said) == 3
     assert not list(conversations.cache_folder().glob("*.partial"))
 
 
