@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_core
 from tests.integration.zero_offload.rows import MODELS, Case, batch_of, build, distance, train
-from zero_offload import ActivationError, TieredStore, TorchStep, offload_activations
+from zero_offload import ActivationError, TieredStore, Timeline, TorchStep, offload_activations
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
 FP32, BF16 = 1e-6, 2e-2  # relative to a gradient's norm; measured: 3e-7 and 8e-3
@@ -176,6 +176,23 @@ def test_a_unit_is_read_twice_and_its_gradient_written_once_whatever_the_number_
     assert whole[0] > moved(None, 2)[0] > 0
     assert {calls for name, calls in whole[2].items() if "gradient" in name} == {3}
     assert moved(2, 3) == moved(1, 3) == whole
+
+
+def test_the_timeline_has_a_span_for_each_part_that_is_computed():
+    model = MODELS["llama"]()
+    timeline = Timeline()
+    optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), observer=timeline)
+    with offload_activations(model, rows=4):
+        batch = batch_of("llama", 6)
+        model(**batch).loss.backward()  # the units are compared with their halves: no part of a batch
+        timeline.clear()
+        model(**batch).loss.backward()
+    optimizer.close()
+    parts = [event.unit for event in timeline.events() if event.kind == "part"]
+    first, second = "model.layers.0", "model.layers.1"
+    forward = [f"{name} {rows}" for name in (first, second) for rows in ("4:6", "0:4")]
+    backward = [f"{name} {rows}" for name in (second, first) for rows in ("0:4", "4:6")]
+    assert parts == forward + backward
 
 
 def test_no_more_than_rows_rows_of_a_unit_are_alive_at_once():

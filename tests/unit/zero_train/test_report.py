@@ -78,14 +78,15 @@ def test_the_timeline_shows_whole_steps(tmp_path, monkeypatch):
         events += [Event(kind, str(number), at + a, at + b, "MainThread") for kind, a, b in parts]
         events += [Event("update", "tile", at - 8, at + 4, "update"), Event("swap_in", "tile", at, at + 9, "read")]
         events += [Event("swap_out", "tile", at + 4, at + 20, "write")]
+        events += [Event("part", f"layers.0 {k}:{k + 1}", at + k, at + k + 1, "MainThread") for k in range(4)]
     events.append(Event("wait", "sampling", 700, 900, "MainThread"))
     report.draw_timeline(tmp_path / "timeline.png", events)
     (axes,) = drawn
     assert axes.get_title() == "steps 3, 4, 5"
     assert axes.get_xlim() == (0, pytest.approx(290e-9))
     rows = [label.get_text() for label in axes.get_yticklabels()]
-    assert rows == ["MainThread: compute", "MainThread: wait", "update: update", "reads", "writes"]
-    assert [len(row.get_paths()) for row in axes.collections] == [9, 3, 3, 3, 3]
+    assert rows == ["MainThread: compute", "parts of a batch", "MainThread: wait", "update: update", "reads", "writes"]
+    assert [len(row.get_paths()) for row in axes.collections] == [9, 12, 3, 3, 3, 3]
 
 
 def test_steps_are_frozen():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from contextlib import suppress
 
-__all__ = ["give_back_freed_memory", "keep_freed_memory"]
+__all__ = ["FreedMemory", "give_back_freed_memory", "keep_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _MOST = 1 << 30  # mallopt takes an int; beyond HEAP_MAX/2 on 64 bit the mmap threshold is refused, so it is tried first
@@ -31,3 +32,31 @@ def give_back_freed_memory() -> None:
     """Return freed blocks to the kernel once, where there is a glibc. Blocks of 32 MiB and less stay otherwise."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class FreedMemory:
+    """Returns freed blocks to the kernel between pieces of work that are alike, when they are worth their page faults.
+
+    Blocks that stay with the process save the next piece its page faults, until they lie in holes that nothing fits.
+    So they are returned once the process has grown by twice what the first piece after the last return left.
+    """
+
+    def __init__(self) -> None:
+        # Bytes resident after memory was returned, None: it never was; and from which on it is again, None: not known.
+        self._bounds: tuple[int | None, int | None] = (None, None)
+
+    def begin(self) -> None:
+        """A piece of work begins. Call it in any thread."""
+        found, (least, most) = _resident_bytes(), self._bounds
+        if least is not None and most is None:
+            self._bounds = least, least + 2 * max(found - least, 1 << 20)
+        elif most is None or found > most:
+            give_back_freed_memory()
+            self._bounds = _resident_bytes(), None
+
+
+def _resident_bytes() -> int:
+    """0 where there is no /proc."""
+    with suppress(OSError), open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

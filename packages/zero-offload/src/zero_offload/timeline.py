@@ -25,8 +25,8 @@ __all__ = ["Event", "Timeline"]
 class Event:
     """One span on a thread, or one transfer (`lane` names its track) between submission and observed completion."""
 
-    kind: str  # "gather", "compute", "reduce", "wait", "update", "swap_in", "swap_out", "norm"
-    unit: str
+    kind: str  # "gather", "part", "reduce", "wait", "update", "swap_in", "swap_out", "norm"
+    unit: str  # of a part with its rows: "layers.0 2:4"
     start_ns: int  # time.perf_counter_ns
     stop_ns: int
     lane: str  # thread name, or "read" / "write" for transfers that run beside all threads

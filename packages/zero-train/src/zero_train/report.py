@@ -23,6 +23,7 @@ _COLOURS = {  # in the order of rows: what computes, what it waits for, the upda
     "forward": "#4c72b0",
     "backward": "#1f3b66",
     "optimizer": "#7f7f7f",
+    "part": "#8fb3e0",
     "wait": "#c44e52",
     "gather": "#55a868",
     "reduce": "#8172b3",
@@ -31,7 +32,7 @@ _COLOURS = {  # in the order of rows: what computes, what it waits for, the upda
     "swap_in": "#64b5cd",
     "swap_out": "#da8bc3",
 }
-_LABELS = {"swap_in": "reads", "swap_out": "writes"}
+_LABELS = {"part": "parts of a batch", "swap_in": "reads", "swap_out": "writes"}
 _OTHER = "#d9d9d9"
 _SHOWN = {"peak RSS": "peak RSS, with libraries"}
 _ORDER = {kind: number for number, kind in enumerate(_COLOURS)}
@@ -166,13 +167,15 @@ def draw_timeline(path: Path, events: Sequence[Any], steps: int = 3) -> None:
     for number, shown in enumerate(rows.values()):
         spans = [((event.start_ns - begin) / 1e9, (event.stop_ns - event.start_ns) / 1e9) for event in shown]
         colours = [_COLOURS.get(event.kind, _OTHER) for event in shown]
-        axes.broken_barh(spans, (number - 0.4, 0.8), facecolors=colours)
+        edges = "white" if shown[0].kind == "part" else "none"  # they touch
+        axes.broken_barh(spans, (number - 0.4, 0.8), facecolors=colours, edgecolors=edges, linewidth=0.4)
     for mark in marks:
         axes.axvline((mark.start_ns - begin) / 1e9, color="black", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [_LABELS.get(kind, f"{lane}: {kind}") for lane, kind in rows])
     axes.invert_yaxis()
     title = ", ".join(mark.unit for mark in marks)
-    axes.set(title=f"steps {title}" if marks else "the last events", xlabel="seconds", xlim=(0, (end - begin) / 1e9))
+    shown_steps = f"{'step' if len(marks) == 1 else 'steps'} {title}" if marks else "the last events"
+    axes.set(title=shown_steps, xlabel="seconds", xlim=(0, (end - begin) / 1e9))
     kinds = dict.fromkeys(event.kind for shown in rows.values() for event in shown)
     handles = [Patch(color=_COLOURS.get(kind, _OTHER), label=kind) for kind in kinds]
     figure.legend(handles=handles, ncols=max(1, len(kinds)), loc="outside lower center")

@@ -43,6 +43,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from zero_core import handle
+from zero_core.store import Observer
 
 from ..planning.budgets import POLICIES
 from ..planning.planner import Plan
@@ -70,8 +71,8 @@ Policy = str | Mapping[str, str] | Sequence[str] | Plan
 class Activations:
     """What `offload_activations` put in place. `policies`: by unit. `close()` undoes it."""
 
-    def __init__(self, policies: Mapping[str, str], spills: Mapping[str, Spill]) -> None:
-        self.policies, self._spills = dict(policies), spills
+    def __init__(self, policies: Mapping[str, str], spills: Mapping[str, Spill], observer: Observer) -> None:
+        self.policies, self._spills, self._observer = dict(policies), spills, observer
         self._undo: list[Callable[[], None]] = []
         self._counts = {"recomputed": 0, "delegated": 0, "spilled_bytes": 0}
 
@@ -111,14 +112,14 @@ class Activations:
             for cache in (key for key in _CACHES if kwargs.get(key) is not None):
                 _refuse_cache(name, cache)
             if by_rows is None:
-                call = _Call(self._counts, name, original, spill, *pytree.tree_flatten((args, kwargs)))
+                call = _Call(self._counts, self._observer, name, original, spill, *pytree.tree_flatten((args, kwargs)))
                 return checkpoint(call.run, call.anchor, 0, use_reentrant=False)
             leaves, structure, names = flatten(args, kwargs, positional)
             for argument, leaf in zip(names, leaves, strict=True):
                 if hasattr(leaf, "get_seq_length"):
                     _refuse_cache(name, argument)
             cut, joined = by_rows.cut(name, module, original, leaves, structure, names)
-            call = _Call(self._counts, name, original, spill, leaves, structure, cut)
+            call = _Call(self._counts, self._observer, name, original, spill, leaves, structure, cut)
             del args, kwargs, leaves
             if cut is None:
                 return checkpoint(call.run, call.anchor, 0, use_reentrant=False)
@@ -175,6 +176,7 @@ class _Call:
     def __init__(
         self,
         counts: dict[str, int],
+        observer: Observer,
         name: str,
         original: Callable[..., Any],
         spill: Spill | None,
@@ -182,7 +184,8 @@ class _Call:
         structure: Any,
         cut: Cut | None = None,
     ) -> None:
-        self._counts, self._original, self._structure, self._cut = counts, original, structure, cut
+        self._counts, self._observer, self._name, self._original = counts, observer, name, original
+        self._structure, self._cut = structure, cut
         self._live: Callable[[int], list[Any]] | None = (lambda k: leaves) if cut is None else cut.parts_of(leaves)
         self._parts = 1 if cut is None else cut.parts
         self._kept: list[Any] = list(leaves)
@@ -204,8 +207,14 @@ class _Call:
 
     def run(self, anchor: Tensor, k: int) -> Any:
         """Part k of the forward, the first time on what was given."""
-        if self._cut is not None:
-            return_memory(k, anchor.device)
+        if self._cut is None:
+            return self._compute(k)
+        return_memory(anchor.device)
+        start = k * self._cut.rows
+        with self._observer.span("part", f"{self._name} {start}:{start + self._cut.sizes[k]}"):
+            return self._compute(k)
+
+    def _compute(self, k: int) -> Any:
         if self._live is not None:
             live = self._live(k)
             if k == 0:  # the last one
@@ -337,7 +346,8 @@ def offload_activations(
         chosen[node.name] = (node.module, each)
     policies = {name: each for name, (_, each) in chosen.items()}
     sizes = {"slots": slots, "piece_bytes": piece_bytes}
-    made = Activations(policies, _spills(set(policies.values()), store, behind.engine.ranks.device, sizes))
+    spills = _spills(set(policies.values()), store, behind.engine.ranks.device, sizes)
+    made = Activations(policies, spills, behind.units[0].observer)
     by_rows = None
     served = [node for node in nodes if policies[node.name] != "keep"]
     if rows is not None:

@@ -19,8 +19,8 @@ What one part leaves for the time when all are done must not lie between the mem
 their number. So each part's output is copied into one tensor for all rows, and so is the gradient of each part's input.
 What stands for the two in the graph meanwhile has their shape and one element.
 On the CPU, the small objects of the graph lie between the freed tensors of a part, and glibc cannot use these holes for
-the tensors of the next part. So freed memory is returned to the kernel before every `_PARTS_KEPT`th part of a block,
-and before every part of a head, in both directions.
+the tensors of the next part. So freed memory is returned to the kernel between parts: not always, as each page costs a
+fault when it is used again, but when the process has grown by what two parts leave (`zero_core.heap.FreedMemory`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from zero_core.heap import give_back_freed_memory
+from zero_core.heap import FreedMemory
 from zero_core.runtime.outputs import tensors_of
 
 from .spill import ActivationError
 
 __all__ = ["Cut", "Joined", "argument_names", "find_cut", "flatten", "pieces_of", "return_memory", "same"]
 
-_PARTS_KEPT = 4  # of a block of 12.8 M parameters, a part of 512 tokens leaves holes of 15 MB
+_freed = FreedMemory()
 _PACKED = (
     "cu_seqlens",
     "cu_seqlens_q",
@@ -91,10 +91,10 @@ class Cut:
         return lambda part: leaf
 
 
-def return_memory(k: int, device: torch.device) -> None:
-    """Part k comes next: return what others freed to the kernel, see [Note: memory between parts]."""
-    if device.type == "cpu" and k % _PARTS_KEPT == 0:
-        give_back_freed_memory()
+def return_memory(device: torch.device) -> None:
+    """A part begins: see [Note: memory between parts]."""
+    if device.type == "cpu":
+        _freed.begin()
 
 
 def pieces_of(tensor: Tensor, rows: int) -> Callable[[int], Tensor]:

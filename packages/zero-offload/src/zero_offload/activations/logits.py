@@ -161,7 +161,7 @@ class _Later:
 
     def _loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, forward: Callable[..., Tensor]) -> Tensor:
         def of_part(hidden: Tensor, wanted: Tensor) -> Tensor:
-            return_memory(0, labels.device)  # logits are larger than what a block leaves
+            return_memory(labels.device)
             logits = self._computed(forward, hidden).to(dtype).flatten(0, -2)
             losses = F.cross_entropy(logits, wanted.flatten(), ignore_index=ignore_index, reduction="none")
             return losses.float().sum()  # a sum in 16 bits would be rounded once a part
