@@ -43,7 +43,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from zero_core import handle
-from zero_core.store import Observer
+from zero_core.store import NullObserver, Observer
 
 from ..planning.budgets import POLICIES
 from ..planning.planner import Plan
@@ -347,7 +347,8 @@ def offload_activations(
     policies = {name: each for name, (_, each) in chosen.items()}
     sizes = {"slots": slots, "piece_bytes": piece_bytes}
     spills = _spills(set(policies.values()), store, behind.engine.ranks.device, sizes)
-    made = Activations(policies, spills, behind.units[0].observer)
+    observer = next((unit.observer for unit in behind.units), NullObserver())
+    made = Activations(policies, spills, observer)
     by_rows = None
     served = [node for node in nodes if policies[node.name] != "keep"]
     if rows is not None:
