@@ -85,7 +85,7 @@ def test_the_timeline_shows_whole_steps(tmp_path, monkeypatch):
     assert axes.get_title() == "steps 3, 4, 5"
     assert axes.get_xlim() == (0, pytest.approx(290e-9))
     rows = [label.get_text() for label in axes.get_yticklabels()]
-    assert rows == ["MainThread: compute", "parts of a batch", "MainThread: wait", "update: update", "reads", "writes"]
+    assert rows == ["MainThread: compute", "MainThread: part", "MainThread: wait", "update: update", "reads", "writes"]
     assert [len(row.get_paths()) for row in axes.collections] == [9, 12, 3, 3, 3, 3]
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 __all__ = ["FreedMemory", "give_back_freed_memory", "keep_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_PIECES = 64  # about three returns in a step of 10 units and 8 parts
 _MOST = 1 << 30  # mallopt takes an int; beyond HEAP_MAX/2 on 64 bit the mmap threshold is refused, so it is tried first
 
 
@@ -35,24 +36,26 @@ def give_back_freed_memory() -> None:
 
 
 class FreedMemory:
-    """Returns freed blocks to the kernel between pieces of work that are alike, when they are worth their page faults.
+    """Returns freed blocks to the kernel between pieces of work, when the memory gained is worth the page faults.
 
     Blocks that stay with the process save the next piece its page faults, until they lie in holes that nothing fits.
-    So they are returned once the process has grown by twice what the first piece after the last return left.
+    So they are returned once the process has grown by twice what the first piece after the last return left. What that
+    piece left may not be typical, so they are also returned, and it is measured again, after `_PIECES` pieces.
     """
 
     def __init__(self) -> None:
-        # Bytes resident after memory was returned, None: it never was; and from which on it is again, None: not known.
-        self._bounds: tuple[int | None, int | None] = (None, None)
+        # Bytes resident after the last return, bytes above which to return again, pieces begun. None: not known yet.
+        self._state: tuple[int | None, int | None, int] = (None, None, 0)
 
     def begin(self) -> None:
         """A piece of work begins. Call it in any thread."""
-        found, (least, most) = _resident_bytes(), self._bounds
+        found, (least, most, begun) = _resident_bytes(), self._state
         if least is not None and most is None:
-            self._bounds = least, least + 2 * max(found - least, 1 << 20)
-        elif most is None or found > most:
+            most = least + 2 * max(found - least, 1 << 20)
+        elif most is None or found > most or begun >= _PIECES:
             give_back_freed_memory()
-            self._bounds = _resident_bytes(), None
+            least, most, begun = _resident_bytes(), None, 0
+        self._state = least, most, begun + 1
 
 
 def _resident_bytes() -> int:

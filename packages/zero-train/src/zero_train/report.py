@@ -32,7 +32,7 @@ _COLOURS = {  # in the order of rows: what computes, what it waits for, the upda
     "swap_in": "#64b5cd",
     "swap_out": "#da8bc3",
 }
-_LABELS = {"part": "parts of a batch", "swap_in": "reads", "swap_out": "writes"}
+_LABELS = {"swap_in": "reads", "swap_out": "writes"}
 _OTHER = "#d9d9d9"
 _SHOWN = {"peak RSS": "peak RSS, with libraries"}
 _ORDER = {kind: number for number, kind in enumerate(_COLOURS)}
