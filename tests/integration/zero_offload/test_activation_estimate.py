@@ -106,5 +106,4 @@ def test_the_estimate_of_some_rows_at_a_time_is_what_training_holds(vocabulary, 
     optimizer.close()
     assert planned.rows == rows
     expected = planned.bytes_of("device", "activations") + planned.bytes_of("device", "buffers")
-    # Where the final norm holds the most, the sum of a block's gradient is not there, but is planned beside it.
-    assert 0.9 * expected < alive.most - stays < 1.05 * expected
+    assert 0.95 * expected < alive.most - stays < 1.05 * expected

@@ -36,26 +36,29 @@ def test_losses_and_gradients_are_those_of_the_whole_batch(kind, rows):
     whole, parts = train(Case(kind)), train(Case(kind, rows=rows))
     assert parts.losses == pytest.approx(whole.losses, rel=1e-6)
     assert distance(parts.gradients, whole.gradients) < FP32
-    assert parts.stats["recomputed"] == whole.stats["recomputed"] * -(-6 // rows)
+    norms = 2 if kind in ("t5", "whisper") else 1  # the last of the decoder, and of the encoder
+    assert parts.stats["recomputed"] == (whole.stats["recomputed"] + norms) * -(-6 // rows)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "t5", "whisper"])
 def test_in_bf16_they_are_as_near_as_rounding_lets_them(kind):
     whole, parts = (train(Case(kind, rows=rows, dtype=torch.bfloat16)) for rows in (None, 2))
     assert parts.losses == pytest.approx(whole.losses, rel=BF16)
-    assert distance(parts.gradients, whole.gradients) < BF16
+    assert distance(parts.gradients, whole.gradients) < 1.5 * BF16  # LayerNorm sums all rows in bf16, parts in fp32
+    exact = train(Case(kind)).gradients
+    assert distance(parts.gradients, exact) < 1.1 * distance(whole.gradients, exact)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_units_are_those_of_accumulation_bit_for_bit(kind, dtype):
-    """Four parts of two rows, of equal numbers of tokens, added in the order of the loop. Embeddings, head and what
-    the root keeps are computed on the whole batch: theirs are equal but for the rounding of sums."""
+    """Four parts of two rows, of equal numbers of tokens, added in the order of the loop. Embeddings are computed on
+    the whole batch: theirs are equal but for the rounding of sums."""
     case = Case(kind, batch=8, dtype=dtype, reduce_dtype=torch.float32, padded=False)
     accumulated, parts = train(replace(case, accumulate=4)), train(replace(case, rows=2))
-    blocks = [name for name in parts.gradients if ".layers." in name or ".h." in name]
-    assert len(blocks) >= 2 * 7
-    for name in blocks:
+    by_rows = [name for name in parts.gradients if not any(each in name for each in ("embed", "wte", "wpe"))]
+    assert any("norm" in name or "ln_f" in name for name in by_rows) and len(by_rows) > 2 * 7
+    for name in by_rows:
         assert torch.equal(parts.gradients[name], accumulated.gradients[name]), name
     assert distance(parts.gradients, accumulated.gradients) < (FP32 if dtype == torch.float32 else BF16)
 
@@ -189,9 +192,9 @@ def test_the_timeline_has_a_span_for_each_part_that_is_computed():
         model(**batch).loss.backward()
     optimizer.close()
     parts = [event.unit for event in timeline.events() if event.kind == "part"]
-    first, second = "model.layers.0", "model.layers.1"
-    forward = [f"{name} {rows}" for name in (first, second) for rows in ("4:6", "0:4")]
-    backward = [f"{name} {rows}" for name in (second, first) for rows in ("0:4", "4:6")]
+    names = ["model.layers.0", "model.layers.1", "model.norm"]
+    forward = [f"{name} {rows}" for name in names for rows in ("4:6", "0:4")]
+    backward = [f"{name} {rows}" for name in reversed(names) for rows in ("0:4", "4:6")]
     assert parts == forward + backward
 
 
@@ -529,6 +532,53 @@ def test_each_block_is_compared_also_where_one_of_its_class_has_passed():
     with pytest.raises(ActivationError, match="unit layers.1 mixes the rows of a batch"):
         model(toy_batch())
     optimizer.close()
+
+
+class CountingNorm(nn.Module):
+    """Counts its calls in a buffer, and refuses half of the batch after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.view(8, -1).view_as(x) / self.calls
+
+
+class CentredNorm(nn.Module):
+    """Mixes the rows of a batch, which its class does not tell."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "seen"),
+    [(nn.LayerNorm, (16,), {2}), (CentredNorm, (), {8}), (CountingNorm, (), {8}), (nn.BatchNorm1d, (5,), {8})],
+)
+def test_a_norm_between_blocks_and_head_computes_by_rows_if_it_can_and_else_all(kind, given, seen):
+    """It is in no unit but the model's own, and has no policy by which it could be told to keep."""
+    sizes, gradients = [], []
+
+    class Norm(kind):
+        def forward(self, x: Tensor) -> Tensor:
+            sizes.append(len(x))
+            return super().forward(x)
+
+    for rows in (None, 2):
+        model = Toy()
+        model.norm, model.layers[0].drop.p = Norm(*given), 0.0
+        model.forward = lambda x, model=model: model.norm(model.layers[0](model.stem(x)))
+        optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with offload_activations(model, policy="recompute", rows=rows):
+            model(toy_batch())  # what computes by rows is compared with its halves
+            sizes.clear()
+            model(toy_batch()).pow(3).sum().backward()
+        gradients.append({name: zero_core.full_gradient(p) for name, p in model.named_parameters() if name != "scale"})
+        optimizer.close()
+    assert {*sizes} == seen
+    assert distance(gradients[1], gradients[0]) < 1e-4  # the mean's gradient nearly cancels
 
 
 def test_a_unit_that_draws_random_numbers_is_compared_in_eval_mode():

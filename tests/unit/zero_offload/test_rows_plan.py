@@ -1,5 +1,7 @@
 """Plans of units that compute some rows at a time. Fails if a byte is counted for the wrong rows, or reads per part."""
 
+from dataclasses import replace
+
 import pytest
 from torch import nn
 
@@ -41,8 +43,10 @@ def test_the_device_holds_what_a_few_rows_rebuild_and_the_inputs_of_all():
     assert cut.bytes_of("device", "buffers") - whole.bytes_of("device", "buffers") == sum_and_widened
     for tier in ("host", "nvme"):
         assert cut.total(tier) == whole.total(tier)
-    norm = 12 * INPUT * TOKENS  # the final one, in fp32
-    assert planned(rows=4).bytes_of("device", "activations") == TOKENS * LAYERS * INPUT + norm
+    all_rows = replace(MODEL, norms_by_rows=False)  # by a final norm in fp32
+    options = {**NVME, "activations": "recompute", "tokens": TOKENS, "micro_batch": 64, "rows": 4}
+    held = TOKENS * INPUT * (LAYERS + 12)
+    assert plan(all_rows, GPU, **options).bytes_of("device", "activations") == held
     uneven = planned(rows=24)  # 24, 24 and 16
     assert uneven.batch.parts == 3 and uneven.batch.at_once == 24 * LENGTH
 
@@ -50,7 +54,7 @@ def test_the_device_holds_what_a_few_rows_rebuild_and_the_inputs_of_all():
 def test_the_logits_are_those_of_a_few_rows_where_the_loss_allows_it():
     sizes = ModelSizes.transformer(layers=2, hidden_size=64, vocab_size=32000)
     options = {**NVME, "activations": "host", "tokens": TOKENS, "micro_batch": 64}
-    logits, saved = sizes.output_bytes_per_token, 4 * sizes.checkpoint_bytes_per_token  # hidden states, their gradient
+    logits, saved = sizes.output_bytes_per_token, 3 * sizes.checkpoint_bytes_per_token  # with the norm's input
     cut, all_logits = (plan(sizes, GPU, **options, rows=1, whole_logits=whole) for whole in (False, True))
     assert cut.bytes_of("device", "activations") == logits * LENGTH + saved * (TOKENS - LENGTH)
     assert all_logits.bytes_of("device", "activations") == logits * TOKENS

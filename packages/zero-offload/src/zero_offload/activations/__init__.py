@@ -25,8 +25,11 @@ parameters are gathered once for all parts in forward, and once in backward.
 Autograd runs first what was made last, so forward takes the parts from the last to the first and backward adds their
 gradients from the first to the last, as accumulation over the same parts does. The sum is autograd's, in the dtype that
 the parameter's `grad_dtype` says, which is fp32 here. Autograd hands it on when all parts are in: the engine, and hooks
-on parameters, see one gradient per backward. Autocast does not share casts of weights between parts, as the gradient of
-a shared cast would be summed in 16 bits. Modules inside a unit, and hooks on them, see one call for each part.
+on parameters, see one gradient per backward. The norms between the blocks and the head (`planning.sizes.outer_norms`)
+compute in parts too, whatever the policy of the blocks: in fp32, as most do, all rows would take a dozen times their
+input. A norm that cannot, because it mixes rows, computes the whole batch. Autocast does not share casts of weights
+between parts, as the gradient of a shared cast would be summed in 16 bits. Modules inside a unit, and hooks on them,
+see one call for each part.
 """
 
 from __future__ import annotations
@@ -47,9 +50,11 @@ from zero_core.store import NullObserver, Observer
 
 from ..planning.budgets import POLICIES
 from ..planning.planner import Plan
+from ..planning.sizes import outer_norms
 from ..store import TieredStore
 from ..streams import streams_of
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
+from .buffers import Buffers, Found
 from .cutting import Cut, Joined, argument_names, find_cut, flatten, return_memory
 from .host_spill import HostSpill
 from .logits import Head
@@ -96,11 +101,13 @@ class Activations:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _wrap(self, name: str, module: nn.Module, policy: str, by_rows: _ByRows | None) -> None:
+    def _wrap(self, name: str, module: nn.Module, policy: str, by_rows: _ByRows | None, optional: bool = False) -> None:
+        """optional: a module that cannot compute its batch by rows computes it as without rows, instead of raising."""
         original = module.forward
         had_own = "forward" in module.__dict__
         spill = self._spills.get(policy)
         positional = argument_names(original) if by_rows is not None else []
+        told = self._counts, self._observer, name, original, Buffers(name, module), spill
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -112,14 +119,16 @@ class Activations:
             for cache in (key for key in _CACHES if kwargs.get(key) is not None):
                 _refuse_cache(name, cache)
             if by_rows is None:
-                call = _Call(self._counts, self._observer, name, original, spill, *pytree.tree_flatten((args, kwargs)))
+                call = _Call(*told, *pytree.tree_flatten((args, kwargs)))
                 return checkpoint(call.run, call.anchor, 0, use_reentrant=False)
             leaves, structure, names = flatten(args, kwargs, positional)
             for argument, leaf in zip(names, leaves, strict=True):
                 if hasattr(leaf, "get_seq_length"):
                     _refuse_cache(name, argument)
-            cut, joined = by_rows.cut(name, module, original, leaves, structure, names)
-            call = _Call(self._counts, self._observer, name, original, spill, leaves, structure, cut)
+            cut, joined = by_rows.cut(name, module, original, leaves, structure, names, if_it_can=optional)
+            if cut is None and optional:
+                return original(*args, **kwargs)
+            call = _Call(*told, leaves, structure, cut)
             del args, kwargs, leaves
             if cut is None:
                 return checkpoint(call.run, call.anchor, 0, use_reentrant=False)
@@ -146,7 +155,8 @@ class _ByRows:
 
     def __init__(self, rows: int, shared: Sequence[str] | None) -> None:
         self._rows, self._shared = rows, shared
-        self._kinds: dict[Any, tuple[bool, ...]] = {}  # of the calls that were compared: what their outputs are
+        # Of the calls that were compared: what their outputs are. None: the call is left whole.
+        self._kinds: dict[Any, tuple[bool, ...] | None] = {}
 
     def cut(
         self,
@@ -156,6 +166,8 @@ class _ByRows:
         leaves: Sequence[Any],
         structure: Any,
         names: Sequence[str],
+        *,
+        if_it_can: bool,
     ) -> tuple[Cut | None, tuple[bool, ...]]:
         """How this call is cut, and which leaves of its output are joined. None: it is one part."""
         cut = find_cut(name, leaves, names, self._rows, self._shared)
@@ -165,8 +177,14 @@ class _ByRows:
         flags = tuple(leaf if isinstance(leaf, (bool, str)) else type(leaf) for leaf in leaves)
         kind = (name, module.training, str(structure), cut.where, flags)
         if kind not in self._kinds:
-            self._kinds[kind] = rows_of_outputs(name, module, original, leaves, structure, cut)
-        return cut, self._kinds[kind]
+            try:
+                self._kinds[kind] = rows_of_outputs(name, module, original, leaves, structure, cut)
+            except ActivationError:
+                if not if_it_can:
+                    raise
+                self._kinds[kind] = None
+        joined = self._kinds[kind]
+        return (None, ()) if joined is None else (cut, joined)
 
 
 class _Call:
@@ -179,13 +197,15 @@ class _Call:
         observer: Observer,
         name: str,
         original: Callable[..., Any],
+        buffers: Buffers,
         spill: Spill | None,
         leaves: list[Any],
         structure: Any,
         cut: Cut | None = None,
     ) -> None:
         self._counts, self._observer, self._name, self._original = counts, observer, name, original
-        self._structure, self._cut = structure, cut
+        self._structure, self._cut, self._buffers = structure, cut, buffers
+        self._found: Found = {}  # what the first run found in the unit's buffers
         self._live: Callable[[int], list[Any]] | None = (lambda k: leaves) if cut is None else cut.parts_of(leaves)
         self._parts = 1 if cut is None else cut.parts
         self._kept: list[Any] = list(leaves)
@@ -216,14 +236,15 @@ class _Call:
 
     def _compute(self, k: int) -> Any:
         if self._live is not None:
-            live = self._live(k)
+            live, run = self._live(k), self._buffers.first_run
             if k == 0:  # the last one
                 self._live = None
         else:
             self._counts["recomputed"] += 1
-            live = self._load(k)
+            live, run = self._load(k), self._buffers.second_run
         args, kwargs = pytree.tree_unflatten(live, self._structure)
-        return self._original(*args, **kwargs)
+        with run(self._found):
+            return self._original(*args, **kwargs)
 
     def _load(self, k: int) -> list[Any]:
         """The leaves of part k. What was set aside is read once for all parts."""
@@ -257,13 +278,17 @@ def _no_shared_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def _sum_in_fp32(units: Iterable[Any]) -> Callable[[], None]:
-    """Let autograd add the gradients of these units' 16-bit parameters in fp32. Returns what undoes it."""
+def _sum_in_fp32(units: Iterable[Any], by_rows: Iterable[nn.Module]) -> Callable[[], None]:
+    """Let autograd add the gradients of the 16-bit parameters of the modules `by_rows` in fp32. Returns what undoes it.
+
+    units: all of the model.
+    """
+    inside = {id(parameter) for module in by_rows for parameter in module.parameters()}
     narrow = [
         parameter
         for unit in units
         for parameter, group in zip(unit.parameters, unit.groups, strict=True)
-        if group is not None and unit.dtype.itemsize == 2
+        if group is not None and unit.dtype.itemsize == 2 and id(parameter) in inside
     ]
     if narrow and not hasattr(Tensor, "grad_dtype"):
         raise ActivationError(
@@ -313,8 +338,8 @@ def offload_activations(
 
     Losses and gradients with `rows` are those of the whole batch but for the rounding of sums. Where dropout is on they
     have other random numbers, drawn for each part and replayed in its recomputation. Embeddings, and what else "keep"
-    is for, are computed on the whole batch. The logits of a language model are computed by rows with their cross
-    entropy, and otherwise when they are used: see [Note: logits by rows].
+    is for, are computed on the whole batch, and norms outside of the units by rows. The logits of a language model are
+    computed by rows with their cross entropy, and otherwise when they are used: see [Note: logits by rows].
 
     Raises ActivationError for a policy that does not exist, a unit that cannot follow, or "nvme" without a store that
     has one; with `rows`, at a unit's call, if it mixes the rows of a batch or cannot be cut.
@@ -354,13 +379,16 @@ def offload_activations(
     if rows is not None:
         by_rows = _ByRows(rows, shared)
         _refuse_enclosing(served, nodes)
-        opened_by_rows = {u for node in served for u in node.units}
+        norms = outer_norms(model, [node.module for node in nodes]) if served else {}
+        modules = [*(node.module for node in served), *norms.values()]
         head = Head.of(behind.engine, model, rows) if served else None
         if head is not None:
             made._undo.append(head.close)
-            opened_by_rows |= set(head.units)
-        made._undo.append(_sum_in_fp32(behind.units[u] for u in opened_by_rows))
+            modules.append(head.module)
+        made._undo.append(_sum_in_fp32(behind.units, modules))
         made._undo.append(_refuse_recorded(model))
+        for name, norm in norms.items():
+            made._wrap(name, norm, "recompute", by_rows, optional=True)
     for node in served:
         made._wrap(node.name, node.module, policies[node.name], by_rows)
     return made

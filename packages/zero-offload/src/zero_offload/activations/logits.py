@@ -50,7 +50,7 @@ class Head:
     """The head of a model, whose forward returns `Logits` where it builds a graph."""
 
     def __init__(self, engine: Engine, model: nn.Module, head: nn.Linear, units: tuple[int, ...], rows: int) -> None:
-        self._engine, self._module, self.units, self.rows = engine, head, units, rows
+        self._engine, self.module, self.units, self.rows = engine, head, units, rows
         self._inside = self._held = False
         self._original, self._vocabulary = head.forward, head.out_features
         head.forward = self._forward  # type: ignore[method-assign, assignment]
@@ -62,7 +62,7 @@ class Head:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        del self._module.__dict__["forward"]
+        del self.module.__dict__["forward"]
 
     @staticmethod
     def of(engine: Engine, model: nn.Module, rows: int) -> Head | None:
@@ -86,10 +86,10 @@ class Head:
     def _forward(self, given: Any) -> Any:
         if isinstance(given, _Asked):
             return given.compute(self._original)
-        weight = self._module.weight
+        weight = self.module.weight
         several = isinstance(given, Tensor) and given.dim() > 2  # also `rows` rows and less: ranks do the same
         graph = torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad)
-        watched = len(self._module._forward_hooks) + len(self._module._forward_pre_hooks) > 2  # ours are one of each
+        watched = len(self.module._forward_hooks) + len(self.module._forward_pre_hooks) > 2  # ours are one of each
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         if not several or not graph or watched or hooked or torch._C._are_functorch_transforms_active():
             return self._original(given)
@@ -100,7 +100,7 @@ class Head:
         return Logits.of(_Later(self, given))
 
     def ask(self, asked: _Asked) -> Tensor:
-        result: Tensor = self._module(asked)
+        result: Tensor = self.module(asked)
         return result
 
     @property

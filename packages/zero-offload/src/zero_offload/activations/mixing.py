@@ -148,11 +148,14 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
 def _unchanged_buffers(unit: str, module: nn.Module) -> Iterator[None]:
     """Raise if the forward wrote into a buffer, which it would do once a part; the old values are put back."""
     before = [(path, buffer, buffer.detach().clone()) for path, buffer in module.named_buffers()]
-    yield
-    written = [path for path, buffer, values in before if not same(buffer, values)]
-    for _, buffer, values in before:
-        if written:
-            buffer.copy_(values)
+    written: list[str] = []
+    try:
+        yield
+    finally:
+        for path, buffer, values in before:
+            if not same(buffer, values):
+                written.append(path)
+                buffer.copy_(values)
     if written:
         raise ActivationError(
             f"unit {unit} writes into its buffer {written[0]} in forward, which rows= would make it do for each part "

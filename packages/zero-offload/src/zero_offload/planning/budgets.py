@@ -16,7 +16,8 @@ from .hardware import GIB, Hardware, TierFigures
 from .sizes import Batch, ModelSizes
 
 POLICIES = ("keep", "recompute", "host", "nvme")
-NORM_SAVES, NORM_HOLDS = 2, 12  # 16-bit inputs of a unit: of a final norm in fp32, before its backward and during it
+# 16-bit inputs of a unit: of a final norm that computes all rows in fp32, before its backward and during it.
+NORM_SAVES, NORM_HOLDS = 2, 12
 
 
 class PlanError(BudgetError, ValueError):
@@ -96,7 +97,7 @@ def activation_bytes(sizes: ModelSizes, policies: Sequence[str], batch: Batch) -
     `policies`: one a unit; only those of blocks count. The gradient of the logits is gone before a block is recomputed.
     A unit that computes some rows at a time has, of the others, the gradients of its output and of its input beside the
     stored input, and that input too where it came from another tier. A head that computes by rows has the hidden
-    states and their gradients. The norm before it computes all rows, in fp32.
+    states and their gradients, and what the norm before it keeps: its input, or more where it computes all rows.
     """
     chosen = Counter(policy for unit, policy in zip(sizes.units, policies, strict=True) if unit.is_block)
     checkpoint, tokens, others = sizes.checkpoint_bytes_per_token, batch.each, batch.each - batch.at_once
@@ -105,10 +106,12 @@ def activation_bytes(sizes: ModelSizes, policies: Sequence[str], batch: Batch) -
     if chosen["keep"] < chosen.total():
         beside = 3 if chosen["host"] or chosen["nvme"] else 2
         working = sizes.working_bytes_per_token * batch.at_once + beside * checkpoint * others
-        working = max(working, NORM_HOLDS * checkpoint * tokens if others else 0)
+        if others and not sizes.norms_by_rows:
+            working = max(working, NORM_HOLDS * checkpoint * tokens)
     output = sizes.output_bytes_per_token * tokens
     if sizes.logits_by_rows(policies, batch):
-        output = sizes.output_bytes_per_token * batch.at_once + (2 + NORM_SAVES) * checkpoint * others
+        kept = 1 if sizes.norms_by_rows else NORM_SAVES
+        output = sizes.output_bytes_per_token * batch.at_once + (2 + kept) * checkpoint * others
     stored = chosen["keep"] * sizes.saved_bytes_per_token + chosen["recompute"] * checkpoint
     found["device"] = stored * tokens + max(working, output)
     return found

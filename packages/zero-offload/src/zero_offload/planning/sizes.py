@@ -7,18 +7,18 @@ numbers; one that does, on any device or on meta, is read by `ModelSizes.of`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from zero_core.building.wrapping import plan_units
+from zero_core.building.wrapping import plan_units, unit_modules
 from zero_core.layout import UnitLayout
 from zero_core.store import Segment, ShardSpec
 
-__all__ = ["Batch", "ModelSizes", "ParameterSizes", "UnitSizes"]
+__all__ = ["Batch", "ModelSizes", "ParameterSizes", "UnitSizes", "outer_norms"]
 
 LOGIT_BYTES = 12  # of a logit: the fp32 log of its probability, that one's gradient and its own
 
@@ -103,6 +103,7 @@ class ModelSizes:
     saved_bytes_per_token: int = 0  # what a unit's forward saves for its backward, where it is kept
     working_bytes_per_token: int = 0  # what recomputation rebuilds at once: a whole layer, where tiles are units
     output_bytes_per_token: int = 0  # logits and their gradient, when there is most of them
+    norms_by_rows: bool = True  # those outside of the units are modules, which can compute some rows at a time
 
     @cached_property
     def numel(self) -> int:
@@ -260,6 +261,19 @@ class Batch:
             yield replace(self, rows=rows)
 
 
+def outer_norms(model: nn.Module, opened: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """By name, the norms that are in none of the modules `opened`, which open the units, as the one before the head."""
+    inside = {id(each) for module in opened if module is not model for each in module.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if "norm" in type(module).__name__.lower()
+        and next(module.children(), None) is None
+        and not isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and id(module) not in inside
+    }
+
+
 def _weights(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[nn.Parameter]:
     """The weights of modules of these kinds, but of parametrised ones, which compute theirs."""
     for module in model.modules():
@@ -308,6 +322,7 @@ def _of_module(
         int(saved * wider),
         int(working * wider),
         LOGIT_BYTES * vocabulary,
+        bool(outer_norms(model, unit_modules(model, classes).values())),
     )
 
 

@@ -1,0 +1,126 @@
+"""Units whose forward writes into a buffer, recomputed: the gradients, and the buffers after it, are plain torch's.
+
+Fails if the second run sees what the first one wrote, or if its own writes stay.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_offload import ActivationError, offload_activations
+
+
+class Block(nn.Module):
+    """Writes into buffers as `kind` says, and computes with what it finds there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls = kind, [0]
+        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 6)
+        if kind == "batch norm":
+            self.norm = nn.BatchNorm1d(6)
+        if kind == "spectral norm":
+            self.inner = nn.utils.parametrizations.spectral_norm(self.inner)
+        self.register_buffer("scale", torch.ones(6))
+        self.register_buffer("mask", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) * self.scale.clone() * self.mask.clone()
+        if self.kind == "batch norm":
+            y = self.norm(y)
+        if self.kind == "running":
+            self.scale.mul_(0.5).add_(y.detach().abs().mean(0))
+        if self.kind == "replaced" or (self.kind == "replaced later" and self.calls[0] > 2):
+            self.scale = self.scale * 0.5 + 1
+        if self.kind == "idempotent":
+            self.mask.copy_(torch.ones(6))
+        if self.kind == "in evaluation" and not self.training:
+            self.scale += 1
+        if self.kind == "later" and self.calls[0] > 1:
+            self.scale += 1
+        return x + self.outer(torch.tanh(y))
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block(kind) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.calls[0] += 1  # runs that recompute are none
+            x = layer(x)
+        return x
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 6, generator=generator) for _ in range(5)]
+
+
+def train(model: nn.Module, read) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Gradients after each backward, and the buffers at the end. Forwards of which BatchNorm is frozen come first, and
+    two run before the first backward of theirs."""
+    found = []
+    first, second, third, fourth, fifth = batches()
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
+    for norm in norms:
+        norm.eval()
+    model(first).square().mean().backward()
+    for norm in norms:
+        norm.train()
+    losses = [model(x).square().mean() for x in (second, third)]
+    for loss in reversed(losses):
+        loss.backward()
+        found.append(read(model))
+    model.eval()
+    model(fourth).square().mean().backward()  # no buffer of BatchNorm is written
+    model.train()
+    loss = model(fifth).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    found.append(read(model))
+    return found, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["batch norm", "spectral norm", "running", "replaced", "replaced later", "idempotent", "in evaluation"],
+)
+@pytest.mark.parametrize("policy", ["recompute", "host"])
+def test_gradients_and_buffers_are_those_of_plain_torch(kind, policy):
+    expected, buffers = train(Model(kind), lambda m: {n: p.grad.clone() for n, p in m.named_parameters()})
+    model = Model(kind)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with offload_activations(model, policy=policy) as activations:
+        found, left = train(model, lambda m: {n: zero_core.full_gradient(p) for n, p in m.named_parameters()})
+        assert activations.stats()["recomputed"] == 12
+    optimizer.close()
+    assert left.keys() == buffers.keys() and all(torch.equal(left[name], buffers[name]) for name in buffers)
+    for ours, plain in zip(found, expected, strict=True):
+        assert all(torch.equal(ours[name], plain[name]) for name in plain)
+
+
+def test_a_write_between_forward_and_backward_is_refused():
+    model = Model("plain")
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with offload_activations(model):
+        model(batches()[0]).sum().backward()
+        loss = model(batches()[1]).sum()
+        model.layers[1].scale += 1
+        with pytest.raises(ActivationError, match="buffer scale of unit layers.1 was written after"):
+            loss.backward()
+    optimizer.close()
+
+
+def test_a_write_that_the_first_call_did_not_do_is_refused():
+    model = Model("later")
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with offload_activations(model):
+        x = batches()[0]
+        model(x).sum().backward()
+        with pytest.raises(ActivationError, match="unit layers.0 has written into its buffer scale in forward"):
+            model(x)
+    optimizer.close()
