@@ -4,7 +4,8 @@
 
 Each checkout is a process of its own (`--worker` below) with the packages of its `packages/*/src` on its path; native
 modules must have been built into them. Blocks of `--steps` steps alternate, and a block ends when every update is
-stored. What is printed is one JSON line.
+stored. With `--ranks 2` each checkout is two processes, and figures are of the first one. What is printed is one JSON
+line.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import os
 import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -37,6 +39,7 @@ def work(given: argparse.Namespace) -> None:
     from zero_offload import TieredStore
     from zero_optim_cpu import CpuStep
 
+    others = join(given)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **SIZES))
     tokens = torch.randint(0, VOCABULARY, (given.micro_batch, given.tokens))
@@ -44,7 +47,9 @@ def work(given: argparse.Namespace) -> None:
     if given.placement != "none":
         kinds = dict(zip(("parameters", "gradients", "optimizer"), PLACEMENTS[given.placement], strict=True))
         sized = {"tile_numel": given.tile_numel, "slots": given.slots}
-        store = TieredStore(**kinds, nvme=Slab([given.directory]), step=CpuStep(), **sized)
+        folder = Path(given.directory, os.environ.get("RANK", "0"))
+        folder.mkdir(exist_ok=True)
+        store = TieredStore(**kinds, nvme=Slab([str(folder)]), step=CpuStep(), **sized)
     options = {} if given.prefetch_bytes is None else {"prefetch_bytes": given.prefetch_bytes}
     optimizer = shard(model, torch.optim.AdamW(model.parameters(), lr=1e-4), store=store, max_grad_norm=1.0, **options)
 
@@ -60,7 +65,10 @@ def work(given: argparse.Namespace) -> None:
 
     block(3)
     print("ready", flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        for other in others:
+            other.stdin.write(line)  # type: ignore[union-attr]
+            other.stdin.flush()  # type: ignore[union-attr]
         before = store.stats() if store is not None else {}
         begin = time.perf_counter()
         loss = block(given.steps)
@@ -70,6 +78,28 @@ def work(given: argparse.Namespace) -> None:
         print(json.dumps(row | {"peak_rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}), flush=True)
     if store is not None:
         store.close()
+    for other in others:
+        other.communicate()
+
+
+def join(given: argparse.Namespace) -> list[subprocess.Popen[str]]:
+    """Become a rank, and start the other ones if this is the first."""
+    if given.ranks == 1:
+        return []
+    import torch.distributed as dist
+
+    others = []
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        os.environ |= {"RANK": "0", "WORLD_SIZE": str(given.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for rank in range(1, given.ranks):
+            environment, pipe = {**os.environ, "RANK": str(rank)}, subprocess.PIPE
+            command = [sys.executable, *sys.argv]
+            others.append(subprocess.Popen(command, env=environment, stdin=pipe, stdout=subprocess.DEVNULL, text=True))
+    dist.init_process_group("gloo")
+    return others
 
 
 def start(checkout: str, name: str, given: argparse.Namespace) -> subprocess.Popen[str]:
@@ -122,6 +152,7 @@ if __name__ == "__main__":
     parser.add_argument("--prefetch-bytes", type=int)
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -76,3 +76,29 @@ def leave_zeros_of_what_was_updated():
 @SIZES
 def test_gradients_of_zeros_are_refused_also_after_an_update_in_backward(ranks, size):
     ranks(size).run(leave_zeros_of_what_was_updated)
+
+
+def fail_inside_of_a_unit(stage):
+    """torch would step what had arrived of the unit, with the rest of an earlier micro-batch."""
+    model = toys.Stack()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage)
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    hook = model.blocks[0].up.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        toys.loss_of(model, toys.data(1, 0)).backward()
+    hook.remove()
+    toys.loss_of(model, toys.data(1, 0)).backward()  # also if the loop goes on
+    with pytest.raises(GradientError, match=r"raised before the gradient of unit blocks.0 was complete.*Nothing was"):
+        optimizer.step()
+    with pytest.raises(GradientError, match="raised before the gradient of blocks.0.down.weight was complete"):
+        zero_core.full_gradient(model.blocks[0].down.weight)
+    optimizer.zero_grad()
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    optimizer.step()
+    assert optimizer.step_count == 1
+
+
+@SIZES
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_a_backward_left_half_done_is_refused_at_the_step(ranks, size, stage):
+    ranks(size).run(fail_inside_of_a_unit, stage)

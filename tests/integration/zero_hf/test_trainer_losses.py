@@ -49,6 +49,26 @@ def test_losses_are_those_of_the_stock_trainer_and_host_and_nvme_agree_to_the_di
     assert exact["host"] == exact["nvme"]
 
 
+@pytest.mark.parametrize("way", ["plain", "accumulated", "label smoothing", "dropout"])
+@pytest.mark.parametrize("activations", ["recompute", "host", "nvme"])
+def test_blocks_that_are_recomputed_log_the_losses_of_the_stock_trainer(activations, way, tmp_path):
+    """Four rows at once, and one at a time, which draws other random numbers where there is dropout."""
+    zero = tiers(tmp_path)["nvme"] | {"activations": activations}
+    batch = {"per_device_train_batch_size": 4, "data": 52}
+    _, logs = train(Trainer, tmp_path, model_of(given := dict(WAYS[way])), **given, **batch)
+    for rows in (None, 1):
+        if rows and way == "dropout":
+            continue
+        given = dict(WAYS[way])
+        made, ours = train(Sharded, tmp_path, model_of(given), zero=zero | {"rows": rows}, **given, **batch)
+        near(ours.losses, logs.losses)
+        near(ours.norms, logs.norms, 1e-4)
+        parts = 4 if rows else 1
+        run = made.zero_run
+        assert run.activations.stats()["recomputed"] >= 2 * 6 * parts
+        made.zero_run.close()
+
+
 def test_fifty_steps(tmp_path):
     _, logs = train(Trainer, tmp_path, max_steps=50)
     exact = []

@@ -86,6 +86,13 @@ def test_an_argument_that_cannot_be_followed_is_refused_before_anything_is_alloc
         sharded(Trainer)(Model(), given)
 
 
+def test_two_that_recompute_blocks_are_refused(tmp_path):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    given = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], activation_checkpointing=True)
+    with pytest.raises(ConfigError, match="both recompute blocks: write activation_checkpointing=False"):
+        sharded(Trainer)(Model(), given, zero={"activations": "recompute"})
+
+
 def test_a_model_that_somebody_else_placed_is_refused(tmp_path):
     model = Model()
     model.hf_device_map = {"a": 0, "b": 1}

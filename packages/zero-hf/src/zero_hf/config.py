@@ -31,6 +31,9 @@ class ZeroConfig:
     {"host": 0.4, "nvme": 0.6}. nvme_paths: folders on the drives,
     in which "{local_rank}" is this process's number on its machine; a folder is made if the one above it is there.
     states: a layout of zero_optim_cpu.CpuStep.
+    activations: what each block keeps for backward of a model that is trained: "keep" (all that autograd saves), or its
+    input alone, on the device ("recompute"), "host" or "nvme". rows: how many rows of a batch a block computes at once.
+    Both as zero_offload.offload_activations takes them.
     prefetch_bytes, resident_bytes: as zero_core.shard takes them. tile_numel, slots, host_bytes, overlap: as
     zero_offload.TieredStore takes them. param_dtype: "bf16" or "fp16" computes in it, with fp32 masters, and
     "fp16" needs a loss scale; None computes in the model's own dtype.
@@ -50,6 +53,8 @@ class ZeroConfig:
     nvme_paths: tuple[str, ...] = ()
     param_dtype: str | None = None
     states: str = "fp32"
+    activations: str = "keep"
+    rows: int | None = None
     prefetch_bytes: int = 64 << 20
     resident_bytes: int = 0
     tile_numel: int = 1 << 22
@@ -67,6 +72,13 @@ class ZeroConfig:
         for name, least in (("prefetch_bytes", 0), ("resident_bytes", 0), ("tile_numel", 1), ("slots", 1)):
             _number(name, getattr(self, name), least, optional=name == "slots")
         _number("host_bytes", self.host_bytes, 0, optional=True)
+        _number("rows", self.rows, 1, optional=True)
+        _known("activations", self.activations, ("keep", "recompute", "host", "nvme"))
+        if self.rows is not None and self.activations == "keep":
+            raise ConfigError(
+                f"rows={self.rows} with activations='keep': only blocks that are recomputed compute some rows at a "
+                "time; write activations: recompute, host or nvme"
+            )
         for path in self.nvme_paths:
             if set(re.findall(r"{.*?}", path)) - {"{local_rank}"}:
                 raise ConfigError(f"nvme_paths has {path!r}: the only name in braces is {{local_rank}}")
@@ -75,6 +87,11 @@ class ZeroConfig:
         if any("nvme" in place for place in self.placements.values()) and not self.nvme_paths:
             raise ConfigError(
                 'nvme_paths is empty and something is kept on "nvme": name a folder on your fastest drive'
+            )
+        if self.activations == "nvme" and not any("nvme" in place for place in self.placements.values()):
+            raise ConfigError(
+                "activations='nvme' share the files of what else is kept there, and nothing is: write optimizer: nvme, "
+                "or activations: host"
             )
 
     def _check_place(self, kind: str) -> None:

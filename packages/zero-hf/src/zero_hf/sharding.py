@@ -31,6 +31,7 @@ class Run:
     store: zero_offload.TieredStore | None
     plan: zero_offload.Plan
     _ending: ExitStack
+    activations: zero_offload.Activations | None = None  # None: blocks keep theirs
 
     def describe(self) -> str:
         """Returns the plan as text to print: GiB of this rank on each tier, and what a step moves to and from NVMe."""
@@ -60,6 +61,7 @@ def shard(
         ConfigError: a package that the tiers need is missing, the optimizer has no CPU kernels, or param_dtype is fp16
             without a loss_scale.
         zero_offload.PlanError: a tier of `hardware` is too small.
+        zero_offload.ActivationError: a block recomputes itself (gradient_checkpointing), and `config.activations` too.
     """
     if config.param_dtype == "fp16" and options.get("loss_scale") is None:
         raise ConfigError(
@@ -89,8 +91,12 @@ def shard(
         more = {"param_dtype": _dtype(config), "max_grad_norm": max_grad_norm, "store": store, "device": device}
         made: Any = zero_core.shard(model, cast(Any, optimizer), **_gathering(config), **more, **options)
         stack.callback(made.close)
+        activations = None
+        if optimizer is not None and config.activations != "keep":
+            activations = zero_offload.offload_activations(model, store, config.activations, rows=config.rows)
+            stack.callback(activations.close)
         kept = stack.pop_all()
-    return Run(model, None if optimizer is None else made, config, store, planned, kept)
+    return Run(model, None if optimizer is None else made, config, store, planned, kept, activations)
 
 
 def plan(

@@ -104,6 +104,12 @@ class _Sharded(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         _refuse(self.args, self.model)
+        if self.args.activation_checkpointing and self.zero_config.activations != "keep":
+            raise ConfigError(
+                f"activation_checkpointing=True (or gradient_checkpointing) of {type(self.args).__name__}, and "
+                f"activations={self.zero_config.activations!r}, both recompute blocks: write "
+                "activation_checkpointing=False"
+            )
         if deepspeed_of(self.args) is not None:
             self._follow_deepspeed()
         super().create_accelerator_and_postprocess()

@@ -56,8 +56,10 @@ class Exchange:
         ranks, writes = self._ranks, self._writes
         unseen = writes.unseen_count()
         zeros = sum(unit.gradient.zeros for unit in self._units)
+        lost = [unit.name for unit in self._units if unit.gradient.lost]
         if ranks.size == 1:
             self._refuse_zeros(zeros)
+            self._refuse_lost(lost, len(lost))
             if unseen is None:
                 return float(squared), []
             total, count = torch.stack([squared, unseen]).tolist()
@@ -66,13 +68,14 @@ class Exchange:
         digests = [float(ranks.digest), float(writes.digest)]
         late = [float(flag) for flag in self._reducer.late()]
         used = [float(flag) for unit in self._units for flag in unit.gradient.used]
-        mine = ranks.numbers([0.0, 0.0, float(zeros), *digests, *(digest * digest for digest in digests), *late, *used])
+        squares = [digest * digest for digest in digests]
+        mine = ranks.numbers([0.0, 0.0, float(zeros), float(len(lost)), *digests, *squares, *late, *used])
         if ranks.replicate.rank == 0:  # replicas hold the same gradients
             mine[0] = squared
         if unseen is not None:
             mine[1] = unseen
         total = ranks.sum_everywhere(mine, "the gradient norm").tolist()
-        called, written, called_squares, written_squares = total[3:7]
+        called, written, called_squares, written_squares = total[4:8]
         if called_squares * ranks.size != called * called:
             raise CollectiveError(
                 f"the {ranks.size} ranks did not call the same collectives in the same order since the last step "
@@ -89,8 +92,9 @@ class Exchange:
             )
         self._refuse_unseen(total[1])
         self._refuse_zeros(total[2])
+        self._refuse_lost(lost, total[3])
         writes.forget()
-        flags = iter(total[7:])
+        flags = iter(total[8:])
         anywhere = [next(flags) > 0 for _ in late]
         for unit in self._units:
             unit.gradient.used = [next(flags) > 0 for _ in unit.gradient.used]
@@ -109,6 +113,15 @@ class Exchange:
     @property
     def _undone(self) -> str:
         return "" if self._reducer.updates else "Nothing was updated. "
+
+    def _refuse_lost(self, names: Sequence[str], count: float) -> None:
+        """A backward raised inside a unit. torch keeps the gradients that had arrived; those of this unit are gone."""
+        if count:
+            raise GradientError(
+                f"a backward raised before the gradient of unit {names[0] if names else 'of another rank'} was "
+                f"complete, and what it had left of it is gone. {self._undone}Call optimizer.zero_grad() and repeat "
+                "the backwards of this step"
+            )
 
     def _refuse_zeros(self, count: float) -> None:
         """What zero_grad(set_to_none=False) left, and no backward has reached since: torch would step zeros."""

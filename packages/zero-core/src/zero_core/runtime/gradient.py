@@ -84,6 +84,7 @@ class UnitGradient:
         self.leftover = [Leftover.NOTHING] * len(parameters)
         self.generation = [0] * len(parameters)  # other when a gradient has gone: consumed, discarded or dropped
         self.stored = False  # the store has a gradient since the last step
+        self.lost = False  # a backward since the last step raised, and what it had left of this unit is gone
         self.age = 0  # other after every change of what waits for the step
         self.dropped: set[int] = set()  # parameters whose `.grad` was set to None after it arrived
         self.current: Tensor | None = None  # (numel,) reduce dtype: this backward's, the pool's memory or the store's
@@ -178,7 +179,7 @@ class UnitGradient:
         for k, left in enumerate(self.leftover):
             if self.used[k] or left is not Leftover.NOTHING:
                 self.leftover[k] = leftover
-        self.stored = False
+        self.stored = self.lost = False
         self.used = [False] * len(self.used)
         self.generation = [number + 1 for number in self.generation]
         self.dropped.clear()
@@ -225,6 +226,7 @@ class UnitGradient:
     def drop_current(self) -> None:
         """Forget this backward's gradient."""
         if self.current is not None:
+            self.lost |= bool(self.filled)
             self.pool.give_if_lent(self.current)
             self.current = None
 

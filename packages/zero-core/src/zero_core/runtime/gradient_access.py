@@ -74,7 +74,7 @@ def complete(engine: Engine, unit: Unit, k: int) -> GradientAccess | None:
         )
     if not engine.complete_gradients([(unit, k)])[0]:
         return None
-    if not unit.gradient.arrived:
+    if unit.gradient.lost or not unit.gradient.arrived:
         raise GradientError(
             f"the last backward raised before the gradient of {name} was complete: call optimizer.zero_grad() "
             "and repeat the backwards of this step"
