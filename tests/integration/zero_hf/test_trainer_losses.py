@@ -66,6 +66,8 @@ def test_blocks_that_are_recomputed_log_the_losses_of_the_stock_trainer(activati
         parts = 4 if rows else 1
         run = made.zero_run
         assert run.activations.stats()["recomputed"] >= 2 * 6 * parts
+        said = f"blocks keep their inputs for backward ({activations})" + (" and compute their batch" if rows else ";")
+        assert said in run.describe()
         made.zero_run.close()
 
 

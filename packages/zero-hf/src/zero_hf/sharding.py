@@ -35,7 +35,11 @@ class Run:
 
     def describe(self) -> str:
         """Returns the plan as text to print: GiB of this rank on each tier, and what a step moves to and from NVMe."""
-        return describe(self.model, self.config, self.plan, zero_core.handle(self.model).ranks.size)
+        text = describe(self.model, self.config, self.plan, zero_core.handle(self.model).ranks.size)
+        if self.activations is None:
+            return text
+        parts = "" if self.config.rows is None else f" and compute their batch in parts (rows: {self.config.rows})"
+        return f"{text}\nblocks keep their inputs for backward ({self.config.activations}){parts}; not counted here"
 
     def close(self) -> None:
         """Finishes what is under way and gives all memory and files back. The model cannot be used after."""
