@@ -103,6 +103,15 @@ def test_gradients_and_buffers_are_those_of_plain_torch(kind, policy):
         assert all(torch.equal(ours[name], plain[name]) for name in plain)
 
 
+def test_a_buffer_of_a_layout_that_cannot_be_compared_is_left_alone():
+    model = Model("plain")
+    model.layers[0].register_buffer("graph", torch.eye(6).to_sparse())
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with offload_activations(model):
+        model(batches()[0]).sum().backward()
+    optimizer.close()
+
+
 def test_a_write_between_forward_and_backward_is_refused():
     model = Model("plain")
     optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))

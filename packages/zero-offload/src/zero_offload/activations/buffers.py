@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
-from .cutting import same
 from .spill import ActivationError
 
-__all__ = ["Buffers", "Found"]
+__all__ = ["Buffers", "Found", "differ"]
 
 Found = dict[int, tuple[Tensor, int]]  # by position: a buffer, or a copy of it, and its version
 
@@ -48,7 +48,7 @@ class Buffers:
         for k, buffer in before.items():
             if after.get(k) is not buffer:
                 self._written.add(k)
-            elif versions[k] != _version(buffer) or (new and not same(kept[k], buffer)):
+            elif versions[k] != _version(buffer) or (new and differ(kept[k], buffer)):
                 self._written.add(k)
                 if k not in kept:
                     raise ActivationError(
@@ -84,6 +84,14 @@ class Buffers:
     def _values(self) -> dict[int, Tensor]:
         now = ((k, owner._buffers.get(name)) for k, (owner, name) in enumerate(self._places))
         return {k: buffer for k, buffer in now if buffer is not None}
+
+
+def differ(before: Tensor, after: Tensor) -> bool:
+    """Whether values differ, though the version may be the same: batch_norm's kernels do not count their writes."""
+    try:
+        return not torch.equal(before, after)
+    except (RuntimeError, NotImplementedError):  # of a layout or dtype that has no equal, such as sparse: counted
+        return False
 
 
 def _version(buffer: Tensor) -> int:

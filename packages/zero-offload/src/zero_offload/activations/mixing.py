@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from zero_core import ZeroError
 
 from ..errors import OffloadError
+from .buffers import differ
 from .cutting import Cut, flatten, same
 from .spill import ActivationError
 
@@ -153,7 +154,7 @@ def _unchanged_buffers(unit: str, module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for path, buffer, values in before:
-            if not same(buffer, values):
+            if differ(values, buffer):
                 written.append(path)
                 buffer.copy_(values)
     if written:
