@@ -108,6 +108,20 @@ def test_help_of_a_group_explains_every_key_with_its_value(capsys):
     assert "did you mean 'data'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["help"], "did you mean '--help'?"),
+        (["help", "data"], "did you mean '--help'?"),
+        (["generat", "run.dir=mine"], "did you mean 'generate'?"),
+        (["train", "offload=host"], "write KEY=VALUE, or see zero-train --help"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_one_line(words, hint, capsys):
+    assert app.main(words) == 2
+    assert capsys.readouterr().err == f"zero-train: there is no command '{words[0]}'; {hint}\n"
+
+
 @pytest.mark.parametrize("model", ["gpt2", "moe"])
 def test_other_models_train(tmp_path, model):
     run = trained(tmp_path / "run", f"model={model}", "offload=nvme", "run.steps=12")

@@ -10,6 +10,7 @@ signal that ended the run (130 for Ctrl-C, 143 for SIGTERM). Only this module an
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if arguments[:1] == ["generate"]:
         return _guarded(lambda: generate.run(arguments[1:]))
+    if arguments and re.fullmatch(r"\w+", arguments[0]) and not flags & _HELP:
+        _complain(configuration.unknown_command(arguments[0]))
+        return CONFIG_EXIT
     if flags & _HELP and flags <= _HELP | _SWEEP:
         return _guarded(lambda: _help(words))
     if flags <= _SWEEP and not any(word.startswith("hydra") for word in words):
