@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import time
 from contextlib import closing
@@ -22,6 +21,8 @@ import zero_core
 from zero_nvme import Slab
 from zero_offload import TieredStore
 from zero_optim_cpu import CpuStep
+
+from .intervals import mean_ratio
 
 
 def measure(given: argparse.Namespace) -> dict[str, object]:
@@ -56,13 +57,11 @@ def measure(given: argparse.Namespace) -> dict[str, object]:
             block(stock)  # not counted
         rows = [{stock: block(stock) for stock in ((True, False), (False, True))[n % 2]} for n in range(given.pairs)]
         sharded.close()
-    logs = [math.log(row[True] / row[False]) for row in rows]
-    mean, half = statistics.mean(logs), 2.3 * statistics.stdev(logs) / math.sqrt(len(logs))
     return {
         "tier": given.tier,
         "max_grad_norm": statistics.median(row[False] for row in rows),
         "clip_grad_norm_": statistics.median(row[True] for row in rows),
-        "ratio": [round(math.exp(value), 3) for value in (mean, mean - half, mean + half)],
+        "ratio": mean_ratio((row[True] for row in rows), (row[False] for row in rows)),
     }
 
 

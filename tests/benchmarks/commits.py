@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import resource
 import socket
@@ -133,9 +132,10 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
             rows[name].append(ask(workers[name]))
     for worker in workers.values():
         worker.communicate()
-    logs = [math.log(new["seconds"] / old["seconds"]) for new, old in zip(rows["new"], rows["old"], strict=True)]
-    mean, half = statistics.mean(logs), 2.1 * statistics.stdev(logs) / math.sqrt(len(logs))
-    found: dict[str, Any] = {"ratio": [round(math.exp(value), 3) for value in (mean, mean - half, mean + half)]}
+    from intervals import mean_ratio  # which lies beside this file, and the file runs as a script
+
+    ratio = mean_ratio(*([row["seconds"] for row in rows[name]] for name in ("new", "old")))
+    found: dict[str, Any] = {"ratio": ratio}
     for name, taken in rows.items():
         found[name] = {key: statistics.median(row[key] for row in taken) for key in taken[0] if key != "loss"}
     return found | {"equal_losses": [row["loss"] for row in rows["old"]] == [row["loss"] for row in rows["new"]]}

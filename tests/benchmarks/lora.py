@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import resource
 import socket
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from .commits import ask
+from .intervals import mean_ratio
 
 MODELS: dict[str, dict[str, Any]] = {
     "135m": dict(  # SmolLM2-135M
@@ -292,9 +292,7 @@ def compare(given: argparse.Namespace) -> None:
     for variant, taken in rows.items():
         found = {"variant": variant, **taken[-1], "seconds": statistics.median(row["seconds"] for row in taken)}
         if len(taken) > 1 and taken is not first:
-            logs = [math.log(a["seconds"] / b["seconds"]) for a, b in zip(taken, first, strict=True)]
-            mean, half = statistics.mean(logs), 2.3 * statistics.stdev(logs) / math.sqrt(len(logs))
-            found["ratio"] = [round(math.exp(value), 3) for value in (mean, mean - half, mean + half)]
+            found["ratio"] = mean_ratio(*([row["seconds"] for row in each] for each in (taken, first)))
             found["loss_of_first"] = first[-1]["loss"]
         print(json.dumps(found), flush=True)
     if given.base == "same":

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import resource
 import socket
@@ -35,13 +34,13 @@ from pathlib import Path
 from typing import Any
 
 from .commits import DIFFERENCES, ask
+from .intervals import mean_ratio
 from .lora import MODELS
 from .sft import peak_kib
 from .step_worker import deepspeed_config
 
 VARIANTS = ("whole", "rows", "accumulate", "small")
 PEER = "deepspeed"
-STUDENT = {4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 12: 2.20, 15: 2.14}  # 95 %, by pairs
 Block = Callable[[int], float]
 
 
@@ -175,13 +174,7 @@ def compare(given: argparse.Namespace) -> None:
         workers[variant].communicate()
         found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
         if len(rows) > 1 and rows is not first:
-            pairs = zip(rows, first, strict=True)
-            logs = [math.log(a["tokens_per_second"] / b["tokens_per_second"]) for a, b in pairs]
-            mean = statistics.mean(logs)
-            found["ratio"] = [round(math.exp(mean), 3)]
-            if len(logs) in STUDENT:
-                half = STUDENT[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
-                found["ratio"] += [round(math.exp(value), 3) for value in (mean - half, mean + half)]
+            found["ratio"] = mean_ratio(*([row["tokens_per_second"] for row in each] for each in (rows, first)))
         print(json.dumps({"variant": variant, "pairs": len(rows), **found}), flush=True)
 
 

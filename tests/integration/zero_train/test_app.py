@@ -27,7 +27,7 @@ def test_a_run_prints_its_plan_first_and_leaves_its_files(capsys, tmp_path):
     )
     text = capsys.readouterr().out
     assert code == 0
-    order = ["GB to disk in all", "step 1/5", "step 5/5", "validation after step 5", "--- sample ---", "results in"]
+    order = [" to disk in all", "step 1/5", "step 5/5", "validation after step 5", "--- sample ---", "results in"]
     positions = [text.index(word) for word in order]
     assert positions == sorted(positions)
     for tier in ("device", "host", "nvme"):
@@ -47,7 +47,7 @@ def test_a_run_prints_its_plan_first_and_leaves_its_files(capsys, tmp_path):
 def test_a_dry_run_writes_nothing(capsys, tmp_path):
     code = app.main([*COMMON, f"run.dir={tmp_path / 'run'}", "run.dry=true", "offload=nvme"])
     assert code == 0
-    assert "GB to disk in all" in capsys.readouterr().out
+    assert " to disk in all" in capsys.readouterr().out
     assert left(tmp_path) == []
 
 
@@ -106,6 +106,20 @@ def test_help_of_a_group_explains_every_key_with_its_value(capsys):
     assert "  run.steps=5" in lines and "  model.path=null" in lines
     assert app.main(["--help", "dta"]) == 2
     assert "did you mean 'data'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["help"], "did you mean '--help'?"),
+        (["help", "data"], "did you mean '--help'?"),
+        (["generat", "run.dir=mine"], "did you mean 'generate'?"),
+        (["train", "offload=host"], "write KEY=VALUE, or see zero-train --help"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_one_line(words, hint, capsys):
+    assert app.main(words) == 2
+    assert capsys.readouterr().err == f"zero-train: there is no command '{words[0]}'; {hint}\n"
 
 
 @pytest.mark.parametrize("model", ["gpt2", "moe"])

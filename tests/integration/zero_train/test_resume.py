@@ -80,7 +80,7 @@ def test_refusals_name_run_resume(tmp_path):
     options = [*COMMON, f"run.dir={tmp_path / 'other'}", f"run.resume={done.folder}"]
     with pytest.raises(ConfigError, match=r"run\.resume: .* is after step 2 of run\.steps=1"):
         resume.found(config.compose([*options, "run.steps=1"]))
-    with pytest.raises(ConfigError, match=r"saved with model\.layers=2, this run has model\.layers=3"):
+    with pytest.raises(ConfigError, match=r"saved with model\.layers=2, now 3; set model\.layers=2, or leave"):
         resume.found(config.compose([*options, "run.steps=4", "model.layers=3"]))
     assert resume.found(config.compose([*options, "run.steps=4"])).step == 2
     (done.folder / "checkpoints" / "step_0000002" / resume.MANIFEST).unlink()  # as if killed while it was written

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 
@@ -67,7 +68,36 @@ def test_a_folder_in_use_is_refused_and_stands(copy, capsys):
 def test_auto_does_not_continue_another_run(done, override, words):
     with pytest.raises(ConfigError, match="holds another run") as caught:
         found(done, "run.resume=auto", override)
-    assert words in str(caught.value) and f"run.resume={done}" in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ["model.layers=3"],
+        ["model=gpt2", "run.seed=3"],
+        ["optim=sgd"],
+        ["optim.lr=0.5"],
+        ["run.seed=3", "run.steps=3"],
+        ["run.steps=3"],
+    ],
+)
+@pytest.mark.parametrize("asked", [(), ("run.resume=auto",)])
+def test_the_way_out_that_is_named_works(copy, changed, asked, capsys):
+    """Fails if the command that a refusal suggests is refused next, before or while it loads the checkpoint."""
+    command = [*COMMON, *RUN, f"run.dir={copy}", *changed]
+    assert app.main([*command, *asked]) == 2
+    way = re.search(
+        r", or continue it after step 4 (?:on purpose )?with (.+)$|; (raise run.steps)$", capsys.readouterr().err
+    )
+    assert way, "no way out"
+    assert app.main([*command, *(way[1] or "run.resume=auto run.steps=4").split()]) == 0
+
+
+def test_a_model_that_the_checkpoint_has_not_is_refused_with_all_that_differs(done):
+    with pytest.raises(ConfigError) as caught:
+        found(done, f"run.resume={done}", "model.layers=3", "model.vocab_size=512")
+    assert "set model.layers=2 model.vocab_size=256, or leave" in str(caught.value)
 
 
 def test_auto_continues_a_command_that_computes_or_reports_otherwise(done):

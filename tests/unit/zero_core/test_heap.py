@@ -1,6 +1,8 @@
 """`FreedMemory`: freed memory stays with the process until it has grown by twice what a piece of work leaves."""
 
 import ctypes
+import io
+import os
 
 import pytest
 
@@ -14,9 +16,13 @@ def begin(monkeypatch, resident: list[int]) -> list[bool]:
     freed, returned = heap.FreedMemory(), []
     for mib in resident:
         found = [mib, mib - 10]
-        monkeypatch.setattr(
-            heap, "_resident_bytes", lambda found=found: (found.pop(0) if found[1:] else found[0]) * MIB
-        )
+
+        def opened(path: str, mode: str, found: list[int] = found) -> io.BytesIO:
+            assert path == "/proc/self/statm"
+            resident = found.pop(0) if found[1:] else found[0]
+            return io.BytesIO(b"999999 %d 77 1 0 8 0\n" % (resident * MIB // os.sysconf("SC_PAGE_SIZE")))
+
+        monkeypatch.setattr("builtins.open", opened)
         calls = []
         monkeypatch.setattr(heap, "give_back_freed_memory", lambda calls=calls: calls.append(1))
         freed.begin()
@@ -40,7 +46,6 @@ def test_a_first_piece_that_left_too_much_is_not_believed_for_ever(monkeypatch):
 
 def test_without_proc_memory_is_returned_every_64_pieces(monkeypatch):
     monkeypatch.setattr("builtins.open", lambda *_: (_ for _ in ()).throw(FileNotFoundError))
-    assert heap._resident_bytes() == 0
     calls = []
     monkeypatch.setattr(heap, "give_back_freed_memory", lambda: calls.append(1))
     freed = heap.FreedMemory()
@@ -49,20 +54,25 @@ def test_without_proc_memory_is_returned_every_64_pieces(monkeypatch):
     assert calls == [1, 1]
 
 
+def resident_bytes() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmRSS:"))
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
 def test_freed_blocks_below_one_in_use_stay_until_they_are_returned():
     """64 MiB in blocks of 16 KiB, of which the last stays in use: glibc alone returns none of the others."""
     libc = ctypes.CDLL(None)
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None
-    before = heap._resident_bytes()
+    before = resident_bytes()
     blocks = [libc.malloc(16 << 10) for _ in range(4096)]
     for block in blocks:
         ctypes.memset(block, 1, 16 << 10)
     *freed, last = blocks
     for block in freed:
         libc.free(block)
-    assert heap._resident_bytes() - before >= 56 * MIB
+    assert resident_bytes() - before >= 56 * MIB
     heap.give_back_freed_memory()
-    assert heap._resident_bytes() - before < 16 * MIB
+    assert resident_bytes() - before < 16 * MIB
     libc.free(last)

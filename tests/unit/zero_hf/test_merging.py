@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import zero_hf
 from zero_core.checkpoint import pretrained
-from zero_hf.__main__ import main
+from zero_hf.commands import main
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 

@@ -48,7 +48,7 @@ def test_a_run_describes_its_plan(tmp_path):
         "budget",
     ]
     assert [row.split()[0] for row in rows] == ["device", "host", "nvme"]
-    assert moved.startswith("each step reads 0.02 MB from NVMe and writes 0.02 MB")
+    assert moved.startswith("each step reads 16.4 KB from NVMe and writes 24.6 KB")
     run.close()
 
 

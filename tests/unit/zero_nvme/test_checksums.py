@@ -8,7 +8,8 @@ import pytest
 
 from zero_nvme import checksums
 from zero_nvme.buffers import as_memory
-from zero_nvme.checksums import CHUNK_BYTES, _whole_chunks
+from zero_nvme.checksums import CHUNK_BYTES, Checksums
+from zero_nvme.errors import ChecksumError
 from zero_nvme.extents import Extent
 
 
@@ -47,9 +48,27 @@ def test_order_and_length_matter(checksum):
 
 
 def test_chunks_that_a_range_covers_whole():
-    extent = Extent(0, 2 * CHUNK_BYTES + 10)
-    end = extent.nbytes
-    assert [chunk[0] for chunk in _whole_chunks(extent, 0, end)] == [0, 1, 2]
-    assert [chunk[0] for chunk in _whole_chunks(extent, 1, end - 1)] == [1, 2]
-    assert [chunk[0] for chunk in _whole_chunks(extent, 0, end - 1)] == [0, 1]
-    assert _whole_chunks(extent, CHUNK_BYTES + 1, CHUNK_BYTES) == []
+    """Fails if a read misses a damaged chunk that it covers, or compares one of which it has only a part."""
+    end = 2 * CHUNK_BYTES + 10
+    assert damage_seen(0, end) == [0, 1, 2]
+    assert damage_seen(1, end - 1) == [1, 2]
+    assert damage_seen(0, end - 1) == [0, 1]
+    assert damage_seen(CHUNK_BYTES + 1, CHUNK_BYTES) == []
+
+
+def damage_seen(offset, nbytes):
+    """The chunks of 2 MiB and 10 bytes whose damage a read of `nbytes` from `offset` on reports."""
+    seen, extent = [], Extent(0, 2 * CHUNK_BYTES + 10)
+    for chunk in range(3):
+        sums, data = Checksums(), bytearray(random.Random(0).randbytes(extent.nbytes))
+        sums.observe(True, extent, 0, as_memory(data, writable=False))
+        data[chunk * CHUNK_BYTES + 9] ^= 1
+        verify = sums.observe(
+            False, extent, offset, as_memory(memoryview(data)[offset : offset + nbytes], writable=False)
+        )
+        try:
+            _ = verify and verify()
+        except ChecksumError as error:
+            assert f"chunk {chunk}," in str(error)
+            seen.append(chunk)
+    return seen

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_offload.planning.hardware import GB, GIB, Hardware, HardwareError
+from zero_offload.planning.hardware import GB, GIB, Hardware, HardwareError, bytes_shown
 
 
 def test_ranks_share_the_host_and_what_is_reserved_is_taken_off():
@@ -62,3 +62,10 @@ def test_tiers_are_data_and_come_back_from_the_dict_form():
 def test_what_cannot_be_is_refused_by_name(values, message):
     with pytest.raises(HardwareError, match=message):
         Hardware.from_dict(values)
+
+
+def test_bytes_are_shown_in_the_unit_of_which_there_is_a_tenth():
+    """Fails if bytes that are there are shown as 0.00 of a unit."""
+    shown = {0: "0 bytes", 99: "99 bytes", 100: "0.10 KB", 21_340: "21.3 KB", 200_000: "0.20 MB", 99_000_000: "99.0 MB"}
+    shown |= {308_400_000: "0.31 GB", 1_606_000_000: "1.61 GB", 55_980_000_000: "56.0 GB"}
+    assert {nbytes: bytes_shown(nbytes) for nbytes in shown} == shown

@@ -1,12 +1,21 @@
-"""transformers' Trainer, TRL's trainers and accelerate over zero-core's stages and zero-offload's tiers."""
+"""transformers' Trainer, TRL's trainers and accelerate over zero-core's stages and zero-offload's tiers.
 
-from .accelerating import Accelerator
-from .config import ConfigError, ZeroConfig
-from .deepspeed.translation import from_deepspeed
-from .loading import from_pretrained
-from .merging import merge_adapter
-from .sharding import Run, shard
-from .trainer import sharded
+A name is imported when it is first used: transformers takes seconds, in which the command line must already be able to
+answer Ctrl-C.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .accelerating import Accelerator
+    from .config import ConfigError, ZeroConfig
+    from .deepspeed.translation import from_deepspeed
+    from .loading import from_pretrained
+    from .merging import merge_adapter
+    from .sharding import Run, shard
+    from .trainer import sharded
 
 __version__ = "0.2.0"
 
@@ -21,3 +30,28 @@ __all__ = [
     "shard",
     "sharded",
 ]
+
+_HOMES = {
+    "Accelerator": "accelerating",
+    "ConfigError": "config",
+    "Run": "sharding",
+    "ZeroConfig": "config",
+    "from_deepspeed": "deepspeed.translation",
+    "from_pretrained": "loading",
+    "merge_adapter": "merging",
+    "shard": "sharding",
+    "sharded": "trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        return value
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -15,6 +15,7 @@ from torch import nn
 import zero_core
 import zero_offload
 from zero_core.optim.optimizer import ShardedOptimizer
+from zero_offload.planning.hardware import bytes_shown
 
 from .config import ConfigError, ZeroConfig
 
@@ -151,7 +152,7 @@ def describe(model: nn.Module, config: ZeroConfig, plan: zero_offload.Plan, rank
     ]
     if plan.total("nvme"):
         each = (plan.read_bytes_per_step, plan.write_bytes_per_step)
-        moved = [f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB" for n in each]
+        moved = [bytes_shown(nbytes) for nbytes in each]
         where = ", ".join(_paths(config))
         lines.append(f"each step reads {moved[0]} from NVMe and writes {moved[1]}, in {where}")
     return "\n".join(lines)

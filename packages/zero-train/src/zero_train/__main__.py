@@ -1,6 +1,25 @@
 """Runs `python -m zero_train`, which is the same as the console script `zero-train`."""
 
-from zero_train.app import console
+import os
+import signal
+import sys
+from types import FrameType
+
+
+def console() -> None:
+    """Runs the command line and exits with its code. Until the run handles Ctrl-C itself, it ends the process."""
+    signal.signal(signal.SIGINT, _end)
+    from zero_train.app import main
+
+    sys.exit(main())
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Ends the process at once: some libraries catch a KeyboardInterrupt while they import others, and go on."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(1, b"interrupted\n")
+    os._exit(128 + number)
+
 
 if __name__ == "__main__":
     console()

@@ -1,6 +1,6 @@
 """Runs the program: takes a command line and returns an exit code.
 
-    console / main     composes and checks every job of the command line, then runs one after the other
+    main               composes and checks every job of the command line, then runs one after the other
     _job               runs one job with train.run: check ─> plan ─> assemble ─> loop ─> report
 
 Exit codes: 0 for success, 2 for a configuration that cannot be run, 1 for failed training, and 128 + the number of the
@@ -10,6 +10,7 @@ signal that ended the run (130 for Ctrl-C, 143 for SIGTERM). Only this module an
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,11 +33,6 @@ _SWEEP = {"-m", "--multirun"}
 _HELP = {"-h", "--help"}
 
 
-def console() -> None:
-    """Runs the console script."""
-    sys.exit(main())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line `arguments` (default: sys.argv) and returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -44,16 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--version" in flags:
         sys.stdout.write(f"zero-train {__version__}\n")
         return 0
-    try:
-        if arguments[:1] == ["generate"]:
-            return _guarded(lambda: generate.run(arguments[1:]))
-        if flags & _HELP and flags <= _HELP | _SWEEP:
-            return _guarded(lambda: _help(words))
-        if flags <= _SWEEP and not any(word.startswith("hydra") for word in words):
-            return _guarded(lambda: _from_words(words, bool(flags)))
-        return _guarded(lambda: _through_hydra([word for part in reversed(_with_file(arguments)) for word in part]))
-    except KeyboardInterrupt:
-        return 130
+    if arguments[:1] == ["generate"]:
+        return _guarded(lambda: generate.run(arguments[1:]))
+    if arguments and re.fullmatch(r"\w+", arguments[0]) and not flags & _HELP:
+        _complain(configuration.unknown_command(arguments[0]))
+        return CONFIG_EXIT
+    if flags & _HELP and flags <= _HELP | _SWEEP:
+        return _guarded(lambda: _help(words))
+    if flags <= _SWEEP and not any(word.startswith("hydra") for word in words):
+        return _guarded(lambda: _from_words(words, bool(flags)))
+    return _guarded(lambda: _through_hydra([word for part in reversed(_with_file(arguments)) for word in part]))
 
 
 def _help(words: Sequence[str]) -> int:

@@ -15,7 +15,6 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-import zero_core
 from zero_train.errors import ConfigError, choices
 from zero_train.schema import ROW_KINDS, Config
 
@@ -118,8 +117,10 @@ def loaded(module: str) -> Any:
 
 
 def _loss_scale(given: Mapping[str, Any]) -> None:
+    from zero_core import LossScale  # imports torch, which takes seconds that no other check needs
+
     try:
-        zero_core.LossScale(**given)
+        LossScale(**given)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"precision.loss_scale={dict(given)} is no LossScale: {error}; give a number, dynamic, null, or arguments "

@@ -183,6 +183,14 @@ def unknown_key(key: str) -> ConfigError:
     return ConfigError(f"the key {key} does not exist; {hint}")
 
 
+def unknown_command(word: str) -> ConfigError:
+    """Returns the error for a command line whose first `word` is neither a command nor KEY=VALUE."""
+    meant = get_close_matches(word, ["help", "version", "generate"], n=1)
+    flag = "" if meant == ["generate"] else "--"
+    hint = f"did you mean '{flag}{meant[0]}'?" if meant else "write KEY=VALUE, or see zero-train --help"
+    return ConfigError(f"there is no command '{word}'; {hint}")
+
+
 def keys() -> Iterator[str]:
     """Yields every key, as it is written on the command line, and every group."""
     for section in dataclasses.fields(Config):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zero_offload
+from zero_offload.planning.hardware import bytes_shown
 from zero_train import checks, formats
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
@@ -147,18 +148,19 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
     lines = [f"plan of each of {count} ranks" if count > 1 else "plan", *_table(plan)]
     saved, written = checkpoint_bytes(plan, config, ranks), written_bytes(plan, config, ranks)
     lines.append(
-        f"{config.run.steps} steps of {_tokens(config) * count:,} tokens will write {written / 1e9:.1f} GB to disk in "
-        f"all: {plan.setup_write_bytes * count / 1e9:.2f} GB before the first step, "
-        f"{plan.write_bytes_per_step * count / 1e9:.2f} GB a step"
-        + (f", {saved / 1e9:.2f} GB of checkpoints" if saved else "")
+        f"{config.run.steps} steps of {_tokens(config) * count:,} tokens will write {bytes_shown(written)} to disk in "
+        f"all: {bytes_shown(plan.setup_write_bytes * count)} before the first step, "
+        f"{bytes_shown(plan.write_bytes_per_step * count)} a step"
+        + (f", {bytes_shown(saved)} of checkpoints" if saved else "")
     )
     if reason := checks.auto_without_nvme(config):
         lines.append(f"offload=auto planned without nvme: {reason}; name a folder with offload.nvme_paths=[…]")
-    lines.append(f"each step reads {plan.read_bytes_per_step * count / 1e9:.2f} GB back")
+    lines.append(f"each step reads {bytes_shown(plan.read_bytes_per_step * count)} back")
     for tier, moved in plan.account.moved.items():
         if tier != "nvme" and any(moved.values()):
-            read, stored = (total(tier) * count / 1e9 for total in (plan.account.read_bytes, plan.account.write_bytes))
-            lines.append(f"each step reads {read:.2f} GB from the {tier} tier and writes {stored:.2f} GB to it")
+            moved_bytes = (plan.account.read_bytes(tier), plan.account.write_bytes(tier))
+            read, stored = (bytes_shown(nbytes * count) for nbytes in moved_bytes)
+            lines.append(f"each step reads {read} from the {tier} tier and writes {stored} to it")
     if plan.step_seconds is not None:
         lines.append(
             f"predicted step: {plan.step_seconds:.3g} s, {plan.exposed_seconds or 0:.3g} s of it exposed; "

@@ -40,6 +40,7 @@ _NAME = re.compile(r"(?:step_|checkpoint-)(\d+)")
 # The keys that identify a run. All others change how it computes, how long it runs, or what it reports.
 SAME = ("task", "adapter", "model", "data", "run.seed", "optim", "precision")
 _ASIDE = ("model.checkpointing", "optim.threads")
+_BOUND = ("model", "task.kind", "optim.kind", "adapter.kind", "adapter.rank", "adapter.targets")  # no resume changes
 _OF_NO_INTEREST = ("run.dir", "run.resume", "run.dry", "run.bar", "run.plots", "run.report_every", "run.export")
 
 
@@ -60,7 +61,7 @@ def found(config: Config) -> Checkpoint | None:
     own, wanted = Path(config.run.dir), config.run.resume
     if wanted is None:
         if not config.run.dry:
-            _free(own)
+            _free(own, _way(own, config))
         return None
     if wanted == "auto":
         newest = _newest(own)
@@ -81,12 +82,11 @@ def found(config: Config) -> Checkpoint | None:
         raise ConfigError(
             f"run.resume: {newest.folder} is after step {newest.step} of run.steps={config.run.steps}; raise run.steps"
         )
-    for key, (before, now) in _differences(_saved(newest), config).items():
-        if key.startswith("model.") and key not in _ASIDE:
-            raise ConfigError(
-                f"run.resume: {newest.folder} was saved with {key}={before}, this run has {key}={now}; set "
-                f"{key}={before}"
-            )
+    if differ := {key: pair for key, pair in _identity(_saved(newest), config).items() if _among(key, ("model",))}:
+        raise ConfigError(
+            f"run.resume: {newest.folder} was saved with {_listed(differ)}; set {_back(differ)}, or leave run.resume "
+            "out and name a new folder with run.dir=…"
+        )
     return newest
 
 
@@ -98,11 +98,9 @@ def differing(checkpoint: Checkpoint, config: Config) -> str:
     return f"differs from the run that it continues: {', '.join(listed)}" if listed else ""
 
 
-def _free(folder: Path) -> None:
-    """Raises ConfigError if the folder holds a run."""
+def _free(folder: Path, way: str = "") -> None:
+    """Raises ConfigError if the folder holds a run. `way` is another way out than a new folder."""
     if there := results(folder):
-        newest = _newest(folder)
-        way = f", or continue it after step {newest.step} with run.resume=auto" if newest else ""
         raise ConfigError(
             f"run.dir={folder} holds a run already ({', '.join(there)}); name another folder with run.dir=…{way}"
         )
@@ -113,21 +111,29 @@ def _the_same(folder: Path, newest: Checkpoint | None, config: Config) -> None:
     if not (there := results(folder)):
         return
     before = _saved(newest) if newest else _read(folder / CONFIG)
-    refused, on_purpose = "", f", or continue it on purpose with run.resume={folder}" if newest else ""
+    refused, way = "", _way(folder, config)
     if before is None:
         refused = f"a run ({', '.join(there)}) without a config.yaml that says which"
-    elif differ := [
-        f"{key}={then}, now {now}"
-        for key, (then, now) in _differences(before, config).items()
-        if key not in _ASIDE and not {key, key.split(".")[0]}.isdisjoint(SAME)
-    ]:
-        refused = f"another run ({', '.join(differ)})"
+    elif differ := _identity(before, config):
+        refused = f"another run ({_listed(differ)})"
     elif not newest and (origin := OmegaConf.select(before, "run.resume")) not in (None, "auto"):
-        refused, on_purpose = f"a run that continued {origin} and has no checkpoint", f" and run.resume={origin}"
+        refused, way = f"a run that continued {origin} and has no checkpoint", f" and run.resume={origin}"
     if refused:
-        raise ConfigError(
-            f"run.resume=auto: run.dir={folder} holds {refused}; name another folder with run.dir=…{on_purpose}"
-        )
+        raise ConfigError(f"run.resume=auto: run.dir={folder} holds {refused}; name another folder with run.dir=…{way}")
+
+
+def _way(folder: Path, config: Config) -> str:
+    """Returns how this command could continue the run in the folder, or "" if that has no checkpoint."""
+    if (newest := _newest(folder)) is None:
+        return ""
+    before = _saved(newest)
+    differ = _identity(before, config)
+    if before is None or (differ and not any(_among(key, _BOUND) for key in differ)):
+        how = f"on purpose with run.resume={folder}"
+    else:
+        how = f"with run.resume=auto {_back(differ)}".rstrip()
+    more = f" run.steps={newest.step}" if newest.step > config.run.steps else ""
+    return f", or continue it after step {newest.step} {how}{more}"
 
 
 def _continues(checkpoint: Checkpoint, own: Path) -> None:
@@ -171,6 +177,26 @@ def _differences(before: DictConfig | None, config: Config) -> dict[str, tuple[A
             if then is not _ABSENT and then != values[key] and name not in _OF_NO_INTEREST:
                 changes[name] = (then, values[key])
     return changes
+
+
+def _identity(before: DictConfig | None, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Returns the differences that make it another run."""
+    changes = _differences(before, config)
+    return {key: pair for key, pair in changes.items() if key not in _ASIDE and _among(key, SAME)}
+
+
+def _among(key: str, names: tuple[str, ...]) -> bool:
+    return not {key, key.split(".")[0]}.isdisjoint(names)
+
+
+def _listed(changes: dict[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{key}={then}, now {now}" for key, (then, now) in changes.items())
+
+
+def _back(changes: dict[str, tuple[Any, Any]]) -> str:
+    """Returns the words of a command line that give each key the value it had."""
+    values = {key.removesuffix(".kind"): "null" if then is None else then for key, (then, _) in changes.items()}
+    return " ".join(f"{key}={then}" for key, then in values.items())
 
 
 def save(folder: Path, step: int, engine: Assembled, config: Config, ranks: Ranks, text: str) -> None:

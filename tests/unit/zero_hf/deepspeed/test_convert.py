@@ -10,7 +10,7 @@ import torch
 import zero_core
 from zero_core.checkpoint.safetensors import Reader, open_index
 from zero_core.errors import CheckpointError, PretrainedError
-from zero_hf.__main__ import main
+from zero_hf.commands import main
 from zero_hf.deepspeed.convert import convert, convert_weights
 
 from .test_checkpoint import _compare, _sharded

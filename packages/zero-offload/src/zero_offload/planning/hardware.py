@@ -29,6 +29,14 @@ GIB = 1 << 30
 GB = 10**9
 
 
+def bytes_shown(nbytes: float) -> str:
+    """Returns a number of bytes to print, such as 56.0 GB, 0.31 GB or 21.3 KB: units of 1000, of which it has 0.1."""
+    for unit, size in (("GB", GB), ("MB", 10**6), ("KB", 10**3)):
+        if nbytes >= size / 10:
+            return f"{nbytes / size:.{1 if nbytes >= 10 * size else 2}f} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
 def available_host_bytes() -> int:
     """Memory that new processes may use without swapping: MemAvailable, or the control group's room if less.
 

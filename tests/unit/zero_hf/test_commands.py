@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from zero_hf.__main__ import main
+from zero_hf.commands import main
 
 CONFIGS = Path(__file__).with_name("deepspeed") / "configs"
 
