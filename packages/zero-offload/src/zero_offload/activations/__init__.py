@@ -122,7 +122,7 @@ class Activations:
             if by_rows is None:
                 leaves, structure = pytree.tree_flatten((args, kwargs))
                 for cache in (leaf for leaf in leaves if hasattr(leaf, "get_seq_length")):
-                    _refuse_cache(name, f"a {type(cache).__name__}")
+                    _refuse_cache(name, f"an object of class {type(cache).__name__}")
                 call = _Call(*told, (args, kwargs), leaves, structure)
                 return checkpoint(call.run, call.anchor, 0, use_reentrant=False)
             leaves, structure, names = flatten(args, kwargs, positional)
