@@ -61,6 +61,11 @@ class Block(nn.Module):
             y = y[:, random.sample(range(6), 6)][:, numpy.random.permutation(6)]
         if self.kind == "later" and self.calls[0] > 1:
             self.scale += 1
+        with torch.no_grad():
+            if self.kind == "clamped parameter":
+                self.inner.bias.clamp_(-0.1, 0.1)
+            if self.kind == "averaged parameter":
+                self.inner.bias.mul_(0.9).add_(y.mean(0))
         return x + self.outer(torch.tanh(y))
 
 
@@ -168,6 +173,21 @@ def test_modes_and_values_set_between_forward_and_backward_are_not_computed_with
         found.append({name: zero_core.full_gradient(p) for name, p in model.named_parameters()})
         optimizer.close()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_write_into_a_parameter_that_changes_it_twice_is_refused():
+    """A clamp changes it once only."""
+    for kind in ("clamped parameter", "averaged parameter"):
+        model = Model(kind)
+        optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with offload_activations(model):
+            loss = model(batches()[0]).sum()
+            if kind == "clamped parameter":
+                loss.backward()
+            else:
+                with pytest.raises(ActivationError, match="layers.1 writes into its parameter inner.bias in forward"):
+                    loss.backward()
+        optimizer.close()
 
 
 def test_a_write_that_the_first_call_did_not_do_is_refused(large):

@@ -48,6 +48,8 @@ class Buffers:
             place for place in self._values() if isinstance(self._modules[place[0]], nn.modules.batchnorm._BatchNorm)
         }
         self._seen: set[bool] = set()  # module.training of the calls that were watched
+        self._parameters = list(module.named_parameters())
+        self._rewritten: set[int] = set()  # parameters that a first run wrote
 
     @contextmanager
     def first_run(self, found: Found) -> Iterator[None]:
@@ -59,7 +61,11 @@ class Buffers:
         before = self._values()
         kept = {place: _copied(v) for place, v in before.items() if new or place in self._written or _is_small(v)}
         versions = {place: _version(v) for place, v in before.items()}
+        of_parameters = [parameter._version for _, parameter in self._parameters]
         yield
+        for k, (_, parameter) in enumerate(self._parameters):
+            if parameter._version != of_parameters[k]:
+                self._rewritten.add(k)
         after = self._values()
         for place, value in before.items():
             if not isinstance(value, Tensor):
@@ -80,8 +86,12 @@ class Buffers:
 
     @contextmanager
     def second_run(self, found: Found) -> Iterator[None]:
-        """The forward runs inside of this again, on what the first run found, and leaves no trace."""
+        """The forward runs inside of this again, on what the first run found, and leaves no trace.
+
+        Raises ActivationError for what was changed since, and for a write into a parameter that changes it again.
+        """
         before = self._values()
+        parameters = {k: self._parameters[k][1].detach().clone() for k in self._rewritten}
         for place, (value, version) in found.items():
             if _version(value) != version:
                 raise ActivationError(
@@ -94,6 +104,19 @@ class Buffers:
             yield
         finally:
             self._put(before)
+            self._refuse_rewritten(parameters)
+
+    def _refuse_rewritten(self, before: Mapping[int, Tensor]) -> None:
+        """A clamp or a normalisation changes nothing the second time, an average does."""
+        for k, values in before.items():
+            name, parameter = self._parameters[k]
+            change = (parameter.detach() - values).double().norm() / values.double().norm().clamp_min(1e-30)
+            rounding = 8 * torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
+            if not change <= rounding:
+                raise ActivationError(
+                    f"unit {self._unit} writes into its parameter {name} in forward, and recomputation has done so a "
+                    "second time: make it a buffer, write outside of the unit, or give the unit the policy 'keep'"
+                )
 
     @contextmanager
     def part(self, changes: dict[Place, Any], found: Found | None = None) -> Iterator[None]:
