@@ -34,17 +34,19 @@ def run_options(options, make):
     toys.train(make, **options)
 
 
+PECULIAR = [
+    *(toys.Stack, toys.Unused, toys.Frozen, toys.Tied, toys.External, toys.Routed, toys.Twice),
+    *(toys.InPlace, toys.InPlaceView),
+]
+
+
 @STAGES
-@pytest.mark.parametrize(
-    "make", [toys.Stack, toys.Unused, toys.Frozen, toys.Tied, toys.External, toys.Routed, toys.Twice, toys.InPlace]
-)
+@pytest.mark.parametrize("make", PECULIAR)
 def test_peculiar_models_on_two_ranks(ranks, stage, make):
     ranks(2).run(run_options, {"stage": stage}, make)
 
 
-@pytest.mark.parametrize(
-    "make", [toys.Stack, toys.Unused, toys.Frozen, toys.Tied, toys.External, toys.Routed, toys.Twice, toys.InPlace]
-)
+@pytest.mark.parametrize("make", PECULIAR)
 def test_peculiar_models_on_one_rank(make):
     toys.train(make, stage=3)
 

@@ -195,6 +195,19 @@ class InPlace(Stack):
         return self.head(x)
 
 
+class InPlaceView(Stack):
+    """The output of a block is a view, as a linear layer returns for three dimensions, and a slice of it is changed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x[None])
+        for block in self.blocks:
+            x = block(x).view(-1, x.shape[-1])
+            x[..., :2] += 1.0
+        x = self.head(x[None])
+        x[..., 0] *= 2.0
+        return x
+
+
 def data(step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(97 * step + rank)
     return torch.randn(6, 5, generator=generator)

@@ -546,6 +546,18 @@ class CountingNorm(nn.Module):
         return x.view(8, -1).view_as(x) / self.calls
 
 
+class RunningNorm(nn.Module):
+    """Replaces its buffer by another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.size = self.size * 0.5 + x.detach().abs().mean()
+        return x / self.size
+
+
 class CentredNorm(nn.Module):
     """Mixes the rows of a batch, which its class does not tell."""
 
@@ -555,7 +567,13 @@ class CentredNorm(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "given", "seen"),
-    [(nn.LayerNorm, (16,), {2}), (CentredNorm, (), {8}), (CountingNorm, (), {8}), (nn.BatchNorm1d, (5,), {8})],
+    [
+        (nn.LayerNorm, (16,), {2}),
+        (CentredNorm, (), {8}),
+        (CountingNorm, (), {8}),
+        (RunningNorm, (), {8}),
+        (nn.BatchNorm1d, (5,), {8}),
+    ],
 )
 def test_a_norm_between_blocks_and_head_computes_by_rows_if_it_can_and_else_all(kind, given, seen):
     """It is in no unit but the model's own, and has no policy by which it could be told to keep."""

@@ -1,14 +1,19 @@
-"""Units whose forward writes into a buffer, recomputed: the gradients, and the buffers after it, are plain torch's.
+"""Units whose forward writes into a buffer or an attribute, recomputed: the gradients, and the values after it, are
+plain torch's.
 
 Fails if the second run sees what the first one wrote, or if its own writes stay.
 """
 
+import random
+
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zero_core
 from zero_offload import ActivationError, offload_activations
+from zero_offload.activations import buffers as buffers_of_units
 
 
 class Block(nn.Module):
@@ -24,6 +29,9 @@ class Block(nn.Module):
             self.inner = nn.utils.parametrizations.spectral_norm(self.inner)
         self.register_buffer("scale", torch.ones(6))
         self.register_buffer("mask", torch.ones(6))
+        self.register_buffer("mean", None)
+        self.count, self.state, self.seen = 0, torch.zeros(6), []
+        self.generator = torch.Generator().manual_seed(1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x) * self.scale.clone() * self.mask.clone()
@@ -37,8 +45,27 @@ class Block(nn.Module):
             self.mask.copy_(torch.ones(6))
         if self.kind == "in evaluation" and not self.training:
             self.scale += 1
+        if self.kind == "attributes":
+            self.count += 1
+            y = y / self.count - self.state + len(self.seen)
+            self.state = 0.5 * self.state + y.detach().mean(0)
+            self.seen.append(y.detach())
+        if self.kind == "none yet":
+            self.mean = y.detach().mean(0) * 2 if self.mean is None else self.mean * 0.5 + y.detach().mean(0)
+            y = y - self.mean
+        if self.kind == "unseen" and self.calls[0] > 1:
+            self.scale.data.mul_(0.5)
+        if self.kind == "generator":
+            y = y[:, torch.randperm(6, generator=self.generator)]
+        if self.kind == "python and numpy":
+            y = y[:, random.sample(range(6), 6)][:, numpy.random.permutation(6)]
         if self.kind == "later" and self.calls[0] > 1:
             self.scale += 1
+        with torch.no_grad():
+            if self.kind == "clamped parameter":
+                self.inner.bias.clamp_(-0.1, 0.1)
+            if self.kind == "averaged parameter":
+                self.inner.bias.mul_(0.9).add_(y.mean(0))
         return x + self.outer(torch.tanh(y))
 
 
@@ -65,6 +92,8 @@ def train(model: nn.Module, read) -> tuple[list[dict[str, Tensor]], dict[str, Te
     two run before the first backward of theirs."""
     found = []
     first, second, third, fourth, fifth = batches()
+    random.seed(0)
+    numpy.random.seed(0)
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
     for norm in norms:
         norm.eval()
@@ -82,12 +111,19 @@ def train(model: nn.Module, read) -> tuple[list[dict[str, Tensor]], dict[str, Te
     loss.backward(retain_graph=True)
     loss.backward()
     found.append(read(model))
-    return found, {name: buffer.clone() for name, buffer in model.named_buffers()}
+    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for number, layer in enumerate(model.layers):
+        values[f"state {number}"] = layer.state
+        values[f"counts {number}"] = torch.tensor([layer.count, len(layer.seen), random.random()])
+    return found, values
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["batch norm", "spectral norm", "running", "replaced", "replaced later", "idempotent", "in evaluation"],
+    [
+        *("batch norm", "spectral norm", "running", "replaced", "replaced later", "idempotent", "in evaluation"),
+        *("attributes", "none yet", "unseen", "generator", "python and numpy", "later"),
+    ],
 )
 @pytest.mark.parametrize("policy", ["recompute", "host"])
 def test_gradients_and_buffers_are_those_of_plain_torch(kind, policy):
@@ -112,7 +148,13 @@ def test_a_buffer_of_a_layout_that_cannot_be_compared_is_left_alone():
     optimizer.close()
 
 
-def test_a_write_between_forward_and_backward_is_refused():
+@pytest.fixture
+def large(monkeypatch):
+    """The buffers of these tests are taken for large ones, which are not copied at each call."""
+    monkeypatch.setattr(buffers_of_units, "SMALL_BYTES", 0)
+
+
+def test_a_write_between_forward_and_backward_is_refused(large):
     model = Model("plain")
     optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with offload_activations(model):
@@ -124,7 +166,40 @@ def test_a_write_between_forward_and_backward_is_refused():
     optimizer.close()
 
 
-def test_a_write_that_the_first_call_did_not_do_is_refused():
+def test_modes_and_values_set_between_forward_and_backward_are_not_computed_with():
+    """Fails if the second run computes in the mode, or with the attributes, that the module has by then."""
+    found = []
+    for recomputes in (False, True):
+        model = Model("batch norm")
+        optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with offload_activations(model, policy="recompute" if recomputes else "keep"):
+            loss = model(batches()[0]).square().mean()
+            model.eval()
+            for layer in model.layers:
+                layer.scale += 1
+                layer.kind = "running"
+            loss.backward()
+        found.append({name: zero_core.full_gradient(p) for name, p in model.named_parameters()})
+        optimizer.close()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_write_into_a_parameter_that_changes_it_twice_is_refused():
+    """A clamp changes it once only."""
+    for kind in ("clamped parameter", "averaged parameter"):
+        model = Model(kind)
+        optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with offload_activations(model):
+            loss = model(batches()[0]).sum()
+            if kind == "clamped parameter":
+                loss.backward()
+            else:
+                with pytest.raises(ActivationError, match="layers.1 writes into its parameter inner.bias in forward"):
+                    loss.backward()
+        optimizer.close()
+
+
+def test_a_write_that_the_first_call_did_not_do_is_refused(large):
     model = Model("later")
     optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with offload_activations(model):

@@ -27,10 +27,14 @@ def in_backward() -> bool:
 
 
 def hook_outputs(output: Any, sequence: int, hook: Callable[[Tensor], Any]) -> bool:
-    """Hook every tensor of `output` that was made since autograd's count was `sequence`; others only pass through."""
+    """Hook every tensor of `output` that was made since autograd's count was `sequence`; others only pass through.
+
+    Of a view, such as a linear layer returns for inputs of three dimensions, the tensor that it views is hooked too:
+    when a view is changed in place, torch gives it another history, which leaves out the node that has its hooks.
+    """
     found = False
     for outer in tensors_of(output):
-        for tensor in _graphs(outer):
+        for tensor in (each for graph in _graphs(outer) for each in _with_base(graph)):
             made = tensor.grad_fn
             if made is not None and made._sequence_nr() >= sequence:
                 tensor.register_hook(hook)
@@ -48,6 +52,12 @@ def _graphs(tensor: Tensor) -> Iterator[Tensor]:
             tangent = forward_ad.unpack_dual(tensor).tangent
             if tangent is not None:
                 yield from _graphs(tangent)
+
+
+def _with_base(tensor: Tensor) -> list[Tensor]:
+    with torch._C.DisableTorchFunctionSubclass():
+        base = tensor._base
+    return [tensor] if base is None else [tensor, base]
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ from ..planning.sizes import outer_norms
 from ..store import TieredStore
 from ..streams import streams_of
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
-from .buffers import Buffers, Found
-from .cutting import Cut, Joined, argument_names, find_cut, flatten, return_memory
+from .buffers import Buffers, Found, HostRandom
+from .cutting import Cut, Joined, argument_names, as_found, find_cut, flatten, return_memory, unchanged_arguments
 from .host_spill import HostSpill
 from .logits import Head
 from .mixing import refuse_batch_norm, rows_of_outputs
@@ -107,7 +107,8 @@ class Activations:
         had_own = "forward" in module.__dict__
         spill = self._spills.get(policy)
         positional = argument_names(original) if by_rows is not None else []
-        told = self._counts, self._observer, name, original, Buffers(name, module), spill
+        buffers = Buffers(name, module)
+        told = self._counts, self._observer, name, original, buffers, spill
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -119,16 +120,19 @@ class Activations:
             for cache in (key for key in _CACHES if kwargs.get(key) is not None):
                 _refuse_cache(name, cache)
             if by_rows is None:
-                call = _Call(*told, *pytree.tree_flatten((args, kwargs)))
+                leaves, structure = pytree.tree_flatten((args, kwargs))
+                for cache in (leaf for leaf in leaves if hasattr(leaf, "get_seq_length")):
+                    _refuse_cache(name, f"an object of class {type(cache).__name__}")
+                call = _Call(*told, (args, kwargs), leaves, structure)
                 return checkpoint(call.run, call.anchor, 0, use_reentrant=False)
             leaves, structure, names = flatten(args, kwargs, positional)
             for argument, leaf in zip(names, leaves, strict=True):
                 if hasattr(leaf, "get_seq_length"):
                     _refuse_cache(name, argument)
-            cut, joined = by_rows.cut(name, module, original, leaves, structure, names, if_it_can=optional)
+            cut, joined = by_rows.cut(name, module, buffers, original, leaves, structure, names, if_it_can=optional)
             if cut is None and optional:
                 return original(*args, **kwargs)
-            call = _Call(*told, leaves, structure, cut)
+            call = _Call(*told, (args, kwargs), leaves, structure, cut)
             del args, kwargs, leaves
             if cut is None:
                 return checkpoint(call.run, call.anchor, 0, use_reentrant=False)
@@ -136,7 +140,9 @@ class Activations:
             with _no_shared_casts():
                 for k in reversed(range(cut.parts)):
                     output.add(k, checkpoint(call.run, call.anchor, k, use_reentrant=False))
-            return output.whole()
+            value, changes = output.whole()
+            buffers.leave(changes)
+            return value
 
         forward._torchdynamo_disable = True  # type: ignore[attr-defined]
         module.forward = forward
@@ -162,6 +168,7 @@ class _ByRows:
         self,
         name: str,
         module: nn.Module,
+        buffers: Buffers,
         original: Callable[..., Any],
         leaves: Sequence[Any],
         structure: Any,
@@ -178,7 +185,7 @@ class _ByRows:
         kind = (name, module.training, str(structure), cut.where, flags)
         if kind not in self._kinds:
             try:
-                self._kinds[kind] = rows_of_outputs(name, module, original, leaves, structure, cut)
+                self._kinds[kind] = rows_of_outputs(name, module, buffers, original, leaves, structure, cut)
             except ActivationError:
                 if not if_it_can:
                     raise
@@ -199,16 +206,22 @@ class _Call:
         original: Callable[..., Any],
         buffers: Buffers,
         spill: Spill | None,
+        given: tuple[Any, Any],
         leaves: list[Any],
         structure: Any,
         cut: Cut | None = None,
     ) -> None:
         self._counts, self._observer, self._name, self._original = counts, observer, name, original
         self._structure, self._cut, self._buffers = structure, cut, buffers
+        self._random = HostRandom()
         self._found: Found = {}  # what the first run found in the unit's buffers
-        self._live: Callable[[int], list[Any]] | None = (lambda k: leaves) if cut is None else cut.parts_of(leaves)
+        # Arguments of the first runs: a unit that is not cut is called with what it was given.
+        self._live: Callable[[int], tuple[Any, Any]] | None = lambda k: given
+        if cut is not None:
+            parts_of = cut.parts_of(leaves)
+            self._live = lambda k: pytree.tree_unflatten(parts_of(k), structure)
         self._parts = 1 if cut is None else cut.parts
-        self._kept: list[Any] = list(leaves)
+        self._kept: list[Any] = [as_found(leaf) for leaf in leaves]
         self._aside: dict[int, tuple[Spilled, bool]] = {}  # by position: where it is, and whether it needs a gradient
         self._loaded: list[Any] = []  # the leaves, while parts of them are computed again
         self._left = 0  # of these parts
@@ -217,6 +230,8 @@ class _Call:
         self.anchor = tensors[0][1].detach().new_empty(0) if tensors else torch.empty(0)
         first = next((k for k, value in tensors if _worthwhile(value)), None)
         for k, value in tensors:
+            if isinstance(value, nn.Parameter):  # of another unit, which gathers it when it is asked for
+                continue
             # Masks and position tables are one tensor for all units; the unit's input is its own.
             if spill is not None and _worthwhile(value) and (value.requires_grad or k == first):
                 self._aside[k] = (spill.pack(value, name), value.requires_grad)
@@ -235,21 +250,28 @@ class _Call:
             return self._compute(k)
 
     def _compute(self, k: int) -> Any:
-        if self._live is not None:
-            live, run = self._live(k), self._buffers.first_run
-            if k == 0:  # the last one
-                self._live = None
-        else:
+        if self._live is None:
             self._counts["recomputed"] += 1
-            live, run = self._load(k), self._buffers.second_run
-        args, kwargs = pytree.tree_unflatten(live, self._structure)
-        with run(self._found):
-            return self._original(*args, **kwargs)
+            args, kwargs = pytree.tree_unflatten(self._load(k), self._structure)
+            with self._buffers.second_run(self._found), self._random.second_run(k):
+                output = self._original(*args, **kwargs)
+            return output if self._cut is None else (output, {})
+        args, kwargs = self._live(k)
+        if k == 0:  # the last one
+            self._live = None
+        if self._cut is None:
+            with self._buffers.first_run(self._found), self._random.first_run(k):
+                return self._original(*args, **kwargs)
+        changes: dict[Any, Any] = {}
+        unchanged = unchanged_arguments(self._name, args, kwargs)
+        with unchanged, self._buffers.part(changes, self._found), self._random.first_run(k):
+            output = self._original(*args, **kwargs)
+        return output, changes
 
     def _load(self, k: int) -> list[Any]:
         """The leaves of part k. What was set aside is read once for all parts."""
         if not self._left:
-            self._loaded, self._left = list(self._kept), self._parts
+            self._loaded, self._left = [as_found(leaf) for leaf in self._kept], self._parts
             for place, (spilled, _) in self._aside.items():
                 self._loaded[place] = spilled.load()
         part = self._loaded if self._cut is None else self._cut.part(self._loaded, k)

@@ -8,7 +8,7 @@ of those that require a gradient if there are any. Tensors are found in tuples, 
 
     first dimension    what a part gets
     the batch          its rows
-    anything else      the whole tensor: position tables (1, T, d), masks (1, 1, T, T) or (T, T), numbers
+    anything else      the whole tensor: position tables (1, T, d), masks (1, 1, T, T) or (T, T), numbers, parameters
 
 Where the hidden states have another dimension of the batch's size, a tensor that begins with this size may be either,
 so the user has to name the arguments that all rows share. A tensor that all rows share gets its gradient from every
@@ -25,13 +25,15 @@ fault when it is used again, but when the process has grown by what two parts le
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
@@ -40,7 +42,19 @@ from zero_core.runtime.outputs import tensors_of
 
 from .spill import ActivationError
 
-__all__ = ["Cut", "Joined", "argument_names", "find_cut", "flatten", "pieces_of", "return_memory", "same"]
+__all__ = [
+    "Cut",
+    "Joined",
+    "argument_names",
+    "as_found",
+    "find_cut",
+    "flatten",
+    "leaves_of",
+    "pieces_of",
+    "return_memory",
+    "same",
+    "unchanged_arguments",
+]
 
 _freed = FreedMemory()
 _PACKED = (
@@ -195,7 +209,8 @@ def find_cut(
     names: for each leaf, its argument. shared: arguments that all rows share; None: the user has named none.
     Raises ActivationError where a batch cannot be cut, or only by a guess.
     """
-    tensors = [(k, leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()]
+    given = [(k, leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()]
+    tensors = [(k, tensor) for k, tensor in given if not isinstance(tensor, nn.Parameter)]
     hidden = [(k, t) for k, t in tensors if t.is_floating_point() and t.dim() > 1 and names[k] not in (shared or ())]
     if not tensors:
         return None
@@ -241,14 +256,39 @@ def argument_names(function: Callable[..., Any]) -> list[str]:
 
 def flatten(args: Sequence[Any], kwargs: dict[str, Any], positional: Sequence[str]) -> tuple[list[Any], Any, list[str]]:
     """The leaves of a call's arguments, their structure, and for each leaf the name of its argument."""
-    leaves, structure = _leaves_of((tuple(args), kwargs))
+    leaves, structure = leaves_of((tuple(args), kwargs))
     named = [*positional[: len(args)], *(f"argument {k}" for k in range(len(positional), len(args))), *kwargs]
-    counts = [len(_leaves_of(value)[0]) for value in (*args, *kwargs.values())]
+    counts = [len(leaves_of(value)[0]) for value in (*args, *kwargs.values())]
     return leaves, structure, [name for name, count in zip(named, counts, strict=True) for _ in range(count)]
 
 
-def _leaves_of(value: Any) -> tuple[list[Any], Any]:
+def leaves_of(value: Any) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(_opened(value))
+
+
+@contextmanager
+def unchanged_arguments(unit: str, args: Any, kwargs: Any) -> Iterator[None]:
+    """The forward of a part runs inside of this. Raises ActivationError if it changes which tensors are in a list, a
+    dict or an object that it is given: what comes after it would find those of one part there."""
+    values = (*args, *kwargs.values())
+    given = list(tensors_of(values))
+    yield
+    now = list(tensors_of(values))
+    if len(now) != len(given) or any(left is not right for left, right in zip(now, given, strict=True)):
+        raise ActivationError(
+            f"unit {unit} puts tensors into a list, a dict or an object that it is given, which rows= would make it do "
+            "for each part of a batch: give it the policy 'keep', or leave rows= out"
+        )
+
+
+def as_found(leaf: Any) -> Any:
+    """An argument to compute with again: of an object, a copy of one level, as a forward may change what it holds."""
+    if isinstance(leaf, (Tensor, nn.Module)) or callable(leaf) or not hasattr(leaf, "__dict__"):
+        return leaf
+    try:
+        return copy.copy(leaf)
+    except TypeError:  # such as a handle of a library: it holds nothing that a forward changes
+        return leaf
 
 
 class _Opened:
@@ -293,7 +333,7 @@ class Joined:
 
     def add(self, k: int, output: Any) -> None:
         """Takes what part k returned; its memory is not needed any more."""
-        leaves, structure = _leaves_of(output)
+        leaves, structure = leaves_of(output)
         if self._structure is None:
             self._structure, count = structure, self._cut.batch
             self._values = [

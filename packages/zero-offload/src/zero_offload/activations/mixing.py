@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 from zero_core import ZeroError
 
 from ..errors import OffloadError
-from .buffers import differ
-from .cutting import Cut, flatten, same
+from .buffers import Buffers
+from .cutting import Cut, leaves_of, same, unchanged_arguments
 from .spill import ActivationError
 
 __all__ = ["refuse_batch_norm", "rows_of_outputs"]
@@ -51,9 +51,16 @@ def refuse_batch_norm(unit: str, module: nn.Module) -> None:
 
 
 def rows_of_outputs(
-    unit: str, module: nn.Module, forward: Callable[..., Any], leaves: Sequence[Any], structure: Any, cut: Cut
+    unit: str,
+    module: nn.Module,
+    buffers: Buffers,
+    forward: Callable[..., Any],
+    leaves: Sequence[Any],
+    structure: Any,
+    cut: Cut,
 ) -> tuple[bool, ...]:
-    """For each leaf of the unit's output, whether it has a row for each row of the input; else it is the same for all.
+    """For each leaf of the unit's output, and then for each attribute that it changes, whether it has a row for each
+    row of the input; else it is the same for all.
 
     Raises ActivationError if rows depend on each other, or an output is neither.
     """
@@ -61,28 +68,36 @@ def rows_of_outputs(
     pieces = [(0, count), (0, cut.rows), (cut.rows, count - cut.rows)]
     device = next(leaf.device for k, leaf in enumerate(leaves) if k in cut.where)
 
-    def compute(start: int, size: int) -> tuple[list[Any], bool]:
-        """The output's leaves, and whether random numbers were drawn."""
+    def compute(start: int, size: int) -> tuple[list[Any], int, bool]:
+        """The output's leaves and then those of attributes, the number of the former, and whether random numbers were
+        drawn."""
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_with_random_numbers(device)):
             before = _random_state(device)
             args, kwargs = pytree.tree_unflatten(cut.rows_of(leaves, start, size), structure)
-            found = flatten((forward(*args, **kwargs),), {}, ("output",))[0]
-            return found, not all(map(torch.equal, before, _random_state(device)))
+            changes: dict[Any, Any] = {}
+            with unchanged_arguments(unit, args, kwargs), buffers.part(changes):
+                output = forward(*args, **kwargs)
+            found, count = leaves_of((output, changes))[0], len(leaves_of(output)[0])
+            return found, count, not all(map(torch.equal, before, _random_state(device)))
 
     with torch.no_grad(), _naming_failures(unit, count, cut):
-        with _unchanged_buffers(unit, module), _WithoutDropout():
+        with _WithoutDropout():
             found = [compute(*piece) for piece in pieces]
-        if any(drawn for _, drawn in found):
+        if any(drawn for *_, drawn in found):
             with _eval_mode(module):
                 found = [compute(*piece) for piece in pieces]
-    whole, *halves = ([*leaves] for leaves, _ in found)
+    whole, *halves = (leaves for leaves, *_ in found)
     if len({len(each) for each in (whole, *halves)}) > 1:
         raise ActivationError(f"unit {unit} returns outputs of another structure for other rows: {_OUT}")
     sizes = [size for _, size in pieces]
-    return tuple(_has_rows(unit, values, sizes) for values in zip(whole, *halves, strict=True))
+    outputs = found[0][1]
+    return tuple(
+        _has_rows(unit, "returns an output" if k < outputs else "keeps in an attribute a value", values, sizes)
+        for k, values in enumerate(zip(whole, *halves, strict=True))
+    )
 
 
-def _has_rows(unit: str, values: Sequence[Any], sizes: Sequence[int]) -> bool:
+def _has_rows(unit: str, what: str, values: Sequence[Any], sizes: Sequence[int]) -> bool:
     if all(isinstance(v, Tensor) and v.dim() and v.shape[0] == n for v, n in zip(values, sizes, strict=True)):
         whole, halves = values[0], torch.cat(list(values[1:]))
         tolerance = _TOLERANCE.get(whole.dtype, _EXACT_TOLERANCE)
@@ -97,7 +112,7 @@ def _has_rows(unit: str, values: Sequence[Any], sizes: Sequence[int]) -> bool:
         return False
     form = f"shape {tuple(values[0].shape)}" if isinstance(values[0], Tensor) else f"class {type(values[0]).__name__}"
     raise ActivationError(
-        f"unit {unit} returns an output of {form} that has no row for each row of its input and differs between rows, "
+        f"unit {unit} {what} of {form} that has no row for each row of its input and differs between rows, "
         f"such as a loss over its batch: {_OUT}"
     )
 
@@ -143,25 +158,6 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for each, training in before:
             each.training = training
-
-
-@contextmanager
-def _unchanged_buffers(unit: str, module: nn.Module) -> Iterator[None]:
-    """Raise if the forward wrote into a buffer, which it would do once a part; the old values are put back."""
-    before = [(path, buffer, buffer.detach().clone()) for path, buffer in module.named_buffers()]
-    written: list[str] = []
-    try:
-        yield
-    finally:
-        for path, buffer, values in before:
-            if differ(values, buffer):
-                written.append(path)
-                buffer.copy_(values)
-    if written:
-        raise ActivationError(
-            f"unit {unit} writes into its buffer {written[0]} in forward, which rows= would make it do for each part "
-            f"of a batch: {_OUT}"
-        )
 
 
 @contextmanager
