@@ -205,6 +205,6 @@ def test_a_write_that_the_first_call_did_not_do_is_refused(large):
     with offload_activations(model):
         x = batches()[0]
         model(x).sum().backward()
-        with pytest.raises(ActivationError, match="unit layers.0 has written into its buffer scale in forward"):
+        with pytest.raises(ActivationError, match="unit layers.0 wrote into its buffer scale in forward"):
             model(x)
     optimizer.close()

@@ -76,8 +76,8 @@ class ZeroConfig:
         _known("activations", self.activations, ("keep", "recompute", "host", "nvme"))
         if self.rows is not None and self.activations == "keep":
             raise ConfigError(
-                f"rows={self.rows} with activations='keep': only blocks that are recomputed compute some rows at a "
-                "time; write activations: recompute, host or nvme"
+                f"rows={self.rows} with activations='keep': rows needs recomputed blocks; write activations: "
+                "recompute, host or nvme"
             )
         for path in self.nvme_paths:
             if set(re.findall(r"{.*?}", path)) - {"{local_rank}"}:
@@ -90,8 +90,8 @@ class ZeroConfig:
             )
         if self.activations == "nvme" and not any("nvme" in place for place in self.placements.values()):
             raise ConfigError(
-                "activations='nvme' share the files of what else is kept there, and nothing is: write optimizer: nvme, "
-                "or activations: host"
+                "activations='nvme' needs something else on nvme, whose files it shares: write optimizer: nvme, or "
+                "activations: host"
             )
 
     def _check_place(self, kind: str) -> None:

@@ -106,9 +106,9 @@ class _Sharded(Trainer):
         _refuse(self.args, self.model)
         if self.args.activation_checkpointing and self.zero_config.activations != "keep":
             raise ConfigError(
-                f"activation_checkpointing=True (or gradient_checkpointing) of {type(self.args).__name__}, and "
-                f"activations={self.zero_config.activations!r}, both recompute blocks: write "
-                "activation_checkpointing=False"
+                f"activation_checkpointing=True of {type(self.args).__name__} (in TRL its default, in older scripts "
+                f"gradient_checkpointing=True) and activations={self.zero_config.activations!r} both recompute blocks: "
+                "write activation_checkpointing=False"
             )
         if deepspeed_of(self.args) is not None:
             self._follow_deepspeed()

@@ -115,12 +115,12 @@ class Exchange:
         return "" if self._reducer.updates else "Nothing was updated. "
 
     def _refuse_lost(self, names: Sequence[str], count: float) -> None:
-        """A backward raised inside a unit. torch keeps the gradients that had arrived; those of this unit are gone."""
+        """A backward raised inside a unit. torch keeps the gradients that had arrived; those of this unit are lost."""
         if count:
+            whose = f"unit {names[0]}" if names else "a unit on another rank"
             raise GradientError(
-                f"a backward raised before the gradient of unit {names[0] if names else 'of another rank'} was "
-                f"complete, and what it had left of it is gone. {self._undone}Call optimizer.zero_grad() and repeat "
-                "the backwards of this step"
+                f"a backward raised before the gradient of {whose} was complete, and the partial gradient is lost. "
+                f"{self._undone}Call optimizer.zero_grad() and repeat the backwards of this step"
             )
 
     def _refuse_zeros(self, count: float) -> None:

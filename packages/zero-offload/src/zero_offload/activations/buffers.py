@@ -2,11 +2,11 @@
 
 [Note: a forward that writes, run twice]
 Recomputation runs a unit's forward a second time. The second run has to find buffers and attributes as the first run
-found them, or gradients are of another function than the loss; and it must not leave its own writes behind, or a
-running mean moves twice a step. torch's checkpointing leaves both to the user. Here, what the first run writes into is
+found them, or the gradients do not belong to the loss; and it must not leave its own writes behind, or a running mean
+moves twice a step. torch's checkpointing leaves both to the user. Here, what the first run writes into is
 copied before it begins, and the second run is given copies. Small buffers are copied always. Which larger ones are
-written is found out in the unit's first call, in training and in evaluation each; those of BatchNorm always are.
-Attributes are noted by reference, lists and dicts with what is in them.
+written is found out in the unit's first call, in training and in evaluation each; BatchNorm's are always treated as
+written. Attributes are kept by reference, and of a list, dict or set one level of what is in it.
 
 A unit that computes its batch in parts may not write into a buffer at all. Each part finds the attributes as the first
 one did, and what it leaves in them is joined over the parts, as outputs are.
@@ -33,7 +33,7 @@ __all__ = ["Buffers", "Found", "HostRandom"]
 Place = tuple[int, bool, str]  # the module's number, whether it is a buffer, its name
 Found = dict[Place, tuple[Any, int]]  # a value, or a copy of it, and its version
 SMALL_BYTES = 64 << 10  # copied at each call
-_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}  # of torch's, which no forward writes
+_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}  # torch's own, which are left alone
 _CONTAINERS = (list, dict, set)
 
 
@@ -54,7 +54,7 @@ class Buffers:
     def first_run(self, found: Found) -> Iterator[None]:
         """The forward runs inside of this, for the first time. Fills `found`.
 
-        Raises ActivationError for a write that cannot be undone, because no earlier call did the like.
+        Raises ActivationError for a write into a buffer that was not copied, because no earlier call wrote there.
         """
         new = self._module.training not in self._seen
         before = self._values()
@@ -75,8 +75,8 @@ class Buffers:
                 self._written.add(place)
                 if place not in kept:
                     raise ActivationError(
-                        f"unit {self._unit} has written into its buffer {place[2]} in forward, and did not in its "
-                        "first call, so there is no copy to compute again from: give it the policy 'keep'"
+                        f"unit {self._unit} wrote into its {self._name(place)} in forward, and not in its first call "
+                        "in this mode, so no copy was kept to compute again from: give it the policy 'keep'"
                     )
         self._seen.add(self._module.training)
         for place, value in before.items():
@@ -85,7 +85,8 @@ class Buffers:
 
     @contextmanager
     def second_run(self, found: Found) -> Iterator[None]:
-        """The forward runs inside of this again, on what the first run found, and leaves no trace.
+        """The forward runs inside of this again, on what the first run found, and buffers and attributes are as before
+        afterwards.
 
         Raises ActivationError for what was changed since, and for a write into a parameter that changes it again.
         """
@@ -94,8 +95,8 @@ class Buffers:
         for place, (value, version) in found.items():
             if _version(value) != version:
                 raise ActivationError(
-                    f"buffer {place[2]} of unit {self._unit} was written after the unit's forward, which backward has "
-                    "to compute again: write it after backward, or give the unit the policy 'keep'"
+                    f"the {self._name(place)} of unit {self._unit} was written after the unit's forward, which "
+                    "backward has to compute again: write it after backward, or give the unit the policy 'keep'"
                 )
         again = {k: _copied(v) if k in self._written or _is_small(v) else v for k, (v, _) in found.items()}
         try:
@@ -106,15 +107,15 @@ class Buffers:
             self._refuse_rewritten(parameters)
 
     def _refuse_rewritten(self, before: Mapping[int, Tensor]) -> None:
-        """A clamp or a normalisation changes nothing the second time, an average does."""
+        """Raise if recomputation changed a parameter beyond rounding, as an average does and a clamp does not."""
         for k, values in before.items():
             name, parameter = self._parameters[k]
             change = (parameter.detach() - values).double().norm() / values.double().norm().clamp_min(1e-30)
             rounding = 8 * torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
             if not change <= rounding:
                 raise ActivationError(
-                    f"unit {self._unit} writes into its parameter {name} in forward, and recomputation has done so a "
-                    "second time: make it a buffer, write outside of the unit, or give the unit the policy 'keep'"
+                    f"unit {self._unit} writes into its parameter {name} in forward, and recomputation changed it "
+                    "again: make it a buffer, write outside of the unit, or give the unit the policy 'keep'"
                 )
 
     @contextmanager
@@ -146,14 +147,16 @@ class Buffers:
                 if place in moved | differ or (place[1] and after.get(place) is not value)
             ]
             self._put(before)
-        for number, buffer, name in written:
-            path = self._paths[number]
+        for place in written:
             raise ActivationError(
-                f"unit {self._unit} writes into its {'buffer' if buffer else 'attribute'} {path + '.' * bool(path)}"
-                f"{name} in forward, which rows= would make it do for each part of a batch: give it the policy 'keep', "
-                "or leave rows= out"
+                f"unit {self._unit} writes into its {self._name(place)} in forward; with rows= this would happen once "
+                "per part of a batch: give it the policy 'keep', or leave rows= out"
             )
         changes.update({k: v for k, v in after.items() if _is_value(v) and (k not in before or before[k] is not v)})
+
+    def _name(self, place: Place) -> str:
+        number, buffer, name = place
+        return f"{'buffer' if buffer else 'attribute'} {'.'.join(filter(None, (self._paths[number], name)))}"
 
     def leave(self, changes: Mapping[Place, Any]) -> None:
         """Sets attributes as the forward of a whole batch would have done."""
@@ -194,7 +197,7 @@ class HostRandom:
 
     @contextmanager
     def second_run(self, k: int) -> Iterator[None]:
-        """Part k draws the numbers of its first run again, and nobody else notices."""
+        """Part k draws the numbers of its first run again, and the global states are as before afterwards."""
         if k not in self._before:
             yield
             return
