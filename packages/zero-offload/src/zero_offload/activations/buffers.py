@@ -58,7 +58,9 @@ class Buffers:
         """
         new = self._module.training not in self._seen
         before = self._values()
-        kept = {place: _copied(v) for place, v in before.items() if new or place in self._written or _is_small(v)}
+        kept: dict[Place, Any] = {
+            place: _copied(v) for place, v in before.items() if new or place in self._written or _is_small(v)
+        }
         versions = {place: _version(v) for place, v in before.items()}
         of_parameters = [parameter._version for _, parameter in self._parameters]
         yield
