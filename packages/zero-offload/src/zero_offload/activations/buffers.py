@@ -71,7 +71,8 @@ class Buffers:
         for place, value in before.items():
             if not isinstance(value, Tensor):
                 continue
-            if after.get(place) is not value:
+            replaced = after.get(place) is not value
+            if replaced:
                 self._written.add(place)
             elif versions[place] != _version(value) or (new and _differ(kept[place], value)):
                 self._written.add(place)
