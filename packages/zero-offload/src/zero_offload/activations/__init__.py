@@ -54,8 +54,9 @@ from ..planning.sizes import outer_norms
 from ..store import TieredStore
 from ..streams import streams_of
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
-from .buffers import Buffers, Found, HostRandom
+from .buffers import Buffers, Found
 from .cutting import Cut, Joined, argument_names, as_found, find_cut, flatten, return_memory, unchanged_arguments
+from .host_random import HostRandom
 from .host_spill import HostSpill
 from .logits import Head
 from .mixing import refuse_batch_norm, rows_of_outputs

@@ -15,8 +15,6 @@ one did, and what it leaves in them is joined over the parts, as outputs are.
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +26,7 @@ from zero_core.runtime.outputs import tensors_of
 
 from .spill import ActivationError
 
-__all__ = ["Buffers", "Found", "HostRandom"]
+__all__ = ["Buffers", "Found"]
 
 Place = tuple[int, bool, str]  # the module's number, whether it is a buffer, its name
 Found = dict[Place, tuple[Any, int]]  # a value, or a copy of it, and its version
@@ -183,47 +181,6 @@ class Buffers:
             found.update({(number, True, name): buffer for name, buffer in module._buffers.items()})
             found.update({(number, False, name): v for name, v in module.__dict__.items() if name not in _OWN})
         return found
-
-
-class HostRandom:
-    """Random numbers that one call draws from Python and numpy. Those of torch are replayed by its checkpointing."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, Any] = {}  # of the parts that drew some
-
-    @contextmanager
-    def first_run(self, k: int) -> Iterator[None]:
-        before = _random_states()
-        yield
-        if _random_states() != before:
-            self._before[k] = before
-
-    @contextmanager
-    def second_run(self, k: int) -> Iterator[None]:
-        """Part k draws the numbers of its first run again, and the global states are as before afterwards."""
-        if k not in self._before:
-            yield
-            return
-        now = _random_states()
-        try:
-            _set_random_states(self._before[k])
-            yield
-        finally:
-            _set_random_states(now)
-
-
-def _random_states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy.random")
-    if numpy is None:
-        return random.getstate(), None
-    name, keys, *rest = numpy.get_state()
-    return random.getstate(), (name, keys.tolist(), *rest)
-
-
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy.random"].set_state(states[1])
 
 
 def _is_value(value: Any) -> bool:
