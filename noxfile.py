@@ -7,6 +7,7 @@ What stands after `--` goes to the program that the session runs.
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 from pathlib import Path
@@ -29,7 +30,7 @@ SIBLINGS = {  # what a package declares: import-linter holds the same table
 }
 WITH = {"zero-hf": "[nvme,cpu]", "zero-train": "[nvme,cpu,hf]"}  # extras
 DEVELOPMENT = {"zero-sim": []}  # nothing that is shipped imports it, and it imports nothing of ours
-TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-benchmark", "pytest-rerunfailures", "hypothesis"]
+TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-benchmark", "hypothesis"]
 # What tests use beside the package's own requirements: real architectures, and files that other libraries wrote.
 TEST_EXTRAS = {
     "zero-nvme": ["numpy"],
@@ -79,29 +80,38 @@ def finetune(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests of all packages. A test that needs a second try is run again once and listed as RERUN.
+    """All tests of all packages, none of them twice: a test that fails once has failed.
 
     Those of a third of tests/device run on zero-sim's simulated device, in a process of their own: the others must not
     find it. `nox -s device` runs all of them.
     """
     everything(session, *DEVELOPMENT, extras=("pytest-xdist",))
     if session.posargs:
-        session.run("pytest", "--reruns", "1", "-rR", *session.posargs)
+        session.run("pytest", *session.posargs)
         return
-    session.run("pytest", "--reruns", "1", "-rR", "tests", "--ignore=tests/device")
-    session.run("pytest", "--reruns", "1", "-rR", *ON_SIM, "-n", "2", "--device", "sim", "-m", "not device_full")
+    session.run("pytest", "tests", "--ignore=tests/device")
+    session.run("pytest", *ON_SIM, "-n", "2", "--device", "sim", "-m", "not device_full")
+
+
+@nox.session
+def shuffled(session: nox.Session) -> None:
+    """All tests in a random order, of which none may depend on what ran before it; `-- SEED` repeats an order."""
+    everything(session, *DEVELOPMENT, extras=("pytest-random-order",))
+    seed = session.posargs[0] if session.posargs else str(random.randrange(10**6))
+    order = ("--random-order-bucket", "global", "--random-order-seed", seed)
+    session.run("pytest", "tests", "--ignore=tests/device", *order)
 
 
 @nox.session
 def device(session: nox.Session) -> None:
     """All of tests/device on a simulated device. On a GPU: `nox --no-venv -s device -- --device cuda`."""
     if "--device" in session.posargs:
-        session.run("pytest", "-rR", "tests/device", *session.posargs, external=True)
+        session.run("pytest", "tests/device", *session.posargs, external=True)
         return
     everything(session, *DEVELOPMENT)
-    session.run("pytest", "-rR", *ON_SIM, "--device", "sim", *session.posargs)
+    session.run("pytest", *ON_SIM, "--device", "sim", *session.posargs)
     late = {"ZERO_SIM_SEED": "1", "ZERO_SIM_LATENCY": "0:2000"}
-    session.run("pytest", "-rR", "tests/device", "--device", "sim", "-m", "not device_full", *session.posargs, env=late)
+    session.run("pytest", "tests/device", "--device", "sim", "-m", "not device_full", *session.posargs, env=late)
 
 
 @nox.session
@@ -135,7 +145,7 @@ def packages(session: nox.Session, package: str) -> None:
     import_name = package.replace("-", "_")
     folders = [f"tests/{kind}/{import_name}" for kind in ("unit", "conformance", "integration")]
     present = [folder for folder in folders if any((ROOT / folder).glob("test_*.py"))]
-    session.run("pytest", "--reruns", "1", "-rR", *present, *session.posargs)
+    session.run("pytest", *present, *session.posargs)
 
 
 @nox.session
@@ -145,7 +155,7 @@ def peft(session: nox.Session) -> None:
     names = ["test_pages.py", "zero_offload/test_peft.py", "zero_offload/test_quantised.py"]
     names += ["zero_hf/test_trainer_peft.py"]
     files = (*(f"tests/integration/{name}" for name in names), "tests/unit/zero_hf/test_merging.py")
-    session.run("pytest", "-rR", *files, *session.posargs)
+    session.run("pytest", *files, *session.posargs)
 
 
 @nox.session
