@@ -1,12 +1,15 @@
 """Values and paths that cannot be used are refused before anything is built, each by the key to change."""
 
 import copy
+import dataclasses
 import os
+import typing
 
 import pytest
 
 from zero_train import checks, config
 from zero_train.errors import ConfigError
+from zero_train.schema import Config
 
 
 def changed(*overrides):
@@ -43,6 +46,12 @@ def changed(*overrides):
         (["data=jsonl", "data.validation_fraction=1"], ["data.validation_fraction=1"]),
         (["precision.loss_scale=big"], ["precision.loss_scale=big"]),
         (["precision.loss_scale=inf"], ["precision.loss_scale=inf"]),
+        (["optim.warmup_steps=6"], ["optim.warmup_steps=6", "run.steps=5", "a tenth"]),
+        (["optim.final_fraction=2"], ["optim.final_fraction=2", "at most 1"]),
+        (["optim.weight_decay=1000"], ["optim.weight_decay=1000", "at most 10"]),
+        (["optim=sgd", "optim.lr=0.5", "optim.weight_decay=4"], ["optim.weight_decay=4", "optim.lr=0.5", "leaves -1"]),
+        (["run.report_every=-3"], ["run.report_every=-3", "at least 1"]),
+        (["optim.betas=[0.9,1.0]"], ["optim.betas=[0.9, 1.0]", "below 1"]),
         (["optim.max_grad_norm=0"], ["optim.max_grad_norm=0", "null"]),
         (["optim.max_grad_norm=-1"], ["optim.max_grad_norm=-1"]),
         (["offload.rows=0", "offload.activations=auto"], ["offload.rows=0", "at least 1", "auto or null"]),
@@ -63,6 +72,34 @@ def test_a_value_that_cannot_be_names_its_key(overrides, words):
         checks.values(changed(*overrides))
     for word in words:
         assert word in str(caught.value)
+
+
+def numbers():
+    """Every key whose type is a number, or a list of them: its section, the field, and whether it is an integer."""
+    for section in dataclasses.fields(Config):
+        hints = typing.get_type_hints(section.default_factory)
+        for key in dataclasses.fields(section.default_factory):
+            kinds = {hints[key.name], *typing.get_args(hints[key.name])} & {int, float}
+            if kinds and "allowed" not in key.metadata:
+                yield pytest.param(section.name, key, int in kinds, id=f"{section.name}.{key.name}")
+
+
+@pytest.mark.parametrize(("section", "key", "whole"), list(numbers()))
+def test_every_number_has_a_smallest_and_a_largest_value(section, key, whole):
+    """Fails for a new key without bounds, and for a bound that is not enforced."""
+    bounds = key.metadata.get("bounds", {})
+    low = bounds.get("at_least", bounds.get("above"))
+    high = bounds.get("at_most", bounds.get("below"))
+    assert low is not None and low >= 0 and high is not None and high < 2**63
+    step = 1 if whole else 1e-9
+    bad = [low - step, high * 2, float("inf"), -float("inf"), float("nan")]
+    bad += [low] * ("above" in bounds) + [high] * ("below" in bounds)
+    many = (lambda value: [0.5, value]) if key.name == "betas" else (lambda value: value)
+    for value in bad:
+        with pytest.raises(ConfigError, match=rf"^{section}\.{key.name}="):
+            checks._declared(section, key, many(value))
+    for value in [low] * ("at_least" in bounds) + [high] * ("at_most" in bounds) + [(low + high) / 2]:
+        checks._declared(section, key, many(value))
 
 
 def test_good_values_pass():

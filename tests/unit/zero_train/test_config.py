@@ -6,7 +6,7 @@ import pytest
 
 from zero_train import config
 from zero_train.errors import ConfigError
-from zero_train.schema import Config
+from zero_train.schema import ADAPTER_RATES, RATES, Config
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,23 @@ def test_every_option_of_every_group_composes(group):
     assert options
     for option in options:
         assert isinstance(config.compose([f"{group}={option.stem}"]), Config)
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (config.folder() / "recipe").glob("*.yaml")))
+def test_a_recipe_gives_each_optimizer_and_adapter_its_own_rate_and_a_warm_up_that_fits(recipe):
+    """Fails if a recipe's rate, which is AdamW's for all weights, is taken for another optimizer or for adapters."""
+    made = config.compose([f"recipe={recipe}", "optim=sgd", "adapter=lora", "run.steps=31"])
+    assert made.optim.lr == pytest.approx(made.optim.base_lr * 100 * 10)
+    assert made.optim.warmup_steps == 4
+
+
+def test_rates_are_the_usual_ones_and_a_given_one_stays():
+    rates = {kind: config.compose([f"optim={kind}"]).optim.lr for kind in RATES}
+    assert rates == {"adamw": 1e-3, "adam": 1e-3, "lion": 3e-4, "adagrad": 1e-2, "sgd": 1e-1}
+    tuned = [config.compose(["task=sft", f"adapter={kind}"]).optim.lr for kind in ADAPTER_RATES]
+    assert tuned == [2e-5, 2e-4, 2e-4]
+    assert config.compose(["task=sft", "optim=sgd", "adapter=lora", "optim.lr=7e-3"]).optim.lr == 7e-3
+    assert config.compose(["optim=lion", "optim.base_lr=1e-2", "optim.warmup_steps=0"]).optim.lr == 3e-3
 
 
 def test_fractions_and_lists_arrive_as_plain_values():

@@ -35,6 +35,7 @@ def jobs(words, sweep=False):
         ("offload=host io=threads", ["io is given", "offload=host"]),
         ("offload=none precision.states=fp32", ["precision.states", "offload=none"]),
         ("offload=auto model.checkpointing=true", ["model.checkpointing", "offload.activations=auto"]),
+        ("optim.lr=1e-2 optim.base_lr=1e-3", ["optim.base_lr", "optim.lr=0.01", "leave optim.lr out"]),
         ("optim.momentum=0.8", ["optim.momentum", "optim=adamw", "optim=sgd"]),
         ("zero=stage2 zero.resident_bytes=9", ["zero.resident_bytes", "zero.stage=2"]),
         ("task.packing=true", ["task.packing", "task=pretrain", "task=sft"]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import operator
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from zero_train.schema import ROW_KINDS, Config
 
 STATE_KINDS = ("parameters", "gradients", "optimizer")
 ACTIVATIONS = ("keep", "recompute", "host", "nvme")
+_BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+_NULL = {"optim.max_grad_norm": "no clipping"}
 EXTRAS = {"zero_nvme": "nvme", "zero_optim_cpu": "cpu", "transformers": "hf", "zero_hf": "hf"}
 
 
@@ -35,12 +38,9 @@ def values(config: Config) -> None:
     for name, folder in (("run.dir", config.run.dir), ("run.resume", config.run.resume)):
         if folder is not None and not folder.strip():  # a shell variable that is not set, for example
             raise ConfigError(f"{name} is empty; name a folder with {name}=…, or leave {name} out")
-    norm = config.optim.max_grad_norm
-    if norm is not None and not norm > 0:
-        raise ConfigError(f"optim.max_grad_norm={norm} must be above 0; set it to null for no clipping")
-    fraction = config.data.validation_fraction
-    if not 0 < fraction < 1 and not (fraction == 0 and config.data.kind in ROW_KINDS):
-        raise ConfigError(f"data.validation_fraction={fraction} must lie between 0 and 1")
+    if config.data.validation_fraction == 0 and config.data.kind not in ROW_KINDS:
+        raise ConfigError(f"data.validation_fraction=0 must be above 0 with data={config.data.kind}")
+    _optim(config)
     scale = config.precision.loss_scale
     if isinstance(scale, Mapping):
         _loss_scale(scale)
@@ -81,8 +81,6 @@ def values(config: Config) -> None:
             "zero.no_sync=false, but zero.stage=1 always keeps whole gradients until the step; leave the key out, "
             "or choose zero.stage=2, which reduces every micro-batch"
         )
-    if len(config.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.betas):
-        raise ConfigError(f"optim.betas={list(config.optim.betas)} must be two numbers, each at least 0 and below 1")
 
 
 def packages(config: Config) -> None:
@@ -225,13 +223,34 @@ def existing(path: Path) -> Path:
 def _declared(section: str, key: Field[Any], value: Any) -> None:
     """Checks one value against the smallest or the allowed ones that schema.py declares for its key."""
     name = section if key.name == "kind" else f"{section}.{key.name}"
-    least, allowed = key.metadata.get("least"), key.metadata.get("allowed")
+    bounds, allowed = key.metadata.get("bounds", {}), key.metadata.get("allowed")
     if value is None:
         return
-    if least is not None and not value >= least:
-        raise ConfigError(f"{name}={value} must be at least {least}")
+    for number in value if isinstance(value, list) else [value]:
+        if not all(_BOUNDS[word](number, bound) for word, bound in bounds.items()):  # which no NaN is
+            said = " and ".join(f"{word.replace('_', ' ')} {bound:g}" for word, bound in bounds.items())
+            way_out = f"; set it to null for {_NULL[name]}" if name in _NULL else ""
+            raise ConfigError(f"{name}={value} must be {said}{way_out}")
     if allowed is not None:
         _named(name, value, allowed)
+
+
+def _optim(config: Config) -> None:
+    optim = config.optim
+    if len(optim.betas) != 2:
+        raise ConfigError(f"optim.betas={list(optim.betas)} must be two numbers")
+    if optim.warmup_steps > config.run.steps:
+        raise ConfigError(
+            f"optim.warmup_steps={optim.warmup_steps} is more than run.steps={config.run.steps}, so the run would end "
+            "before it reaches optim.lr; lower optim.warmup_steps, leave it out for a tenth of the run, or raise "
+            "run.steps"
+        )
+    kept = 1 - optim.lr * optim.weight_decay
+    if kept <= 0 and optim.kind in ("adamw", "lion", "sgd"):  # the others divide the decay by a moment
+        raise ConfigError(
+            f"optim.weight_decay={optim.weight_decay:g} with optim.lr={optim.lr:g} leaves {kept:g} of the weights "
+            "after a step; lower one of them"
+        )
 
 
 def _device(name: str) -> None:

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from zero_train import unused_keys
 from zero_train.errors import ConfigError, chain, choices
 from zero_train.run_folder import replace
-from zero_train.schema import ROW_KINDS, Config
+from zero_train.schema import ROW_KINDS, Config, rate
 
 NAME = "train"  # of the root file, conf/train.yaml
 _OTHER_NAMES = {  # what other trainers call our keys
@@ -51,6 +51,8 @@ ConfigStore.instance().store(name="schema", node=Config, provider="zero_train")
 # Names the default run folder. Has milliseconds, because jobs of an array start in the same second; a sweep shares it.
 _STARTED = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() // 1_000_000 % 1000:03d}"
 OmegaConf.register_new_resolver("started", lambda: _STARTED, replace=True)
+OmegaConf.register_new_resolver("tenth", lambda steps: -(-steps // 10), replace=True)
+OmegaConf.register_new_resolver("rate", rate, replace=True)
 
 
 def folder() -> Path:

@@ -25,7 +25,7 @@ import zero_offload
 from zero_train import checks, conversations, engine, formats, planning, pretrained, resume, train
 from zero_train import config as configuration
 from zero_train.errors import ConfigError
-from zero_train.loop import History, learning_rate, schedule_of
+from zero_train.loop import History, schedule_of, share
 from zero_train.run_folder import replace
 from zero_train.schema import Config
 from zero_train.train import Outcome, together
@@ -235,8 +235,7 @@ class FineTune(train.Run):
                 self.lr_scheduler = self.lr_scheduler or schedule_of(optim, optimizer)
                 if self.lr_scheduler is None:
                     self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                        optimizer,
-                        lambda done: learning_rate(optim, done + 1, config.run.steps) / optim.lr,
+                        optimizer, lambda done: share(optim, done + 1, config.run.steps)
                     )
                 return self.lr_scheduler
 

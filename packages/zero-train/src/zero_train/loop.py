@@ -210,12 +210,17 @@ def _due(number: int, every: int, steps: int) -> bool:
 
 
 def learning_rate(optim: OptimConfig, number: int, steps: int) -> float:
-    """Returns the rate of step `number` (from 1): a linear warm-up, then a cosine to final_fraction of optim.lr."""
+    """Returns the rate of step `number` (from 1), see `share`."""
+    return optim.lr * share(optim, number, steps)
+
+
+def share(optim: OptimConfig, number: int, steps: int) -> float:
+    """Returns the part of optim.lr at step `number`: a linear warm-up, then a cosine to optim.final_fraction."""
     if number <= optim.warmup_steps:
-        return optim.lr * number / optim.warmup_steps
+        return number / optim.warmup_steps
     done = (number - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
     cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
-    return optim.lr * (optim.final_fraction + (1 - optim.final_fraction) * cosine)
+    return optim.final_fraction + (1 - optim.final_fraction) * cosine
 
 
 def schedule_of(optim: OptimConfig, optimizer: torch.optim.Optimizer) -> Any:

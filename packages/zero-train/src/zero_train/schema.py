@@ -1,4 +1,4 @@
-"""Declares every key of a run: its type, its default, the values that it accepts, and what it means. No behaviour.
+"""Declares every key of a run: its type, its default, the values that it accepts, and what it means.
 
 Hydra checks the YAML of conf/ and the command line against these dataclasses. A key has the same name in the YAML, here
 and, if its value is passed on, in a sibling's constructor.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from omegaconf import MISSING
+from omegaconf import MISSING, SI
 
 # OmegaConf reads the annotations at run time, also on Python 3.10: Optional[X], not X | None.
 # ruff: noqa: UP045
@@ -23,11 +23,23 @@ OPTIMIZERS = {  # the keys of OptimConfig that each one takes besides lr and wei
     "adagrad": ("eps",),
     "sgd": ("momentum",),
 }
+RATES = {"adamw": 1, "adam": 1, "lion": 0.3, "adagrad": 10, "sgd": 100}  # of optim.lr to optim.base_lr
+ADAPTER_RATES = {"none": 1, "lora": 10, "qlora": 10}  # the same, once more (Schulman et al. 2025, LoRA Without Regret)
 
 
-def _at_least(smallest: float, *, default: Any) -> Any:
-    """Declares a key's default and its smallest value, which checks.py enforces."""
-    return field(default=default, metadata={"least": smallest})
+def rate(base_lr: float, optim: str, adapter: str) -> float:
+    """Returns the learning rate of an optimizer and an adapter if optim.lr is not given."""
+    return float(f"{base_lr * RATES.get(optim, 1) * ADAPTER_RATES.get(adapter, 1):.6g}")
+
+
+# The largest values guard against slips, such as a rate of 1e5 for 1e-5. Memory is the planner's matter.
+_COUNT, _SIZE, _BYTES, _GIB, _SPEED = 10**9, 10**6, 1 << 60, 1e9, 1e6
+
+
+def _number(default: Any, **bounds: float) -> Any:
+    """Declares a key's default and its bounds, which checks.py enforces: at_least or above, and at_most or below."""
+    made = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**made, metadata={"bounds": bounds})
 
 
 def _one_of(*allowed: object, default: Any = MISSING) -> Any:
@@ -35,17 +47,29 @@ def _one_of(*allowed: object, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"allowed": allowed})
 
 
+def _count(default: Any, most: int = _COUNT) -> Any:
+    return _number(default, at_least=1, at_most=most)
+
+
+def _speed() -> Any:
+    return _number(None, above=0, at_most=_SPEED)
+
+
+def _gib() -> Any:
+    return _number(None, at_least=0, at_most=_GIB)
+
+
 @dataclass
 class RunConfig:
     """Says what the run does and where it writes its results."""
 
-    steps: int = _at_least(1, default=300)
+    steps: int = _count(300)
     """Optimizer steps."""
-    micro_batch: int = _at_least(1, default=8)
+    micro_batch: int = _count(8, _SIZE)
     """Sequences that a rank computes at once."""
-    accumulate: int = _at_least(1, default=1)
+    accumulate: int = _count(1, _SIZE)
     """Micro-batches in a step. Their gradients are summed in fp32 before the update."""
-    seed: int = _at_least(0, default=0)
+    seed: int = _number(0, at_least=0, below=1 << 32)
     """Seeds the weights, the order of the data and the sampled text. The same seed gives the same run."""
     dir: str = MISSING
     """The run folder, which the run makes and locks. A folder with an earlier run is refused unless it is resumed."""
@@ -56,29 +80,29 @@ class RunConfig:
     resume: Optional[str] = None
     """Continue from a checkpoint. auto: from the last one in run.dir, whose model, data, seed, optimizer and precision
     must be the same; without one the run starts. A run or checkpoint folder: from there, if the model is the same."""
-    checkpoint_every: int = _at_least(0, default=0)
+    checkpoint_every: int = _number(0, at_least=0, at_most=_COUNT)
     """Steps between checkpoints. The end of the run and Ctrl-C save one more. 0: save none."""
-    keep_checkpoints: int = _at_least(1, default=2)
+    keep_checkpoints: int = _count(2)
     """Checkpoints to keep in the run folder. Older ones are deleted when a newer one is complete."""
     export: bool = False
     """After the run, write the model to `pretrained` in the run folder, in the format of transformers."""
-    evaluate_every: int = _at_least(0, default=50)
+    evaluate_every: int = _number(50, at_least=0, at_most=_COUNT)
     """Steps between validation losses. The run also takes one before the first and after the last step. 0: none."""
-    evaluate_batches: int = _at_least(1, default=8)
+    evaluate_batches: int = _count(8)
     """Micro-batches that one validation loss averages, over all ranks."""
     bar: Optional[bool] = None
     """Show a progress bar rather than plain lines. null: show it if the output is a terminal."""
-    report_every: int = 10
+    report_every: int = _count(10)
     """Steps between two plain progress lines."""
-    sample_bytes: int = _at_least(0, default=160)
+    sample_bytes: int = _number(160, at_least=0, at_most=_COUNT)
     """Bytes of text to generate after the run. 0: none."""
     sample_prompt: str = "def "
     """The text to continue."""
-    sample_temperature: float = 0.7
+    sample_temperature: float = _number(0.7, at_least=0, at_most=100)
     """Divides the logits before a byte is drawn. 0: always take the most likely byte."""
     plots: bool = True
     """Draw report.png and timeline.png at the end."""
-    threads: Optional[int] = _at_least(1, default=None)
+    threads: Optional[int] = _count(None, 10_000)
     """Compute threads of a rank. null: torch's default, or with a GPU as many as do not disturb the update."""
 
 
@@ -88,23 +112,23 @@ class ModelConfig:
 
     kind: str = MISSING
     """llama, gpt2, moe or hf: the function of models.py that builds it."""
-    hidden_size: int = _at_least(1, default=768)
+    hidden_size: int = _count(768, _SIZE)
     """Width of the residual stream."""
-    intermediate_size: int = _at_least(1, default=1728)
+    intermediate_size: int = _count(1728, _SIZE)
     """Width of the feed-forward layer."""
-    layers: int = _at_least(1, default=4)
+    layers: int = _count(4, 10_000)
     """Transformer blocks."""
-    heads: int = _at_least(1, default=12)
+    heads: int = _count(12, _SIZE)
     """Attention heads. hidden_size must be an even multiple of this."""
-    key_value_heads: Optional[int] = None
+    key_value_heads: Optional[int] = _count(None, _SIZE)
     """Key and value heads (grouped-query attention). null: as many as `heads`. llama and moe only."""
-    vocab_size: int = _at_least(1, default=256)
+    vocab_size: int = _number(256, at_least=256, at_most=1 << 24)
     """Size of the vocabulary: at least 256, for bytes, and at least what data.tokenizer has."""
     tie_embeddings: bool = False
     """Use one matrix for the embedding and the head."""
-    experts: int = 4
+    experts: int = _count(4, 10_000)
     """Experts in a block. moe only."""
-    experts_per_token: int = 2
+    experts_per_token: int = _count(2, 10_000)
     """Experts that each token is routed to. moe only."""
     checkpointing: bool = False
     """Recompute activations in backward with the model's own code. offload.activations overrides it."""
@@ -118,7 +142,7 @@ class DataConfig:
 
     kind: str = MISSING
     """stdlib, text or synthetic: text. jsonl, parquet, csv or datasets: rows with the columns that the task reads."""
-    sequence_length: int = _at_least(2, default=256)
+    sequence_length: int = _number(256, at_least=2, at_most=_COUNT)
     """Bytes of one sequence; tokens, where a tokenizer reads the text."""
     path: Optional[str] = None
     """A file, or a folder of files. datasets: a folder that `save_to_disk` wrote, or a name on the hub. Not for stdlib
@@ -132,7 +156,7 @@ class DataConfig:
     task=pretrain only; the other tasks take the model's own."""
     as_bytes: bool = False
     """Feed bytes as token numbers even if the model has a tokenizer or another vocabulary. model=hf only."""
-    validation_fraction: float = 0.05
+    validation_fraction: float = _number(0.05, at_least=0, below=1)
     """Share of the files to hold out for validation. A single file is cut instead. Of rows, each is held out or not by
     its own hash; 0: none."""
 
@@ -147,7 +171,7 @@ class TaskConfig:
     """answers: only what the assistant says counts in the loss. everything: all tokens do. sft only."""
     packing: bool = False
     """Put several conversations into one sequence of data.sequence_length. sft only."""
-    beta: float = _at_least(0, default=0.1)
+    beta: float = _number(0.1, above=0, at_most=100)
     """How closely the model stays to the reference. dpo only."""
 
 
@@ -157,11 +181,11 @@ class AdapterConfig:
 
     kind: str = _one_of("none", "lora", "qlora", default="none")
     """none: all weights. lora: adapters of PEFT. qlora: the same, beside weights in bitsandbytes' 4 bits."""
-    rank: int = _at_least(1, default=16)
+    rank: int = _count(16, _SIZE)
     """Rank of an adapter."""
-    alpha: float = _at_least(0, default=32.0)
+    alpha: float = _number(32.0, above=0, at_most=_SIZE)
     """The adapter's output is multiplied by alpha / rank."""
-    dropout: float = _at_least(0, default=0.0)
+    dropout: float = _number(0.0, at_least=0, below=1)
     """Share of the adapter's inputs that is set to zero in training."""
     targets: Any = "all-linear"
     """Names of the layers that get an adapter, or all-linear."""
@@ -184,9 +208,9 @@ class ZeroConfig:
 
     stage: int = _one_of(0, 1, 2, 3, default=3)
     """0: shard nothing. 1: optimizer states. 2: also gradients. 3: also parameters."""
-    resident_bytes: int = _at_least(0, default=0)
+    resident_bytes: int = _number(0, at_least=0, at_most=_BYTES)
     """Bytes of units that may stay unsharded between forward and backward. Stage 3 only."""
-    prefetch_bytes: Optional[int] = 64 << 20
+    prefetch_bytes: Optional[int] = _number(64 << 20, at_least=0, at_most=_BYTES)
     """Bytes of units to gather ahead of their use. Each takes a slot of a tiered store. null: zero-core's default."""
     no_sync: Optional[bool] = None
     """With run.accumulate on several ranks: reduce gradients once a step instead of once a micro-batch. Every rank then
@@ -219,11 +243,11 @@ class OffloadConfig:
     rows: Any = None
     """Rows of a micro-batch that a block computes at a time where offload.activations does not keep them: it reads its
     parameters once, in the memory of these rows. auto: as many as fit and are fastest. null: all."""
-    tile_numel: int = _at_least(1, default=1 << 22)
+    tile_numel: int = _count(1 << 22, 1 << 40)
     """Elements of a tile, the smallest piece that is placed, read, written and updated."""
-    slots: Optional[int] = _at_least(1, default=None)
+    slots: Optional[int] = _count(None)
     """Tiles in memory at the same time. null: zero-offload's default."""
-    host_bytes: Optional[int] = _at_least(0, default=None)
+    host_bytes: Optional[int] = _number(None, at_least=0, at_most=_BYTES)
     """Host memory that one rank's tiers and slots may use. null: what they need."""
     overlap: bool = True
     """Update in the background during the next forward. The results are the same either way."""
@@ -245,25 +269,28 @@ class OptimConfig:
 
     kind: str = _one_of(*OPTIMIZERS)
     """adamw, adam, lion, adagrad or sgd."""
-    lr: float = _at_least(0, default=1e-3)
-    """Learning rate after warm-up."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    base_lr: float = _number(1e-3, at_least=0, at_most=10)
+    """The learning rate of AdamW where all weights are trained, which a recipe sets. `lr` follows from it."""
+    lr: float = _number(SI("${rate:${optim.base_lr},${optim.kind},${adapter.kind}}"), at_least=0, at_most=10)
+    """Learning rate after warm-up. If it is not given: base_lr for adamw and adam, 0.3 of it for lion, 10 times it for
+    adagrad and 100 times it for sgd; 10 times that for adapters."""
+    betas: list[float] = _number(lambda: [0.9, 0.95], at_least=0, below=1)
     """Decay of the first and second moment. adamw, adam and lion."""
-    eps: float = _at_least(0, default=1e-8)
+    eps: float = _number(1e-8, at_least=0, at_most=1)
     """Added to the root of the second moment. adamw, adam and adagrad."""
-    momentum: float = 0.9
+    momentum: float = _number(0.9, at_least=0, below=1)
     """Momentum. sgd only."""
-    weight_decay: float = _at_least(0, default=0.1)
+    weight_decay: float = _number(0.1, at_least=0, at_most=10)
     """Weight decay of matrices. Vectors are not decayed."""
-    max_grad_norm: Optional[float] = 1.0
+    max_grad_norm: Optional[float] = _number(1.0, above=0, at_most=1e9)
     """Clip the global gradient norm to this. null: do not clip."""
-    warmup_steps: int = _at_least(0, default=20)
-    """Steps of linear warm-up."""
-    final_fraction: float = _at_least(0, default=0.1)
+    warmup_steps: int = _number(SI("${tenth:${run.steps}}"), at_least=0, at_most=_COUNT)
+    """Steps of linear warm-up. If they are not given: a tenth of run.steps."""
+    final_fraction: float = _number(0.1, at_least=0, at_most=1)
     """Learning rate at the last step as a fraction of `lr`. A cosine leads there. 1: keep it constant."""
     schedule: Any = None
     """A schedule of DeepSpeed's in place of warmup_steps and final_fraction: {type: WarmupLR, params: {...}}."""
-    threads: Optional[int] = _at_least(1, default=None)
+    threads: Optional[int] = _count(None, 10_000)
     """Threads of the CPU update. null: one for each core; with a GPU, for each core of this rank's share of its NUMA
     node, except two for launches and I/O. A number: that many, on any core that the process may use."""
 
@@ -288,45 +315,45 @@ class HardwareConfig:
 
     name: str = "this machine"
     """The name of the machine in reports."""
-    nodes: Optional[int] = None
+    nodes: Optional[int] = _count(None, _SIZE)
     """Number of hosts. null: the number of ranks divided by ranks_per_node."""
-    ranks_per_node: Optional[int] = None
+    ranks_per_node: Optional[int] = _count(None, _SIZE)
     """Ranks, one for each device, that share a host's memory and NVMe. null: as many as run on this host."""
     device: Optional[str] = None
     """Type of torch device that the ranks compute on. null: torch's accelerator if there is one, else cpu."""
-    device_gib: Optional[float] = None
+    device_gib: Optional[float] = _gib()
     """Memory of one device. 0: the device tier is host memory. null: ask the device."""
-    device_reserved_gib: Optional[float] = None
+    device_reserved_gib: Optional[float] = _gib()
     """Memory of one device that tiers cannot use: context, libraries, fragments."""
-    host_gib: Optional[float] = None
+    host_gib: Optional[float] = _gib()
     """Memory of one host that runs may use. null: what is available now."""
-    host_reserved_gib: Optional[float] = None
+    host_reserved_gib: Optional[float] = _gib()
     """Host memory of one rank that tiers cannot use: interpreter, libraries."""
-    nvme_gib: Optional[float] = None
+    nvme_gib: Optional[float] = _gib()
     """Free space on one NVMe path. null: that of the path with the least."""
-    nvme_paths: Optional[int] = None
+    nvme_paths: Optional[int] = _count(None, _SIZE)
     """NVMe paths of one host. null: as many as in offload.nvme_paths."""
-    tflops: Optional[float] = None
+    tflops: Optional[float] = _speed()
     """TFLOP/s that a model's forward and backward reach on one device. null: do not predict the step time."""
-    device_gbps: Optional[float] = None
+    device_gbps: Optional[float] = _speed()
     """GB/s of device memory."""
-    link_gbps: Optional[float] = None
+    link_gbps: Optional[float] = _speed()
     """GB/s from the host to a device."""
-    link_out_gbps: Optional[float] = None
+    link_out_gbps: Optional[float] = _speed()
     """GB/s from a device to its host. null: the same as link_gbps."""
-    link_mixed_gbps: Optional[float] = None
+    link_mixed_gbps: Optional[float] = _speed()
     """GB/s of both directions together when both are in use. null: they do not slow each other."""
-    update_gbps: Optional[float] = None
+    update_gbps: Optional[float] = _speed()
     """GB/s of memory traffic of a host's optimizer step."""
-    nvme_read_gbps: Optional[float] = None
+    nvme_read_gbps: Optional[float] = _speed()
     """GB/s read from one path."""
-    nvme_write_gbps: Optional[float] = None
+    nvme_write_gbps: Optional[float] = _speed()
     """GB/s written to one path."""
-    nvme_mixed_gbps: Optional[float] = None
+    nvme_mixed_gbps: Optional[float] = _speed()
     """GB/s of reads plus writes to one path when both are in flight."""
-    network_gbps: Optional[float] = None
+    network_gbps: Optional[float] = _speed()
     """GB/s that a collective moves for one rank."""
-    nvme_endurance_tb: Optional[float] = None
+    nvme_endurance_tb: Optional[float] = _speed()
     """Terabytes that may be written to one path in its lifetime, as rated by its maker."""
     tiers: dict[str, Any] = field(default_factory=dict)
     """Figures of offload.tiers by name, of one rank: gib, read_gbps, write_gbps, in_host_memory (it counts against

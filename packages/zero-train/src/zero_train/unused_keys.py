@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from zero_train import checks
 from zero_train.errors import ConfigError
-from zero_train.schema import OPTIMIZERS, ROW_KINDS, Config
+from zero_train.schema import OPTIMIZERS, ROW_KINDS, Config, rate
 
 ABOVE_ZERO = "above 0"
 _TUNE = "choose task=sft or task=dpo"
@@ -77,6 +77,12 @@ TABLE = (
     *(
         Row(f"optim.{key}", "optim", " ".join(kind for kind, keys in OPTIMIZERS.items() if key in keys))
         for key in ("betas", "eps", "momentum")
+    ),
+    Row(
+        "optim.base_lr",
+        "optim.lr",
+        lambda config: config.optim.lr == rate(config.optim.base_lr, config.optim.kind, config.adapter.kind),
+        "leave optim.lr out, which base_lr decides if it is not given",
     ),
     Row("optim.final_fraction", "optim.schedule", "null", "leave optim.schedule out"),
     Row("task.loss_on task.packing", "task", "sft"),
