@@ -218,10 +218,10 @@ def refused(change: Any, error: type[ZeroError], match: str, kind: str = "wrappe
 
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
-    def transposed(base: Any) -> None:
-        base.state.other = base.weight.data.t()
+    def unsigned(base: Any) -> None:
+        base.state.other = base.weight.data.view(torch.uint8)
 
-    refused(transposed, ShardedParameterError, r"PackedLinear.state.other .* memory of 1.0.base.weight", "packed")
+    refused(unsigned, ShardedParameterError, r"1.0.base.state.other .* memory of 1.0.base.weight", "packed")
 
     def nested(base: Any) -> None:
         base.weight.codes = Scaled.of(torch.ones(WIDTH, WIDTH)).data

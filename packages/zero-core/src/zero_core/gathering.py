@@ -149,13 +149,13 @@ def whole_master(unit: Unit) -> Tensor:
 
 def _show_master(unit: Unit) -> None:
     whole = whole_master(unit)
-    for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-        parameter.data = whole[slot.offset : slot.stop].view(slot.shape).clone()
+    for k, slot in enumerate(unit.layout.slots):
+        unit.show(k, whole[slot.offset : slot.stop].view(slot.shape).clone())
 
 
 def _hide_master(unit: Unit) -> None:
-    for parameter, view in zip(unit.parameters, unit.views, strict=True):
-        parameter.data = view
+    for k, view in enumerate(unit.views):
+        unit.show(k, view)
 
 
 def _keep(unit: Unit, master: bool) -> None:

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from .building.init import Initialiser
-from .building.parts import aliases_of, check_parts, keep_parts, named_parts, wraps
+from .building.overlaps import Follower, followers_of, remember
+from .building.parts import check_parts, keep_parts, named_parts, wraps
 from .building.wrapping import UnitPlan, plan_units, unit_modules
 from .comm.collectives import CollectivesFactory
 from .comm.ranks import Ranks
@@ -34,7 +35,7 @@ from .runtime.attaching import Node
 from .runtime.context import UnitContext
 from .runtime.hooks import Engine
 from .runtime.parameter import home_of, set_home, sharded_class
-from .runtime.place import Place
+from .runtime.place import Place, Window
 from .runtime.retired import retire, wrapped_in
 from .runtime.scaling import LossScale
 from .runtime.snapshots import Snapshots
@@ -152,19 +153,20 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     scale = LossScale.of(loss_scale)
     if update_in_backward:
         _check_update_in_backward(stage, max_grad_norm, scale)
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    followers, extents = followers_of(model, optimized)
     observer = observer or NullObserver()
     where = _compute_device(model, device, mesh)
     pool = Pool(where)
     ranks = Ranks.build(mesh, pool, sharded=STAGES[stage].sharded, device=where, collectives=collectives)
     ranks.meet("shard")
     initialiser = Initialiser(model)
-    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     plans = plan_units(model, units, optimized)
     if device is not None:
         _move_buffers(model, where)
     store = store or DeviceStore()
     context = UnitContext(ranks, store, pool, observer)
-    made = _Maker(model, optimizer, plans, param_dtype, reduce_dtype, context)
+    made = _Maker(model, optimizer, plans, followers, param_dtype, reduce_dtype, context)
     made.compare(stage, max_grad_norm)
     updates = UpdatesInBackward(made.units, context, optimizer.param_groups) if update_in_backward else None
     engine = Engine(
@@ -179,8 +181,9 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         for unit in made.units:
             for k, parameter in enumerate(unit.parameters):
                 set_home(parameter, Place(engine, unit, k))
-            for k, alias in unit.aliases:
-                set_home(alias, home_of(unit.parameters[k]))
+            for k, follower in unit.followers:
+                home = home_of(unit.parameters[k])
+                set_home(follower.tensor, home if follower.whole else Window(engine, unit, k, follower))
             for whole in unit.wholes:
                 set_home(whole.parameter, whole)
         carry_over(optimizer, made.units, store, ranks)
@@ -192,6 +195,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         handover.undo(error, store)
         raise
     initialiser.release()
+    remember(extents)
     found = model.__dict__[_HANDLE] = Handle(model, tuple(made.units), store, sharded, ranks, stage, engine)
     optimizer.__dict__["_zero_sharded"] = True
     retire(optimizer)
@@ -218,6 +222,7 @@ class _Maker:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         plans: list[UnitPlan],
+        followers: Sequence[Follower],
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         context: UnitContext,
@@ -235,21 +240,22 @@ class _Maker:
             parameters = list(plan.parameters.values())
             places = [groups[id(p)] if plan.trained else None for p in parameters]
             self.units.append(Unit(index, layout, parameters, places, dtype, self.reduce_dtype, context))
-        self._find_aliases()
+        self._tell_units(followers)
 
-    def _find_aliases(self) -> None:
+    def _tell_units(self, followers: Sequence[Follower]) -> None:
         """Tell the units of other tensors over their memory, and of parameters that have parts there."""
         where = {id(p): (unit, k) for unit in self.units for k, p in enumerate(unit.parameters)}
         wholes: dict[int, Whole] = {}
         for name, part, parameter, module, quantised in list(named_parts(self.model, remove_duplicate=False)):
-            unit, k = where[id(part)]
-            known = {id(alias) for _, alias in unit.aliases}
-            unit.aliases += [(k, alias) for alias in aliases_of(module, part, name) if id(alias) not in known]
+            unit, _ = where[id(part)]
             if quantised:
                 keep_parts(parameter, module)
             if wraps(type(parameter)):
                 whole = wholes.setdefault(id(parameter), Whole(name.rpartition(".")[0], parameter))
                 unit.wholes += [] if whole in unit.wholes else [whole]
+        for follower in followers:
+            unit, k = where[id(follower.lead)]
+            unit.followers.append((k, follower))
 
     def compare(self, stage: int, max_grad_norm: float | None) -> None:
         """The same on every rank? Else the first collective would be of two sizes, which ends a process of gloo's."""

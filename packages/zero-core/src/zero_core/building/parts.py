@@ -1,12 +1,9 @@
-"""Which plain tensors a parameter consists of, and which other tensors show the same memory. Changes nothing.
+"""Which plain tensors a parameter consists of. Changes nothing.
 
 [Note: the parts of a parameter]
 Most parameters are one tensor. A wrapper subclass (torchao's quantised weights) has no memory of its own: its parts are
 the tensors that `__tensor_flatten__` names. A bitsandbytes weight is a tensor of packed bytes, with scales in objects
 beside it. Every part is a slot of a unit, named `weight.qdata` or `weight.quant_state.absmax`, and keeps its own dtype.
-
-Some modules keep a second tensor over a parameter's memory (`Linear8bitLt.state.CB`). Such an alias follows the
-parameter. An alias of another shape cannot, and is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from ..errors import ShardedParameterError, ZeroError
 
 __all__ = [
     "NamedPart",
-    "aliases_of",
     "check_parts",
     "forget_parts",
     "keep_parts",
@@ -97,44 +93,6 @@ def named_parts(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[
             quantised = len(parts) > 1 or "" not in parts
             for suffix, part in parts.items():
                 yield NamedPart(name + suffix, part, parameter, module, quantised)
-
-
-def aliases_of(module: nn.Module, part: Tensor, name: str) -> list[Tensor]:
-    """Tensors among the module's attributes and the part's, or one object below, that lie over the part's memory.
-
-    Raises ShardedParameterError for one that is not all of it in the same order, naming both.
-    """
-    if part.is_meta or not part.numel():
-        return []
-    storage = part.untyped_storage().data_ptr()
-    found: list[Tensor] = []
-    for holder in (part, module):
-        for path, tensor in _tensors(holder):
-            if tensor is part or any(tensor is other for other in found) or isinstance(tensor, nn.Parameter):
-                continue
-            if (
-                wraps(type(tensor))
-                or tensor.layout is not torch.strided
-                or tensor.untyped_storage().data_ptr() != storage
-            ):
-                continue
-            geometry = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tensor, part)]
-            if geometry[0] != geometry[1] or tensor.requires_grad or type(tensor) is not Tensor:
-                raise ShardedParameterError(
-                    f"{type(holder).__name__}.{path} {tuple(tensor.shape)} lies over the memory of {name} "
-                    f"{tuple(part.shape)}, and is not all of it in the same order, so it cannot follow it into shards: "
-                    "delete it, or give it memory of its own with clone(), before zero_core.shard"
-                )
-            found.append(tensor)
-    return found
-
-
-def _tensors(holder: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, value in list(vars(holder).items()):
-        if isinstance(value, Tensor):
-            yield name, value
-        elif not isinstance(value, (nn.Module, type)) and isinstance(getattr(value, "__dict__", None), dict):
-            yield from ((f"{name}.{key}", inner) for key, inner in vars(value).items() if isinstance(inner, Tensor))
 
 
 def check_parts(name: str, parameter: nn.Parameter) -> None:

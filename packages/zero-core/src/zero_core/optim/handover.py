@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..building.init import become
+from ..building.overlaps import Follower
 from ..building.parts import forget_parts
 from ..errors import StoreError
 from ..runtime.unit import Unit
@@ -29,7 +30,7 @@ class _Was:
     kind: type[nn.Parameter]
     like: Tensor
     device: torch.device
-    aliases: tuple[Tensor, ...]
+    followers: tuple[Follower, ...]
 
 
 class Handover:
@@ -44,7 +45,7 @@ class Handover:
         self._away[i] = [
             _Was(
                 *(p, type(p), p.detach() if p.is_meta else torch.empty_like(p.data, device="meta"), p.device),
-                tuple(alias for j, alias in self._units[i].aliases if j == k),
+                tuple(follower for j, follower in self._units[i].followers if j == k),
             )
             for k, p in enumerate(self._units[i].parameters)
         ]
@@ -102,6 +103,8 @@ def _restore(was: _Was, data: Tensor) -> None:
     forget_parts(was.parameter)
     become(was.parameter, data)
     was.parameter.__class__ = was.kind
-    for alias in was.aliases:
-        alias.__class__ = torch.Tensor
-        become(alias, was.parameter.detach())
+    for follower in was.followers:
+        follower.tensor.__class__ = torch.Tensor
+        follower.tensor.__dict__.pop("_zero_home", None)
+        values = was.parameter.detach()
+        become(follower.tensor, values if follower.whole else follower.over(values))

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..building.overlaps import Follower
 from ..building.parts import named_parts
-from ..errors import GradientError
+from ..errors import ChangedParameterError, GradientError
 from . import gradient_access
 from .gradient import Leftover
 from .hooks import Engine
@@ -46,6 +47,11 @@ class Place:
         return True
 
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
+        if parameter is not self.unit.parameters[self.index]:
+            raise ChangedParameterError(
+                f"tensor.data = values for a tensor over the memory of {self.name}, which in torch would leave that "
+                "memory: assign the values to the attribute that holds the tensor"
+            )
         self.engine.write(self.unit, self.index, values)
         self.engine.writes.given(self.name, values, trained=self.unit.trainable)
 
@@ -108,6 +114,25 @@ class Place:
         if self.unit.gradient.leftover[self.index] is Leftover.STEPPED:
             return "step() has used it up; call optimizer.zero_grad() after each step()"
         return gradient_access.refusal(engine)
+
+
+class Window(Place):
+    """A `parameter.Home` of a plain tensor over a part of a parameter's memory."""
+
+    def __init__(self, engine: Engine, unit: Unit, index: int, follower: Follower) -> None:
+        super().__init__(engine, unit, index)
+        self.over = follower.over
+
+    def full_copy(self, parameter: Tensor) -> Tensor:
+        return self.over(super().full_copy(parameter))
+
+    def write_back(self, parameter: Tensor, values: Tensor) -> None:
+        whole = super().full_copy(parameter).clone()
+        self.over(whole).copy_(values)
+        super().write_back(parameter, whole)
+
+    def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
+        return False
 
 
 def places_of(module: nn.Module) -> list[Place]:

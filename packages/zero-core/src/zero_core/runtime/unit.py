@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..building.overlaps import Follower
 from ..errors import ChangedParameterError
 from ..layout import UnitLayout
 from ..precision import as_bytes, round_to
 from .context import UnitContext
 from .gradient import Leftover, UnitGradient
 from .parameter import Sharded, sharded_class
-from .residency import Residency, UnitMemory
+from .residency import Residency, UnitMemory, take_away
 from .whole import Whole
 
 __all__ = ["Unit"]
@@ -52,7 +53,7 @@ class Unit(UnitMemory):
         self.parameters, self.groups = tuple(parameters), tuple(groups)
         self.gradient = UnitGradient(index, layout, self.parameters, self.groups, reduce_dtype, context)
         self._classes: list[type[Tensor]] = [type(p) for p in self.parameters]  # nn.Parameter, or the user's subclass
-        self.aliases: list[tuple[int, Tensor]] = []  # other tensors over the memory of parameter k
+        self.followers: list[tuple[int, Follower]] = []  # other tensors over the memory of parameter k
         self.wholes: list[Whole] = []  # what has parts here
         self.users = 0  # open visits; the class of the parameters is nn.Parameter while there is one
         self.steps = [0] * len(self.parameters)
@@ -69,11 +70,21 @@ class Unit(UnitMemory):
             parameter.grad = None
             become(parameter, view)
             parameter.__class__ = sharded_class(kind)
-        for k, alias in self.aliases:
-            become(alias, self.views[k])
-            alias.__class__ = Sharded
+        if not all(follower.whole for _, follower in self.followers):
+            self.flat.untyped_storage().resize_(self.nbytes)  # a view of a part cannot be made without memory
+        for k, follower in self.followers:
+            become(follower.tensor, self.views[k] if follower.whole else follower.over(self.views[k]))
+            follower.tensor.__class__ = Sharded
+        take_away(self.flat)
         for whole in self.wholes:
             whole.close(self.index)
+
+    def show(self, k: int, values: Tensor) -> None:
+        """Let parameter k, and what follows it, show `values` of its shape."""
+        self.parameters[k].data = values
+        for at, follower in self.followers:
+            if at == k:
+                follower.tensor.data = values if follower.whole else follower.over(values)
 
     def keep_written(self) -> None:
         """Give the store what a visit wrote. Call it when the visit is over, while the memory is still there.
@@ -122,8 +133,8 @@ class Unit(UnitMemory):
                         f"{slot.name} was {slot.shape}, {self.dtype} when the model was sharded and is now "
                         f"{tuple(parameter.shape)}, {parameter.dtype}: shard again a model built anew"
                     )
-            for _, alias in self.aliases:
-                alias.__class__ = Tensor
+            for _, follower in self.followers:
+                follower.tensor.__class__ = Tensor
             for whole in self.wholes:
                 whole.open(self.index)
 
@@ -261,7 +272,7 @@ class Unit(UnitMemory):
         self.users = 0
         for parameter, kind in zip(self.parameters, self._classes, strict=True):
             parameter.__class__ = sharded_class(kind)
-        for _, alias in self.aliases:
-            alias.__class__ = Sharded
+        for _, follower in self.followers:
+            follower.tensor.__class__ = Sharded
         for whole in self.wholes:
             whole.close(self.index)

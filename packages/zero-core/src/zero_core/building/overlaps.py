@@ -1,0 +1,271 @@
+"""Which tensors of a model lie over the same memory, and which of them can follow a parameter into shards.
+
+Reads shapes, strides and addresses, never values, and changes nothing.
+
+[Note: tensors over one memory]
+Shards give each parameter memory of its own. Where two tensors share memory, torch shows a write into one in the other,
+and that has to stay true or to be refused:
+- A plain tensor over the memory of one parameter, or over a part of it, follows the parameter (`Follower`). It may be
+  an attribute of any module or parameter, in lists and dicts too, or of an object that is such an attribute.
+- Two parameters of which one is trained are refused. Torch trains both, one update after the other on the same memory,
+  with states of their own. Neither a tied parameter nor two shards give these numbers.
+- A buffer over a parameter is refused, as it would be saved, broadcast and moved as a tensor of its own.
+- Whatever lies over a parameter of a model that was sharded before is refused, as its memory is no longer in use.
+Parameters that are separate parts of one storage share nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import ShardedParameterError
+from .parts import named_parts, wraps
+
+__all__ = ["Extent", "Follower", "followers_of", "remember"]
+
+_PLAIN = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
+_REGISTERED = {"_parameters", "_buffers", "_modules"}  # a module's attributes that are no plain ones
+_earlier: list[Extent] = []  # of parameters that were sharded, while other tensors still show the memory they had
+
+
+class Follower(NamedTuple):
+    """A plain tensor over the memory of `lead`, a part of a parameter: where it lies in the contiguous values."""
+
+    tensor: Tensor
+    lead: Tensor
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the parameter, in the same order."""
+        return self.shape == tuple(self.lead.shape) and self.stride == _contiguous(self.shape) and not self.offset
+
+    def over(self, values: Tensor) -> Tensor:
+        """What it shows of the parameter's `values`, which are contiguous."""
+        return values.as_strided(self.shape, self.stride, values.storage_offset() + self.offset)
+
+
+class Extent(NamedTuple):
+    """Where a tensor lies: from byte `start` to byte `stop` of `space`. steps: the distance and the number of the
+    elements along each dimension, and of the bytes of an element."""
+
+    space: Any
+    start: int
+    stop: int
+    steps: tuple[tuple[int, int], ...]
+    name: str
+    kind: str  # parameter, buffer, attribute, or earlier: a parameter of another model, before it was sharded
+    trained: bool
+    tensor: Any
+    storage: StorageWeakRef
+
+
+def followers_of(model: nn.Module, optimized: Container[int]) -> tuple[list[Follower], list[Extent]]:
+    """The tensors that follow parameters of `model`, and where its parameters lie now, for `remember`.
+
+    optimized: ids of the parameters that an optimizer has. Raises ShardedParameterError for tensors over one memory
+    that would be trained apart, naming both and the way out.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        parts = _parameters(model, optimized)
+        _earlier[:] = [each for each in _earlier if not each.storage.expired()]
+        others = [(name, buffer, "buffer") for name, buffer in model.named_buffers()]
+        known = {*(id(each.tensor) for each in parts), *map(id, model.parameters()), *(id(b) for _, b, _ in others)}
+        others += [(name, tensor, "attribute") for name, tensor in _attributes(model, known)]
+        found = [_extent(name, tensor, kind) for name, tensor, kind in others if not tensor.is_meta]
+        followers: dict[int, Follower] = {}
+        for first, second in _meetings([*_earlier, *parts, *(each for each in found if each is not None)]):
+            if first.kind == "earlier":
+                if second.kind != "earlier" and (first.trained or second.trained):
+                    raise ShardedParameterError(_of_another_model(first, second))
+            elif first.kind == second.kind == "parameter":
+                if first.trained or second.trained:
+                    raise ShardedParameterError(_two_parameters(first, second))
+            elif first.kind == "parameter":
+                followers.setdefault(id(second.tensor), _follower(first, second))
+        return list(followers.values()), parts
+
+
+def remember(extents: Sequence[Extent]) -> None:
+    """These parameters were sharded. What still shows the memory that they had shows their values no more."""
+    gone = [each._replace(kind="earlier", tensor=None) for each in extents if each.space[0] != "meta"]
+    _earlier.extend(each for each in gone if not each.storage.expired())
+
+
+def _parameters(model: nn.Module, optimized: Container[int]) -> list[Extent]:
+    found: dict[int, Extent] = {}
+    for name, part, parameter, _, _ in named_parts(model):
+        trained = parameter.requires_grad and id(parameter) in optimized
+        extent = _extent(name, part, "parameter", trained)
+        if extent is None:
+            continue
+        found.setdefault(id(part), extent)
+        reach = 0
+        for step, n in sorted(extent.steps):
+            if trained and step <= reach:
+                raise ShardedParameterError(
+                    f"{name} {tuple(part.shape)} has the strides {part.stride()}, with which several of its elements "
+                    f"are one in memory: give it memory of its own, `{_path(name)} = "
+                    f"nn.Parameter({_path(name)}.detach().clone())`, before you build the optimizer"
+                )
+            reach += step * (n - 1)
+    return list(found.values())
+
+
+def _extent(name: str, tensor: Tensor, kind: str, trained: bool = False) -> Extent | None:
+    """None: nothing is known of its memory, or it has none."""
+    if wraps(type(tensor)) or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    storage = tensor.untyped_storage()
+    size = tensor.element_size()
+    if tensor.is_meta:  # without addresses, the storage tells one memory from another
+        space, start = ("meta", storage._cdata), tensor.storage_offset() * size
+    else:
+        space, start = (str(tensor.device), 0), tensor.data_ptr()
+        if not start:
+            return None
+    steps = [(step * size, n) for step, n in zip(tensor.stride(), tensor.shape, strict=True)] + [(1, size)]
+    steps = [(step, n) for step, n in steps if n > 1]
+    stop = int(start) + 1 + sum(step * (n - 1) for step, n in steps)
+    return Extent(space, int(start), stop, tuple(steps), name, kind, trained, tensor, StorageWeakRef(storage))
+
+
+def _attributes(model: nn.Module, known: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that modules and parameters have as attributes, and their names, each once. known: ids of all others."""
+    seen = known | {id(module) for module in model.modules()}
+    holders: list[tuple[str, Any]] = [
+        *model.named_modules(),
+        *((part.name, part.tensor) for part in named_parts(model)),
+    ]
+    waiting: deque[tuple[str, Any, int]] = deque()  # the number says how many objects below are looked into
+    for path, holder in holders:
+        inside = [(key, value) for key, value in vars(holder).items() if not key.startswith("_zero_")]
+        waiting += ((f"{path}.{key}".lstrip("."), value, 1) for key, value in inside if key not in _REGISTERED)
+    while waiting:
+        name, value, objects = waiting.popleft()
+        if isinstance(value, _PLAIN) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, dict):
+            waiting += ((f"{name}[{key!r}]", inner, objects) for key, inner in value.items())
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            waiting += ((f"{name}[{k}]", inner, objects) for k, inner in enumerate(value))
+        elif isinstance(value, nn.Module) or (objects and not isinstance(value, type)):
+            inside_it = getattr(value, "__dict__", None)
+            if isinstance(inside_it, dict):
+                below = objects - (not isinstance(value, nn.Module))
+                waiting += ((f"{name}.{key}", inner, below) for key, inner in inside_it.items())
+
+
+def _meetings(extents: Sequence[Extent]) -> list[tuple[Extent, Extent]]:
+    """The pairs that have a byte in common, in the order in which they were given, which is the same on every rank."""
+    pairs = []
+    begun: list[int] = []  # and not ended
+    for i in sorted(range(len(extents)), key=lambda i: (extents[i].space, extents[i].start)):
+        here = extents[i]
+        begun = [j for j in begun if extents[j].space == here.space and extents[j].stop > here.start]
+        pairs += [(min(i, j), max(i, j)) for j in begun if _meet(extents[j], here)]
+        begun.append(i)
+    return [(extents[i], extents[j]) for i, j in sorted(pairs)]
+
+
+def _meet(a: Extent, b: Extent) -> bool:
+    """Whether two strided tensors have a byte in common: whether steps forward in `a` and back in `b` lead from the
+    first byte of `a` to the first of `b`."""
+    ranges: dict[int, tuple[int, int]] = {}
+    for sign, steps in ((1, a.steps), (-1, b.steps)):
+        for step, n in steps:
+            low, high = ranges.get(step, (0, 0))
+            ranges[step] = (low, high + n - 1) if sign > 0 else (low - n + 1, high)
+    return _reaches(sorted(((step, *times) for step, times in ranges.items() if step), reverse=True), b.start - a.start)
+
+
+def _reaches(steps: Sequence[tuple[int, int, int]], distance: int) -> bool:
+    """Whether `distance` is a sum of steps (bytes, fewest times, most times). Only those that keep it within reach are
+    tried, which are one or two where the tensors are slices of one."""
+    if not steps:
+        return distance == 0
+    (step, low, high), rest = steps[0], steps[1:]
+    least, most = (sum(s * times[way] for s, *times in rest) for way in (0, 1))
+    first, last = max(low, -((most - distance) // step)), min(high, (distance - least) // step)
+    return any(_reaches(rest, distance - times * step) for times in range(first, last + 1))
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+def _follower(lead: Extent, other: Extent) -> Follower:
+    """How `other` lies in the contiguous values of a parameter. Raises ShardedParameterError where it cannot follow."""
+    part, tensor = lead.tensor, other.tensor
+    if other.kind == "buffer":
+        raise ShardedParameterError(
+            f"the buffer {other.name} {tuple(tensor.shape)} lies over the memory of the parameter {lead.name} "
+            f"{tuple(part.shape)}, and buffers are no shards. Delete it and assign a plain attribute, which follows "
+            f"the parameter: `del {_path(other.name)}; {_path(other.name)} = {_path(lead.name)}.detach()`, with the "
+            "same index; or give it memory of its own with clone(), before zero_core.shard"
+        )
+    shape, offset = tuple(tensor.shape), other.start - lead.start
+    plain = type(tensor) is Tensor and not tensor.requires_grad and tensor.dtype == part.dtype
+    if plain and not offset and (shape, tensor.stride()) == (tuple(part.shape), part.stride()):
+        return Follower(tensor, part, shape, _contiguous(shape), 0)
+    inside = lead.start <= other.start and other.stop <= lead.stop and offset % part.element_size() == 0
+    if not (plain and inside and part.is_contiguous()):
+        raise ShardedParameterError(
+            f"{other.name} {shape}, a {type(tensor).__name__} of {tensor.dtype}, lies over the memory of {lead.name} "
+            f"{tuple(part.shape)} and cannot follow it into shards. Only a plain tensor can, of the same dtype, that "
+            "requires no gradient and is a part of one contiguous parameter: delete it, or give it memory of its own "
+            "with clone(), before zero_core.shard"
+        )
+    return Follower(tensor, part, shape, tensor.stride(), offset // part.element_size())
+
+
+def _path(name: str) -> str:
+    """`model.0.weight` as Python has it."""
+    return "model" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in name.split("."))
+
+
+def _two_parameters(first: Extent, second: Extent) -> str:
+    one, other = _path(first.name), _path(second.name)
+    fact = (
+        f"{second.name} {tuple(second.tensor.shape)} and {first.name} {tuple(first.tensor.shape)} are two parameters "
+        "over the same memory"
+    )
+    apart = f"To train them apart, give one memory of its own: `{_own_memory(second)}`"
+    same = first.tensor.shape == second.tensor.shape and (first.start, first.steps) == (second.start, second.steps)
+    if first.trained and second.trained:
+        way = f"assign one parameter to both, `{other} = {one}`" if same else "keep one, and index it in forward()"
+        return (
+            f"{fact}, and both are trained: torch updates it twice in each step, with states of their own, which "
+            f"shards cannot. To train one tied weight, {way}, before you build the optimizer. {apart}"
+        )
+    lead, still = (first, other) if first.trained else (second, one)
+    return (
+        f"{fact}, and only {lead.name} is trained. To let the other show its values without a gradient, make it "
+        f"a plain attribute, before you build the optimizer: `del {still}; {still} = {_path(lead.name)}.detach()`"
+        f"{'' if same else ', with the same index'}. {apart}"
+    )
+
+
+def _own_memory(extent: Extent) -> str:
+    path, data = _path(extent.name), ".data" if extent.kind == "parameter" else ""
+    return f"{path}{data} = {path}{data}.clone()"
+
+
+def _of_another_model(earlier: Extent, here: Extent) -> str:
+    return (
+        f"{here.name} lies over the memory that {earlier.name} of another model had until zero_core.shard was called "
+        "for that one. In torch, training one of the two would change the other, which shards cannot. Give it memory "
+        f"of its own before shard, `{_own_memory(here)}`, or shard one module that has both models, with the same "
+        "parameter in both places"
+    )

@@ -1,0 +1,291 @@
+"""Tensors over the memory of a parameter train as in plain torch, or `shard` refuses them by name.
+
+The twin in each test is the same model in plain torch. Fails if a tensor keeps the values from before `shard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zero_core
+from zero_core.errors import ChangedParameterError, ShardedParameterError
+from zero_core.optim.device_store import DeviceStore
+
+WIDTH = 8
+
+
+class Net(nn.Module):
+    """Two linears, and whatever `share` does to them; `shown` is called for a tensor that the loss uses too."""
+
+    def __init__(self, share: Callable[[Any], Any] = lambda net: None, shown: Callable[[Any], Tensor] | None = None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.shown = shown
+        share(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.b(torch.tanh(self.a(x))))
+        return y if self.shown is None else y[:, :4] + F.linear(x, self.shown(self)[:4])
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 4) -> list[Tensor]:
+    found = []
+    for step in range(steps):
+        loss = model(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).roll(step)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [*found, *(value.clone() for value in model.state_dict().values())]
+
+
+def attribute(net: Any) -> None:
+    net.w = net.a.weight.detach()
+
+
+def part(net: Any) -> None:
+    net.b.w = net.a.weight.data[2:7]
+
+
+def transposed(net: Any) -> None:
+    net.turned = net.a.weight.detach().t()
+
+
+def column(net: Any) -> None:
+    net.column = net.a.weight.detach()[:, 3].expand(WIDTH, WIDTH)
+
+
+def listed(net: Any) -> None:
+    net.kept = {"all": [net.a.weight.data, (net.b.weight.data.view(-1)[5 : 5 + 4 * WIDTH].view(4, WIDTH),)]}
+
+
+def of_object(net: Any) -> None:
+    net.state = SimpleNamespace(w=net.a.weight.data)
+
+
+def of_parameter(net: Any) -> None:
+    net.a.weight.original = net.a.weight.data
+
+
+def hidden(net: Any) -> None:
+    other = nn.Linear(WIDTH, WIDTH)
+    del other.weight
+    other.weight = net.a.weight.detach()  # type: ignore[assignment]
+    net.hidden = [other]
+
+
+FOLLOWING: dict[Any, Callable[[Any], Tensor]] = {
+    attribute: lambda net: net.w,
+    part: lambda net: net.b.w,
+    transposed: lambda net: net.turned,
+    column: lambda net: net.column,
+    listed: lambda net: net.kept["all"][0] + net.kept["all"][1][0].sum(0),
+    of_object: lambda net: net.state.w,
+    of_parameter: lambda net: net.a.weight.original,
+    hidden: lambda net: net.hidden[0].weight,
+}
+
+
+def share_all(net: Any) -> None:
+    for share in FOLLOWING:
+        share(net)
+
+
+def show_all(net: Any) -> Tensor:
+    shown = [show(net)[:4] for show in FOLLOWING.values()]
+    return torch.stack(shown).sum(0)
+
+
+def follow(stage: int) -> None:
+    dense, model = Net(share_all, show_all), Net(share_all, show_all)
+    expected = train(dense, adam(dense))
+    optimizer = zero_core.shard(model, adam(model), stage=stage, units=[nn.Linear] if stage % 2 else None)
+    for ours, theirs in zip(train(model, optimizer), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for share, show in FOLLOWING.items():
+        torch.testing.assert_close(show(model) + 0, show(dense), rtol=1e-5, atol=1e-6, msg=share.__name__)
+
+
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 3)])
+def test_an_attribute_over_a_parameter_or_a_part_of_one_follows_it(ranks: Any, size: int, stage: int) -> None:
+    ranks(size).run(follow, stage)
+
+
+def test_an_attribute_over_a_part_is_written_through() -> None:
+    """Fails if the write is lost, or reaches more than the part."""
+    dense, model = Net(part), Net(part)
+    zero_core.shard(model, adam(model), stage=3)
+    for net in (dense, model):
+        net.b.w.add_(1)
+        net.b.w[0].zero_()
+    assert torch.equal(model.state_dict()["a.weight"], dense.a.weight)
+    for master in (False, True):
+        with zero_core.gathered(model, master=master), torch.no_grad():
+            model.a.weight[3].fill_(7.0)
+            assert model.b.w[1].eq(7).all()  # type: ignore[index]
+            model.b.w[2].fill_(8.0 + master)  # type: ignore[index]
+        assert model.a.weight[4].eq(8 + master).all() and torch.equal(model.b.w, model.a.weight[2:7])  # type: ignore[arg-type]
+    with pytest.raises(ChangedParameterError, match="over the memory of a.weight"):
+        model.b.w.data = torch.zeros(5, WIDTH)
+
+
+def test_an_attribute_follows_the_bf16_weights_and_their_masters() -> None:
+    model = Net(part)
+    zero_core.shard(model, adam(model), param_dtype=torch.bfloat16)
+    assert torch.equal(model.b.w, model.a.weight[2:7])  # type: ignore[arg-type]
+    with zero_core.gathered(model, master=True):
+        assert model.b.w.dtype == torch.float32 and torch.equal(model.b.w, model.a.weight[2:7])  # type: ignore[arg-type]
+
+
+def test_a_model_that_could_not_be_sharded_still_shares() -> None:
+    class Full(DeviceStore):
+        def attach(self, specs: Any, optimizer: Any, initial: Any, *, context: Any) -> None:
+            context.rescue(0, initial(0))
+            raise RuntimeError("no room")
+
+    model = Net(part)
+    with pytest.raises(RuntimeError, match="no room"):
+        zero_core.shard(model, adam(model), store=Full())
+    model.b.w.zero_()  # type: ignore[operator]
+    assert model.a.weight[2:7].eq(0).all() and model.a.weight[7].ne(0).all()
+    zero_core.shard(model, adam(model))
+    assert model.b.w.eq(0).all()  # type: ignore[union-attr]
+
+
+def tied_data(net: Any) -> None:
+    net.b.weight.data = net.a.weight.data
+
+
+def tied_parameter(net: Any) -> None:
+    net.b.weight = nn.Parameter(net.a.weight)
+
+
+def tied_frozen(net: Any) -> None:
+    net.b.weight = nn.Parameter(net.a.weight.data, requires_grad=False)
+
+
+def tied_part(net: Any) -> None:
+    net.b.weight = nn.Parameter(net.a.weight.data[1:].clone())
+    net.a.bias = nn.Parameter(net.b.weight[0])
+
+
+def buffered(net: Any) -> None:
+    net.b.register_buffer("w", net.a.weight.data)
+
+
+def expanded(net: Any) -> None:
+    net.b.bias = nn.Parameter(torch.zeros(1).expand(WIDTH))
+
+
+def computed(net: Any) -> None:
+    net.w = net.a.weight[:4]
+
+
+def flat(net: Any) -> None:
+    net.w = torch.zeros(2 * WIDTH * WIDTH)
+    net.a.weight.data, net.b.weight.data = net.w.view(2, WIDTH, WIDTH).unbind()
+
+
+def as_integers(net: Any) -> None:
+    net.w = net.a.weight.data.view(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("share", "match"),
+    [
+        (tied_data, r"b.weight \(8, 8\) and a.weight .* both are trained"),
+        (tied_parameter, r"b.weight \(8, 8\) and a.weight .* both are trained"),
+        (tied_frozen, r"b.weight \(8, 8\) and a.weight .* only a.weight is trained"),
+        (tied_part, r"b.weight \(7, 8\) and a.bias \(8,\) .* keep one, and index it"),
+        (buffered, r"the buffer b.w \(8, 8\) lies over the memory of the parameter a.weight"),
+        (expanded, r"b.bias \(8,\) has the strides \(0,\)"),
+        (computed, r"w \(4, 8\), a Tensor .* over the memory of a.weight"),
+        (flat, r"w \(128,\), a Tensor .* over the memory of a.weight"),
+        (as_integers, r"w \(8, 8\), a Tensor of torch.int32, lies over the memory of a.weight"),
+    ],
+)
+def test_what_would_be_trained_apart_is_refused_by_name(share: Any, match: str) -> None:
+    model = Net(share)
+    before = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
+    with pytest.raises(ShardedParameterError, match=match):
+        zero_core.shard(model, adam(model))
+    assert before == {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("share", "advice"),
+    [
+        (tied_data, "model.b.weight = model.a.weight"),
+        (tied_data, "model.b.weight.data = model.b.weight.data.clone()"),
+        (tied_frozen, "del model.b.weight; model.b.weight = model.a.weight.detach()"),
+        (buffered, "del model.b.w; model.b.w = model.a.weight.detach()"),
+        (expanded, "model.b.bias = nn.Parameter(model.b.bias.detach().clone())"),
+    ],
+)
+def test_the_advice_against_shared_memory_works(share: Any, advice: str) -> None:
+    """Fails if the error does not give the advice, or if what it gives does not train as torch does."""
+    dense, model = Net(share), Net(share)
+    with pytest.raises(ShardedParameterError) as caught:
+        zero_core.shard(model, adam(model))
+    assert f"`{advice}`" in str(caught.value)
+    for net in (dense, model):
+        exec(advice, {"model": net, "nn": nn})
+    expected = train(dense, adam(dense))
+    for ours, theirs in zip(train(model, zero_core.shard(model, adam(model))), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_that_are_separate_slices_of_one_memory_train_as_in_torch() -> None:
+    """Rows, columns, and every second element: the bytes between first and last overlap, the elements do not."""
+
+    def share(net: Any) -> None:
+        memory = torch.randn(2, WIDTH, 2 * WIDTH, generator=torch.Generator().manual_seed(1))
+        net.a.weight.data, net.b.weight.data = memory[0, :, :WIDTH], memory[0, :, WIDTH:]
+        net.a.bias.data, net.b.bias.data = memory[1, 0, ::2], memory[1, 0, 1::2]
+        net.apart = memory[1, 1:].detach()
+
+    dense, model = Net(share), Net(share)
+    expected = train(dense, adam(dense))
+    for ours, theirs in zip(train(model, zero_core.shard(model, adam(model))), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_deferred_parameter_over_the_memory_of_another_is_refused() -> None:
+    with zero_core.deferred_init(seed=0):
+        model = Net(tied_parameter)
+    with pytest.raises(ShardedParameterError, match="b.weight .* and a.weight .* both are trained"):
+        zero_core.shard(model, adam(model))
+
+
+def test_a_model_over_the_memory_of_one_that_was_sharded_is_refused() -> None:
+    first, second, third = Net(), Net(), Net()
+    second.load_state_dict(first.state_dict(), assign=True)
+    third.w = first.b.weight.detach()
+    zero_core.shard(first, adam(first))
+    with pytest.raises(ShardedParameterError, match="a.weight lies over the memory that a.weight of another model"):
+        zero_core.shard(second.requires_grad_(False))
+    with pytest.raises(ShardedParameterError, match="w lies over the memory that b.weight of another model"):
+        zero_core.shard(third, adam(third))
+    for parameter in second.parameters():
+        parameter.data = parameter.data.clone()
+    zero_core.shard(second)
+
+
+def test_two_models_that_share_memory_and_are_not_trained_are_sharded() -> None:
+    first, second = Net(), Net()
+    second.load_state_dict(first.state_dict(), assign=True)
+    for model in (first, second):
+        zero_core.shard(model)
+    assert torch.equal(first(torch.ones(1, WIDTH)), second(torch.ones(1, WIDTH)))
