@@ -121,6 +121,23 @@ def test_what_was_written_is_kept_though_it_is_not_trained(ranks: Any, tmp_path:
     assert ranks(size).run(written, tmp_path, how) == [expected] * size
 
 
+def test_what_is_named_is_kept_though_it_is_not_trained(tmp_path: Path) -> None:
+    """Fails if a name that a tied parameter also has does not keep it, or what was kept is not loaded."""
+    model, optimizer = make(3)
+    model.tied = model.embed  # type: ignore[assignment]
+    wanted = masters(model)["embed.weight"].clone()
+    checkpoint.save(tmp_path, model, optimizer, trained_only=True, also=lambda name: name == "tied.weight")
+    saved = set(FileSystemReader(tmp_path).read_metadata().state_dict_metadata)
+    assert {"model.embed.weight", "model.tied.weight"} <= saved and "model.embed.bias" not in saved
+    torch.manual_seed(2)
+    other = Based()
+    other.tied = other.embed
+    zero_core.shard(other, toys.adamw(other.parameters()))
+    assert not torch.equal(masters(other)["embed.weight"], wanted)
+    checkpoint.load(tmp_path, other)
+    assert torch.equal(masters(other)["embed.weight"], wanted)
+
+
 def test_a_checkpoint_of_what_is_trained_fits_only_its_base(tmp_path: Path) -> None:
     model, optimizer = make(3)
     checkpoint.save(tmp_path, model, optimizer, trained_only=True)

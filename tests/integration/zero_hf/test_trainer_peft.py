@@ -6,8 +6,9 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import Trainer
+from transformers import LlamaForCausalLM, Trainer
 
 from tests.integration.zero_hf.trainers import Sharded, launched, llama, tiers, train, weights
 
@@ -92,6 +93,66 @@ def test_adapters_that_transformers_added(tmp_path):
     loaded.load_adapter(str(tmp_path / "final"))
     adapters = {name: value for name, value in loaded.state_dict().items() if "lora" in name}
     assert len(adapters) == 4 and all(torch.equal(value, saved[name]) for name, value in adapters.items())
+
+
+BESIDE = {  # adapters whose files hold more than what is trained, and what
+    "resized": ({}, ["lm_head.weight", "embed_tokens.weight"]),
+    "DoRA, resized": ({"use_dora": True}, ["lm_head.weight", "embed_tokens.weight"]),
+    "kept whole, resized": (
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        ["lm_head.original_module.weight", "embed_tokens.original_module.weight"],
+    ),
+    "embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, ["embed_tokens.base_layer.weight"]),
+    "head, by a pattern": ({"target_modules": r".*(q_proj|lm_head)"}, ["lm_head.base_layer.weight"]),
+}
+
+
+def beside(base, case, seed=3):
+    """LoRA over the model in the folder `base`. The rows of a resized embedding follow from the seed."""
+    model = LlamaForCausalLM.from_pretrained(base)
+    torch.manual_seed(seed)
+    if "resized" in case:
+        model.resize_token_embeddings(70)
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **{"target_modules": ["q_proj"]} | BESIDE[case][0])
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_an_adapter_holds_what_the_stock_trainers_holds_and_is_resumed(case, tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    files, losses = {}, {}
+    for cls in (Trainer, Sharded):
+        made, logs = train(cls, tmp_path / cls.__name__, beside(tmp_path / "base", case), **SAVING)
+        made.save_model(str(tmp_path / cls.__name__ / "final"))
+        folders = (tmp_path / cls.__name__ / name for name in ("checkpoint-4", "final"))
+        files[cls] = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+        losses[cls] = logs.losses
+    assert losses[Sharded] == pytest.approx(losses[Trainer], rel=1e-5)
+    for ours, theirs in zip(files[Sharded], files[Trainer], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(any(name.endswith(end) for name in ours) for end in BESIDE[case][1])
+        assert all(ours[name].dtype == theirs[name].dtype for name in ours)
+        assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+    for saved in (Trainer, Sharded):  # into a model whose new rows and adapters were drawn from another seed
+        again = beside(tmp_path / "base", case, seed=4)
+        checkpoint = str(tmp_path / saved.__name__ / "checkpoint-4")
+        _, later = train(Sharded, tmp_path / "again", again, resume=checkpoint, **SAVING)
+        assert later.losses == pytest.approx(losses[Sharded][4:], rel=1e-5)
+
+
+def _prompts(folder):
+    with launched():
+        torch.manual_seed(3)
+        config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+        made, _ = train(Sharded, folder, peft.get_peft_model(llama(), config), max_steps=2, data=11)
+        made.save_model(str(folder / "final"))
+        return weights(made.model)["prompt_encoder.default.embedding.weight"]
+
+
+def test_prompts_that_are_trained_on_two_ranks_are_saved(ranks, tmp_path):
+    value, _ = ranks(2).run(_prompts, tmp_path)
+    saved = load_file(tmp_path / "final" / "adapter_model.safetensors")
+    assert list(saved) == ["prompt_embeddings"] and torch.equal(saved["prompt_embeddings"], value)
 
 
 def _two_ranks(folder):

@@ -32,6 +32,7 @@ from zero_core import ZeroError, checkpoint
 from zero_core.errors import CheckpointError
 from zero_core.optim.optimizer import ShardedOptimizer
 
+from .adapters import written_with_adapters
 from .config import ConfigError, ZeroConfig
 from .sharding import Run, shard
 
@@ -249,6 +250,7 @@ class Accelerator(accelerate.Accelerator):
 
         Collective; all ranks see the folder, which holds `zero_0`, `zero_1` ..., one for each sharded model.
         trained_only=True leaves out what is not trained, such as the base of adapters, see zero_core.checkpoint.save.
+        What PEFT would write into an adapter's files is kept, such as a resized embedding.
         """
         trained_only = save_model_func_kwargs.pop("trained_only", False)
         token = uuid.uuid4().hex
@@ -269,7 +271,8 @@ class Accelerator(accelerate.Accelerator):
         for i, known in enumerate(self._prepared):
             extra = {"save": token, "step": self.step}
             where, run = folder / f"zero_{i}", known.run
-            checkpoint.save(where, run.model, run.optimizer, extra=extra, trained_only=trained_only)
+            also = written_with_adapters(run.model)
+            checkpoint.save(where, run.model, run.optimizer, extra=extra, trained_only=trained_only, also=also)
         return folder
 
     def load_state(

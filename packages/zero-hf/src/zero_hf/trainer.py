@@ -21,6 +21,7 @@ from transformers import Trainer, TrainingArguments
 
 import zero_core
 
+from .adapters import adapters_of, written_with_adapters
 from .arguments import deepspeed_of, without_deepspeed
 from .config import ConfigError, ZeroConfig
 from .deepspeed.checkpoint import load_checkpoint
@@ -246,11 +247,11 @@ class _Sharded(Trainer):
         if self.zero_run is None or state_dict is not None:
             super()._save(output_dir, state_dict)
             return
-        adapters = _adapters(self.model)
-        if adapters:
-            names = tuple(f".{adapter}." for adapter in adapters)
-            wanted = zero_core.trained_state_dict(self.model, also=lambda name: any(n in f"{name}." for n in names))
-            super()._save(output_dir, wanted)
+        if adapters_of(self.model):
+            wanted = zero_core.trained_state_dict(self.model, also=written_with_adapters(self.model))
+            prompts = getattr(self.model, "prompt_encoder", None)  # PEFT runs it on the rank that writes
+            with nullcontext() if prompts is None else zero_core.gathered(prompts):
+                super()._save(output_dir, wanted)
             return
         folder = Path(output_dir or str(self.args.output_dir))
         zero_core.save_pretrained(self.model, folder)
@@ -262,8 +263,13 @@ class _Sharded(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         run = self._trained_run()
-        only = bool(_adapters(self.model))
-        zero_core.checkpoint.save(Path(output_dir) / STATE, self.model, run.optimizer, trained_only=only)
+        zero_core.checkpoint.save(
+            Path(output_dir) / STATE,
+            self.model,
+            run.optimizer,
+            trained_only=bool(adapters_of(self.model)),
+            also=written_with_adapters(self.model),
+        )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
@@ -340,11 +346,6 @@ class _Sharded(Trainer):
 def _is_deepspeeds(checkpoint: str | os.PathLike[str]) -> bool:
     """Says whether DeepSpeed's engine saved into the folder of a Trainer's checkpoint."""
     return any(Path(checkpoint).glob("*/*_model_states.pt"))
-
-
-def _adapters(model: nn.Module) -> tuple[str, ...]:
-    """The names of PEFT's adapters in the model."""
-    return tuple(getattr(model, "peft_config", None) or ())
 
 
 def _refuse(args: TrainingArguments, model: nn.Module | None) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,13 +58,15 @@ def save(
     scheduler: Any = None,
     extra: Any = None,
     trained_only: bool = False,
+    also: Callable[[str], bool] = lambda name: False,
     tile_numel: int = TILE_NUMEL,
 ) -> None:
     """Write the sharded model, and with `optimizer` the whole run, into `folder`. Collective; all ranks see the folder.
 
     trained_only: parameters that are not trained are left out, as the base of a model with adapters. `load` then wants
     a model that was built in the same way, from the same weights. Not left out are buffers, and parameters with values
-    that were written since the model was built by `shard` or `load_pretrained`, as by a merge of adapters.
+    that were written since the model was built by `shard` or `load_pretrained`, as by a merge of adapters. also: names
+    of further parameters that are not left out, the same on every rank.
 
     States stream from the store one box of at most `tile_numel` elements at a time. Complete or absent: killed at any
     moment, the folder holds what it held before, or the new checkpoint. extra: anything that pickles; rank 0's is kept.
@@ -72,7 +74,7 @@ def save(
     """
     view = _view(model, optimizer)
     view.ranks.meet("checkpoint.save")
-    left_out = view.left_out() if trained_only else {}
+    left_out = view.left_out(also) if trained_only else {}
     contents = _contents(view, left_out, with_optimizer=optimizer is not None, tile_numel=tile_numel)
     run = _run_state(view, optimizer, scheduler, extra) | ({"left_out": left_out} if trained_only else {})
     if view.is_first:  # of what several ranks add, torch keeps whichever it likes

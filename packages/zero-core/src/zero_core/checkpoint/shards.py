@@ -5,7 +5,7 @@ Owns the translation from a parameter's elements to a unit's shard. Moves values
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,12 +102,14 @@ class ShardView:
                 unit.overwritten(k)
                 unit.rewritten[k] = not as_built
 
-    def left_out(self) -> dict[str, tuple[int, ...]]:
+    def left_out(self, also: Callable[[str], bool]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the parameters that a checkpoint of what is trained can do without. Collective.
 
-        They are not trained, and nothing has written into them, on any rank, since the model was built.
+        They are not trained, nothing has written into them, on any rank, since the model was built, and `also` does not
+        ask for one of their names.
         """
-        frozen = [(unit, k, name) for unit, k, name in self.parameters() if not unit.trainable]
+        kept = {named.name for named in self.names if any(map(also, named.names))}
+        frozen = [(unit, k, name) for unit, k, name in self.parameters() if not unit.trainable and name not in kept]
         written = self.ranks.numbers([float(unit.rewritten[k]) for unit, k, _ in frozen])
         counts = self.ranks.sum_everywhere(written, "checkpoint.save").tolist() if frozen else []
         return {
