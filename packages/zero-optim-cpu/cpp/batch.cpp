@@ -109,7 +109,8 @@ Coefficients coefficients(Rule rule, const Hyper& h, double scale) {
         c.beta1 = float(h.momentum);
         c.c1 = float(1.0 - h.dampening);
         c.nesterov = h.nesterov;
-        c.first_step = h.step == 1 || h.momentum == 0.0;  // no momentum: the gradient itself, undamped
+        c.first_step = h.step == 1;
+        c.plain = h.momentum == 0.0;
     }
     return c;
 }

@@ -127,25 +127,27 @@ template <class V> struct AdagradRule {
     template <int N> ZERO_OPTIM_INLINE void apply(F (&p)[N], const F (&update)[N]) const { subtract<V>(p, update); }
 };
 
-// SGD with momentum: a = momentum_buffer, which the first step sets to the gradient, undamped.
+// SGD with momentum: a = momentum_buffer, which the first step sets to the gradient, undamped. A step without momentum
+// leaves it as it is.
 template <class V> struct MomentumRule {
     using F = typename V::F;
     static constexpr bool has_a = true, has_b = false;
     Decay<V> decay;
     F momentum, undamped, lr;
-    bool nesterov, first;
+    bool nesterov, first, plain;
     explicit MomentumRule(const Coefficients& c)
         : decay(c), momentum(V::set(c.beta1)), undamped(V::set(c.c1)), lr(V::set(c.step_size)), nesterov(c.nesterov),
-          first(c.first_step) {}
+          first(c.first_step), plain(c.plain) {}
     template <int N> ZERO_OPTIM_INLINE void moments(const F (&p)[N], F (&g)[N], F (&a)[N], F (&)[N]) const {
         decay.gradient(g, p);
         each<N>([&](auto k) ZERO_OPTIM_INLINE_LAMBDA {
-            a[k.value] = first ? g[k.value] : V::add(V::mul(momentum, a[k.value]), V::mul(undamped, g[k.value]));
+            if (!plain)
+                a[k.value] = first ? g[k.value] : V::add(V::mul(momentum, a[k.value]), V::mul(undamped, g[k.value]));
         });
     }
     ZERO_OPTIM_INLINE F root(F b) const { return b; }
     ZERO_OPTIM_INLINE F update(F g, F a, F) const {
-        return V::mul(lr, nesterov ? V::add(g, V::mul(momentum, a)) : a);
+        return V::mul(lr, plain ? g : nesterov ? V::add(g, V::mul(momentum, a)) : a);
     }
     template <int N> ZERO_OPTIM_INLINE void apply(F (&p)[N], const F (&update)[N]) const { subtract<V>(p, update); }
 };

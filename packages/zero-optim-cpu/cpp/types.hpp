@@ -43,7 +43,7 @@ struct Coefficients {
     float denominator_scale;  // 1 / sqrt(bias correction 2)
     float eps;
     std::uint32_t key;         // the step, for the dither of 8-bit codes
-    std::uint32_t lerp_from_gradient, nesterov, first_step;  // 0 or 1
+    std::uint32_t lerp_from_gradient, nesterov, first_step, plain;  // 0 or 1
 };
 
 struct Segment {

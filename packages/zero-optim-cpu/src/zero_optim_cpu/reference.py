@@ -85,12 +85,12 @@ def adagrad_rule(
 def sgd_rule(
     p: Tensor, g: Tensor, states: dict[str, Tensor], options: Mapping[str, Any], step: int, name: str
 ) -> Tensor:
-    """SGD. In the first step the buffer becomes the gradient, without dampening."""
+    """SGD. In the first step the buffer becomes the gradient, without dampening. Without momentum it stays."""
     if options["weight_decay"]:
         g = g + float32(options["weight_decay"]) * p
     momentum = float32(options["momentum"])
-    if "momentum_buffer" in states:
-        if step == 1 or momentum == 0:
+    if "momentum_buffer" in states and momentum != 0:
+        if step == 1:
             buffer = g
         else:
             buffer = momentum * states["momentum_buffer"] + float32(1 - options["dampening"]) * g
