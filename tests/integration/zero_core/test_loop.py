@@ -270,6 +270,31 @@ def test_blocks_compiled_one_by_one(ranks, size):
     ranks(size).run(compiled)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_step_is_run_as_it_is(whole):
+    """Traced, it would read the memory of sharded parameters."""
+
+    def train(compiled):
+        torch.manual_seed(0)
+        model = toys.Stack()
+        optimizer = zero_core.shard(model, toys.adamw(model.parameters()))
+
+        def finish():
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if compiled:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+            finish = torch.compile(finish, backend="eager") if whole else finish
+        for step in range(3):
+            toys.loss_of(model, toys.data(step, 0)).backward()
+            finish()
+        return model.state_dict()
+
+    plain, compiled = train(False), train(True)
+    assert all(torch.equal(value, compiled[name]) for name, value in plain.items())
+
+
 def state_dict_round():
     torch.manual_seed(0)
     model = toys.Stack()

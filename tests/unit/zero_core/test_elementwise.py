@@ -8,6 +8,7 @@ from torch import nn
 
 import zero_core
 from zero_core.errors import UnsupportedOptimizerError
+from zero_core.optim import elementwise
 from zero_core.optim.elementwise import kept_states, over_segments
 
 CPU = torch.device("cpu")
@@ -54,6 +55,34 @@ NOT_ELEMENTWISE = {
 def test_optimizers_that_look_at_shapes_are_refused(change):
     with pytest.raises(UnsupportedOptimizerError, match="Made is not elementwise: of a parameter of shape"):
         kept_states(make(change), CPU)
+
+
+LATE_OR_LARGE = {
+    "after its fourth step": lambda self, p, g, group: g / g.norm() if count(self, p) > 4 else g,
+    "in its second step": lambda self, p, g, group: g / g.norm() if count(self, p) == 2 else g,
+    "above a norm": lambda self, p, g, group: g / max(1.0, float(g.norm()) / 300),
+    "below a norm": lambda self, p, g, group: g / g.norm() if float(g.norm()) < 0.01 else g,
+}
+
+
+def count(self, p):
+    self.state[p]["step"] = self.state[p].get("step", 0) + 1
+    return self.state[p]["step"]
+
+
+@pytest.mark.parametrize("change", LATE_OR_LARGE.values(), ids=LATE_OR_LARGE)
+def test_optimizers_that_look_at_whole_parameters_late_or_at_some_sizes_are_refused(change):
+    with pytest.raises(UnsupportedOptimizerError, match="Made is not elementwise: of a parameter of shape"):
+        kept_states(make(change), CPU)
+
+
+@pytest.mark.parametrize("name", elementwise._ELEMENTWISE)
+def test_the_optimizers_of_torch_that_are_not_probed_are_elementwise(name, monkeypatch):
+    """The probe passes each of them, and finds what two steps show."""
+    optimizer = getattr(torch.optim, name)(parameters())
+    known = kept_states(optimizer, CPU)
+    monkeypatch.setattr(elementwise, "_ELEMENTWISE", ())
+    assert kept_states(optimizer, CPU) == known
 
 
 class ByPosition(Toy):

@@ -27,6 +27,7 @@ __all__ = [
     "Sleeps",
     "StoreContext",
     "SwapsIn",
+    "SwitchesOptions",
     "lent_bytes",
 ]
 
@@ -283,6 +284,21 @@ class GradientAccess(Protocol):
 
         `values`: fp32, CPU or compute device. All their bits are kept, in whatever dtype the gradient arrived, or an
         error is raised and nothing is written; so it is if there is no gradient.
+        """
+
+
+@runtime_checkable
+class SwitchesOptions(Protocol):
+    """Optional part of a store which knows what the options of a group decide: which states there are, and what runs.
+
+    A store without it is told of options by `update` alone.
+    """
+
+    def switch_options(self, group: int, before: Sequence[Mapping[str, Any]], what: str) -> None:
+        """An option of this group of the attached optimizer was switched since the last update: on or off, from a
+        number to 0 or from 0, or to another name. `before`: options that the group has had.
+
+        Raises UnsupportedOptimizerError, which begins with `what`, where the next update would not be the optimizer's.
         """
 
 

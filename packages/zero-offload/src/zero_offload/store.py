@@ -30,6 +30,7 @@ from .protocols import ByteStore, SegmentStep, UpdateStep
 from .running.link import Link
 from .running.pipeline import Pipeline, TileTask, UpdateJob
 from .running.uploads import Arrival
+from .step_probe import check_change, check_cuts
 from .streams import Streams, arena_of, streams_of
 from .tier import Stores, Tier, Transfers, tiers_with
 from .tiles.device_tier import DeviceTier
@@ -143,6 +144,7 @@ class TieredStore:
         if self.plan is not None or self._closed:
             raise OffloadError("a TieredStore is attached once; make another one")
         self.step.bind(optimizer)
+        self._optimizer = optimizer
         self._make_streams = self._make_streams or streams_of(context.device)
         with nullcontext() if self._budget is None else self._budget.explained():
             plan = plan_store(
@@ -156,6 +158,9 @@ class TieredStore:
                 **self._arguments | ({} if self._budget is None else {"host_bytes": self._budget.free_bytes}),
             )
         self._check_slots(plan, context)
+        if context.shard_count > 1 or any(run.unit.cuts for run in plan.runs):
+            for dtype in {unit.spec.dtype for unit in plan.units if unit.spec.trained}:
+                check_cuts(self.step, optimizer, dtype)
         for tier, transfers in self._stores.items():
             if nbytes := plan.extent_bytes(tier):
                 transfers.store.reserve(nbytes)
@@ -392,6 +397,14 @@ class TieredStore:
         else:
             self._order.append(order[0])
         self._early_asked = False
+
+    def switch_options(self, group: int, before: Sequence[Mapping[str, Any]], what: str) -> None:
+        """As zero_core.store.SwitchesOptions: compares the step with the optimizer over the change."""
+        self._monitor.check()
+        self.wait()  # the step is the background's until then
+        check_change(self.step, self._optimizer, group, before, what)
+        if self._link is not None:
+            self._link.device.switch_options(group, before, what)
 
     def wait(self) -> None:
         self._monitor.check()

@@ -20,7 +20,7 @@ from .protocols import Field, StateTile, TileView, UpdateSegment
 __all__ = ["TorchStep", "join_master", "split_master"]
 
 _STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
-_REFUSED = ("amsgrad", "differentiable", "maximize")
+_REFUSED = ("amsgrad", "differentiable")
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,8 @@ class TorchStep:
         master = self._master(tile)
         for segment in segments:
             part = slice(segment.start, segment.stop)
-            gradient = tile.gradient[part].to(torch.float32) * _f32(scale)
+            sign = -scale if segment.options.get("maximize") else scale
+            gradient = tile.gradient[part].to(torch.float32) * _f32(sign)
             states = [tile.states[name][part] for name in self._states]
             advance = _sgd if kind == "SGD" else _adam
             advance(master[part], gradient, states, segment.options, segment.step, decoupled=kind == "AdamW")
@@ -192,7 +193,7 @@ def _adam(
     exp_avg, exp_avg_sq = states
     learning_rate, decay = float(options["lr"]), float(options["weight_decay"])
     beta1, beta2 = (float(beta) for beta in options["betas"])
-    if decay and (decoupled or options.get("decoupled_weight_decay")):
+    if decay and options.get("decoupled_weight_decay", decoupled):
         master.mul_(_f32(1 - learning_rate * decay))
     elif decay:
         gradient = gradient + master * _f32(decay)

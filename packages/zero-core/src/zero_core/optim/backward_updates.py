@@ -17,6 +17,7 @@ from ..runtime.context import UnitContext
 from ..runtime.gradient import Leftover
 from ..runtime.unit import Unit
 from ..store import GroupStep
+from .options import Options
 
 __all__ = ["UpdatesInBackward", "frozen"]
 
@@ -26,6 +27,7 @@ class UpdatesInBackward:
 
     def __init__(self, units: Sequence[Unit], context: UnitContext, param_groups: Sequence[Mapping[str, Any]]) -> None:
         self._units, self._ranks, self._store, self._param_groups = units, context.ranks, context.store, param_groups
+        self.options: Options | None = None  # once there is an optimizer of these
         self._updated: dict[int, list[int]] = {}  # units, and which parameters, since the last step
         self._squared = context.ranks.numbers([0.0])[0]  # () float64, device: of the gradients of these
 
@@ -48,6 +50,8 @@ class UpdatesInBackward:
                 f"a gradient reached unit {unit.name!r}, which was updated in backward since the last step() already: "
                 "there was a second backward, or a use outside of its module. Leave update_in_backward out"
             )
+        if not self._updated and self.options is not None:
+            self.options.check()
         self._updated[unit.index] = []
         if flags is not None:
             unit.gradient.used = [flag > 0 for flag in flags()]

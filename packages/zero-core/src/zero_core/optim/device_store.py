@@ -10,14 +10,14 @@ A shard that is not trained is its own master, whatever its dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..aside import Aside, HostMemory, Keeper, give_memory, take_memory
-from ..errors import StoreError
+from ..errors import StoreError, UnsupportedOptimizerError
 from ..memory import ElementBytes
 from ..precision import fits, round_to, sum_of_squares, widen_scaled
 from ..store import GroupStep, ShardSpec, StoreContext
@@ -54,7 +54,7 @@ class DeviceStore:
         if self._shards or self._closed:
             raise StoreError("DeviceStore.attach called twice: make a new DeviceStore for each zero_core.shard")
         kept = kept_states(optimizer, context.device)
-        self._context = context
+        self._context, self._optimizer = context, optimizer
         self._names, self._scalars = ("master", *kept.tensors), kept.scalars
         try:
             for i, spec in enumerate(shards):
@@ -124,6 +124,15 @@ class DeviceStore:
                 continue
             with self._context.observer.span("update", self._shards[i].spec.name):
                 self._shards[i].update(groups, scale, steps[i], self._scratch)
+
+    def switch_options(self, group: int, before: Sequence[Mapping[str, Any]], what: str) -> None:
+        """As `SwitchesOptions`. Probes the optimizer as `attach` does; states that it keeps now have zeros at first."""
+        try:
+            kept = kept_states(self._optimizer, self._context.device)
+        except UnsupportedOptimizerError as error:
+            raise UnsupportedOptimizerError(f"{what}. {error}") from error
+        self._names = tuple(dict.fromkeys((*self._names, *kept.tensors)))
+        self._scalars = tuple(dict.fromkeys((*self._scalars, *kept.scalars)))
 
     def wait(self) -> None:
         self._check()

@@ -19,13 +19,28 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedOptimizerError
 
-__all__ = ["KeptStates", "StateFormat", "kept_states", "over_segments", "state_formats"]
+__all__ = [
+    "PROBE_SCALES",
+    "KeptStates",
+    "StateFormat",
+    "drawn",
+    "first_apart",
+    "kept_states",
+    "over_segments",
+    "state_formats",
+    "step_after_changes",
+]
 
+# These of torch's own are known to be elementwise, so two steps of them show what they keep.
+_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 # They look at a parameter's shape, or at all parameters together: a slice of one is not enough for them.
 _NOT_ELEMENTWISE = ("LBFGS", "SparseAdam", "Adafactor", "Muon", "Shampoo", "SOAP")
 _WAY_OUT = "it needs whole parameters, and a rank has slices of them. Use AdamW, Adam, SGD, Lion ..."
 # An optimizer may treat vectors, matrices and kernels differently, and matrices by their size (Adafactor, from 128 on).
 _PROBE_SHAPES = ((7,), (5, 3), (160, 130), (2, 3, 4), (2, 3, 2, 2))
+# It may also wait for some steps before it looks at more than an element, or for a large or a small norm. So a probe
+# takes a step with gradients of each of these sizes.
+PROBE_SCALES = (1.0, 1.0, 1e-4, 1.0, 30.0, 1.0, 1e3, 1.0)
 
 
 @dataclass(frozen=True)
@@ -41,9 +56,12 @@ class KeptStates:
 def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptStates:
     """What the optimizer keeps, found by steps of throw-away parameters in the options of each of its groups.
 
-    Parameters of one to four dimensions are stepped whole, flattened, and flattened in two slices. Raises
-    UnsupportedOptimizerError where these differ, where a state is neither of the parameter's shape nor a number, where
-    the optimizer keeps something outside its `state`, and where a step of it raises. Draws no random number.
+    Parameters of one to four dimensions take a step for each of `PROBE_SCALES`, whole, flattened, and flattened in two
+    slices. An optimizer that looks at whole parameters only later, or beyond these sizes of gradients, or with other
+    values of its options, passes. Of torch's own, which are known, two steps show what they keep.
+
+    Raises UnsupportedOptimizerError where these differ, where a state is neither of the parameter's shape nor a number,
+    where the optimizer keeps something outside its `state`, and where a step of it raises. Draws no random number.
     """
     kind = type(optimizer).__name__
     if kind in _NOT_ELEMENTWISE:
@@ -54,10 +72,11 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
     counts = False
     if device.type == "meta":
         device = torch.device("cpu")
+    known = type(optimizer) in {getattr(torch.optim, name) for name in _ELEMENTWISE}
     with torch.random.fork_rng(devices=[]):
-        for group in range(len(optimizer.param_groups)):
-            for shape in _PROBE_SHAPES:
-                state = _probe(optimizer, group, shape, device)
+        for group in _unlike(optimizer.param_groups):
+            for shape in _PROBE_SHAPES[:1] if known else _PROBE_SHAPES:
+                state = _kept(optimizer, group, shape, device) if known else _probe(optimizer, group, shape, device)
                 counts |= "step" in state
                 for name, value in state.items():
                     if name == "step" or value is None:
@@ -72,7 +91,8 @@ def kept_states(optimizer: torch.optim.Optimizer, device: torch.device) -> KeptS
                             f"{kind} keeps {name!r} ({what}) of a parameter of shape {shape}, neither a value an "
                             f"element nor a number: {_WAY_OUT}"
                         )
-            _probe_neighbours(optimizer, group, device)
+            if not known:
+                _probe_neighbours(optimizer, group, device)
     return KeptStates(tuple(tensors), tuple(scalars), counts)
 
 
@@ -88,39 +108,81 @@ class StateFormat:
 def state_formats(optimizer: torch.optim.Optimizer, device: torch.device) -> list[StateFormat]:
     """Of each group, from throw-away parameters. Draws no random number."""
     capturable = any(group.get("capturable") for group in optimizer.param_groups)  # which CPU parameters cannot be
-    values, gradients = _drawn(2, device if capturable else torch.device("cpu"))
+    values, gradients = drawn(2, device if capturable else torch.device("cpu"))
     formats = []
     with torch.random.fork_rng(devices=[]):
         for group in range(len(optimizer.param_groups)):
             probe = nn.Parameter(values.clone())
             built = dict(over_segments(optimizer, [probe], [group]).state.get(probe, {}))
-            formats.append(StateFormat(built, _two_steps(optimizer, group, [values], [gradients])[1]))
+            formats.append(StateFormat(built, _steps(optimizer, group, [values], [gradients], (1.0, 1.0))[1]))
     return formats
+
+
+def step_after_changes(
+    optimizer: torch.optim.Optimizer, group: int, before: Sequence[Mapping[str, Any]], device: torch.device
+) -> None:
+    """Step a throw-away parameter with each of the options `before`, and then with the group's own.
+
+    Raises what the optimizer does. Draws no random number.
+    """
+    values, gradients = drawn(7, torch.device("cpu") if device.type == "meta" else device)
+    probe = nn.Parameter(values.clone())
+    trial = over_segments(optimizer, [probe], [group])
+    after = dict(trial.param_groups[0])
+    with torch.random.fork_rng(devices=[]):
+        for options in (*before, after):
+            trial.param_groups[0].update(options)
+            probe.grad = gradients.clone()
+            trial.step()
+
+
+def _kept(optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    """The state of a throw-away parameter of `shape` after two steps."""
+    values, gradients = (each.view(shape) for each in drawn(math.prod(shape), device))
+    return _steps(optimizer, group, [values], [gradients], (1.0, 1.0))[1]
 
 
 def _probe(
     optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...], device: torch.device
 ) -> dict[str, Any]:
-    """The state of a throw-away parameter of `shape` after two steps; raises where its slices step otherwise."""
+    """The state of a throw-away parameter of `shape` after its steps; raises where its slices step otherwise."""
     numel = math.prod(shape)
-    values, gradients = _drawn(numel, device)
-    (whole,), state = _two_steps(optimizer, group, [values.view(shape)], [gradients.view(shape)])
+    values, gradients = drawn(numel, device)
+    whole, state = _steps(optimizer, group, [values.view(shape)], [gradients.view(shape)])
     for cuts in ((0, numel), (0, numel // 3, numel)):
         slices = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
-        steps = [_two_steps(optimizer, group, [values[part]], [gradients[part]])[0] for part in slices]
-        parts = torch.cat([step for (step,) in steps])
-        if not torch.allclose(whole.reshape(-1), parts, rtol=1e-4, atol=1e-6, equal_nan=True):
-            at = int((whole.reshape(-1) - parts).abs().argmax())
-            one, other = float(whole.reshape(-1)[at]), float(parts[at])
+        runs = [_steps(optimizer, group, [values[part]], [gradients[part]])[0] for part in slices]
+        apart = first_apart(whole, [torch.cat(parts) for parts in zip(*runs, strict=True)])
+        if apart is not None:
             how = "flattened" if len(slices) == 1 else f"flattened and cut after {cuts[1]} elements"
             raise UnsupportedOptimizerError(
-                f"{type(optimizer).__name__} is not elementwise: of a parameter of shape {shape}, element {at} became "
-                f"{one:.6g} in two steps, and {other:.6g} with the parameter {how}; {_WAY_OUT}"
+                f"{type(optimizer).__name__} is not elementwise: of a parameter of shape {shape}, {apart} with the "
+                f"parameter {how}; {_WAY_OUT}"
             )
     return state
 
 
-def _drawn(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def first_apart(ones: Sequence[Tensor], others: Sequence[Tensor]) -> str | None:
+    """Which element differs first, as a part of a sentence, of values (numel,) after each step. None: they are equal.
+
+    Gradients of very different sizes leave rounding errors as large as the largest value's.
+    """
+    for count, (one, other) in enumerate(zip(ones, others, strict=True), 1):
+        size = float(one.abs().max().nan_to_num(0.0, 0.0))
+        if not torch.allclose(one, other, rtol=1e-4, atol=1e-6 * max(1.0, size), equal_nan=True):
+            at = int((one - other).abs().argmax())
+            return f"element {at} became {float(one[at]):.6g} in {count} steps, and {float(other[at]):.6g}"
+    return None
+
+
+def _unlike(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Of the groups with the same options but for the rate, the first."""
+    rates = ("params", "lr", "initial_lr")
+    alike = {repr([(k, v) for k, v in g.items() if k not in rates]): i for i, g in reversed(list(enumerate(groups)))}
+    return sorted(alike.values())
+
+
+def drawn(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Values and gradients (numel,) of many sizes and both signs; no random numbers."""
     row = torch.arange(numel, dtype=torch.float32, device=device)
     return (row * 0.37).sin(), (row * 1.7 + 0.3).sin() * (row * 0.11).cos().exp()
@@ -128,14 +190,14 @@ def _drawn(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _probe_neighbours(optimizer: torch.optim.Optimizer, group: int, device: torch.device) -> None:
     """Raises where a parameter steps otherwise behind, before or beside another one of its group."""
-    (values, gradients), (others, theirs) = _drawn(6, device), _drawn(15, device)
-    (alone,), _ = _two_steps(optimizer, group, [values], [gradients])
+    (values, gradients), (others, theirs) = drawn(6, device), drawn(15, device)
+    alone, _ = _steps(optimizer, group, [values], [gradients])
     for neighbour in (theirs.view(5, 3), None):
         for first in (True, False):
             order = slice(None) if first else slice(None, None, -1)
             both = [values, others.view(5, 3)][order], [gradients, neighbour][order]
-            beside = _two_steps(optimizer, group, *both)[0][0 if first else 1]
-            if not torch.allclose(alone, beside, rtol=1e-4, atol=1e-6, equal_nan=True):
+            beside, _ = _steps(optimizer, group, *both, of=0 if first else 1)
+            if first_apart(alone, beside) is not None:
                 what = "with a gradient" if neighbour is not None else "without a gradient"
                 raise UnsupportedOptimizerError(
                     f"{type(optimizer).__name__} steps a parameter otherwise {'before' if first else 'after'} another "
@@ -143,16 +205,22 @@ def _probe_neighbours(optimizer: torch.optim.Optimizer, group: int, device: torc
                 )
 
 
-def _two_steps(
-    optimizer: torch.optim.Optimizer, group: int, values: Sequence[Tensor], gradients: Sequence[Tensor | None]
+def _steps(
+    optimizer: torch.optim.Optimizer,
+    group: int,
+    values: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    scales: Sequence[float] = PROBE_SCALES,
+    of: int = 0,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Values of throw-away parameters of one group after two steps, and the state of the first."""
+    """A step of throw-away parameters of one group for each scale: the values (numel,) of one of them after each step,
+    and its state in the end."""
     probes = [nn.Parameter(value.clone()) for value in values]
     trial = over_segments(optimizer, probes, [group] * len(probes))
-    before = _numbers(trial)
-    for _ in range(2):
+    before, found = _numbers(trial), []
+    for scale in scales:
         for probe, gradient in zip(probes, gradients, strict=True):
-            probe.grad = None if gradient is None else gradient.clone()
+            probe.grad = None if gradient is None else gradient * scale
         try:
             trial.step()
         except Exception as error:
@@ -161,6 +229,7 @@ def _two_steps(
                 f"{type(error).__name__}: {error}. Slices of parameters are stepped by a copy of the optimizer, so "
                 "what it needs must be in its param_groups and its state, and step() must work without a closure"
             ) from error
+        found.append(probes[of].detach().reshape(-1).clone())
     after = _numbers(trial)
     changed = [key for key in after if key not in before or not _same(before[key], after[key])]
     if changed:
@@ -168,7 +237,7 @@ def _two_steps(
             f"{type(optimizer).__name__} changes {', '.join(changed)} in step(), which no checkpoint and no other unit "
             "would see: keep it in self.state[parameter], or use AdamW, Adam, SGD, Lion ..."
         )
-    return [probe.detach() for probe in probes], trial.state[probes[0]]
+    return found, trial.state[probes[of]]
 
 
 def _numbers(trial: Any) -> dict[str, Any]:
@@ -195,8 +264,10 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-# What a scheduler puts on an optimizer, and what torch's fused ones note for themselves.
-_OTHERS = {"step", "_step_count", "_opt_called", "_need_device_dtype_check_for_fused"}
+# Methods that a scheduler, or `retire`, has put on an optimizer in place of its class's.
+_TAKEN = ("step", "state_dict", "load_state_dict", "add_param_group")
+# What else a scheduler puts there, and what torch's fused ones note for themselves.
+_OTHERS = {*_TAKEN, "_step_count", "_opt_called", "_need_device_dtype_check_for_fused"}
 _BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1))) | _OTHERS
 
 
@@ -265,5 +336,6 @@ def over_segments(optimizer: torch.optim.Optimizer, views: Sequence[nn.Parameter
     clone.state = defaultdict(dict)
     clone.param_groups = made
     clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    clone.__dict__.pop("step", None)  # what a scheduler has put around the user's
+    for name in _TAKEN:
+        clone.__dict__.pop(name, None)
     return clone

@@ -20,10 +20,15 @@ from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
 from ..store import ScalarStates
 from .backward_updates import UpdatesInBackward, frozen
-from .elementwise import state_formats
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
+from .options import Options
 
 __all__ = ["ShardedOptimizer"]
+
+_not_traced = torch.compiler.disable(
+    reason="the step of a sharded optimizer works on shards, which cannot be compiled: leave fullgraph=True out, or "
+    "call step() outside of what is compiled"
+)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -43,7 +48,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm = math.nan
         self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # what was carried over
         self._updates = updates
-        self._formats = state_formats(optimizer, engine.ranks.device)
+        self._options = Options(optimizer, engine.store, engine.ranks.device)
+        if updates is not None:
+            updates.options = self._options
         self.state = States()
 
     @property
@@ -55,6 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def max_grad_norm(self, norm: float | None) -> None:
         self.engine.max_grad_norm = norm
 
+    @_not_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the user's optimizer on every parameter that any rank used since the last step. Consumes gradients.
 
@@ -68,6 +76,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine = self.engine
         with torch.no_grad():
             self._refuse_while_busy()
+            self._options.check()
             engine.exchange.refuse_stepped()
             engine.writes.check_given(stepping=True)
             engine.settle()
@@ -129,6 +138,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine.store.update(frozen(self.param_groups), scale, engine.next_use(), steps)
         self._count()
 
+    @_not_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients.
 
@@ -180,7 +190,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._full(keep=not rank0_only or self.engine.ranks.rank == 0)
 
     def _full(self, *, keep: bool) -> dict[str, Any]:
-        states, masters = gather_states(self.param_groups, self._formats, self.engine, keep=keep)
+        states, masters = gather_states(self.param_groups, self._options.formats, self.engine, keep=keep)
         return self._packed(states, masters) if keep else {}
 
     def _packed(self, states: dict[Tensor, dict[str, Any]], masters: dict[int, Tensor] | None = None) -> dict[str, Any]:
@@ -210,7 +220,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         self.engine.settle()
-        found = put_back(self.param_groups, self._formats, self.engine, state_dict)
+        found = put_back(self.param_groups, self._options.formats, self.engine, state_dict)
         if self.engine.loss_scale is not None and found.get("loss_scale") is not None:
             self.engine.loss_scale.load_state_dict(found["loss_scale"])
         self.step_count = int(found.get("step_count", max(max(u.steps, default=0) for u in self.engine.units)))

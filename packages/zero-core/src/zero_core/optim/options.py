@@ -1,0 +1,96 @@
+"""What options the user's groups have at a step, and whether training may go on with those that have changed.
+
+Owns the probe of a change. What the store keeps and computes after it is the store's to check: `SwitchesOptions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedOptimizerError
+from ..store import ShardStore, SwitchesOptions
+from .elementwise import StateFormat, state_formats, step_after_changes
+
+__all__ = ["Options"]
+
+
+class Options:
+    """The options of the user's groups, which are live. `formats`: of each group, as the optimizer has them now."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, store: ShardStore, device: torch.device) -> None:
+        self._optimizer, self._store, self._device = optimizer, store, device
+        self.formats = state_formats(optimizer, device)
+        # Of each group, options with which it has been, in their order: the last ones are those of the last check.
+        self._history = [[_options(group)] for group in optimizer.param_groups]
+        self._switches = [_switches(group) for group in optimizer.param_groups]
+        self._probed: set[Any] = set()
+
+    def check(self) -> None:
+        """Call it before anything is updated. It compares options only, until one is switched on, off or otherwise.
+
+        Raises UnsupportedOptimizerError naming an option with which training cannot go on as the optimizer would.
+        """
+        now = [_switches(group) for group in self._optimizer.param_groups]
+        if now == self._switches:
+            return
+        changed = [n for n, (old, new) in enumerate(zip(self._switches, now, strict=True)) if old != new]
+        for n in changed:
+            if (self._switches[n], now[n]) not in self._probed:
+                self._probe(n)
+                self._probed.add((self._switches[n], now[n]))
+        for n in changed:
+            others = [each for each in self._history[n] if _switches(each) != now[n]]
+            self._history[n] = [*others, _options(self._optimizer.param_groups[n])]
+        self.formats = [  # a state that is not in use any more is kept
+            StateFormat(new.built, {**old.stepped, **new.stepped})
+            for old, new in zip(self.formats, state_formats(self._optimizer, self._device), strict=True)
+        ]
+        self._switches = now
+
+    def _probe(self, number: int) -> None:
+        before = self._history[number]
+        what = _changes(before[-1], _options(self._optimizer.param_groups[number]), number)
+        try:
+            step_after_changes(self._optimizer, number, before, self._device)
+        except Exception as error:
+            raise UnsupportedOptimizerError(
+                f"{what}, and {type(self._optimizer).__name__} cannot go on so after a step: "
+                f"{type(error).__name__}: {error}. Set it back; what shall hold from the first step on belongs into "
+                "the optimizer before zero_core.shard"
+            ) from error
+        if isinstance(self._store, SwitchesOptions):
+            self._store.switch_options(number, before, what)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k != "params"}
+
+
+def _switches(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """What may change which states there are, or which code runs. The rate is none: it may be 0 at any step."""
+    return tuple((key, _switch(value)) for key, value in group.items() if key not in ("params", "lr"))
+
+
+def _switch(value: Any) -> Any:
+    if isinstance(value, (bool, str)) or value is None:
+        return value
+    if isinstance(value, (int, float)):
+        return value != 0
+    if isinstance(value, Sequence):
+        return tuple(map(_switch, value))
+    # To look into a tensor may wait for the device.
+    return type(value) if isinstance(value, Tensor) or type(value).__hash__ is None else value
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any], number: int) -> str:
+    changed = [k for k, v in after.items() if k not in before or _switch(before[k]) != _switch(v)]
+    told = (f"{k} from {_shown(before.get(k))} to {_shown(after[k])}" for k in changed if k != "lr")
+    return f"param group {number} changed {', '.join(told)} during the run"
+
+
+def _shown(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else repr(value)

@@ -1,0 +1,130 @@
+"""Probes of an `UpdateStep` on throw-away tiles: may parameters be cut, and does it go on as the optimizer does.
+
+Owns these tiles and what is compared. No step of the training runs here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.errors import UnsupportedOptimizerError
+from zero_core.optim.elementwise import PROBE_SCALES, drawn, first_apart, over_segments
+
+from .protocols import SegmentStep, UpdateStep
+from .tiles.tile import View
+
+__all__ = ["check_change", "check_cuts"]
+
+_BLOCK = 4096  # elements: quantised states have a scale for each block of so many, or of fewer
+_Options = Mapping[str, Any]
+
+
+def check_cuts(step: UpdateStep, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+    """Step tiles of `dtype` whole and in two, in the options of each group, with gradients of several sizes.
+
+    Raises UnsupportedOptimizerError where the two differ.
+    """
+    values, gradients = drawn(2 * _BLOCK, torch.device("cpu"))
+    for group in optimizer.param_groups:
+        options = [_options(group)] * len(PROBE_SCALES)
+        scaled = [gradients * scale for scale in PROBE_SCALES]
+        whole = _run(step, values, scaled, options, dtype)
+        halves = [_run(step, values, scaled, options, dtype, slice(a, a + _BLOCK)) for a in (0, _BLOCK)]
+        parts = [torch.cat(both) for both in zip(*halves, strict=True)]
+        apart = first_apart(whole, parts)
+        if apart is not None:
+            raise UnsupportedOptimizerError(
+                f"{type(step).__name__} is not elementwise: of a parameter of {2 * _BLOCK} elements, {apart} with the "
+                "parameter in two segments. Here tiles or ranks hold parts of parameters, and update() gets such "
+                "parts: use one rank and a tile_numel that no unit exceeds, or an UpdateStep that looks at single "
+                "elements"
+            )
+
+
+def check_change(
+    step: UpdateStep, optimizer: torch.optim.Optimizer, group: int, before: Sequence[_Options], what: str
+) -> None:
+    """Step a tile and a parameter of the optimizer's, with each of the options `before` and then with the group's own.
+
+    Raises UnsupportedOptimizerError where they come apart by the change, or where the optimizer keeps another state.
+    """
+    after, kind, name = _options(optimizer.param_groups[group]), type(optimizer).__name__, type(step).__name__
+    plain = [each for each in before for _ in range(2)]
+    changed = [*plain, after, after]
+    theirs, state = _run_theirs(optimizer, group, changed)
+    new = [n for n, v in state.items() if isinstance(v, Tensor) and v.dim() and n not in step.state_names()]
+    if new:
+        raise UnsupportedOptimizerError(
+            f"{what}: {kind} then keeps {', '.join(new)}, for which the store has no memory. Give the optimizer "
+            "the new value before zero_core.shard; after that you can set the old one until the new one shall apply"
+        )
+    try:
+        error = _distance(theirs, _run(step, *_drawn(len(changed)), changed, torch.float32))
+        usual = _distance(
+            _run_theirs(optimizer, group, plain)[0], _run(step, *_drawn(len(plain)), plain, torch.float32)
+        )
+    except Exception as refusal:
+        raise UnsupportedOptimizerError(f"{what}, and {name} cannot do that: {refusal}") from refusal
+    # Without the change a step may be a little off, as one with quantised states is; with it, no more than that.
+    if not error <= 1e-3 + 4 * usual:
+        raise UnsupportedOptimizerError(
+            f"{what}, and {name} does not go on as {kind} does: after two steps it is off by {error:.2g} of what an "
+            "element moves. Set it back; to train with the new value, give it to the optimizer before zero_core.shard"
+        )
+
+
+def _drawn(steps: int) -> tuple[Tensor, list[Tensor]]:
+    values, gradients = drawn(64, torch.device("cpu"))
+    return values, [gradients] * steps
+
+
+def _distance(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """The largest difference of an element after a step, by how far any element has moved at most."""
+    start, _ = _drawn(0)
+    moved = max(float((one - start).abs().max()) for one in ones)
+    return max(float((one - other).abs().max()) for one, other in zip(ones, others, strict=True)) / (moved or 1.0)
+
+
+def _run_theirs(
+    optimizer: torch.optim.Optimizer, group: int, options: Sequence[_Options]
+) -> tuple[list[Tensor], Mapping[str, Any]]:
+    """Values of a parameter of the optimizer's after a step with each of the options, and its state in the end."""
+    values, gradients = _drawn(len(options))
+    probe, found = nn.Parameter(values.clone()), []
+    trial = over_segments(optimizer, [probe], [group])
+    for each, gradient in zip(options, gradients, strict=True):
+        trial.param_groups[0].update(each)
+        probe.grad = gradient.clone()
+        trial.step()
+        found.append(probe.detach().clone())
+    return found, trial.state[probe]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k != "params"}
+
+
+def _run(
+    step: UpdateStep,
+    values: Tensor,
+    gradients: Sequence[Tensor],
+    options: Sequence[_Options],
+    dtype: torch.dtype,
+    part: slice = slice(None),
+) -> list[Tensor]:
+    """fp32 masters of elements `part` of a parameter with these `values`, after each step."""
+    offset, shape, mine = part.start or 0, tuple(values.shape), values[part]
+    states = {field.name: torch.zeros(field.numel, dtype=field.dtype) for field in step.layout(mine.numel(), dtype)}
+    tile = View(states, torch.zeros(mine.numel(), dtype=dtype), torch.zeros(mine.numel(), dtype=torch.float32))
+    found = []
+    with torch.no_grad():
+        step.initialise(tile, mine.clone())
+        for count, (gradient, each) in enumerate(zip(gradients, options, strict=True), 1):
+            tile.gradient.copy_(gradient[part])
+            step.update(tile, [SegmentStep(0, mine.numel(), each, count, shape, offset)], 1.0)
+            found.append(step.read(tile, "master").clone())
+    return found

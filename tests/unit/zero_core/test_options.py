@@ -1,0 +1,114 @@
+"""Options that change in param_groups during the run: equal to plain torch, or refused before anything is consumed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from zero_core.errors import UnsupportedOptimizerError
+from zero_core.optim import options as options_module
+from zero_core.optim.device_store import DeviceStore
+from zero_core.optim.options import Options
+
+
+def make(kind: str, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    return model, getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+
+
+def train(model, optimizer, changes, steps=7):
+    """Seven steps; `changes`: before step -> options to set in the only group."""
+    for step in range(steps):
+        optimizer.param_groups[0].update(changes.get(step, {}))
+        model(torch.full((2, 4), step + 1.0)).square().sum().mul(0.01).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weight_of(model):
+    with zero_core.gathered(model):
+        return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "changes"),
+    [
+        ("SGD", {}, {3: {"momentum": 0.9}}),
+        ("SGD", {"momentum": 0.9}, {2: {"momentum": 0.0}, 4: {"momentum": 0.5}}),
+        ("RMSprop", {"momentum": 0.9}, {2: {"momentum": 0.0}, 4: {"momentum": 0.5}}),
+        ("AdamW", {"amsgrad": True}, {3: {"amsgrad": False}}),
+        ("AdamW", {"weight_decay": 0.1}, {3: {"decoupled_weight_decay": False, "maximize": True, "foreach": True}}),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"update_in_backward": True}])
+def test_options_that_change_train_as_torch_does(kind, given, changes, more):
+    plain, optimizer = make(kind, **given)
+    train(plain, optimizer, changes)
+    model, sharded = make(kind, **given)
+    sharded = zero_core.shard(model, sharded, **more)
+    train(model, sharded, changes)
+    torch.testing.assert_close(weight_of(model), plain.weight.data)
+    kept, wanted = sharded.full_state_dict()["state"][0], optimizer.state_dict()["state"][0]
+    assert kept.keys() >= wanted.keys()
+    for name in ("momentum_buffer", "max_exp_avg_sq"):  # one that came with the change is saved as well
+        if name in wanted:
+            torch.testing.assert_close(kept[name], wanted[name])
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "named"),
+    [
+        ("Adam", {"amsgrad": True}, r"param group 0 changed amsgrad from False to True .* Adam cannot .* KeyError"),
+        ("RMSprop", {"centered": True}, r"param group 0 changed centered from False to True"),
+    ],
+)
+def test_a_change_that_torch_cannot_make_is_refused_before_the_step(kind, change, named):
+    model, optimizer = make(kind)
+    optimizer = zero_core.shard(model, optimizer)
+    train(model, optimizer, {}, steps=2)
+    group = optimizer.param_groups[0]
+    before = {name: group[name] for name in change}
+    group.update(change)
+    model(torch.ones(2, 4)).sum().backward()
+    before_it = weight_of(model)
+    with pytest.raises(UnsupportedOptimizerError, match=named):
+        optimizer.step()
+    assert torch.equal(weight_of(model), before_it)
+    group.update(before)  # the way out
+    optimizer.step()
+    assert optimizer.step_count == 3
+    assert not torch.equal(weight_of(model), before_it)
+
+
+def test_a_switch_that_makes_an_optimizer_look_at_whole_parameters_is_refused():
+    class Normalised(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if group["normalised"] and p.grad is not None:
+                        p.grad.div_(p.grad.norm())
+            super().step()
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = Normalised([{"params": list(model.parameters()), "normalised": False}], lr=0.1)
+    optimizer = zero_core.shard(model, optimizer)
+    train(model, optimizer, {}, steps=1)
+    with pytest.raises(UnsupportedOptimizerError, match="normalised from False to True .* is not elementwise"):
+        train(model, optimizer, {0: {"normalised": True}})
+
+
+def test_a_schedule_of_numbers_is_not_probed(monkeypatch):
+    """Rates, betas and decays change at each step: to probe them would cost as much as the step."""
+    model, optimizer = make("AdamW")
+    watched = Options(optimizer, DeviceStore(), torch.device("cpu"))
+    monkeypatch.setattr(options_module, "step_after_changes", None)
+    for step in range(3):
+        optimizer.param_groups[0].update(lr=0.1 * step, betas=(0.9 - 0.1 * step, 0.99), weight_decay=1.0 + step)
+        watched.check()
+    optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(UnsupportedOptimizerError, match="maximize from False to True"):
+        watched.check()  # a switch is: what would probe it is gone
