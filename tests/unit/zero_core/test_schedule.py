@@ -51,11 +51,18 @@ def test_a_unit_visited_twice_is_done_at_its_last_closing():
 
 def test_the_visit_that_backward_reaches_next():
     made, v = forward("aba")
-    assert made.pending(0) is made.visits[2]
+    assert made.pending(0, -1) is made.visits[2]
     made.path_to(made.visits[1])
-    assert made.pending(0) is made.visits[0]
+    assert made.pending(0, -1) is made.visits[0]
     made.path_to(None)
-    assert made.pending(0) is None
+    assert made.pending(0, -1) is None
+
+
+def test_a_visit_from_before_a_node_was_not_made_by_it():
+    made, v = forward("ab")
+    made.visits[0].sequence, made.visits[1].sequence = 4, 6
+    assert made.pending(1, 5) is made.visits[1]
+    assert made.pending(0, 5) is None
 
 
 def test_a_wrong_guess_is_mended():

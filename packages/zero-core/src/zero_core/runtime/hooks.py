@@ -39,10 +39,17 @@ __all__ = ["Engine"]
 
 @dataclasses.dataclass
 class _Backward:
-    """The backward under way: the pass it is in, and those it has been through."""
+    """The backward under way: the pass it is in, and those it has been through.
 
+    task: autograd's number of it. node: the sequence number of its node that last ran a module. inner: what backwards
+    inside of it have open, by their numbers, see [Note: forward inside backward].
+    """
+
+    task: int
     current: Pass | None = None
     passes: list[Pass] = dataclasses.field(default_factory=list)
+    node: int = 0
+    inner: dict[int, list[Visit]] = dataclasses.field(default_factory=dict)
 
 
 class Engine:
@@ -133,7 +140,7 @@ class Engine:
         visit = self._stack.pop()
         current = self._pass
         assert current is not None
-        if current.grad:
+        if current.grad or torch.is_grad_enabled():
             hooked = hook_outputs(output, visit.sequence, partial(self._before_backward, current, visit))
             if hooked or visit.followed or any(self.units[u].trainable for u in node.units) or not node.units:
                 current.complete(visit)
@@ -244,14 +251,17 @@ class Engine:
     def _before_backward(self, current: Pass, visit: Visit, gradient: Tensor) -> Tensor | None:
         """A gradient reached an output of the visit: open it, and what was skipped on the way, in order."""
         self.ranks.side.go_on()
-        self._open(current, visit)
+        if self._ensure_backward().task == torch._C._current_graph_task_id():
+            self._open(current, visit)
+        else:
+            self._open_inside(visit)
         return None
 
     def _ensure_backward(self) -> _Backward:
         if self.uneven:
             raise ZeroError("backward() inside zero_core.uneven, where ranks may differ: leave the with block first")
         if self._backward is None:
-            self._backward = _Backward()
+            self._backward = _Backward(torch._C._current_graph_task_id())
             apply_factors(self)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
@@ -275,6 +285,35 @@ class Engine:
         for each in current.path_to(visit):
             self._open_one(current, each)
 
+    def _open_inside(self, visit: Visit) -> None:
+        """A gradient reached an output of the visit in a backward inside of the one under way."""
+        inner, task = self._ensure_backward().inner, torch._C._current_graph_task_id()
+        if torch.is_grad_enabled():
+            self._keeping = True  # as in `_open`
+        if task not in inner:
+            inner[task] = []
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_inside, task))
+        if visit in inner[task]:
+            return
+        for u in visit.units:
+            self.units[u].enter()
+        self._stop_lingering()
+        self._end_inside(task, visit)
+        inner[task].append(visit)
+
+    def _end_inside(self, task: int, wanted: Visit | None = None) -> None:
+        """Close what an inner backward has open, but for what encloses the visit that it wants now, or is inside of it:
+        the two may have returned the same tensor."""
+        backward = self._backward
+        if backward is None or task not in backward.inner:
+            return
+        open_ones = backward.inner[task]
+        kept = [v for v in open_ones if wanted is not None and (v.encloses(wanted) or wanted.encloses(v))]
+        closing, backward.inner[task] = [v for v in reversed(open_ones) if v not in kept], kept
+        for u in (u for visit in closing for u in visit.units):
+            self._leave(self.units[u])
+            self._let_go(self.units[u])
+
     def _open_one(self, current: Pass, visit: Visit) -> None:
         for u in visit.units:
             self.units[u].enter()
@@ -288,7 +327,7 @@ class Engine:
         for u in visit.units:
             self._leave(self.units[u])
         for u in current.closed(visit):
-            if u not in current.external:
+            if u not in current.external and not self._stack:  # inside a forward nothing is complete
                 self.reducer.retire(self.units[u])
         for u in visit.units:
             self._let_go(self.units[u])
@@ -321,6 +360,8 @@ class Engine:
             self.reducer.retire_late(unit)
         self.reducer.finish()
         self._stop_lingering(everything=True)
+        for task in backward.inner:  # of an inner backward that raised, and was caught
+            self._end_inside(task)
         self._backward = None
         self._let_all_go()
 
@@ -340,34 +381,41 @@ class Engine:
     # -- recomputation, see [Note: forward inside backward] ----------------------------------------------------------
 
     def _begin_recomputation(self, node: Node) -> None:
-        entered = [self.units[u] for u in node.units if self.units[u].users == 0]
-        for unit in entered:
-            unit.enter()
+        backward = self._ensure_backward()
+        running = torch._C._current_autograd_node()
+        if backward.task == torch._C._current_graph_task_id() and running is not None:
+            backward.node = running._sequence_nr()
+        for u in node.units:
+            self.units[u].enter()
         self._stop_lingering()
-        self._recomputed.begin(node.index, torch._C._autograd._get_sequence_nr(), entered)
+        self._recomputed.begin(node.index, node.units, torch._C._autograd._get_sequence_nr())
 
     def _end_recomputation(self, node: Node, output: Any) -> None:
-        sequence = self._recomputed.end(node.index)
-        if sequence is not None and torch.is_grad_enabled():
-            hook_outputs(output, sequence, partial(self._before_recomputed, node))
+        visit = self._recomputed.end(node.index)
+        if visit is not None and torch.is_grad_enabled():
+            hook_outputs(output, visit.sequence, partial(self._before_recomputed, visit))
 
     def _stop_lingering(self, everything: bool = False) -> None:
-        for unit in self._recomputed.stop(everything):
-            if unit.users:
-                self._leave(unit)
-            self._let_go(unit)
+        for u in self._recomputed.stop(everything):
+            if self.units[u].users:
+                self._leave(self.units[u])
+            self._let_go(self.units[u])
 
-    def _before_recomputed(self, node: Node, gradient: Tensor) -> None:
-        """A gradient reached an output that reentrant checkpointing computed anew: find the visit it stands for."""
+    @outside_transforms
+    def _before_recomputed(self, visit: Visit, gradient: Tensor) -> None:
+        """A gradient reached an output that was computed inside backward: open its visit, and first the one of the
+        outer pass for which it stands."""
         self.ranks.side.go_on()
-        current = self._backward.current if self._backward is not None else None
-        for candidate in reversed(self._live) if current is None else [current]:
-            if current is None:
+        backward = self._ensure_backward()
+        self._end_inside(torch._C._current_graph_task_id(), visit)
+        for candidate in reversed(self._live) if backward.current is None else [backward.current]:
+            if backward.current is None:
                 candidate.begin_backward()
-            visit = candidate.pending(node.index)
-            if visit is not None:
-                self._open(candidate, visit)
-                return
+            repeated = candidate.pending(visit.node, backward.node)
+            if repeated is not None:
+                self._open(candidate, repeated)
+                break
+        self._open_inside(visit)
 
     # -- a parameter used outside its unit: see place.py ---------------------------------------------------------------
 

@@ -59,9 +59,10 @@ class Pass:
         self.open.clear()
         self.remaining = Counter(unit for visit in self.visits for unit in visit.units)
 
-    def pending(self, node: int) -> Visit | None:
-        """The visit of a module that backward reaches next."""
-        return next((visit for visit in reversed(self.visits[: self.position]) if visit.node == node), None)
+    def pending(self, node: int, after: int) -> Visit | None:
+        """The visit of a module that backward reaches next, if it began after autograd's count `after`."""
+        found = next((visit for visit in reversed(self.visits[: self.position]) if visit.node == node), None)
+        return found if found is not None and found.sequence > after else None
 
     def path_to(self, visit: Visit | None) -> list[Visit]:
         """Visits to open, in order, up to `visit`; all that are left for None. Moves the position."""

@@ -1,0 +1,331 @@
+"""Forwards inside a backward, and backwards inside a forward: adjoints, reversible blocks, hooks that run the model.
+
+Each model trains beside a dense twin. At stage 3 a test fails if a unit's memory goes while a graph still needs it, or
+if a gradient is reduced before all of it has arrived.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zero_core
+from tests.integration.zero_core import toys
+
+SIZES = pytest.mark.parametrize("size", [1, 2])
+
+
+class Adjoint(torch.autograd.Function):
+    """Euler's method without a graph. Its backward computes each step anew, more often than forward did."""
+
+    @staticmethod
+    def forward(ctx, function, steps, z, *parameters):
+        ctx.function, ctx.steps = function, steps
+        with torch.no_grad():
+            states = [z]
+            for _ in range(steps):
+                states.append(states[-1] + function(states[-1]) / steps)
+        ctx.save_for_backward(*states[:-1], *parameters)
+        return states[-1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        states, parameters = ctx.saved_tensors[: ctx.steps], ctx.saved_tensors[ctx.steps :]
+        totals = [torch.zeros_like(p) for p in parameters]
+        trained = [k for k, p in enumerate(parameters) if p.requires_grad]
+        for z in reversed(states):
+            with torch.no_grad():
+                ctx.function(z)  # an adaptive solver tries steps that it throws away
+            with torch.enable_grad():
+                z = z.detach().requires_grad_()
+                step = ctx.function(z) / ctx.steps
+            back, *found = torch.autograd.grad(step, [z, *(parameters[k] for k in trained)], gradient)
+            gradient = gradient + back
+            for k, each in zip(trained, found, strict=True):
+                totals[k] += each
+        return None, None, gradient, *(totals[k] if k in trained else None for k in range(len(totals)))
+
+
+class Couple(torch.autograd.Function):
+    """y = x + f(x), of which backward keeps only y's gradient and computes the rest with a nested backward()."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return x + function(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            y = ctx.function(x)
+        torch.autograd.backward(y, gradient)
+        return None, gradient + x.grad
+
+
+class Ode(toys.Stack):
+    """Every block is the right side of an equation of its own."""
+
+    def run(self, block, x):
+        return Adjoint.apply(block, 3, x, *block.parameters())
+
+
+class OdeOfSeveral(toys.Stack):
+    """All blocks together are the right side: several units in each of the solver's steps."""
+
+    def forward(self, x):
+        blocks = nn.Sequential(*self.blocks)
+        return self.head(Adjoint.apply(blocks, 2, self.embed(x), *blocks.parameters()))
+
+
+class Reversible(toys.Stack):
+    def run(self, block, x):
+        return Couple.apply(block, x)
+
+
+class Deep(toys.Stack):
+    """A reversible block around an adjoint around a checkpoint, and the whole once more in a checkpoint.
+
+    In an adjoint, which asks for gradients of inputs, torch has no reentrant checkpoint.
+    """
+
+    def __init__(self, reentrant):
+        self.reentrant = reentrant
+        super().__init__(4)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for first, second in pairwise(self.blocks):
+            inner = partial(checkpoint, first, use_reentrant=False)
+            adjoint = lambda x, inner=inner, first=first: Adjoint.apply(inner, 2, x, *first.parameters())  # noqa: E731
+            reversible = lambda x, adjoint=adjoint, second=second: Couple.apply(  # noqa: E731
+                lambda x: second(adjoint(x)), x
+            )
+            x = checkpoint(reversible, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class Equilibrium(toys.Stack):
+    """A deep equilibrium: a hook on the fixed point solves for the gradient by walking a second graph several times."""
+
+    def layer(self, z, x):
+        for block in self.blocks:
+            z = 0.3 * block(z) + x
+        return z
+
+    def forward(self, x):
+        x = self.embed(x)
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(3):
+                z = self.layer(z, x)
+        z = self.layer(z, x)
+        start = z.detach().requires_grad_()
+        end = self.layer(start, x.detach())
+
+        def solve(gradient):
+            total = gradient
+            for _ in range(3):
+                total = gradient + torch.autograd.grad(end, start, total, retain_graph=True)[0]
+            return total
+
+        if z.requires_grad and torch.is_grad_enabled():
+            z.register_hook(solve)
+        return self.head(z)
+
+
+class HookRunsBlocks(toys.Stack):
+    """A hook in the middle of a unit runs other units, with and without gradients, while that unit goes on."""
+
+    def forward(self, x):
+        x = self.embed(x)
+        for k, block in enumerate(self.blocks):
+            hidden = block.norm(x)
+            hidden.register_hook(partial(self.scaled, k, hidden.detach()))
+            x = x + block.down(torch.relu(block.up(hidden)))
+        return self.head(x)
+
+    def scaled(self, k, hidden, gradient):
+        with torch.no_grad():
+            factor = 1 + 0.1 * torch.tanh(self.head(self.blocks[k - 1](hidden)).mean())
+        with torch.enable_grad():
+            given = hidden.requires_grad_()
+            energy = self.blocks[k](self.blocks[k - 2](given)).sum()
+        return gradient * factor + 0.01 * torch.autograd.grad(energy, given)[0]
+
+
+class ScaledBlock(toys.Block):
+    """A hook inside of the block's own backward runs other blocks, and in their backwards the hook of those."""
+
+    others = ()
+
+    def forward(self, x):
+        hidden = self.norm(x)
+        if hidden.requires_grad and self.others:
+            hidden.register_hook(partial(self.scaled, hidden.detach()))
+        return x + self.down(torch.relu(self.up(hidden)))
+
+    def scaled(self, hidden, gradient):
+        with torch.enable_grad():
+            given = hidden.requires_grad_()
+            energy = sum(other(given) for other in self.others).sum()
+        return gradient + 0.01 * torch.autograd.grad(energy, given)[0]
+
+
+class HookInsideBlock(toys.Stack):
+    def __init__(self):
+        super().__init__()
+        first, second, third = self.blocks
+        object.__setattr__(second, "others", (first, third))
+        object.__setattr__(third, "others", (first,))
+
+    def make_block(self):
+        return ScaledBlock()
+
+
+class Energy(toys.Stack):
+    """The output is the slope of an energy, which forward computes with torch.autograd.grad."""
+
+    def forward(self, x):
+        train = torch.is_grad_enabled() and self.training
+        with torch.enable_grad():
+            given = x.detach().requires_grad_()
+            energy = super().forward(given).square().sum()
+            slope = torch.autograd.grad(energy, given, create_graph=train)[0]
+        return self.head(self.embed(x)) + slope.sum()
+
+
+class Frozen(Reversible):
+    """The middle block is not trained, nor the first adjoint's."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.blocks[1].requires_grad_(False)
+        self.blocks[3].up.weight.requires_grad_(False)
+
+    def run(self, block, x):
+        return Ode.run(self, block, x) if block is self.blocks[3] else super().run(block, x)
+
+
+MODELS = {
+    "adjoint": Ode,
+    "adjoint of several units": OdeOfSeveral,
+    "reversible": Reversible,
+    "deep": partial(Deep, False),
+    "deep reentrant": partial(Deep, True),
+    "equilibrium": Equilibrium,
+    "hook that runs blocks": HookRunsBlocks,
+    "hook inside a block": HookInsideBlock,
+    "energy": Energy,
+    "frozen": Frozen,
+}
+
+
+EVERYWHERE = pytest.mark.parametrize(("size", "stages"), [(1, (0, 3)), (2, (0, 1, 2, 3))])
+
+
+def run(make, stages, **options):
+    for stage in stages:
+        toys.train(make, stage=stage, steps=2, **options)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("model", MODELS)
+def test_trains_as_plain_torch(ranks, size, stages, model):
+    ranks(size).run(run, MODELS[model], stages)
+
+
+@SIZES
+@pytest.mark.parametrize("model", MODELS)
+def test_without_gathering_ahead(ranks, size, model):
+    ranks(size).run(partial(run, prefetch_bytes=0, resident_bytes=600, micro=2), MODELS[model], (3,))
+
+
+def around_the_model(model, x):
+    """The whole sharded model is the right side of an equation, and the loss one more forward of it."""
+    z = Adjoint.apply(model, 2, x, *model.parameters())
+    return z.square().mean()
+
+
+def square():
+    return nn.Sequential(nn.Linear(5, toys.WIDTH), nn.Tanh(), nn.Linear(toys.WIDTH, 5))
+
+
+def around_and_along(model, x):
+    return around_the_model(model, x) + model(x).mean()
+
+
+def checkpointed(model, x):
+    return checkpoint(model, x.requires_grad_(), use_reentrant=True).square().mean()
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("loss", [around_the_model, around_and_along, checkpointed])
+def test_a_model_inside_of_a_function(ranks, size, stages, loss):
+    ranks(size).run(partial(run, loss=loss), square, stages)
+
+
+class Guided(toys.Stack):
+    """A forward that asks for gradients of what it calls, block by block."""
+
+    def run(self, block, x):
+        with torch.enable_grad():
+            given = x.detach().requires_grad_()
+            slope = torch.autograd.grad(block(block(given)).square().sum(), given)[0]
+        return block(x) - 0.1 * slope
+
+
+def evaluate(make, stages):
+    for stage in stages:
+        torch.manual_seed(1)
+        dense = make().eval()
+        torch.manual_seed(1)
+        model = make().eval()
+        optimizer = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage)
+        for step in range(2):
+            with torch.no_grad():
+                torch.testing.assert_close(model(toys.data(step, 0)), dense(toys.data(step, 0)))
+        optimizer.close()
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("make", [Energy, Guided])
+def test_gradients_inside_of_a_forward_without_gradients(ranks, size, stages, make):
+    ranks(size).run(evaluate, make, stages)
+
+
+@SIZES
+def test_gradients_of_blocks_inside_of_a_forward(ranks, size):
+    ranks(size).run(run, Guided, (3,))
+
+
+def raise_inside():
+    """A nested backward that raises and is caught leaves no memory, and the gradients are those of plain torch."""
+
+    class Caught(toys.Stack):
+        def scaled(self, given, gradient):
+            with torch.enable_grad():
+                found = self.blocks[0](given)
+                found.register_hook(lambda g: 1 / 0)
+                energy = self.blocks[2](found).sum()
+            with pytest.raises(ZeroDivisionError):
+                torch.autograd.grad(energy, given)
+            return gradient * 2
+
+        def run(self, block, x):
+            if block is self.blocks[1]:
+                x.register_hook(partial(self.scaled, x.detach().requires_grad_()))
+            return block(x)
+
+    toys.train(Caught, steps=2)
+
+
+def test_an_inner_backward_that_raises_is_closed():
+    raise_inside()
