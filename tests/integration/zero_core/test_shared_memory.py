@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zero_core
-from zero_core.errors import ChangedParameterError, ShardedParameterError
+from zero_core.errors import ChangedParameterError, DeferredInitError, ShardedParameterError
 from zero_core.optim.device_store import DeviceStore
 
 WIDTH = 8
@@ -149,12 +149,13 @@ def test_an_attribute_follows_the_bf16_weights_and_their_masters() -> None:
         assert model.b.w.dtype == torch.float32 and torch.equal(model.b.w, model.a.weight[2:7])  # type: ignore[arg-type]
 
 
-def test_a_model_that_could_not_be_sharded_still_shares() -> None:
-    class Full(DeviceStore):
-        def attach(self, specs: Any, optimizer: Any, initial: Any, *, context: Any) -> None:
-            context.rescue(0, initial(0))
-            raise RuntimeError("no room")
+class Full(DeviceStore):
+    def attach(self, specs: Any, optimizer: Any, initial: Any, *, context: Any) -> None:
+        context.rescue(0, initial(0))
+        raise RuntimeError("no room")
 
+
+def test_a_model_that_could_not_be_sharded_still_shares() -> None:
     model = Net(part)
     with pytest.raises(RuntimeError, match="no room"):
         zero_core.shard(model, adam(model), store=Full())
@@ -174,6 +175,11 @@ def tied_parameter(net: Any) -> None:
 
 def tied_frozen(net: Any) -> None:
     net.b.weight = nn.Parameter(net.a.weight.data, requires_grad=False)
+
+
+def tied_by_loading(net: Any) -> None:
+    net.b.weight = net.a.weight
+    net.load_state_dict(net.state_dict(), assign=True)
 
 
 def tied_part(net: Any) -> None:
@@ -207,6 +213,7 @@ def as_integers(net: Any) -> None:
     [
         (tied_data, r"b.weight \(8, 8\) and a.weight .* both are trained"),
         (tied_parameter, r"b.weight \(8, 8\) and a.weight .* both are trained"),
+        (tied_by_loading, r"b.weight \(8, 8\) and a.weight .* both are trained"),
         (tied_frozen, r"b.weight \(8, 8\) and a.weight .* only a.weight is trained"),
         (tied_part, r"b.weight \(7, 8\) and a.bias \(8,\) .* keep one, and index it"),
         (buffered, r"the buffer b.w \(8, 8\) lies over the memory of the parameter a.weight"),
@@ -229,6 +236,7 @@ def test_what_would_be_trained_apart_is_refused_by_name(share: Any, match: str) 
     [
         (tied_data, "model.b.weight = model.a.weight"),
         (tied_data, "model.b.weight.data = model.b.weight.data.clone()"),
+        (tied_by_loading, "model.b.weight = model.a.weight"),
         (tied_frozen, "del model.b.weight; model.b.weight = model.a.weight.detach()"),
         (buffered, "del model.b.w; model.b.w = model.a.weight.detach()"),
         (expanded, "model.b.bias = nn.Parameter(model.b.bias.detach().clone())"),
@@ -267,6 +275,36 @@ def test_a_deferred_parameter_over_the_memory_of_another_is_refused() -> None:
         model = Net(tied_parameter)
     with pytest.raises(ShardedParameterError, match="b.weight .* and a.weight .* both are trained"):
         zero_core.shard(model, adam(model))
+    with pytest.raises(ShardedParameterError, match="b.weight .* and a.weight .* a write into one would show"):
+        zero_core.shard(model)
+
+
+def test_a_buffer_over_a_deferred_parameter_is_refused() -> None:
+    """Fails if the buffer gets memory of its own, and keeps the values from before the first step."""
+    with pytest.raises(DeferredInitError, match="the buffer w of a Linear lies over the memory of a parameter"):
+        with zero_core.deferred_init(seed=0):
+            Net(buffered)
+    with zero_core.deferred_init(seed=0):
+        Net(lambda net: net.register_buffer("w", net.a.weight.detach().clone()))
+
+
+def test_an_attribute_over_a_deferred_parameter_follows_it() -> None:
+    def share(net: Any) -> None:
+        attribute(net), part(net)
+
+    models = []
+    for _ in range(2):
+        with zero_core.deferred_init(seed=0):
+            models.append(Net(share, lambda net: net.w + net.b.w[0]))
+    made, model = models
+    zero_core.materialise(made)
+    dense = Net(share, model.shown)
+    dense.load_state_dict(made.state_dict())
+    with pytest.raises(RuntimeError, match="no room"):
+        zero_core.shard(model, adam(model), store=Full())
+    expected = train(dense, adam(dense))
+    for ours, theirs in zip(train(model, zero_core.shard(model, adam(model))), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_over_the_memory_of_one_that_was_sharded_is_refused() -> None:
@@ -289,3 +327,62 @@ def test_two_models_that_share_memory_and_are_not_trained_are_sharded() -> None:
     for model in (first, second):
         zero_core.shard(model)
     assert torch.equal(first(torch.ones(1, WIDTH)), second(torch.ones(1, WIDTH)))
+
+
+def frozen(share: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def changed(net: Any) -> None:
+        share(net)
+        net.adapter = nn.Linear(WIDTH, WIDTH)
+        for part in (net.a, net.b):
+            part.requires_grad_(False)
+
+    return changed
+
+
+@pytest.mark.parametrize("share", [tied_data, tied_parameter, tied_by_loading])
+def test_parameters_over_one_memory_that_are_not_trained_are_one(share: Any) -> None:
+    """Fails if a write into one does not show in the other."""
+    dense = Net(frozen(share), lambda net: net.adapter.weight)
+    models = [Net(frozen(share), lambda net: net.adapter.weight) for _ in range(2)]
+    x = torch.ones(2, WIDTH)
+    zero_core.shard(models[0])
+    expected = train(dense, adam(dense))
+    for ours, theirs in zip(train(models[1], zero_core.shard(models[1], adam(models[1]))), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for model in (dense, *models):
+        model.b.weight.data.mul_(2)
+        assert torch.equal(model.a.weight, model.b.weight)
+        torch.testing.assert_close(model.a(x), dense.a(x))
+
+
+def test_parameters_that_are_not_trained_and_differ_are_refused() -> None:
+    """Over one memory, with one more than the other: which of the two would be the one?"""
+
+    def hooked(net: Any) -> None:
+        tied_data(net)
+        net.a.weight.register_hook(lambda gradient: gradient)
+
+    for share in (hooked, tied_part):
+        model = Net(share)
+        with pytest.raises(ShardedParameterError, match="a write into one would show in the other"):
+            zero_core.shard(model)
+    model = Net(frozen(tied_data))
+    with pytest.raises(ShardedParameterError, match="a write into one would show in the other"):
+        zero_core.shard(model, torch.optim.SGD(model.parameters()))  # it may have values for each of them
+
+
+def test_weights_of_a_recurrent_layer_over_one_memory_are_one() -> None:
+    """Its own list of them follows, or it would compute with the parameter that is no longer there."""
+
+    def build() -> nn.LSTM:
+        torch.manual_seed(0)
+        made = nn.LSTM(WIDTH, WIDTH, num_layers=2).requires_grad_(False)
+        made.weight_ih_l1.data = made.weight_ih_l0.data
+        return made
+
+    dense, model = build(), build()
+    zero_core.shard(model)
+    for each in (dense, model):
+        each.weight_ih_l0.data.mul_(2)
+    x = torch.ones(3, 1, WIDTH)
+    torch.testing.assert_close(model(x), dense(x))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zero_core
 from tests.chunks import TILE
@@ -147,4 +147,38 @@ def test_a_write_in_a_forward_under_inference_mode_reaches_states_on_nvme():
         model(torch.ones(2, 8))
     with zero_core.gathered(model, master=True):
         assert all(layer.weight.abs().max() == 0.1 for layer in model)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_an_attribute_over_a_part_of_a_parameter_follows_it_on_a_tier(tier: str) -> None:
+    """Fails if the attribute shows the memory that the parameter had, or another than the one that was read."""
+
+    class Shown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.kept = [self.first.weight.detach()[2:6], self.last.weight.data]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.last(torch.tanh(self.first(x))) @ self.kept[1]) @ self.kept[0].t()
+
+    def run(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        found = []
+        for _ in range(4):
+            loss = model(torch.linspace(-1, 1, 32).view(4, 8)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return found
+
+    dense, model = Shown(), Shown()
+    expected = run(dense, torch.optim.Adam(dense.parameters(), lr=0.02))
+    store = TieredStore(tier, tier, tier, nvme=MemoryByteStore(), step=TorchStep())
+    optimizer = zero_core.shard(
+        model, torch.optim.Adam(model.parameters(), lr=0.02), store=store, units=[nn.Linear], resident_bytes=0
+    )
+    torch.testing.assert_close(run(model, optimizer), expected, rtol=1e-4, atol=1e-5)
     optimizer.close()

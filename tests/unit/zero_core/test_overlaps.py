@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from zero_core.building import overlaps
-from zero_core.building.overlaps import followers_of
+from zero_core.building.overlaps import overlaps_of
 
 strided = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7)), max_size=3)
 views = st.tuples(strided, st.integers(0, 12), st.sampled_from([torch.int8, torch.int16, torch.int32]))
@@ -49,7 +49,7 @@ def test_slices_of_one_memory_are_compared_with_no_other(monkeypatch: Any) -> No
     monkeypatch.setattr(overlaps, "_meet", None)
     for of_meta in (False, True):
         model = _slices(300, of_meta=of_meta)
-        followers, extents = followers_of(model, set(map(id, model.parameters())))
+        followers, _, extents = overlaps_of(model, set(map(id, model.parameters())))
         assert not followers and len(extents) == 300
 
 
@@ -64,7 +64,7 @@ def test_followers_are_found_in_containers_and_one_object_below() -> None:
     model[1].c = SimpleNamespace(d=[made[2]], below=SimpleNamespace(e=weight.data))
     weight.of_it = made[3]
     model.d, model.same, model.back, model.apart = [{made[4]}], [weight], [model], weight.data.clone()
-    found, _ = followers_of(model, {id(weight)})
+    found = overlaps_of(model, {id(weight)}).followers
     assert {id(each.tensor) for each in found} == set(map(id, made)) and len(found) == len(made)
     for follower in found:
         assert torch.equal(follower.over(weight.data), follower.tensor)
@@ -75,5 +75,5 @@ def test_a_follower_of_a_transposed_parameter_is_all_of_it() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.arange(6.0).view(2, 3).t())
     model.w = model.weight.detach()
-    (follower,), _ = followers_of(model, set())
+    (follower,) = overlaps_of(model, set()).followers
     assert follower.whole and torch.equal(follower.over(model.weight.detach().contiguous()), model.w)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from .building.init import Initialiser
-from .building.overlaps import Follower, followers_of, remember
+from .building.overlaps import Follower, overlaps_of, remember
 from .building.parts import check_parts, keep_parts, named_parts, wraps
 from .building.wrapping import UnitPlan, plan_units, unit_modules
 from .comm.collectives import CollectivesFactory
@@ -154,7 +154,9 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     if update_in_backward:
         _check_update_in_backward(stage, max_grad_norm, scale)
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    followers, extents = followers_of(model, optimized)
+    overlaps = overlaps_of(model, optimized)
+    for twins in overlaps.twins:
+        twins.tie(model)
     observer = observer or NullObserver()
     where = _compute_device(model, device, mesh)
     pool = Pool(where)
@@ -166,7 +168,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         _move_buffers(model, where)
     store = store or DeviceStore()
     context = UnitContext(ranks, store, pool, observer)
-    made = _Maker(model, optimizer, plans, followers, param_dtype, reduce_dtype, context)
+    made = _Maker(model, optimizer, plans, overlaps.followers, param_dtype, reduce_dtype, context)
     made.compare(stage, max_grad_norm)
     updates = UpdatesInBackward(made.units, context, optimizer.param_groups) if update_in_backward else None
     engine = Engine(
@@ -195,7 +197,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         handover.undo(error, store)
         raise
     initialiser.release()
-    remember(extents)
+    remember(overlaps.extents)
     found = model.__dict__[_HANDLE] = Handle(model, tuple(made.units), store, sharded, ranks, stage, engine)
     optimizer.__dict__["_zero_sharded"] = True
     retire(optimizer)

@@ -84,6 +84,12 @@ def _recording_into(recording: Recording) -> Iterator[None]:
         if buffer is None or not on_meta(buffer) or not recording.knows(buffer):
             return None
         with _unrecorded():
+            if recording.has_parameter_over(buffer):
+                raise DeferredInitError(
+                    f"the buffer {name} of a {type(module).__name__} lies over the memory of a parameter, and buffers "
+                    f"are no shards: assign a plain attribute, `self.{name} = parameter.detach()`, which follows the "
+                    "parameter, or give the buffer memory of its own with clone()"
+                )
             return recording.replay(buffer)
 
     hooks = [register_module_parameter_registration_hook(defer), register_module_buffer_registration_hook(make_real)]

@@ -9,6 +9,8 @@ and that has to stay true or to be refused:
   an attribute of any module or parameter, in lists and dicts too, or of an object that is such an attribute.
 - Two parameters of which one is trained are refused. Torch trains both, one update after the other on the same memory,
   with states of their own. Neither a tied parameter nor two shards give these numbers.
+- Two parameters that are not trained are one parameter if they are the same in all that can be told (`Twins`). Others
+  are refused. Parts of quantised parameters are not, as nothing writes them.
 - A buffer over a parameter is refused, as it would be saved, broadcast and moved as a tensor of its own.
 - Whatever lies over a parameter of a model that was sharded before is refused, as its memory is no longer in use.
 Parameters that are separate parts of one storage share nothing.
@@ -17,7 +19,7 @@ Parameters that are separate parts of one storage share nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..errors import ShardedParameterError
 from .parts import named_parts, wraps
 
-__all__ = ["Extent", "Follower", "followers_of", "remember"]
+__all__ = ["Extent", "Follower", "Overlaps", "Twins", "overlaps_of", "remember"]
 
 _PLAIN = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
 _REGISTERED = {"_parameters", "_buffers", "_modules"}  # a module's attributes that are no plain ones
@@ -53,6 +55,19 @@ class Follower(NamedTuple):
         return values.as_strided(self.shape, self.stride, values.storage_offset() + self.offset)
 
 
+class Twins(NamedTuple):
+    """Two parameters over one memory that nothing tells from each other: `first` can take the place of `again`."""
+
+    first: nn.Parameter
+    again: nn.Parameter
+
+    def tie(self, model: nn.Module) -> None:
+        """Let all modules that have `again` have `first`."""
+        for module in model.modules():
+            for key in [key for key, parameter in module._parameters.items() if parameter is self.again]:
+                setattr(module, key, self.first)  # nn.LSTM has lists of its own, which it keeps up to date here
+
+
 class Extent(NamedTuple):
     """Where a tensor lies: from byte `start` to byte `stop` of `space`. steps: the distance and the number of the
     elements along each dimension, and of the bytes of an element."""
@@ -62,14 +77,22 @@ class Extent(NamedTuple):
     stop: int
     steps: tuple[tuple[int, int], ...]
     name: str
-    kind: str  # parameter, buffer, attribute, or earlier: a parameter of another model, before it was sharded
+    kind: str  # parameter, part (of a quantised one), buffer, attribute; earlier: of another model, before shard
     trained: bool
     tensor: Any
     storage: StorageWeakRef
 
 
-def followers_of(model: nn.Module, optimized: Container[int]) -> tuple[list[Follower], list[Extent]]:
-    """The tensors that follow parameters of `model`, and where its parameters lie now, for `remember`.
+class Overlaps(NamedTuple):
+    """What shares memory in a model. extents: where its parameters lie, for `remember`."""
+
+    followers: list[Follower]
+    twins: list[Twins]
+    extents: list[Extent]
+
+
+def overlaps_of(model: nn.Module, optimized: set[int]) -> Overlaps:
+    """The tensors that follow parameters of `model`, and the parameters that can be one.
 
     optimized: ids of the parameters that an optimizer has. Raises ShardedParameterError for tensors over one memory
     that would be trained apart, naming both and the way out.
@@ -80,18 +103,20 @@ def followers_of(model: nn.Module, optimized: Container[int]) -> tuple[list[Foll
         others = [(name, buffer, "buffer") for name, buffer in model.named_buffers()]
         known = {*(id(each.tensor) for each in parts), *map(id, model.parameters()), *(id(b) for _, b, _ in others)}
         others += [(name, tensor, "attribute") for name, tensor in _attributes(model, known)]
-        found = [_extent(name, tensor, kind) for name, tensor, kind in others if not tensor.is_meta]
+        found = [_extent(name, tensor, kind) for name, tensor, kind in others]
         followers: dict[int, Follower] = {}
+        twins: dict[int, Twins] = {}
         for first, second in _meetings([*_earlier, *parts, *(each for each in found if each is not None)]):
             if first.kind == "earlier":
                 if second.kind != "earlier" and (first.trained or second.trained):
                     raise ShardedParameterError(_of_another_model(first, second))
             elif first.kind == second.kind == "parameter":
-                if first.trained or second.trained:
+                if not _alike(first, second) or not optimized.isdisjoint((id(first.tensor), id(second.tensor))):
                     raise ShardedParameterError(_two_parameters(first, second))
-            elif first.kind == "parameter":
+                twins.setdefault(id(second.tensor), Twins(first.tensor, second.tensor))
+            elif first.kind in ("parameter", "part") and second.kind in ("buffer", "attribute"):
                 followers.setdefault(id(second.tensor), _follower(first, second))
-        return list(followers.values()), parts
+        return Overlaps(list(followers.values()), list(twins.values()), parts)
 
 
 def remember(extents: Sequence[Extent]) -> None:
@@ -100,11 +125,11 @@ def remember(extents: Sequence[Extent]) -> None:
     _earlier.extend(each for each in gone if not each.storage.expired())
 
 
-def _parameters(model: nn.Module, optimized: Container[int]) -> list[Extent]:
+def _parameters(model: nn.Module, optimized: set[int]) -> list[Extent]:
     found: dict[int, Extent] = {}
-    for name, part, parameter, _, _ in named_parts(model):
+    for name, part, parameter, _, quantised in named_parts(model):
         trained = parameter.requires_grad and id(parameter) in optimized
-        extent = _extent(name, part, "parameter", trained)
+        extent = _extent(name, part, "part" if quantised else "parameter", trained)
         if extent is None:
             continue
         found.setdefault(id(part), extent)
@@ -235,16 +260,28 @@ def _path(name: str) -> str:
     return "model" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in name.split("."))
 
 
+def _alike(first: Extent, second: Extent) -> bool:
+    """Whether two parameters have all of one memory in the same order, and nothing else tells one from the other."""
+    one, other = first.tensor, second.tensor
+    traits = [
+        (t.shape, t.stride(), t.dtype, type(t), t.requires_grad, t.is_meta, t.__dict__, t._backward_hooks)
+        for t in (one, other)
+    ]
+    return first.start == second.start and traits[0] == traits[1] and not one.is_meta
+
+
 def _two_parameters(first: Extent, second: Extent) -> str:
     one, other = _path(first.name), _path(second.name)
     fact = (
         f"{second.name} {tuple(second.tensor.shape)} and {first.name} {tuple(first.tensor.shape)} are two parameters "
         "over the same memory"
     )
-    apart = f"To train them apart, give one memory of its own: `{_own_memory(second)}`"
+    apart = f"To keep them apart, give one memory of its own: `{_own_memory(second)}`"
     same = first.tensor.shape == second.tensor.shape and (first.start, first.steps) == (second.start, second.steps)
+    way = f"assign one parameter to both, `{other} = {one}`" if same else "keep one, and index it in forward()"
+    if not first.trained and not second.trained:
+        return f"{fact}, and in torch a write into one would show in the other. To keep that, {way}. {apart}"
     if first.trained and second.trained:
-        way = f"assign one parameter to both, `{other} = {one}`" if same else "keep one, and index it in forward()"
         return (
             f"{fact}, and both are trained: torch updates it twice in each step, with states of their own, which "
             f"shards cannot. To train one tied weight, {way}, before you build the optimizer. {apart}"

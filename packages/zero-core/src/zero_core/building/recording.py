@@ -90,6 +90,11 @@ class Recording:
         """Know the parameter again when it is cast outside the context, which gives it another storage."""
         self._homes[id(parameter)] = _Home(parameter, parameter.detach(), self.hold(parameter), parameter._version)
 
+    def has_parameter_over(self, tensor: Tensor) -> bool:
+        """Whether a parameter has its values in the tensor's memory."""
+        storage = _view(tensor).storage
+        return any(home.view.storage == storage for home in self._homes.values())
+
     def enter(self) -> None:
         """The context is entered: what is drawn from torch's generator inside depends on the seed."""
         self._changed = {key for key, home in self._homes.items() if self.changed_since(home.parameter)}

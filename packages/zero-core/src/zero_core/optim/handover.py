@@ -108,3 +108,4 @@ def _restore(was: _Was, data: Tensor) -> None:
         follower.tensor.__dict__.pop("_zero_home", None)
         values = was.parameter.detach()
         become(follower.tensor, values if follower.whole else follower.over(values))
+        follower.tensor.__class__ = torch.Tensor  # from meta and back, `become` makes it a parameter
