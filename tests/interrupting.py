@@ -1,16 +1,16 @@
-"""Ctrl-C at a chosen line of our packages: `lines_of` tells the moments that a program has, `interrupted` stops it at one.
+"""Ctrl-C at a chosen line of our packages: `lines_of` tells a program's moments, `interrupted` stops it at one of them.
 
-A moment is a line of ours that is about to be executed, on the calling thread only, as Python gives signals to no other
-one. KeyboardInterrupt is raised there, inside of whatever hooks, `with` blocks and autograd are around it. Python itself
-asks for signals at the entry of a function, so where a `with` block of ours is left, the moments are the lines of its
-`__exit__`, if that is Python's: of torch.no_grad(), for one. Between the block and an `__exit__` in C there is none.
+A moment is a line of ours that is about to be executed, on the calling thread only, as Python gives signals to no
+other one. KeyboardInterrupt is raised there, inside of whatever hooks, `with` blocks and autograd are around it. Python
+itself asks for signals at the entry of a function. So where a `with` block of ours is left, the moments are lines of
+the `__exit__` of torch.no_grad() or of contextlib. Between a block and an `__exit__` in C there is none.
 
     lines = lines_of(lambda: step(model))           # ["zero_core/runtime/hooks.py:96", ...], one for each moment
     for k in firsts(lines):                         # the first moment of each line
         with pytest.raises(KeyboardInterrupt), interrupted(k):
             step(model)
 
-tests/integration/zero_core/test_interrupted.py uses it.
+tests/integration/zero_offload/test_interrupted.py uses it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import dis
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -103,7 +103,7 @@ def _leaves(frame: FrameType) -> bool:
     return any(start <= frame.f_lasti < stop for start, stop in _exits(frame.f_code))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _exits(code: CodeType) -> list[tuple[int, int]]:
     """Where in the code `with` blocks are left: instructions of their lines which enter none."""
     enters = [each.offset for each in dis.get_instructions(code) if each.opname in _ENTERS]

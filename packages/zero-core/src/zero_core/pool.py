@@ -108,6 +108,13 @@ class Pool:
         self._shelf.drop(buffer)
         del self._memory[buffer[1]]
 
+    def begin_anew(self) -> None:
+        """Forget every buffer, also those that are lent: nobody will give them back."""
+        peak, self._shelf = self._shelf.peak_nbytes, Shelf()
+        self._shelf.peak_nbytes = peak
+        self._lent.clear()
+        self._memory.clear()
+
     def clear(self) -> None:
         """Free what is not lent."""
         for _, number in self._shelf.clear():

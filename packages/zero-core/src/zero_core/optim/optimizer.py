@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import GradientError, UnsupportedOptimizerError, ZeroError
 from ..runtime.gradient import Leftover
 from ..runtime.gradient_access import take_factor
-from ..runtime.hooks import Engine
+from ..runtime.hooks import Engine, mended
 from ..runtime.outputs import in_backward
 from ..store import ScalarStates
 from .backward_updates import UpdatesInBackward, frozen
@@ -73,6 +73,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step()
+        return loss
+
+    @mended
+    def _step(self) -> None:
         engine = self.engine
         with torch.no_grad():
             self._refuse_while_busy()
@@ -85,13 +90,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.grad_norm = engine.exchange.norm(self._updates.squared)
                 self._updates.finish()
                 self._count()
-                return loss
+                return
             factor = take_factor(engine)
             self.grad_norm = abs(factor) * engine.exchange.norm(engine.reducer.norm_squared)
             scale = self._coefficient(self.grad_norm)
             if scale is not None:
+                engine.reducer.updating = True
                 self._update(scale * factor)
-        return loss
+                engine.reducer.updating = False
 
     def _count(self) -> None:
         self.engine.forget_passes()
@@ -237,7 +243,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Finish updates under way and give the store's memory back. The model cannot be used after."""
         try:
-            self.engine.settle()
+            if not (self.engine.interrupted or self.engine.reducer.updating):
+                self.engine.settle()
         finally:
             self.engine.detach()
             self.engine.store.close()

@@ -169,16 +169,37 @@ class UnitGradient:
     def discard(self, leftover: Leftover) -> None:
         """Forget every gradient that the store does not have yet. leftover: as in `consumed`."""
         self._move("discard")
+        self._forget_arrived()
         self.drop_current()
         if self.kept is not None:
             self.pool.give(self.kept)
             self.kept = None
         self._clear(leftover)
 
+    def begin_anew(self) -> None:
+        """After Ctrl-C at any line: there is no gradient, and a step refuses to go without those that there were."""
+        lost = self.lost or self.arrived or any(self.used) or self.current is not None
+        self.current = self.kept = None
+        self.state = GradientState.NONE
+        self.filled.clear()
+        self._forget_arrived()
+        self._clear_flags()
+        self.lost = lost
+
+    def _forget_arrived(self) -> None:
+        """Drop what autograd has left in the parameters of a backward that ended before `collect`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, group in zip(self.parameters, self.groups, strict=True):
+                if group is not None and parameter.grad is not None:
+                    parameter.grad = None
+
     def _clear(self, leftover: Leftover) -> None:
         for k, left in enumerate(self.leftover):
             if self.used[k] or left is not Leftover.NOTHING:
                 self.leftover[k] = leftover
+        self._clear_flags()
+
+    def _clear_flags(self) -> None:
         self.stored = self.lost = False
         self.used = [False] * len(self.used)
         self.generation = [number + 1 for number in self.generation]

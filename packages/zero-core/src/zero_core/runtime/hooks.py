@@ -7,16 +7,19 @@ gradient goes is `reducer`'s, when the optimizer runs `optimizer`'s; [Note: the 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CollectiveError, ZeroError
 from .attaching import Attachment, Node
+from .calls import Calls
 from .context import UnitContext
 from .exchange import Exchange
 from .factors import Factors
@@ -34,7 +37,26 @@ from .stages import StageRow
 from .unit import Unit
 from .writes import Writes
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "mended"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def mended(method: _Method) -> _Method:
+    """The method of an engine, or of what has one: what Ctrl-C leaves half done in it is mended, see `Engine.mend`."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        grad = torch.is_grad_enabled()
+        try:
+            return method(self, *args, **options)
+        except BaseException as error:
+            torch._C._set_grad_enabled(grad)  # Ctrl-C at the end of a no_grad block leaves it off
+            if not isinstance(error, Exception):
+                getattr(self, "engine", self).interrupted = True
+            raise
+
+    return run  # type: ignore[return-value]
 
 
 @dataclasses.dataclass
@@ -93,6 +115,8 @@ class Engine:
         self._whole: set[int] = set()  # units that were unsharded when that began
         self._keeping = stage.keeps_parameters  # memory stays between uses
         self.copies: dict[tuple[int, int], tuple[int, Tensor]] = {}  # see `snapshot`
+        self.calls = Calls(type(model).__name__)
+        self.interrupted = False  # by Ctrl-C inside of a hook, anywhere
         self._attachment = Attachment(model, units, optimized)
 
     def attach(self, nodes: Sequence[Node]) -> None:
@@ -109,14 +133,15 @@ class Engine:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
+    @mended
     @outside_transforms
     def _before(self, node: Node, module: nn.Module, args: Any) -> None:
         self.ranks.side.go_on()
         if in_backward():
             self._begin_recomputation(node)
             return
-        if self._stack and module is self.model:
-            self._abandon_forward()  # an earlier call was interrupted by something no hook saw
+        if self._stack and self.calls.over("forward"):
+            self.mend("forward")
         if not self._stack:
             self._begin_pass(node)
         assert self._pass is not None
@@ -130,6 +155,7 @@ class Engine:
         self._stack.append(visit)
         self._prefetch(self._forecast.upcoming())
 
+    @mended
     def _after(self, node: Node, module: nn.Module, args: Any, output: Any) -> Any:
         """Returns other outputs for the outermost module where the loss is scaled, else nothing."""
         if in_backward():
@@ -137,6 +163,8 @@ class Engine:
             return None
         if not self._stack or self._stack[-1].node != node.index:
             return None  # the call failed before it was on the stack
+        if self._pass is not None and self._pass.thread != threading.get_ident():
+            return None  # it was refused, as another thread is inside
         visit = self._stack.pop()
         current = self._pass
         assert current is not None
@@ -153,6 +181,8 @@ class Engine:
         return scale_gradients(output, self.loss_scale) if self.loss_scale is not None and current.grad else None
 
     def _begin_pass(self, node: Node) -> None:
+        self.mend("forward")
+        self.calls.begin("forward")
         if self._backward is not None:
             self.abandon_backward()
         if node.module is self.model:
@@ -180,6 +210,7 @@ class Engine:
             self._rounds.finish()
         self._forecast.learn(self._pass.started)
         self._pass = None
+        self.calls.end("forward")
         self._let_all_go()
 
     def _abandon_forward(self) -> None:
@@ -187,6 +218,7 @@ class Engine:
             self._rounds.finish()
         self._stack.clear()
         self._pass = None
+        self.calls.end("forward")
         for unit in self.units:
             unit.seal()
         self._let_all_go()
@@ -247,6 +279,7 @@ class Engine:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
+    @mended
     @outside_transforms
     def _before_backward(self, current: Pass, visit: Visit, gradient: Tensor) -> Tensor | None:
         """A gradient reached an output of the visit: open it, and what was skipped on the way, in order."""
@@ -260,8 +293,14 @@ class Engine:
     def _ensure_backward(self) -> _Backward:
         if self.uneven:
             raise ZeroError("backward() inside zero_core.uneven, where ranks may differ: leave the with block first")
+        task = torch._C._current_graph_task_id()
+        if self._backward is not None and self._backward.task != task and self.calls.over("backward"):
+            self.mend("backward")
+            self.abandon_backward()
         if self._backward is None:
-            self._backward = _Backward(torch._C._current_graph_task_id())
+            self.mend("backward")
+            self.calls.begin("backward")
+            self._backward = _Backward(task)
             apply_factors(self)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
@@ -301,6 +340,7 @@ class Engine:
         self._end_inside(task, visit)
         inner[task].append(visit)
 
+    @mended
     def _end_inside(self, task: int, wanted: Visit | None = None) -> None:
         """Close what an inner backward has open, but for what encloses the visit that it wants now, or is inside of it:
         the two may have returned the same tensor."""
@@ -338,6 +378,7 @@ class Engine:
         for visit in current.leave_for(None):
             self._close(current, visit)
 
+    @mended
     def collect(self, unit: Unit, k: int) -> None:
         """A parameter's gradient is complete."""
         self.ranks.side.go_on()
@@ -345,6 +386,7 @@ class Engine:
             self._ensure_backward()
         unit.gradient.collect(k)
 
+    @mended
     @outside_transforms
     def _end_backward(self) -> None:
         """Autograd is done: close what is open, visit what was skipped, reduce what came late."""
@@ -363,11 +405,13 @@ class Engine:
         for task in backward.inner:  # of an inner backward that raised, and was caught
             self._end_inside(task)
         self._backward = None
+        self.calls.end("backward")
         self._let_all_go()
 
     def abandon_backward(self) -> None:
         """A backward raised: forget what it left half done. What it already reduced stays, as torch keeps p.grad."""
         self._backward = None
+        self.calls.end("backward")
         self._recomputed.stop(everything=True)
         self.reducer.finish()
         for unit in self.units:
@@ -401,6 +445,7 @@ class Engine:
                 self._leave(self.units[u])
             self._let_go(self.units[u])
 
+    @mended
     @outside_transforms
     def _before_recomputed(self, visit: Visit, gradient: Tensor) -> None:
         """A gradient reached an output that was computed inside backward: open its visit, and first the one of the
@@ -441,7 +486,9 @@ class Engine:
         (values,) = self._full_copies(unit, [k])
         return values
 
+    @mended
     def _full_copies(self, unit: Unit, indices: Sequence[int]) -> list[Tensor]:
+        self.calls.refuse_others(f"a use of {unit.layout.slots[indices[0]].name}")
         with torch.no_grad():
             self._bring(unit)
             unit.unshard()
@@ -532,10 +579,52 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._stack) or (self._backward is not None and in_backward())
+        running = bool(self._stack) and not self.calls.over("forward")
+        return running or (self._backward is not None and in_backward())
 
+    def mend(self, what: str) -> None:
+        """Call it before `what` begins. After Ctrl-C nothing is in flight any more, as after `zero_grad()`.
+
+        Where it came between two hooks, each unit is in one of its states, and the forward is abandoned. Where it came
+        inside of one, no state can be trusted. Memory and gradients then begin anew, and the step refuses until
+        zero_grad(), because gradients are lost. Raises ZeroError where another thread is inside, and where that would
+        not be right: after half an update, while ranks or copies may still be under way.
+        """
+        self.calls.refuse_others(what)
+        if self.reducer.updating:
+            raise ZeroError(
+                f"{what} after an update of {type(self.model).__name__} that did not end, because of Ctrl-C or an "
+                "error: some parameters are updated and some are not. Build the model and its optimizer anew, and load "
+                "the last checkpoint"
+            )
+        if self._stack and self.calls.over("forward"):
+            self._abandon_forward()
+        if not self.interrupted:
+            return
+        if self.ranks.size > 1 or getattr(self.store, "swaps_in", False):
+            others = "other ranks may wait for this one" if self.ranks.size > 1 else "a copy may be under way"
+            raise CollectiveError(
+                f"{what} after Ctrl-C inside of a hook of {type(self.model).__name__} on rank {self.ranks.rank} of "
+                f"{self.ranks.size}, where {others}: end all processes, and resume from the last checkpoint"
+            )
+        self._stack.clear()
+        self._pass = self._backward = None
+        self.calls.end("forward")
+        self.calls.end("backward")
+        self._recomputed.stop(everything=True)
+        self.residents.clear()
+        self.copies.clear()
+        self._keeping = self.stage.keeps_parameters
+        for unit in self.units:
+            unit.begin_anew()
+        self.reducer.begin_anew()
+        self.pool.begin_anew()
+        self.interrupted = False
+
+    @mended
     def settle(self) -> None:
         """Give every lease back: the store may be read, written and updated after this."""
+        self.mend("a step, a checkpoint or another use")
         if self.gathered:
             raise ZeroError(
                 "a step, a checkpoint or close() inside zero_core.gathered, which holds parameters outside of their "
@@ -555,7 +644,9 @@ class Engine:
             unit.seal()
             unit.reshard()
 
+    @mended
     def discard_gradients(self, leftover: Leftover = Leftover.NOTHING) -> None:
+        self.mend("zero_grad()")
         if self._backward is not None:
             self.abandon_backward()  # a reduction of it may still be under way
         self.reducer.discard(leftover)

@@ -37,6 +37,7 @@ class Reducer:
         self._synchronising = True  # False inside no_sync
         self._under_way: tuple[Reduction, Callable[[], None] | None] | None = None
         self._updating: Callable[[], None] | None = None  # of the unit that was accepted last
+        self.updating = False  # an update has begun and not ended
         self._squared: Tensor | None = None  # of the store's gradients, as long as they are the same
 
     @contextmanager
@@ -137,7 +138,9 @@ class Reducer:
     def _update(self) -> None:
         update, self._updating = self._updating, None
         if update is not None:
+            self.updating = True
             update()
+            self.updating = False
 
     def reduce_kept(self) -> None:
         """Reduce what stage 1 and no_sync kept, in the order of backward; forget what was dropped."""
@@ -146,6 +149,12 @@ class Reducer:
             if unit.gradient.state is GradientState.OWED:
                 self._reduce(unit)
         self.finish()
+
+    def begin_anew(self) -> None:
+        """After Ctrl-C at any line: nothing is under way, and the store has no gradient."""
+        self._under_way = self._updating = None
+        self.changed()
+        self._store.discard_gradients()
 
     def discard(self, leftover: Leftover = Leftover.NOTHING) -> None:
         """Forget every gradient. leftover: see `UnitGradient.consumed`."""

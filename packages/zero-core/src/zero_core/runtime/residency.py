@@ -161,6 +161,13 @@ class UnitMemory:
         if self.residency is not Residency.SHARDED:
             self._end()
 
+    def begin_anew(self) -> None:
+        """After Ctrl-C at any line: there is no memory, and nothing is lent. No transfer is under way."""
+        self._memory = self._arrival = self._work = self._shard = None
+        self._free() if self.brings_memory else take_away(self.flat)
+        self.store.release(self.index)
+        self.residency = Residency.SHARDED
+
     def _move(self, by: str) -> None:
         self.residency = moved(self.name, self.residency, by, TRANSITIONS)
 

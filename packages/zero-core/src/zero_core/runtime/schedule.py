@@ -12,6 +12,7 @@ A visit that encloses the one being opened stays open. A unit is reduced when th
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -43,6 +44,7 @@ class Pass:
     """The visits of one outermost forward, and how far its backward has come."""
 
     grad: bool
+    thread: int = field(default_factory=threading.get_ident)
     started: list[int] = field(default_factory=list)  # units, in order of use
     visits: list[Visit] = field(default_factory=list)  # in order of completion
     external: list[int] = field(default_factory=list)  # units with a parameter used outside its module

@@ -64,6 +64,13 @@ class Unit(UnitMemory):
         self._versions: list[int] = []  # of the parameters, when the first of the open visits began
         self._checksum: Tensor | None = None
 
+    def begin_anew(self) -> None:
+        """After Ctrl-C at any line: sharded, used by nobody, and without a gradient."""
+        super().begin_anew()
+        self._checksum = None
+        self.seal()
+        self.gradient.begin_anew()
+
     def adopt_parameters(self, become: Callable[[Any, Tensor], None]) -> None:
         """Make the user's parameters views of `flat` through `become`, without memory. Once, at the start."""
         for parameter, view, kind in zip(self.parameters, self.views, self._classes, strict=True):

@@ -1,0 +1,93 @@
+"""Which calls use a sharded model now: a forward, a backward, a step. Owns whose they are, and whether they still run.
+
+[Note: one thread at a time]
+A call is known by the frame of Python that made it. While that frame is among the callers of whoever asks, the call is
+under way, and what begins now is inside of it. If another thread runs the frame, the model is in use there, and whoever
+asks is refused. Otherwise the call is over: Ctrl-C has ended it, which passes by the hooks of a module. Autograd's own
+threads have no callers. Whoever called backward waits for them, so they are never refused.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import FrameType
+
+from torch import nn
+
+from ..errors import ZeroError
+from .outputs import in_backward
+
+__all__ = ["Calls"]
+
+_MODULES = nn.modules.module.__file__
+
+
+class Calls:
+    """The calls under way on one sharded model, by what they do."""
+
+    def __init__(self, model: str) -> None:
+        self._model, self._process = model, os.getpid()
+        self._lock = threading.Lock()
+        self._frames: dict[str, FrameType] = {}
+
+    def begin(self, what: str) -> None:
+        """A call begins. Raises as `refuse_others`."""
+        frame = _caller()
+        with self._lock:
+            self.refuse_others(what)
+            if frame is not None:
+                self._frames[what] = frame
+
+    def end(self, what: str) -> None:
+        self._frames.pop(what, None)
+
+    def over(self, what: str) -> bool:
+        """Whether the call that began last is known not to be among the callers of this line."""
+        frame = self._frames.get(what)
+        return frame is not None and not _encloses(frame, sys._getframe())
+
+    def refuse_others(self, what: str) -> None:
+        """Raise ZeroError if a call is under way in another thread, or if the model was sharded in another process."""
+        if os.getpid() != self._process:
+            raise ZeroError(
+                f"{what} of {self._model} in process {os.getpid()}, which was forked from process {self._process}, "
+                "where it was sharded: the threads and the memory of its shards are there. In a worker of a "
+                "DataLoader, use a plain model that loads its state_dict(), or run it in the training process"
+            )
+        for other, frame in list(self._frames.items()):
+            if _encloses(frame, sys._getframe()) or (in_backward() and _caller() is None):
+                continue
+            thread = _thread_in(frame)
+            if thread is not None:
+                raise ZeroError(
+                    f"{what} of {self._model} in thread {threading.current_thread().name!r}, while thread {thread!r} "
+                    f"is in its {other}: one thread at a time uses a sharded model. Let them take turns, with one "
+                    "threading.Lock around forward, backward and step"
+                )
+
+
+def _caller() -> FrameType | None:
+    """The innermost call of a module, of autograd or of an optimizer that encloses this line."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _MODULES or code.co_name in ("_engine_run_backward", "step"):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _encloses(wanted: FrameType, inside: FrameType | None) -> bool:
+    while inside is not None and inside is not wanted:
+        inside = inside.f_back
+    return inside is not None
+
+
+def _thread_in(wanted: FrameType) -> str | None:
+    """The name of the thread that runs the frame."""
+    for ident, frame in sys._current_frames().items():
+        if _encloses(wanted, frame):
+            return next((each.name for each in threading.enumerate() if each.ident == ident), str(ident))
+    return None

@@ -1,0 +1,153 @@
+"""One thread at a time uses a sharded model, whichever it is, in the process that sharded it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.errors import ZeroError
+
+X = torch.ones(2, 4)
+
+
+class Block(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        meet(self)
+        return torch.tanh(super().forward(x))
+
+
+def meet(block: Any) -> None:
+    """A test may put something here that a forward comes by."""
+    getattr(block, "meeting", lambda: None)()
+
+
+def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = nn.Sequential(Block(4, 4), Block(4, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def sharded(stage: int = 3) -> tuple[nn.Module, Any]:
+    model, optimizer = built()
+    return model, zero_core.shard(model, optimizer, stage=stage, units=[Block])
+
+
+def backward(model: nn.Module) -> None:
+    model(X).square().sum().backward()
+
+
+def in_thread(call: Callable[[], Any], name: str = "second") -> list[BaseException]:
+    """Run it in a thread of that name to its end; what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return raised
+
+
+def trained(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    backward(model)
+    optimizer.step()
+    return [value.clone() for value in model.state_dict().values()]
+
+
+USES: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "forward": lambda model, optimizer: model(X),
+    "forward of its part": lambda model, optimizer: model[1](X),
+    "step": lambda model, optimizer: optimizer.step(),
+    "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
+    "use of a parameter": lambda model, optimizer: model[0].weight.norm(),
+    "checkpoint": lambda model, optimizer: optimizer.full_state_dict(),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("use", USES)
+def test_a_second_thread_is_told_so_while_one_is_in_a_forward(use, stage):
+    wanted = trained(*built())
+    model, optimizer = sharded(stage)
+    raised: list[BaseException] = []
+    model[1].meeting = lambda: raised.extend(in_thread(lambda: USES[use](model, optimizer)))
+    output = model(X)
+    (error,) = raised
+    assert isinstance(error, ZeroError) and "in thread 'second', while thread 'MainThread' is in its forward" in str(
+        error
+    )
+    del model[1].meeting
+    output.square().sum().backward()
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), wanted, strict=True))
+
+
+@pytest.mark.parametrize("use", ["forward", "forward of its part", "step", "zero_grad", "checkpoint", "backward"])
+def test_a_second_thread_is_told_so_while_one_is_in_a_backward(use):
+    wanted = trained(*built())
+    model, optimizer = sharded()
+    loss = model(X)[0].sum()
+    uses = USES | {"backward": lambda model, optimizer: loss.backward()}
+    raised: list[BaseException] = []
+    output = model[1](model[0](X))
+    output.register_hook(lambda g: raised.extend(in_thread(lambda: uses[use](model, optimizer))))
+    # the hook of the test runs after the model's own, which has begun the backward
+    output.square().sum().backward()
+    (error,) = raised
+    assert isinstance(error, ZeroError) and "while thread 'MainThread' is in its backward" in str(error)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), wanted, strict=True))
+
+
+def test_threads_that_take_turns_train_as_one():
+    plain, stock = built()
+    wanted = [trained(plain, stock), (stock.zero_grad(), trained(plain, stock))[1]][-1]
+    model, optimizer = sharded()
+    outputs: list[Tensor] = []
+    assert not in_thread(lambda: outputs.append(model(X)))
+    assert not in_thread(lambda: outputs[0].square().sum().backward(), "third")
+    assert not in_thread(optimizer.step, "fourth")
+    optimizer.zero_grad()
+    assert not in_thread(lambda: trained(model, optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), wanted, strict=True))
+
+
+def test_a_thread_that_ended_inside_of_a_forward_is_in_nobodys_way():
+    model, optimizer = sharded()
+    model[1].meeting = lambda: (_ for _ in ()).throw(SystemExit)  # passes by the hooks of a module
+    assert in_thread(lambda: model(X))
+    del model[1].meeting
+    assert all(torch.equal(a, b) for a, b in zip(trained(model, optimizer), trained(*built()), strict=True))
+
+
+@pytest.mark.parametrize("use", ["forward", "step", "zero_grad", "use of a parameter"])
+def test_a_forked_process_is_told_so(use):
+    model, optimizer = sharded()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            USES[use](model, optimizer)
+            os.write(writing, b"it ran")
+        except BaseException as error:
+            os.write(writing, f"{type(error).__name__} {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    told = os.read(reading, 4096).decode()
+    assert os.waitpid(child, 0)[1] == 0
+    assert "ZeroError" in told and "was forked from process" in told
+    os.close(reading)
+    assert all(torch.equal(a, b) for a, b in zip(trained(model, optimizer), trained(*built()), strict=True))
