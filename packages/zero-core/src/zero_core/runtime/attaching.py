@@ -9,13 +9,13 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Container, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..building.parts import repacks_in_eval
-from ..errors import ChangedParameterError, ZeroError
+from ..errors import ChangedParameterError, GradientError, ZeroError
 from .outputs import not_traced, unwrapped
 from .parameter import keep_state_dict, refuse_copies
 from .unit import Unit
@@ -43,11 +43,21 @@ class _Collector:
     collect: weakref.WeakMethod[Callable[[Unit, int], None]]
     unit: weakref.ref[Unit]
     k: int
+    takes_gradient: ClassVar[bool] = True  # `parameter` keeps it the last of a parameter's hooks
 
     def __call__(self, parameter: Tensor) -> None:
+        """parameter: what the hook before this one returned, if it returned anything, as torch has it."""
         collect, unit = self.collect(), self.unit()
-        if collect is not None and unit is not None:  # else model and optimizer are gone, and nothing can step with it
-            collect(unit, self.k)
+        if collect is None or unit is None:
+            return  # model and optimizer are gone, and nothing can step with it
+        last: Any = next(reversed(unit.parameters[self.k]._post_accumulate_grad_hooks.values()))
+        if last is not self:
+            raise GradientError(
+                f"{getattr(last, '__qualname__', last)} was put on {unit.layout.slots[self.k].name} with "
+                "register_post_accumulate_grad_hook inside a forward or inside zero_core.gathered, and would find no "
+                "gradient: the shards have it by then. Put it on outside of both, before or after zero_core.shard"
+            )
+        collect(unit, self.k)
 
 
 def _refuse_repacking(path: str, module: Any, args: Any) -> None:

@@ -26,7 +26,7 @@ METADATA: set[Any] = _getters(
 ) | {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.ndimension),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device, Tensor.requires_grad_),
-    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, _T.requires_grad.__set__, Tensor.__len__),
+    *(Tensor.register_hook, _T.requires_grad.__set__, Tensor.__len__),
     *(Tensor.storage_offset, Tensor.is_signed, Tensor.is_inference, _T._backward_hooks.__set__),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, Tensor.is_same_size),
     *(torch.is_tensor, Tensor.is_shared, Tensor._is_view),

@@ -423,6 +423,23 @@ def _copy(parameter: Sharded, source: Any, non_blocking: bool = False) -> Tensor
     return _call_gathered(Tensor.copy_, (parameter, source, non_blocking), {})
 
 
+def _register_after_accumulation(parameter: Sharded, hook: Callable[[Tensor], None]) -> Any:
+    """`parameter.register_post_accumulate_grad_hook(hook)`: our own hook, which takes the gradient away, stays last."""
+    with torch._C.DisableTorchFunctionSubclass():
+        handle = parameter.register_post_accumulate_grad_hook(hook)
+        hooks: Any = parameter._post_accumulate_grad_hooks
+    for key in [key for key, each in hooks.items() if getattr(each, "takes_gradient", False)]:
+        hooks[key] = hooks.pop(key)  # move_to_end() would not move it in the plain dict that torch reads
+    return handle
+
+
+def _same_shape(func: Callable[..., Any], parameter: Any, other: Any) -> Any:
+    """`p.view_as(p)`, by which torch and others find the node that accumulates p's gradient: one step behind it."""
+    if other is parameter and parameter.requires_grad and torch.is_grad_enabled():
+        return _full(parameter)
+    return _call_gathered(func, (parameter, other), {})
+
+
 def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
     raise ShardedParameterError(f"the memory of a {parameter!r} was asked for: use zero_core.gathered(module)")
 
@@ -441,6 +458,9 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__set__: _set_data,
     Tensor.copy_: _copy,
     Tensor.to: _to,
+    Tensor.register_post_accumulate_grad_hook: _register_after_accumulation,
+    Tensor.view_as: functools.partial(_same_shape, Tensor.view_as),
+    Tensor.expand_as: functools.partial(_same_shape, Tensor.expand_as),
     Tensor.data_ptr: _refuse_address,
     Tensor.untyped_storage: _refuse_address,
     Tensor.share_memory_: _refuse_address,
