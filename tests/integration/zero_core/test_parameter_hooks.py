@@ -137,7 +137,6 @@ def put_inside(where):
             handle = add()
     else:
         handles = []
-        model.blocks[0].register_forward_pre_hook(lambda *_: handles.append(add()) if not handles else None)
         model.head.register_forward_pre_hook(lambda *_: handles.append(add()) if not handles else None)
         model(toys.data(0, 0))
         handle = handles[0]
