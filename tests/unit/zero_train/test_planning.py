@@ -13,6 +13,11 @@ from zero_train.ranks import Ranks
 
 SIZES = ["model.hidden_size=1024", "model.intermediate_size=2816", "model.layers=8", "model.heads=16"]  # 103 M
 
+RATES = [
+    *("hardware.host_gib=20", "hardware.nvme_gib=100", "hardware.tflops=1", "hardware.update_gbps=50"),
+    *("hardware.nvme_read_gbps=4", "hardware.nvme_write_gbps=4", "hardware.nvme_endurance_tb=1000"),
+]
+
 
 def planned(*overrides, ranks=Ranks()):  # noqa: B008  (frozen)
     composed = config.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *SIZES, *overrides])
@@ -75,6 +80,48 @@ def test_the_text_says_what_will_be_written():
     composed.run.checkpoint_every = 5
     assert planning.checkpoint_bytes(plan, composed, Ranks()) >= 2 * 103e6 * 12
     assert "GB of checkpoints" in planning.described(plan, composed, Ranks())
+
+
+def test_a_resumed_run_plans_the_steps_that_are_left():
+    composed, plan = planned("offload=nvme", "run.steps=10", "run.checkpoint_every=4", *RATES)
+    text = planning.described(plan, composed, Ranks(), done=8)
+    assert planning.checkpoint_bytes(plan, composed, Ranks(), 8) * 3 == planning.checkpoint_bytes(
+        plan, composed, Ranks()
+    )
+    left = (
+        plan.setup_write_bytes + 2 * plan.write_bytes_per_step + planning.checkpoint_bytes(plan, composed, Ranks(), 8)
+    )
+    assert planning.written_bytes(plan, composed, Ranks(), 8) == left
+    assert f"2 steps of 64 tokens will write {left / 1e9:.1f} GB" in text or f"{left / 1e9:.2f} GB" in text
+    assert f"; 2 steps: {2 * plan.step_seconds:.3g} seconds" in text
+    assert f"the run writes {left / 1e15:.2%} of the 1,000 TB" in text
+    assert planning.checkpoint_bytes(plan, composed, Ranks(), 10) == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "done", "there", "files"),
+    [
+        ("run.checkpoint_every=2", 0, 0, 3),  # two that are kept, and the one that is being written
+        ("run.checkpoint_every=2 run.keep_checkpoints=1", 0, 0, 2),
+        ("run.checkpoint_every=10 run.keep_checkpoints=9", 0, 0, 1),
+        ("run.checkpoint_every=2", 4, 2, 1),
+        ("run.checkpoint_every=2", 10, 0, 0),
+        ("run.checkpoint_every=0", 0, 0, 0),
+    ],
+)
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_checkpoints_and_slab_need_room_on_the_disk_of_the_run_folder(overrides, done, there, files, tier, monkeypatch):
+    monkeypatch.setattr(planning.checks, "free_bytes", lambda _: 200 << 30)
+    composed, plan = planned(f"offload={tier}", "run.steps=10", *overrides.split())
+    needed = files * planning.each_checkpoint_bytes(plan, composed, Ranks()) + plan.total("nvme") * bool(files)
+    monkeypatch.setattr(planning.checks, "free_bytes", lambda _: needed)
+    planning.room_for_files(plan, composed, Ranks(), done, there)
+    monkeypatch.setattr(planning.checks, "free_bytes", lambda _: needed - 1)
+    if files:
+        with pytest.raises(ConfigError, match=rf"room for .* but {files} more checkpoints of 1\.4. GB each") as caught:
+            planning.room_for_files(plan, composed, Ranks(), done, there)
+        assert ("of the slab" in str(caught.value)) == (tier == "nvme")
+        assert ("keep fewer with" in str(caught.value)) == ("keep_checkpoints=1" not in overrides)
 
 
 def test_rows_are_planned_and_printed():

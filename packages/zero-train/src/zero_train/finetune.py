@@ -62,7 +62,7 @@ class FineTune(train.Run):
             planning.here(config, ranks)
             checks.run_folder(config)
         checks.nvme(config, ranks.local_rank)
-        resume.found(config)
+        found = resume.found(config)
         folder = pretrained.local(config)
         needless = config.run.dry and not pretrained.has_tokenizer(folder)
         self.tokenizer = None if needless else pretrained.tokenizer_of(folder)
@@ -77,7 +77,7 @@ class FineTune(train.Run):
         model = pretrained.build(folder, config)
         on_gpu = (config.hardware.device or ranks.device.type) != "cpu"
         draft = engine.draft_of(model, config, self.cores and self.cores.pool, on_gpu=on_gpu)
-        return read, draft, planning.make(config, draft.model, ranks, draft.step)
+        return read, draft, self.planned(draft, found)
 
     def before_all(self) -> None:
         """The first rank converts the data, which the others then find converted."""

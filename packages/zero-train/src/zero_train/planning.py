@@ -6,6 +6,8 @@ The arithmetic, and the decision that a tier is too small, are zero_offload.plan
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,13 +144,16 @@ def refusal(error: Exception) -> str:
     return f"{text}; change offload.parameters, offload.optimizer, zero.stage or the model's size"
 
 
-def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
-    """Returns the plan as text: GiB in each tier for each kind of state, and what the run writes to disk."""
-    count = described_ranks(plan.hardware, config, ranks)
+def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int = 0) -> str:
+    """Returns the plan as text: GiB in each tier for each kind of state, and what the run writes to disk.
+
+    done: steps that the checkpoint which the run continues from has taken. The text is about those that are left.
+    """
+    count, steps = described_ranks(plan.hardware, config, ranks), config.run.steps - done
     lines = [f"plan of each of {count} ranks" if count > 1 else "plan", *_table(plan)]
-    saved, written = checkpoint_bytes(plan, config, ranks), written_bytes(plan, config, ranks)
+    saved, written = checkpoint_bytes(plan, config, ranks, done), written_bytes(plan, config, ranks, done)
     lines.append(
-        f"{config.run.steps} steps of {_tokens(config) * count:,} tokens will write {bytes_shown(written)} to disk in "
+        f"{steps} steps of {_tokens(config) * count:,} tokens will write {bytes_shown(written)} to disk in "
         f"all: {bytes_shown(plan.setup_write_bytes * count)} before the first step, "
         f"{bytes_shown(plan.write_bytes_per_step * count)} a step"
         + (f", {bytes_shown(saved)} of checkpoints" if saved else "")
@@ -164,7 +169,7 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> str:
     if plan.step_seconds is not None:
         lines.append(
             f"predicted step: {plan.step_seconds:.3g} s, {plan.exposed_seconds or 0:.3g} s of it exposed; "
-            f"{config.run.steps} steps: {_duration(plan.step_seconds * config.run.steps)}"
+            f"{steps} steps: {_duration(plan.step_seconds * steps)}"
         )
     if plan.rows:
         lines.append(f"blocks that recompute take {plan.rows} of {config.run.micro_batch} rows at a time")
@@ -203,20 +208,58 @@ def _tokens(config: Config) -> int:
     return config.run.micro_batch * config.run.accumulate * config.data.sequence_length
 
 
-def written_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> int:
-    """Returns the bytes that all ranks write to disk in this run, including checkpoints."""
+def written_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int = 0) -> int:
+    """Returns the bytes that all ranks write to disk after step `done` of this run, including checkpoints."""
     count = described_ranks(plan.hardware, config, ranks)
-    return plan.written_bytes(config.run.steps) * count + checkpoint_bytes(plan, config, ranks)
+    return plan.written_bytes(config.run.steps - done) * count + checkpoint_bytes(plan, config, ranks, done)
 
 
-def checkpoint_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> int:
-    """Returns the bytes of all checkpoints of the run. Each holds an fp32 master and the optimizer's states.
+def checkpoint_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int = 0) -> int:
+    """Returns the bytes of all checkpoints that the run writes after step `done`."""
+    return _checkpoints(config, done) * each_checkpoint_bytes(plan, config, ranks)
+
+
+def each_checkpoint_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> int:
+    """Returns the bytes of one checkpoint, from all ranks. It holds an fp32 master and the optimizer's states.
 
     With adapters, the base is left out: what is trained has about the bytes of its gradients.
     """
-    if not config.run.checkpoint_every:
-        return 0
-    count = -(-config.run.steps // config.run.checkpoint_every)
     held = "parameters" if config.adapter.kind == "none" else "gradients"
     each = sum(plan.bytes_of(tier, kind) for tier in plan.shape.tiers for kind in ("optimizer", held))
-    return count * each * described_ranks(plan.hardware, config, ranks)
+    return each * described_ranks(plan.hardware, config, ranks)
+
+
+def _checkpoints(config: Config, done: int) -> int:
+    """Returns how many checkpoints are saved after step `done`: one after each run.checkpoint_every, and the last."""
+    every, steps = config.run.checkpoint_every, config.run.steps
+    return -(-steps // every) - done // every if every and done < steps else 0
+
+
+def room_for_files(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int, there: int) -> None:
+    """Refuses a run whose checkpoints do not fit on the disk of its run folder, beside slabs that lie there too.
+
+    A new checkpoint is complete before the oldest is deleted, so one more than run.keep_checkpoints is there at a time.
+    done: steps that the run does not take again. there: complete checkpoints that the run folder holds already.
+
+    Raises:
+        ConfigError: the disk has less room. It names the figures and the keys to change.
+    """
+    folder, keep = Path(config.run.dir), config.run.keep_checkpoints
+    new = max(0, min(there + _checkpoints(config, done), max(there, keep) + 1) - there)
+    if not new:
+        return
+    each, free = each_checkpoint_bytes(plan, config, ranks), checks.free_bytes(folder)
+    device, slab = os.stat(checks.existing(folder)).st_dev, 0
+    for rank in range(ranks.local_world_size) if plan.total("nvme") else ():
+        paths = checks.nvme_paths(config, rank)
+        beside = sum(os.stat(checks.existing(path)).st_dev == device for path in paths)
+        slab += plan.total("nvme") * beside // len(paths)
+    if new * each + slab > free:
+        also = f", beside {bytes_shown(slab)} of the slab" if slab else ""
+        fewer = "keep fewer with run.keep_checkpoints=1, " if keep > 1 else ""
+        raise ConfigError(
+            f"run.dir={folder} has room for {bytes_shown(free)}, but {new} more checkpoints of {bytes_shown(each)} "
+            f"each lie there at a time (run.keep_checkpoints={keep}, and a new one before an old one is deleted)"
+            f"{also}: {bytes_shown(new * each + slab)}; name a folder on a larger disk with run.dir=…, {fewer}"
+            "or save none with run.checkpoint_every=0"
+        )

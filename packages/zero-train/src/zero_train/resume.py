@@ -251,6 +251,11 @@ def _all(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda one: one.step)
 
 
+def complete(folder: Path) -> int:
+    """Returns how many complete checkpoints the run folder holds."""
+    return len(_all(folder))
+
+
 def _newest(folder: Path) -> Checkpoint | None:
     return next(reversed(_all(folder)), None)
 

@@ -95,6 +95,7 @@ class Run:
     format_reason: str = ""  # why precision=auto chose its format
     cores: Any | None = None  # zero_optim_cpu.Cores, beside a GPU
     tokenizer: Any = None  # of transformers; None: text is read as bytes
+    done: int = 0  # steps that the checkpoint to continue from has taken
 
     @property
     def unit(self) -> str:
@@ -188,12 +189,22 @@ class Run:
             checks.run_folder(config)
         checks.nvme(config, ranks.local_rank)
         corpus = self._corpus()
-        resume.found(config)
+        found = resume.found(config)
         on_gpu = (config.hardware.device or ranks.device.type) != "cpu"  # of the machine that is planned for
         draft = engine.draft(config, self.cores and self.cores.pool, on_gpu=on_gpu)
         if self.tokenizer is not None:
             models.check_vocabulary(draft.model, config.model, len(self.tokenizer))
-        return corpus, draft, planning.make(config, draft.model, ranks, draft.step)
+        return corpus, draft, self.planned(draft, found)
+
+    def planned(self, draft: engine.Draft, found: resume.Checkpoint | None) -> zero_offload.Plan:
+        """Returns the plan. `found`: the checkpoint to continue from. Raises ConfigError where there is no room."""
+        config, ranks = self.config, self.ranks
+        self.done = found.step if found else 0
+        plan = planning.make(config, draft.model, ranks, draft.step)
+        if not config.run.dry:
+            there = resume.complete(Path(config.run.dir))
+            planning.room_for_files(plan, config, ranks, self.done, there)
+        return plan
 
     def _announce(self, corpus: Any, draft: engine.Draft, plan: zero_offload.Plan) -> None:
         config, ranks = self.config, self.ranks
@@ -206,7 +217,7 @@ class Run:
             f"rank{'s' if planned > 1 else ''}, {machine}"
         )
         self._say(self.announce_data(corpus))
-        self._say(planning.described(plan, config, ranks))
+        self._say(planning.described(plan, config, ranks, self.done))
         if self.cores:
             self._say(f"update of each rank: {self.cores}" if ranks.world_size > 1 else f"update: {self.cores}")
 
