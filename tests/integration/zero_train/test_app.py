@@ -88,6 +88,35 @@ def test_a_folder_of_recipes_of_ones_own(capsys, tmp_path):
     assert "optim.momentum is given, but nothing uses it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--cfg", "job", "run.steps=31", "model.path=/x"],
+        ["run.steps=31", "--cfg=job", "model.path=/x"],
+        ["run.steps=31", "model.path=/x", "--package", "_global_", "-c", "job"],
+    ],
+)
+def test_flags_of_hydra_stand_anywhere_and_values_are_printed_as_they_are(words, capsys):
+    """Fails if what zero-train adds to the words comes between a flag and its value, or after them."""
+    assert app.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"  steps: 31", "  kind: hf", "  lr: 0.001", "  warmup_steps: 4"} <= set(lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--multirun", "--cfg", "job"], "Only one of"),
+        (["recipe=tiny", "--resolve"], "--resolve"),
+        (["run.dry=true", "--hydra-help"], "run is a section"),
+    ],
+)
+def test_flags_that_exclude_each_other_are_one_line(words, said, capsys):
+    assert app.main(words) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("zero-train: ") and said in printed and printed.count("\n") == 1
+
+
 def test_help_begins_with_the_groups_and_fits_on_a_screen(capsys):
     assert app.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -27,7 +27,9 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 from examples.sft import tiny
+from zero_train import config, pretrained
 from zero_train.app import main
+from zero_train.errors import ConfigError
 from zero_train.loop import learning_rate
 from zero_train.schema import OptimConfig
 
@@ -213,6 +215,22 @@ def test_answers_that_cannot_be_marked_are_refused_and_the_loss_on_everything_is
     assert "cannot mark the answers" in said and "task.loss_on=everything" in said
     assert main([*given, "task.loss_on=everything"]) == 0
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("targets", "found"),
+    [("q_proj", ["q"]), ("[q_proj,v_proj]", ["q", "v"]), ("'.*[kv]_proj'", ["k", "v"])],
+)
+def test_targets_are_a_name_or_several_or_a_pattern(model, targets, found):
+    words = ["task=sft", f"model.path={model}", "adapter=lora", f"adapter.targets={targets}", "run.dry=true"]
+    names = {name for name, _ in pretrained.build(model, config.compose(words)).named_modules()}
+    assert sorted({name.split(".")[-2][0] for name in names if name.endswith("lora_A")}) == found
+
+
+def test_targets_that_are_nowhere_are_named(model):
+    words = ["task=sft", f"model.path={model}", "adapter=lora", "adapter.targets=query", "run.dry=true"]
+    with pytest.raises(ConfigError, match=r"adapter\.targets=query"):
+        pretrained.build(model, config.compose(words))
 
 
 def test_a_plan_needs_neither_data_nor_weights(tmp_path, capsys):

@@ -30,7 +30,7 @@ from zero_train.schema import ADAPTER_RATES, RATES, Config
         (["optim.zzz=1"], ["optim.zzz", "zero-train --help"]),
         (["run.resume=auto"], ["run.resume=auto", "run.dir=…"]),
         (["a=b=c=["], ["a=b=c=["]),
-        (["run.steps=1,2"], ["run.steps=1,2", "-m"]),
+        (["run.steps=1,2"], ["run.steps=1,2", "-m", "[a,b]"]),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key(overrides, words):

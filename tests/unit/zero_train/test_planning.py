@@ -49,6 +49,18 @@ def test_a_tier_too_small_is_refused_with_a_key(overrides, key):
     assert key in str(caught.value) and "GiB" in str(caught.value)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_memory_that_libraries_take_whole_is_refused_with_the_memory_that_would_do(ranks):
+    """Fails if the advice is of no use when it is followed, as moving states is where nothing is left."""
+    given = ("offload=host", "run.dry=true", "hardware.nodes=1", f"hardware.ranks_per_node={ranks}")
+    with pytest.raises(ConfigError, match=r"hardware\.host_gib=0\.1 leaves nothing beside .*=0\.6") as caught:
+        planned("hardware.host_gib=0.1", *given)
+    enough = float(str(caught.value).rsplit("; ", 1)[1].split()[0])
+    assert planned(f"hardware.host_gib={enough}", *given)
+    with pytest.raises(ConfigError, match="missing"):
+        planned(f"hardware.host_gib={enough - 0.02}", *given)
+
+
 def test_a_described_machine_is_planned_for_and_not_run_on():
     def asked(*overrides, ranks=Ranks()):  # noqa: B008  (frozen)
         planning.here(config.compose(["recipe=tiny", "run.dir=runs/x", *overrides]), ranks)

@@ -19,8 +19,10 @@ from pathlib import Path
 
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from zero_train import __version__, deepspeed, explain, generate, unused_keys
 from zero_train import config as configuration
@@ -31,6 +33,9 @@ CONFIG_EXIT = 2
 FAILED_EXIT = 1
 _SWEEP = {"-m", "--multirun"}
 _HELP = {"-h", "--help"}
+_TAKES = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
+_TAKES |= {"-i", "--info", "--experimental-rerun"}
+_INFOS = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}  # --info goes without one, too
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _guarded(lambda: _help(words))
     if flags <= _SWEEP and not any(word.startswith("hydra") for word in words):
         return _guarded(lambda: _from_words(words, bool(flags)))
-    return _guarded(lambda: _through_hydra([word for part in reversed(_with_file(arguments)) for word in part]))
+    return _guarded(lambda: _through_hydra(*_parted(arguments)))
 
 
 def _help(words: Sequence[str]) -> int:
@@ -98,7 +103,20 @@ def _all(jobs: Sequence[tuple[Sequence[str], Config]], sweep: bool) -> int:
     return worst
 
 
-def _through_hydra(arguments: Sequence[str]) -> int:
+def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the words of a command line, and Hydra's flags with their values, wherever they stand."""
+    words: list[str] = []
+    flags: list[str] = []
+    before = ""
+    for argument in [part for one in arguments for part in (one.split("=", 1) if one[:2] == "--" else [one])]:
+        info = before in ("-i", "--info")
+        taken = argument in _INFOS if info else before in _TAKES
+        (flags if taken or argument[:1] == "-" else words).append(argument)
+        before = "" if taken else argument
+    return words, flags
+
+
+def _through_hydra(words: Sequence[str], flags: Sequence[str]) -> int:
     """Hands the command line to Hydra, which its flags and configuration folders need."""
     codes: list[int] = []
 
@@ -107,13 +125,18 @@ def _through_hydra(arguments: Sequence[str]) -> int:
         if codes[-1] > 128:
             raise SystemExit(codes[-1])
 
-    words = [word for word in arguments if word[0:1] != "-" and "=" in word]
+    words, defaults = _with_file(words)
+    resolved = ["--resolve"] if {"-c", "--cfg"} & set(flags) and "job" in flags and "--resolve" not in flags else []
     saved = sys.argv
-    sys.argv = [saved[0], *arguments, *configuration.completed(words)[len(words) :]]
+    sys.argv = [saved[0], *defaults, *configuration.completed(words), *flags, *resolved]
     try:
         hydra_main(config_path=str(configuration.folder()), config_name=configuration.NAME, version_base="1.3")(job)()
     except SystemExit as leaving:  # Hydra's own flags and refusals, and the job's above
         return leaving.code if isinstance(leaving.code, int) else FAILED_EXIT if leaving.code else 0
+    except (HydraException, OmegaConfBaseException) as error:
+        raise configuration.explained(error) from error
+    except ValueError as error:  # of flags that exclude each other, before any job
+        raise ConfigError(str(error)) from error
     finally:
         sys.argv = saved
     return max(codes, default=0)

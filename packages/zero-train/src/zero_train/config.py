@@ -158,7 +158,9 @@ def explained(error: Exception) -> ConfigError:
         group, option = found.groups()
         return choices(group, option, sorted(path.stem for path in (folder() / group).glob("*.yaml")))
     if found := re.search(r"Ambiguous value for argument '([^']+)'", text):
-        return ConfigError(f"{found.group(1)} names several values; add -m to run one after the other")
+        return ConfigError(
+            f"{found.group(1)} names several values; add -m to run one after the other, or write [a,b] for a list"
+        )
     named = re.search(r"full_key: (\S+)", text) or re.search(r"override '?([\w.]+)", text)
     if not named:
         return ConfigError(text.strip().splitlines()[0])

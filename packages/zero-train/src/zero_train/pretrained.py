@@ -7,6 +7,7 @@ reads and quantises the whole model before. Owns no data and no trainer.
 from __future__ import annotations
 
 import hashlib
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,7 +149,11 @@ def build(folder: Path, config: Config) -> nn.Module:
     if adapter.kind != "none":
         import peft
 
-        targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
+        given = adapter.targets
+        named = not isinstance(given, str) or (given != "all-linear" and re.fullmatch(r"[\w.]+", given))
+        targets = (
+            ([given] if isinstance(given, str) else list(given)) if named else given
+        )  # PEFT takes a text as a pattern
         wanted = peft.LoraConfig(
             r=adapter.rank,
             lora_alpha=cast(int, adapter.alpha),  # any number will do

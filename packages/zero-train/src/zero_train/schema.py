@@ -188,7 +188,8 @@ class AdapterConfig:
     dropout: float = _number(0.0, at_least=0, below=1)
     """Share of the adapter's inputs that is set to zero in training."""
     targets: Any = "all-linear"
-    """Names of the layers that get an adapter, or all-linear."""
+    """Layers that get an adapter: a name, a list of names such as [q_proj,v_proj], a pattern of whole names, or
+    all-linear."""
     merge: bool = False
     """After the run, also write `merged`: the model with the adapter added to its weights. Needs run.export=true."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -158,6 +159,13 @@ def _ways_out(tier: str, kinds: Mapping[str, int], held_back: int, budgets: Budg
         return "give more nvme paths or room (hardware.nvme_gib, hardware.nvme_paths), or train on more nodes"
     if tier in budgets.tiers:
         return f"give it more room (hardware.tiers.{tier}.gib), or place less there"
+    if not getattr(hardware, f"{tier}_bytes"):
+        reserved, ranks = getattr(hardware, f"{tier}_reserved_gib"), hardware.ranks_per_node if tier == "host" else 1
+        least = math.ceil(100 * ranks * (reserved + sum(kinds.values()) / GIB)) / 100
+        return (
+            f"hardware.{tier}_gib={getattr(hardware, f'{tier}_gib'):g} leaves nothing beside "
+            f"hardware.{tier}_reserved_gib={reserved:g} of each rank, which libraries take; {least:g} would do"
+        )
     below = "host" if tier == "device" else "nvme"
     largest = max(STATE_KINDS, key=lambda kind: kinds[kind])
     ways = []
