@@ -27,7 +27,7 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 from examples.sft import tiny
-from zero_train import config, pretrained
+from zero_train import answers, config, conversations, pretrained
 from zero_train.app import main
 from zero_train.errors import ConfigError
 from zero_train.loop import learning_rate
@@ -207,14 +207,75 @@ def test_adapters_are_trained_alone_and_saved_alone(model, tmp_path, kind):
     assert not (tmp_path / "host" / "pretrained" / "model.safetensors").exists()
 
 
-def test_answers_that_cannot_be_marked_are_refused_and_the_loss_on_everything_is_offered(model, tmp_path, capsys):
+def test_every_answer_of_a_conversation_is_learned_from_and_nothing_else(model, tmp_path):
+    """Fails if a template without {% generation %} loses an answer, or a question counts in the loss."""
     data = chats(tmp_path / "chats.jsonl", turns=2)
-    given = words(model, data, tmp_path / "run", "offload=host", "run.dry=true")
+    chosen = config.compose(["task=sft", f"data.path={data}", "data.validation_fraction=0"]).data
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    read = conversations.load(chosen, "sft", tmp_path / "cache")
+    found = answers.marked(read, tokenizer, model, chosen).training
+    row = json.loads(data.read_text().splitlines()[7])["messages"]
+    assert found[7]["input_ids"] == tokenizer.apply_chat_template(row, tokenize=True, return_dict=True)["input_ids"]
+    learned = [token for token in found[7]["labels"] if token != -100]
+    assert tokenizer.decode(learned) == 2 * f"{row[1]['content']}<|end|>"
+    assert main(words(model, data, tmp_path / "run", "offload=host", "run.steps=30", "data.sequence_length=160")) == 0
+    seen = losses(tmp_path / "run")
+    assert seen[-1] < seen[0] - 0.5
+
+
+def test_answers_that_cannot_be_marked_are_refused_with_their_line(model, tmp_path, capsys):
+    """Fails if the loss on everything, which the error offers, is refused too."""
+    data = chats(tmp_path / "chats.jsonl")
+    lines = data.read_text().splitlines()
+    lines[4] = lines[4].replace("]}", ', {"role": "user", "content": "thanks"}]}')
+    data.write_text("\n".join(lines) + "\n")
+    odd = tmp_path / "model"
+    shutil.copytree(model, odd)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(odd)
+    start = "{% for message in messages %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(start, "{{ messages[-1]['role'] }}" + start)
+    tokenizer.save_pretrained(odd)
+    given = words(odd, data, tmp_path / "run", "offload=host", "run.dry=true")
     assert main(given) == 2
     said = capsys.readouterr().err
-    assert "cannot mark the answers" in said and "task.loss_on=everything" in said
+    assert f"the answers of {data}, line 5: it has no {{% generation %}}" in said and "message 2" in said
     assert main([*given, "task.loss_on=everything"]) == 0
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "counts"),
+    [
+        ("sft", [], {"rows": 40, "cut": 10, "left_out": 10}),
+        ("sft", ["task.packing=true"], {"rows": 40, "cut": 20, "left_out": 0}),
+        ("dpo", [], {"rows": 40, "cut": 10, "left_out": 10}),
+    ],
+)
+def test_rows_longer_than_a_sequence_are_counted_before_the_run_and_in_its_folder(
+    model, tmp_path, capsys, task, more, counts
+):
+    """10 rows lose the end of their answers, and 10 whole ones: fails if a run learns from less without a word."""
+    data, rows = tmp_path / "rows.jsonl", []
+    for at in range(40):
+        asked, said = "?" * (90 if at % 4 == 0 else 3), "." * (90 if at % 4 == 1 else 4)
+        pair = {"prompt": asked + str(at), "chosen": said, "rejected": "no"}
+        rows.append(pair if task == "dpo" else {"prompt": pair["prompt"], "completion": said})
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["offload=host", "run.steps=2", "run.plots=true", *more]
+    short = [word for word in words(model, data, tmp_path / "run", *given, task=task) if word != "run.plots=false"]
+    assert main(short) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("20 of 40 rows to train on are longer than data.sequence_length=64") < printed.index("step 1/")
+    saved = json.loads((tmp_path / "run" / "data.json").read_text())["train"]
+    enough = saved.pop("longest")
+    assert saved == counts and f"data.sequence_length={enough} would keep all" in printed
+    none = [*words(model, data, tmp_path / "none", *given, task=task), "data.sequence_length=3"]
+    assert main(none) == 2
+    said = capsys.readouterr().err
+    assert "data.sequence_length=3: each of the 40 rows to train on" in said and f"({enough} would keep" in said
+    assert not (tmp_path / "none").exists()
+    assert main([*none, f"data.sequence_length={enough}", f"run.dir={tmp_path / 'all'}"]) == 0
+    assert "are longer than" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,15 @@ def _converted(
         ) from error
 
 
+def place_of(config: DataConfig, messages: list[Any]) -> str:
+    """Returns the file and the place in it of a conversation, which it reads the files once more for."""
+    for key, given in zip(_KEYS, (config.path, config.validation_path), strict=True):
+        for place, found in _source(key, given, config).places if given else ():
+            if [json.loads(text) for text in rows.read(found, "sft").columns["messages"] or ()] == messages:
+                return place
+    return str(config.path)
+
+
 def cache_folder() -> Path:
     """Returns where converted data are kept, for all runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero-train"

@@ -6,7 +6,6 @@ train.py; a checkpoint is a Trainer's checkpoint-N, with zero_hf's shards in it.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -14,7 +13,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 import zero_offload
-from zero_train import checks, conversations, engine, formats, planning, pretrained, resume, train
+from zero_train import answers, checks, conversations, engine, formats, planning, pretrained, resume, train
 from zero_train import config as configuration
 from zero_train.errors import ConfigError
 from zero_train.loop import History, schedule_of, share
@@ -33,7 +32,7 @@ from zero_train.watching import Watch
 
 __all__ = ["run"]
 
-_DATA = "data.json"  # in the run folder: which rows the run learns from, for run.resume=auto
+_DATA = "data.json"  # in the run folder: which rows the run learns from, for run.resume=auto; how many are cut
 
 
 def run(config: Config, on_end: Callable[[engine.Assembled], None] | None = None) -> Outcome:
@@ -46,6 +45,7 @@ class FineTune(train.Run):
     """A run of one of TRL's trainers on one rank."""
 
     tokenizer: Any = None
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)  # of rows that data.sequence_length cuts, by part
 
     @property
     def unit(self) -> str:
@@ -73,7 +73,7 @@ class FineTune(train.Run):
                 "model that was tuned for chats, or write the rows as texts"
             )
         if read is not None and read.kind == "messages" and config.task.loss_on == "answers":
-            read = _marked(read, self.tokenizer, folder)
+            read = answers.marked(read, self.tokenizer, folder, config.data)
         model = pretrained.build(folder, config)
         on_gpu = (config.hardware.device or ranks.device.type) != "cpu"
         draft = engine.draft_of(model, config, self.cores and self.cores.pool, on_gpu=on_gpu)
@@ -142,12 +142,14 @@ class FineTune(train.Run):
         watch = Watch(self, history, folder, checkpoint.step if checkpoint else 0)
         try:
             trainer = self._trainer(stack, read, draft, plan, folder, watch)
+        except ConfigError:
+            raise
         except (ValueError, TypeError) as error:  # of TRL, of transformers, of zero_hf
             raise ConfigError(f"task={config.task.kind}: {error}") from error
         with stack, self.asked.gentle():
             if ranks.leader:  # the configuration first: a folder with anything else is refused without it
                 configuration.save(config, folder / resume.CONFIG)
-                replace(folder / _DATA, json.dumps({"digest": read.digest()}) + "\n")
+                replace(folder / _DATA, json.dumps({"digest": read.digest(), **self.counts}) + "\n")
                 stack.callback(self._report, watch, plan, folder)
             stack.enter_context(watch)
             stack.enter_context(zero_offload.explained(plan))
@@ -226,6 +228,13 @@ class FineTune(train.Run):
                     watch.run._say(remark)
                 return zero_hf.Run(draft.model, ready.optimizer, self.zero_config, ready.store, plan, ExitStack())
 
+            def _prepare_dataset(self, *given: Any) -> Any:
+                left, said, watch.run.counts[given[-1]] = answers.fitted(super()._prepare_dataset, *given)
+                if said:
+                    watch.run._say(said)
+                    watch.history.remarks.append(said)
+                return left
+
             def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
                 self.optimizer = self.optimizer or draft.optimizer
                 return cast(torch.optim.Optimizer, super().create_optimizer(model))
@@ -280,12 +289,12 @@ def _arguments(config: Config, folder: Path, options: type[Any], on_cpu: bool, r
     validates = run.evaluate_every > 0 and read.validation is not None
     more: dict[str, Any] = {}
     if task.kind == "sft":
-        answers = task.loss_on == "answers"
+        only_answers = task.loss_on == "answers"
         more = {"packing": task.packing, "eval_packing": False}
         if read.kind == "messages":
-            more["assistant_only_loss"] = answers
+            more["assistant_only_loss"] = only_answers
         elif read.kind == "prompt-completion":
-            more["completion_only_loss"] = answers
+            more["completion_only_loss"] = only_answers
     else:
         more = {"beta": task.beta}
     return options(
@@ -338,39 +347,3 @@ def _zero_config(config: Config) -> Any:
 def _has_messages(read: Any) -> bool:
     """Whether the rows hold messages, which only a chat template turns into text."""
     return read.kind == "messages" or (read.kind != "text" and isinstance(read.training[0]["prompt"], list))
-
-
-def _marked(read: Any, tokenizer: Any, folder: Path) -> Any:
-    """Rows of messages, of which TRL finds the answers: as they are if the chat template marks answers.
-
-    Where it does not, and each conversation has one answer, its last message, they are split there: the same loss.
-
-    Raises:
-        ConfigError: neither is the case.
-    """
-    import datasets
-    from trl.chat_template_utils import get_training_chat_template
-
-    try:
-        get_training_chat_template(tokenizer)
-        return read
-    except ValueError:
-        pass
-    datasets.disable_progress_bars()
-    parts = [part for part in (read.training, read.validation) if part is not None]
-    for part in parts:
-        for row in part:
-            roles = [message["role"] for message in row["messages"]]
-            if roles.count("assistant") != 1 or roles[-1] != "assistant":
-                raise ConfigError(
-                    f"task.loss_on=answers: the chat template of model.path={folder} cannot mark the answers, as it "
-                    "has no {% generation %}, and a conversation has more than one answer or goes on after it; set "
-                    "task.loss_on=everything, or write each conversation as `prompt` and `completion`"
-                )
-
-    def split(row: dict[str, Any]) -> dict[str, Any]:
-        return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
-
-    made = [part.map(split, remove_columns=["messages"]) for part in parts]
-    validation = made[1] if read.validation is not None else None
-    return dataclasses.replace(read, kind="prompt-completion", training=made[0], validation=validation)

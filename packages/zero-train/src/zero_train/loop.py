@@ -65,6 +65,7 @@ class History:
     steps: list[Step] = field(default_factory=list)
     phases: list[Phases] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)  # (after step, nats a byte)
+    remarks: list[str] = field(default_factory=list)  # on the data, for the report
 
 
 class Loop:

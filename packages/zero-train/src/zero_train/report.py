@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -114,6 +115,8 @@ def draw(folder: Path, history: History, plan: Mapping[str, int], unit: str = "n
     figure = Figure(figsize=(9, 10), layout="constrained")
     loss, memory, seconds = figure.subplots(3, 1)
 
+    if history.remarks:
+        figure.suptitle("\n".join(textwrap.fill(remark, 110) for remark in history.remarks), fontsize="small")
     loss.set(title="loss", ylabel=unit)
     loss.plot([s.step for s in steps], [s.loss for s in steps], color="#4c72b0", linewidth=1, label="training")
     if validation:

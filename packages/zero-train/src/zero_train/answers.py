@@ -1,0 +1,140 @@
+"""Which tokens of a row of fine-tuning are learned from: marks answers, and counts what data.sequence_length cuts off.
+
+TRL does both where it can: it marks the answers if the chat template says where they are, and cuts rows without a word.
+Owns no row and no trainer. Needs the extra `finetune`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_train import conversations
+from zero_train.errors import ConfigError
+from zero_train.schema import DataConfig
+
+_NOT_LEARNED = -100  # the label of a token that does not count, to torch's cross entropy
+
+
+class _Unmarked(Exception):
+    """The template shows a conversation differently once it goes on. messages: the conversation."""
+
+    def __init__(self, messages: Sequence[Any], reason: str) -> None:
+        super().__init__(reason)
+        self.messages = list(messages)
+
+
+def marked(read: conversations.Rows, tokenizer: Any, folder: Path, data: DataConfig) -> conversations.Rows:
+    """Returns rows of messages as they are if TRL finds their answers, else as tokens of which the answers are marked.
+
+    An answer begins where the conversation before it, and the template's beginning of an answer, end. It ends where the
+    conversation up to it does.
+
+    Raises:
+        ConfigError: the template shows what was said before differently once a conversation goes on.
+    """
+    import datasets
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        get_training_chat_template(tokenizer)
+        return read
+    except ValueError:
+        pass
+    datasets.disable_progress_bars()
+    try:
+        parts = [
+            part and part.map(_of_row, fn_kwargs={"tokenizer": tokenizer}, remove_columns=part.column_names)
+            for part in (read.training, read.validation)
+        ]
+    except _Unmarked as error:
+        raise ConfigError(
+            f"task.loss_on=answers: the chat template of model.path={folder} cannot mark the answers of "
+            f"{conversations.place_of(data, error.messages)}: it has no {{% generation %}}, and {error}; set "
+            "task.loss_on=everything, or write each conversation as `prompt` and `completion`"
+        ) from error
+    return dataclasses.replace(read, kind="tokens", training=parts[0], validation=parts[1])
+
+
+def _of_row(row: dict[str, Any], tokenizer: Any) -> dict[str, list[int]]:
+    import jinja2
+
+    messages = row["messages"]
+    tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
+
+    def read(count: int, answers: bool = False) -> list[int]:
+        found = tokenizer.apply_chat_template(
+            messages[:count], tools=tools, add_generation_prompt=answers, tokenize=True, return_dict=True
+        )
+        return list(found["input_ids"])
+
+    try:
+        whole = read(len(messages))
+        labels = [_NOT_LEARNED] * len(whole)
+        for at, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before, after = read(at, answers=True), read(at + 1)
+                if whole[: len(after)] != after:
+                    raise _Unmarked(messages, f"shows message {at + 1} differently once the conversation goes on")
+                pairs = enumerate(zip(before, after, strict=False))
+                start = next((n for n, (one, other) in pairs if one != other), min(len(before), len(after)))
+                labels[start : len(after)] = after[start:]
+    except (jinja2.TemplateError, IndexError) as error:
+        raise _Unmarked(messages, f"refuses a part of the conversation ({error})") from error
+    return {"input_ids": whole, "labels": labels}
+
+
+def fitted(prepare: Any, dataset: Any, tokenizer: Any, args: Any, *given: Any) -> tuple[Any, str, dict[str, int]]:
+    """Has TRL prepare rows, and counts those that it cuts.
+
+    Args:
+        prepare: a trainer's `_prepare_dataset`, which `given` are the other arguments of. The last names the part.
+
+    Returns:
+        The rows, a sentence or "", and the counts by name.
+
+    Raises:
+        ConfigError: nothing that can be learned from is left of any row.
+    """
+    uncut = copy.copy(args)
+    uncut.max_length = None
+    limit, part = args.max_length, {"train": "to train on", "eval": "held out"}[given[-1]]
+    packs = len(given) > 1 and given[0]
+    whole = prepare(dataset, tokenizer, uncut, *([False, *given[1:]] if len(given) > 1 else given))
+    pairs = "prompt_ids" in whole.column_names
+    lengths = [length for batch in whole.iter(batch_size=1000) for length in _lengths(batch, pairs)]
+    longer = sum(length > limit for length in lengths)
+    if pairs:  # TRL leaves these out, and cuts the others when it makes a batch
+        left = whole.filter(lambda row: len(row["prompt_ids"]) < limit)
+    else:
+        left = prepare(whole, tokenizer, args, *given)
+    empty = not len(left) or (packs and longer and not any(_learned(row) for row in left))
+    if empty:
+        raise ConfigError(
+            f"data.sequence_length={limit}: each of the {len(whole):,} rows {part} has what is to be learned after "
+            f"token {limit}, so nothing would be; raise data.sequence_length ({max(lengths):,} would keep every row)"
+        )
+    dropped = 0 if packs else len(whole) - len(left)
+    counts = {"rows": len(whole), "cut": longer - dropped, "left_out": dropped, "longest": max(lengths)}
+    if not longer:
+        return left, "", counts
+    said = f"{longer:,} of {len(whole):,} rows {part} are longer than data.sequence_length={limit}: "
+    said += f"{longer - dropped:,} lose their end"
+    if dropped:
+        said += f", {dropped:,} are left out, as what is to be learned comes after it"
+    return left, f"{said}; data.sequence_length={max(lengths)} would keep all", counts
+
+
+def _lengths(batch: dict[str, list[Any]], pairs: bool) -> list[int]:
+    if not pairs:
+        return [len(ids) for ids in batch["input_ids"]]
+    columns = (batch["prompt_ids"], batch["chosen_ids"], batch["rejected_ids"])
+    return [len(prompt) + max(len(one), len(other)) for prompt, one, other in zip(*columns, strict=True)]
+
+
+def _learned(row: dict[str, Any]) -> bool:
+    return any(label != _NOT_LEARNED for label in row["labels"])
