@@ -209,7 +209,7 @@ class FineTune(train.Run):
                 os.environ[name] = str(folder / "tracker")
                 stack.callback(os.environ.pop, name, None)
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # what TRL still calls
-        config, ranks = self.config, self.ranks
+        config, ranks, counts = self.config, self.ranks, self.counts
         kind = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[config.task.kind]
         options = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}[config.task.kind]
         arguments = _arguments(config, folder, options, ranks.device.type == "cpu", read, watch.done == 0)
@@ -229,7 +229,7 @@ class FineTune(train.Run):
                 return zero_hf.Run(draft.model, ready.optimizer, self.zero_config, ready.store, plan, ExitStack())
 
             def _prepare_dataset(self, *given: Any) -> Any:
-                left, said, watch.run.counts[given[-1]] = answers.fitted(super()._prepare_dataset, *given)
+                left, said, counts[given[-1]] = answers.fitted(super()._prepare_dataset, *given)
                 if said:
                     watch.run._say(said)
                     watch.history.remarks.append(said)
