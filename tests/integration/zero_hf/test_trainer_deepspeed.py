@@ -105,13 +105,39 @@ def test_what_contradicts_or_cannot_be_followed_is_refused_before_anything_is_al
             )
 
     refused("gradient_clipping=0.5: the TrainingArguments have max_grad_norm=1.0", AUTO | {"gradient_clipping": 0.5})
-    refused("fp16.enabled=true: the TrainingArguments have", AUTO | {"fp16": {"enabled": True}})
+    refused("fp16.enabled=true of deepspeed= does not go", AUTO | {"fp16": {"enabled": True}})
     refused("both say stage and tiers", cls=zero_hf.sharded(Trainer, zero={"stage": 2}))
     refused("There is no|No such file", str(tmp_path / "missing.json"))
     optimizer = torch.optim.SGD(llama().parameters())
     refused("optimizers= gives the Trainer a SGD, and deepspeed= names", optimizers=(optimizer, None))
     with pytest.raises(TypeError, match="give zero= with the Trainer class"):
         zero_hf.sharded(TrainingArguments, zero={"stage": 2})
+
+
+def test_what_the_refusal_of_fp16_says_to_do_works(tmp_path):
+    """Fails if the Trainer or the loop that the error names is refused, too."""
+    half = AUTO | {"fp16": {"enabled": True}}
+    with pytest.raises(zero_hf.ConfigError, match="does not go with zero_hf.sharded") as refused:
+        ours(tmp_path, half)
+    assert '"bf16": {"enabled": true} in place' in str(refused.value) and "bf16=True" in str(refused.value)
+    _, logs = train(
+        Sharded, tmp_path, arguments_class=Arguments, deepspeed=AUTO | {"bf16": {"enabled": True}}, bf16=True
+    )
+    assert len(logs.losses) == 6
+    assert "zero_hf.deepspeed.initialize" in str(refused.value)
+    model = llama()
+    engine, *_ = zero_hf.deepspeed.initialize(
+        model=model,
+        config={
+            "train_batch_size": 1,
+            "fp16": {"enabled": True},
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 2},
+        },
+    )
+    engine.backward(engine(input_ids=torch.ones(1, 4).long(), labels=torch.ones(1, 4).long()).loss)
+    engine.step()
+    engine.destroy()
 
 
 def test_the_class_of_arguments_is_read_by_parsers_and_pickles_as_the_stock_one(tmp_path):

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 import zero_hf
+import zero_optim_cpu
 from tests.integration.zero_hf.trainers import (
     VOCABULARY,
     Sharded,
@@ -32,6 +33,7 @@ from tests.integration.zero_hf.trainers import (
     trainer,
     weights,
 )
+from zero_core.errors import AlreadyShardedError, UnsupportedOptimizerError
 from zero_hf import ConfigError
 
 
@@ -227,3 +229,51 @@ def test_two_ranks_that_generate_texts_of_different_lengths(ranks, tmp_path):
     assert numpy.array_equal(ours, theirs)
     ends = {int((row[1:] == 1).argmax()) for row in ours}  # token 1 ends a text
     assert len(ends) > 1, "all texts have one length, so this test shows nothing"
+
+
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+@pytest.mark.parametrize("refused", ["adafactor", "rmsprop"])
+def test_an_optimizer_that_a_tier_cannot_have_is_refused_with_others(tier, refused, tmp_path):
+    """Fails if a refusal of optim= says to keep all on the device where that is refused, too."""
+    if (tier, refused) == ("none", "rmsprop"):
+        assert train(Sharded, tmp_path, optim=refused, zero=tiers(tmp_path)[tier], max_steps=1)
+        return
+    with pytest.raises((ConfigError, UnsupportedOptimizerError), match='optim="adamw_torch", "sgd" or') as error:
+        train(Sharded, tmp_path, optim=refused, zero=tiers(tmp_path)[tier])
+    assert ("offload: none" in str(error.value)) == (refused == "rmsprop")
+
+
+def test_the_optimizers_that_a_refusal_names_train_on_nvme_as_in_the_stock_trainer(tmp_path):
+    """Fails if something that the error names does not exist or is refused, too."""
+    zero = tiers(tmp_path)["nvme"]
+    with pytest.raises(UnsupportedOptimizerError) as refused:
+        train(Sharded, tmp_path, optim="adafactor", zero=zero)
+    for name in ("adamw_torch", "sgd", "adagrad"):
+        assert f'"{name}"' in str(refused.value)
+        _, theirs = train(Trainer, tmp_path, optim=name)
+        _, ours = train(Sharded, tmp_path, optim=name, zero=zero)
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert "optimizers=(zero_optim_cpu.Lion(model.parameters(), lr=1e-4), None)" in str(refused.value)
+    found = []
+    for cls, more in ((Trainer, {}), (Sharded, {"zero": zero})):
+        model = llama()
+        found.append(train(cls, tmp_path, model, optimizers=(lion(model), None), **more)[1].losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def lion(model):
+    return zero_optim_cpu.Lion(model.parameters(), lr=1e-4)
+
+
+def test_a_second_trainer_takes_the_model_that_the_first_one_saved(tmp_path):
+    """Fails if what the error says to do is refused, or starts from other values."""
+    first, _ = train(Sharded, tmp_path, max_steps=2)
+    with pytest.raises(AlreadyShardedError, match=r"save it, as with save_model\(folder\).*from_pretrained\(folder\)"):
+        train(Sharded, tmp_path, first.model)
+    first.save_model(str(tmp_path / "saved"))
+    first.end()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    _, ours = train(Sharded, tmp_path, saved)
+    stock, _ = train(Trainer, tmp_path, max_steps=2)
+    _, theirs = train(Trainer, tmp_path, stock.model)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)

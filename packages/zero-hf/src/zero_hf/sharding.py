@@ -14,12 +14,19 @@ from torch import nn
 
 import zero_core
 import zero_offload
+from zero_core.errors import AlreadyShardedError
+from zero_core.optim.elementwise import kept_states
 from zero_core.optim.optimizer import ShardedOptimizer
 from zero_offload.planning.hardware import bytes_shown
 
 from .config import ConfigError, ZeroConfig
 
-__all__ = ["Run", "shard"]
+__all__ = ["IN_A_TRAINER", "Run", "shard"]
+
+IN_A_TRAINER = (
+    'A Trainer makes one that runs on every tier with optim="adamw_torch", "sgd" or "adagrad", or takes '
+    "optimizers=(zero_optim_cpu.Lion(model.parameters(), lr=1e-4), None)"
+)
 
 
 @dataclass
@@ -65,6 +72,8 @@ def shard(
     Raises:
         ConfigError: a package that the tiers need is missing, the optimizer has no CPU kernels, or param_dtype is fp16
             without a loss_scale.
+        zero_core.errors.AlreadyShardedError: the model is sharded.
+        zero_core.errors.UnsupportedOptimizerError: the optimizer cannot run over slices of parameters.
         zero_offload.PlanError: a tier of `hardware` is too small.
         zero_offload.ActivationError: a block recomputes itself (gradient_checkpointing), and `config.activations` too.
     """
@@ -94,7 +103,14 @@ def shard(
             )
             stack.callback(store.close)
         more = {"param_dtype": _dtype(config), "max_grad_norm": max_grad_norm, "store": store, "device": device}
-        made: Any = zero_core.shard(model, cast(Any, optimizer), **_gathering(config), **more, **options)
+        try:
+            made: Any = zero_core.shard(model, cast(Any, optimizer), **_gathering(config), **more, **options)
+        except AlreadyShardedError as error:
+            raise AlreadyShardedError(
+                f"{error}. A model is sharded by one Trainer, Accelerator or call of zero_hf.shard, whose train() may "
+                "be called again. For another one, save it, as with save_model(folder), before that ends, load it with "
+                "from_pretrained(folder), and give it the model that was loaded"
+            ) from error
         stack.callback(made.close)
         activations = None
         if optimizer is not None and config.activations != "keep":
@@ -207,9 +223,10 @@ def _step(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
         if config.states != "fp32":
             raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {reasons[0]}")
     if any(place != "device" for place in config.placements.values()):
+        kept_states(optimizer, torch.device("cpu"))  # raises for one that does not run on the device either
         raise ConfigError(
             f"{type(optimizer).__name__} has no update on the host: {reasons[0]}. Take one that has, or keep all on "
-            "the device with offload: none"
+            f"the device with offload: none. {IN_A_TRAINER}"
         )
     return None
 

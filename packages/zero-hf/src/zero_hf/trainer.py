@@ -20,13 +20,14 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import zero_core
+from zero_core.errors import UnsupportedOptimizerError
 
 from .adapters import adapters_of, written_with_adapters
 from .arguments import deepspeed_of, without_deepspeed
 from .config import ConfigError, ZeroConfig
 from .deepspeed.checkpoint import load_checkpoint
 from .deepspeed.translation import Translation, from_deepspeed, loaded
-from .sharding import Run, shard
+from .sharding import IN_A_TRAINER, Run, shard
 from .trl import ShardedTRL, is_trl
 
 __all__ = ["sharded"]
@@ -142,6 +143,13 @@ class _Sharded(Trainer):
             config.pop("scheduler", None)
         if self.args.bf16:
             config.setdefault("bf16", {"enabled": "auto"})  # as accelerate does
+        half = config.get("fp16")
+        if isinstance(half, Mapping) and half.get("enabled") is True:
+            raise ConfigError(
+                'fp16.enabled=true of deepspeed= does not go with zero_hf.sharded, which scales no loss: write "bf16": '
+                '{"enabled": true} in place of the section, and bf16=True in the TrainingArguments; or train in a loop '
+                "with zero_hf.deepspeed.initialize, which scales the loss"
+            )
         return from_deepspeed(config, arguments=self.args, model=self.model, num_training_steps=self._training_steps)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
@@ -179,7 +187,11 @@ class _Sharded(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.zero_run is None:
             named = self._named_optimizer(self.model if model is None else model)
-            self._shard(super().create_optimizer(*([] if model is None else [model])) if named is None else named)
+            made = super().create_optimizer(*([] if model is None else [model])) if named is None else named
+            try:
+                self._shard(made)
+            except UnsupportedOptimizerError as error:
+                raise UnsupportedOptimizerError(f"{str(error).rstrip(' .')}. {IN_A_TRAINER}") from error
         elif self.zero_run.optimizer is None:
             raise ConfigError(
                 "the model was sharded for evaluation, without an optimizer, because the Trainer had no train_dataset "
@@ -274,10 +286,8 @@ class _Sharded(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *given: Any, **options: Any) -> Any:
-        if resume_from_checkpoint is True:  # a run that was killed while it saved has one that is not complete
-            found = {path.parent for path in Path(str(self.args.output_dir)).glob(f"checkpoint-*/{_TRAINER_STATE}")}
-            steps = {int(folder.name.split("-")[1]): str(folder) for folder in found if folder.name[11:].isdecimal()}
-            resume_from_checkpoint = steps[max(steps)] if steps else True
+        if resume_from_checkpoint:
+            resume_from_checkpoint = _complete(resume_from_checkpoint, Path(str(self.args.output_dir)))
         return super().train(resume_from_checkpoint, *given, **options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -341,6 +351,26 @@ class _Sharded(Trainer):
         if self.zero_run is not None:
             self.zero_run.close()
         super().end()
+
+
+def _complete(given: str | bool, output: Path) -> str | bool:
+    """The checkpoint to resume from, which for True is the last one that is complete.
+
+    Raises ConfigError for one that is not: the run was killed, or its disk was full, while it saved.
+    """
+    folders = [path for path in output.glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
+    folders.sort(key=lambda path: int(path.name[11:]))
+    complete = [path for path in folders if (path / _TRAINER_STATE).is_file()]
+    if given is True and (complete or not folders):
+        return str(complete[-1]) if complete else True  # stock code says that there is none
+    folder = folders[-1] if given is True else Path(str(given))
+    if not folder.is_dir() or (folder / _TRAINER_STATE).is_file():
+        return given
+    way_out = f"resume from {complete[-1]}, which is complete" if complete else "train without resume_from_checkpoint"
+    raise ConfigError(
+        f"{folder} has no {_TRAINER_STATE}, which a Trainer writes last, so it is not complete: the run was killed, or "
+        f"its disk was full, while it saved. Delete this folder, and {way_out}"
+    )
 
 
 def _is_deepspeeds(checkpoint: str | os.PathLike[str]) -> bool:

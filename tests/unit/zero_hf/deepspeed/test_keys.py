@@ -64,6 +64,10 @@ def test_a_value_that_cannot_be_is_refused_with_what_can(key, value, said):
         ("stage", f"{ZERO}stage"),
         ("overlap_comm", f"{ZERO}overlap_comm"),
         ("bf16.loss_scale_window", "fp16.loss_scale_window"),
+        (f"{ZERO}offload_optimiser", f"{ZERO}offload_optimizer"),
+        (f"{ZERO}ofload_param", f"{ZERO}offload_param"),
+        ("optimiser", "optimizer"),
+        ("activation_checkpoint", "activation_checkpointing"),
         ("qwertz", None),
     ],
 )

@@ -217,7 +217,7 @@ class Reading:
             )
             what += str(self._raw.get(f"{section}.type", f"this {section}"))
         else:
-            close, what = nearest(key, (*self._keys, *RENAMED)), "DeepSpeed has no such key"
+            close, what = nearest(key, (*self._keys, *RENAMED, *sorted(SECTIONS))), "DeepSpeed has no such key"
         return what + (f": did you mean {close}?" if close else ": leave it out")
 
 
