@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zero_core
-from zero_core.errors import ChangedParameterError, DeferredInitError, ShardedParameterError
+from zero_core.errors import ChangedParameterError, DeferredInitError, ShardedParameterError, ZeroError
 from zero_core.optim.device_store import DeviceStore
 
 WIDTH = 8
@@ -139,6 +139,20 @@ def test_an_attribute_over_a_part_is_written_through() -> None:
         assert model.a.weight[4].eq(8 + master).all() and torch.equal(model.b.w, model.a.weight[2:7])  # type: ignore[arg-type]
     with pytest.raises(ChangedParameterError, match="over the memory of a.weight"):
         model.b.w.data = torch.zeros(5, WIDTH)
+
+
+@pytest.mark.parametrize("share", [attribute, part])
+def test_an_attribute_over_a_parameter_has_no_gradient(share: Any) -> None:
+    """Fails if it shows or drops the parameter's own."""
+    model = Net(share)
+    zero_core.shard(model, adam(model))
+    model(torch.ones(1, WIDTH)).sum().backward()
+    kept = FOLLOWING[share](model)
+    assert kept.grad is None and model.a.weight.grad is not None
+    kept.grad = None
+    assert zero_core.full_gradient(model.a.weight).abs().sum() > 0  # type: ignore[arg-type]
+    with pytest.raises(ZeroError, match="no parameter of a sharded model"):
+        zero_core.full_gradient(kept)  # type: ignore[arg-type]
 
 
 def test_an_attribute_follows_the_bf16_weights_and_their_masters() -> None:
@@ -362,7 +376,11 @@ def test_parameters_that_are_not_trained_and_differ_are_refused() -> None:
         tied_data(net)
         net.a.weight.register_hook(lambda gradient: gradient)
 
-    for share in (hooked, tied_part):
+    def noted(net: Any) -> None:
+        tied_data(net)
+        net.a.weight.note, net.b.weight.note = torch.zeros(2), torch.ones(2)
+
+    for share in (hooked, noted, tied_part):
         model = Net(share)
         with pytest.raises(ShardedParameterError, match="a write into one would show in the other"):
             zero_core.shard(model)

@@ -108,7 +108,7 @@ def set_full_state(parameter: nn.Parameter, name: str, values: Tensor) -> None:
 def _place(parameter: nn.Parameter, call: str) -> Place:
     """Where a sharded parameter is. Raises ZeroError where nothing can be asked about it now."""
     place = parameter.__dict__.get("_zero_home")
-    if not isinstance(place, Place):
+    if not isinstance(place, Place) or not place.is_of(parameter):
         raise ZeroError(
             f"{call}() of a tensor of shape {tuple(parameter.shape)} that is no parameter of a sharded model: give it "
             "one of model.parameters() after zero_core.shard(model, optimizer). An unsharded one has its values, and "

@@ -117,6 +117,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     What is trained are the parameters of `optimizer` that require a gradient now. All others are kept in their own
     dtype, which may be any, and cost no more than their bytes. What `optimizer` keeps already (it has stepped, or was
     loaded) moves into the store, rank 0's to every rank.
+    A plain tensor that a module keeps over a parameter's memory follows the parameter. Two parameters over one memory
+    are refused if one is trained, and become one parameter if none is: see building/overlaps.py.
 
     stage: the ZeRO stage, 0 to 3.
     mesh: a DeviceMesh (shard,) or (replicate, shard); None: all ranks, or this process alone without torch.distributed.

@@ -262,12 +262,14 @@ def _path(name: str) -> str:
 
 def _alike(first: Extent, second: Extent) -> bool:
     """Whether two parameters have all of one memory in the same order, and nothing else tells one from the other."""
-    one, other = first.tensor, second.tensor
-    traits = [
-        (t.shape, t.stride(), t.dtype, type(t), t.requires_grad, t.is_meta, t.__dict__, t._backward_hooks)
-        for t in (one, other)
-    ]
-    return first.start == second.start and traits[0] == traits[1] and not one.is_meta
+    pair = first.tensor, second.tensor
+    if first.start != second.start or any(
+        t.is_meta or t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None) for t in pair
+    ):
+        return False
+    attributes = [{key: id(value) for key, value in t.__dict__.items()} for t in pair]
+    traits = [(t.shape, t.stride(), t.dtype, type(t), t.requires_grad) for t in pair]
+    return traits[0] == traits[1] and attributes[0] == attributes[1]
 
 
 def _two_parameters(first: Extent, second: Extent) -> str:

@@ -33,6 +33,10 @@ class Place:
     def name(self) -> str:
         return self.unit.layout.slots[self.index].name
 
+    def is_of(self, parameter: Tensor) -> bool:
+        """Whether this is the parameter itself, and no tensor over its memory, which has no gradient."""
+        return parameter is self.unit.parameters[self.index]
+
     def full_copy(self, parameter: Tensor) -> Tensor:
         return self.engine.full_copy(self.unit, self.index)
 
@@ -47,7 +51,7 @@ class Place:
         return True
 
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
-        if parameter is not self.unit.parameters[self.index]:
+        if not self.is_of(parameter):
             raise ChangedParameterError(
                 f"tensor.data = values for a tensor over the memory of {self.name}, which in torch would leave that "
                 "memory: assign the values to the attribute that holds the tensor"
@@ -62,10 +66,11 @@ class Place:
         return self.engine.note_external_use(self.unit)
 
     def held_gradient(self, parameter: Tensor) -> Place | None:
-        return self if self.unit.gradient.holds(self.index) else None
+        return self if self.is_of(parameter) and self.unit.gradient.holds(self.index) else None
 
     def drop_gradient(self, parameter: Tensor) -> None:
-        self.engine.drop_gradient(self.unit, self.index)
+        if self.is_of(parameter):
+            self.engine.drop_gradient(self.unit, self.index)
 
     # -- `held.GradientHome` -------------------------------------------------------------------------------------------
 

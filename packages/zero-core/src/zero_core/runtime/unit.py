@@ -77,12 +77,14 @@ class Unit(UnitMemory):
             parameter.grad = None
             become(parameter, view)
             parameter.__class__ = sharded_class(kind)
-        if not all(follower.whole for _, follower in self.followers):
+        in_parts = not all(follower.whole for _, follower in self.followers)
+        if in_parts:
             self.flat.untyped_storage().resize_(self.nbytes)  # a view of a part cannot be made without memory
         for k, follower in self.followers:
             become(follower.tensor, self.views[k] if follower.whole else follower.over(self.views[k]))
             follower.tensor.__class__ = Sharded
-        take_away(self.flat)
+        if in_parts:
+            take_away(self.flat)
         for whole in self.wholes:
             whole.close(self.index)
 
