@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CollectiveError, ZeroError
-from .attaching import Attachment, Node
+from .attaching import Attachment, Node, fast_paths
 from .calls import Calls
 from .context import UnitContext
 from .exchange import Exchange
 from .factors import Factors
 from .gradient import Leftover
 from .gradient_access import apply_factors
-from .outputs import hook_outputs, in_backward, outside_transforms
+from .outputs import hook_outputs, in_backward, not_traced, outside_transforms
 from .recompute import Recomputations
 from .reducer import Reducer
 from .residency import Residency
@@ -102,6 +102,7 @@ class Engine:
         self._forecast = Forecast()
         self._stack: list[Visit] = []
         self._pass: Pass | None = None
+        self._holding: list[nn.Module] = []  # that look at units inside of them, in eval mode
         self._live: list[Pass] = []  # passes with a graph, for recomputations that no output hook announced
         self._backward: _Backward | None = None
         self._recomputed = Recomputations()
@@ -123,6 +124,11 @@ class Engine:
         """Put the hooks on the modules and on the parameters."""
         self.nodes = list(nodes)
         self._attachment.attach(self.nodes, self._before, self._after, self.collect)
+        for module, units in fast_paths(self.model, self.nodes):
+            hold, release = partial(self._hold_inside, units), partial(self._release_inside, units)
+            before, after = not_traced(hold), not_traced(release)
+            handles = module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)
+            self.keep_attached(handles)
 
     def keep_attached(self, handles: Iterable[Any]) -> None:
         """Hooks that others have put on the model go with these."""
@@ -216,6 +222,7 @@ class Engine:
     def _abandon_forward(self) -> None:
         if self._rounds is not None:
             self._rounds.finish()
+        self._holding.clear()
         self._stack.clear()
         self._pass = None
         self.calls.end("forward")
@@ -233,6 +240,21 @@ class Engine:
             if self.units[u].users:  # else the forward failed, and nothing is held any more
                 self._leave(self.units[u])
             self._let_go(self.units[u])
+
+    @outside_transforms
+    def _hold_inside(self, units: Sequence[int], module: nn.Module, args: Any) -> None:
+        """In eval mode the module looks at the parameters of these units itself, see `fast_paths`."""
+        if module.training or (self._rounds is not None and not self._stack):
+            return
+        self._holding.append(module)
+        for u in units:
+            self._bring(self.units[u])
+            self.units[u].enter()
+
+    def _release_inside(self, units: Sequence[int], module: nn.Module, args: Any, output: Any) -> None:
+        if self._holding and self._holding[-1] is module:
+            self._holding.pop()
+            self.release(units)
 
     def follow(self, tensor: Tensor) -> None:
         """A tensor that the visit under way was given is used after the forward, though no module returns it: its

@@ -1,0 +1,112 @@
+"""torch's fast path of nn.TransformerEncoder in eval mode, which zeroes padded positions, over a sharded model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from tests.integration.zero_core import toys
+
+EVERYWHERE = pytest.mark.parametrize(("size", "stages"), [(1, (0, 3)), (2, (0, 1, 2, 3))])
+WIDTH = 16
+PADDED = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]).bool()
+SCATTERED = torch.tensor([[0, 1, 0, 0, 1], [0, 0, 0, 1, 1], [0, 1, 0, 1, 1]]).bool()
+
+
+def layer(**options):
+    return nn.TransformerEncoderLayer(WIDTH, 2, 24, batch_first=True, **options)
+
+
+class Padded(nn.Module):
+    """A projection, something with a padding mask, and the mean over all positions, padded ones too."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.enter, self.inner, self.head = nn.Linear(5, WIDTH), inner, nn.Linear(WIDTH, 3)
+
+    def forward(self, x, mask=PADDED):
+        x = self.enter(x)
+        if isinstance(self.inner, nn.MultiheadAttention):
+            x = self.inner(x, x, x, key_padding_mask=mask)[0]
+        else:
+            x = self.inner(x, src_key_padding_mask=mask)
+        return self.head(x.mean(1))
+
+
+MODELS = {
+    "encoder": lambda: nn.TransformerEncoder(layer(), 3),
+    "gelu and a norm": lambda: nn.TransformerEncoder(layer(activation="gelu"), 2, norm=nn.LayerNorm(WIDTH)),
+    "norm first": lambda: nn.TransformerEncoder(layer(norm_first=True), 2, enable_nested_tensor=False),
+    "not nested": lambda: nn.TransformerEncoder(layer(), 2, enable_nested_tensor=False),
+    "layer": layer,
+    "attention": lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+}
+
+
+def built(make, root):
+    torch.manual_seed(0)
+    return make() if root else Padded(make())
+
+
+def evaluate(name, stages, units=None, root=False, frozen=False):
+    """Before and after a step of training, so that the parameters of rank 0 are everybody's."""
+    for stage in stages:
+        dense, model = (built(MODELS[name], root).eval().requires_grad_(not frozen) for _ in range(2))
+        given = None if frozen else toys.sgd(model.parameters())
+        sharded = zero_core.shard(model, given, stage=stage, units=units)
+        x = torch.randn(3, 5, WIDTH if root else 5, generator=torch.Generator().manual_seed(0))
+        for mask in (PADDED, SCATTERED):
+            keywords = {"src_key_padding_mask": mask} if root else {"mask": mask}
+            for _ in range(2):
+                with torch.set_grad_enabled(frozen):
+                    torch.testing.assert_close(model(x, **keywords), dense(x, **keywords))
+            dense.train(), model.train()
+            torch.manual_seed(1)
+            expected = dense(x, **keywords)
+            torch.manual_seed(1)
+            torch.testing.assert_close(model(x, **keywords), expected)
+            dense.eval(), model.eval()
+        for unit in zero_core.units(model):
+            assert unit.users == 0 and (stage < 3 or not unit.residency.whole)
+        sharded.close()
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_in_eval_mode_is_that_of_plain_torch(ranks, size, stages, name):
+    ranks(size).run(evaluate, name, stages)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_with_units_inside_of_the_layers(ranks, size, name):
+    ranks(size).run(evaluate, name, (3,), [nn.Linear, nn.LayerNorm])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_padding_where_the_encoder_is_the_model(ranks, size):
+    ranks(size).run(evaluate, "encoder", (1, 3), None, True)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_padding_in_a_model_that_is_not_trained(ranks, size):
+    ranks(size).run(evaluate, "encoder", (1, 3), None, False, True)
+
+
+def in_uneven():
+    dense, model = (built(MODELS["encoder"], False).eval() for _ in range(2))
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    x = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = dense(x)
+        with zero_core.uneven(model):
+            for _ in range(1 + toys.world()[0]):
+                torch.testing.assert_close(model(x), expected)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_padding_on_ranks_that_differ(ranks, size):
+    ranks(size).run(in_uneven)
