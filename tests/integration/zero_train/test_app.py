@@ -68,7 +68,7 @@ def test_a_probe_prints_hardware_that_composes(capsys, tmp_path):
     assert app.main([*COMMON, f"run.dir={tmp_path / 'run'}", "run.probe=true", "offload=host"]) == 0
     text = capsys.readouterr().out
     figures = OmegaConf.merge(OmegaConf.structured(HardwareConfig), OmegaConf.create(text))
-    assert figures.tflops > 0 and figures.update_gbps > 0 and figures.host_gib > 0
+    assert figures.tflops.fp32 > 0 and figures.tflops.bf16 > 0 and figures.update_gbps > 0 and figures.host_gib > 0
     assert left(tmp_path) == []
 
 

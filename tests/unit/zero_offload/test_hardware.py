@@ -54,6 +54,8 @@ def test_tiers_are_data_and_come_back_from_the_dict_form():
         ({"nodes": 1.5}, "nodes is 1.5"),
         ({"host_gib": -1}, "host_gib is -1"),
         ({"tflops": 0}, "tflops is 0; give the figure, or leave it out"),
+        ({"tflops": {"bf16": 0}}, r"tflops\.bf16 is 0"),
+        ({"tflops": {"bfloat16": 1}}, "tflops has no format 'bfloat16'; known: fp32, bf16, fp16"),
         ({"tflops": "fast"}, "tflops is 'fast'; it is a finite number"),
         ({"host_gib": float("nan")}, "host_gib is nan"),
         ({"host_gib": None}, "host_gib is None"),

@@ -120,6 +120,14 @@ def test_a_figure_that_is_not_known_gives_no_prediction(unknown):
         assert predict(replace(CPU, **{unknown: None}), 1000, **HOST) is not None
 
 
+def test_a_step_takes_what_the_arithmetic_of_its_format_takes():
+    by_format = replace(CPU, tflops={"fp32": 1, "bf16": 15})
+    fp32, bf16 = (predict(by_format, 1000, **{**HOST, "parameter_dtype": d}) for d in (torch.float32, torch.bfloat16))
+    assert fp32.compute_seconds == pytest.approx(15 * bf16.compute_seconds)
+    assert predict(by_format, 1000, **{**HOST, "parameter_dtype": torch.float16}) is None
+    assert predict(CPU, 1000, **{**HOST, "parameter_dtype": torch.float16}) is not None
+
+
 def test_the_reference_machine_is_predicted_within_a_fifth_of_what_was_measured():
     """Medians of the 119.6 M Llama, 10 bytes a parameter on nvme, 8 and 16 slots of 4 Mi, from the design notes."""
 

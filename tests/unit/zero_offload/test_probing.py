@@ -27,7 +27,7 @@ class PathStore(MemoryByteStore):
 
 def test_everything_asked_for_is_measured(small, tmp_path):
     found = probe(nvme=PathStore([tmp_path]), step=TorchStep(), hidden_size=64, tokens=32, name="here")
-    assert all(getattr(found, name) > 0 for name in MEASURED)
+    assert all(getattr(found, name) > 0 for name in MEASURED if name != "tflops") and found.tflops["bf16"] > 0
     assert found.name == "here" and found.shares_host
     assert found.nvme_gib > 0 and found.nvme_paths == 1
     assert Hardware.from_dict(found.to_dict()) == found
@@ -36,7 +36,14 @@ def test_everything_asked_for_is_measured(small, tmp_path):
 def test_what_is_not_asked_for_stays_unknown(small):
     found = probe(hidden_size=64, tokens=32)
     assert found.update_gbps is None and found.nvme_read_gbps is None
-    assert found.tflops > 0
+    assert list(found.tflops) == ["bf16"] and found.flops(torch.bfloat16) > 0 and found.flops(torch.float32) is None
+
+
+def test_compute_is_timed_in_each_dtype_that_a_run_may_use(small, monkeypatch):
+    rates = {torch.float32: 0.6, torch.bfloat16: 9.0}
+    monkeypatch.setattr(probing, "compute_tflops", lambda device, dtype, *_: rates[dtype])
+    found = probe(hidden_size=64, tokens=32, parameter_dtype=torch.bfloat16, dtypes=(torch.float32, torch.bfloat16))
+    assert found.tflops == {"fp32": 0.6, "bf16": 9.0}
 
 
 def test_a_plan_on_a_probed_machine_has_a_time(small, tmp_path):

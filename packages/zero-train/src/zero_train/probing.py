@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import torch
 from omegaconf import OmegaConf
 
 import zero_offload
@@ -41,6 +42,7 @@ def measured(config: Config, ranks: Ranks, cores: Sequence[int] | None = None) -
                 step=step,
                 device=ranks.device,
                 parameter_dtype=formats.DTYPES[config.precision.parameters],
+                dtypes=(torch.float32, torch.bfloat16),  # those that precision=auto chooses from
                 hidden_size=config.model.hidden_size,
                 tokens=config.run.micro_batch * config.data.sequence_length,
                 ranks_per_node=ranks.local_world_size,

@@ -334,8 +334,9 @@ class HardwareConfig:
     """Free space on one NVMe path. null: that of the path with the least."""
     nvme_paths: Optional[int] = _count(None, _SIZE)
     """NVMe paths of one host. null: as many as in offload.nvme_paths."""
-    tflops: Optional[float] = _speed()
-    """TFLOP/s that a model's forward and backward reach on one device. null: do not predict the step time."""
+    tflops: Any = None
+    """TFLOP/s that a model's forward and backward reach on one device: by format, {fp32: 60, bf16: 400}, or a number
+    for every format. null, or a format that is left out: do not predict the step time."""
     device_gbps: Optional[float] = _speed()
     """GB/s of device memory."""
     link_gbps: Optional[float] = _speed()

@@ -23,10 +23,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..tier import Tier
 
 GIB = 1 << 30
 GB = 10**9
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by the name that `tflops` has them
 
 
 def bytes_shown(nbytes: float) -> str:
@@ -107,7 +110,9 @@ class Hardware:
     host_reserved_gib: float = 0.6  # a rank: interpreter, torch, libraries
     nvme_gib: float = 0.0  # a path
     nvme_paths: int = 1  # a node
-    tflops: float | None = None  # a rank: what a model's forward and backward reach, not the data sheet's peak
+    # A rank: what a model's forward and backward reach, not the data sheet's peak. By format, such as {"fp32": 60,
+    # "bf16": 400}, where one that is left out is not known; a number stands for every format.
+    tflops: float | Mapping[str, float] | None = None
     device_gbps: float | None = None  # a rank: device memory, for an update on the device
     link_gbps: float | None = None  # a rank: host to device, from registered memory; not used on the CPU
     link_out_gbps: float | None = None  # a rank: device to host; None: as host to device
@@ -126,6 +131,11 @@ class Hardware:
             if field.name in ("nodes", "ranks_per_node", "nvme_paths"):
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise HardwareError(f"{field.name} is {value!r}; it is a count of at least 1")
+            elif field.name == "tflops" and isinstance(value, Mapping):
+                for name, figure in value.items():
+                    if name not in FORMATS:
+                        raise HardwareError(f"tflops has no format {name!r}; known: {', '.join(FORMATS)}")
+                    _quantity(f"tflops.{name}", figure)
             elif field.name not in ("name", "device", "tiers") and (value is not None or field.default is not None):
                 _quantity(field.name, value)
         self._set_tiers()
@@ -180,15 +190,20 @@ class Hardware:
         """Bytes on nvme that one rank may use, on all of its paths."""
         return int(self.nvme_gib * self.paths_per_rank * GIB)
 
+    def flops(self, dtype: torch.dtype) -> float | None:
+        """FLOP a second of one rank that computes in `dtype`; None: not known."""
+        found = self.tflops
+        if isinstance(found, Mapping):
+            found = next((found[name] for name in found if FORMATS[name] == dtype), None)
+        return None if found is None else found * 1e12
+
     def rank_rate(self, name: str) -> float | None:
-        """Bytes a second (FLOP a second for ``tflops``) of one rank, everyone at work; None: not known."""
+        """Bytes a second of one rank, everyone at work; None: not known."""
         value: float | None = getattr(self, name)
         if name == "link_out_gbps" and value is None:
             value = self.link_gbps
         if value is None:
             return None
-        if name == "tflops":
-            return value * 1e12
         if name == "update_gbps":
             return value * GB / self.ranks_per_node
         if name.startswith("nvme_"):

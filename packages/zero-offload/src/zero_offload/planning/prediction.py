@@ -139,7 +139,6 @@ def _rates(account: Account, shape: Shape, hardware: Hardware, sums: bool) -> li
     on_host, on_device = bool(account.updated.get("host")), sums or bool(account.updated.get("device"))
     shares = hardware.shares_host
     needed = (
-        ("tflops", True),
         ("link_gbps", not shares),
         ("link_out_gbps", not shares),
         ("network_gbps", shape.shard_count > 1),
@@ -147,6 +146,7 @@ def _rates(account: Account, shape: Shape, hardware: Hardware, sums: bool) -> li
         ("update_gbps" if shares else "device_gbps", on_device),
     )
     found = [hardware.rank_rate(name) if used else float("inf") for name, used in needed]
+    found.insert(0, hardware.flops(shape.parameter_dtype))
     rates = [rate for rate in found if rate is not None]
     totals = {tier: (account.read_bytes(tier), account.write_bytes(tier)) for tier in account.moved}
     known = None not in [transfer_seconds(hardware, tier, *moved) for tier, moved in totals.items()]

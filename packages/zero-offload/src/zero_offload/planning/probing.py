@@ -12,7 +12,7 @@ import mmap
 import os
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from zero_core.device import indexed
 from ..protocols import ByteStore, SegmentStep, UpdateStep
 from ..tiles.tile import View
 from .accounting import Shape, update_bytes
-from .hardware import GB, GIB, Hardware
+from .hardware import FORMATS, GB, GIB, Hardware
 from .probing_device import best, device_figures, least_seconds
 
 ROUNDS = 3
@@ -33,6 +33,7 @@ BLOCKS = 16  # 128 MiB a direction
 UPDATE_NUMEL = 1 << 22
 UPDATE_TILES = 4  # 28 bytes an element: 450 MB, beyond the cache of a small machine
 SERVER_TILES = 16  # 1.8 GB: beyond that of a GPU's host
+SLOW_SECONDS = 2.0
 DEVICE_BLOCKS = 8  # of compute, queued before the host waits
 
 
@@ -42,6 +43,7 @@ def probe(
     step: UpdateStep | None = None,
     device: torch.device | str = "cpu",
     parameter_dtype: torch.dtype = torch.bfloat16,
+    dtypes: Collection[torch.dtype] = (),
     hidden_size: int = 1024,
     tokens: int = 2048,
     ranks_per_node: int = 1,
@@ -50,8 +52,10 @@ def probe(
     """Measure what this rank's machine does.
 
     `nvme`: any ByteStore, whose paths (its attribute ``paths``, where it has one) also say how much room there is.
-    `step`: the update to time, bound or not; left out, the update's bandwidth stays unknown. The block that is computed
-    has `hidden_size`; a figure for another size may differ, small ones being slower.
+    `step`: the update to time, bound or not; left out, the update's bandwidth stays unknown. It updates parameters of
+    `parameter_dtype`. Compute is timed in this dtype and in `dtypes`, as one may be many times as fast as another. Each
+    is float32, bfloat16 or float16. The block that is computed has `hidden_size`; a figure for another size may differ,
+    small ones being slower.
     """
     where = indexed(torch.device(device))
     apart = where.type != "cpu"
@@ -60,7 +64,11 @@ def probe(
         "ranks_per_node": ranks_per_node,
         "device": where.type,
         "host_gib": round(host_memory_bytes() / GIB, 2),
-        "tflops": compute_tflops(where, parameter_dtype, hidden_size, tokens),
+        "tflops": {
+            name: compute_tflops(where, dtype, hidden_size, tokens)
+            for name, dtype in FORMATS.items()
+            if dtype in (parameter_dtype, *dtypes)
+        },
     }
     if apart:
         measured = device_figures(where)
@@ -176,8 +184,9 @@ def compute_tflops(device: torch.device, dtype: torch.dtype, hidden_size: int, t
     flop = 6 * numel * x.shape[0] * sequence
     if apart:
         return _figure(DEVICE_BLOCKS * flop / best(queued) / 1e12)
-    block()
-    return _figure(flop / least_seconds(block, ROUNDS) / 1e12)
+    first = least_seconds(block, 1)
+    # A dtype that this processor has no arithmetic for takes seconds, beside which what a first call costs is nothing.
+    return _figure(flop / (first if first > SLOW_SECONDS else least_seconds(block, ROUNDS)) / 1e12)
 
 
 def _figure(value: float) -> float:
