@@ -547,3 +547,79 @@ def test_clipping_what_was_updated_in_backward_is_refused():
     assert all(parameter.grad is None for parameter in model.parameters())
     toys.loss_of(model, toys.data(0, 0)).backward()
     optimizer.step()
+
+
+class Scripted(toys.Stack):
+    """Blocks that torch compiles at once, or of which a part is compiled."""
+
+    def __init__(self, compiled):
+        self.compiled = compiled
+        super().__init__()
+
+    def make_block(self):
+        return self.compiled()
+
+
+def scripted_block():
+    return torch.jit.script(toys.Block())
+
+
+def traced_block():
+    return torch.jit.trace(toys.Block(), torch.ones(2, toys.WIDTH))
+
+
+def scripted_part():
+    return nn.Sequential(torch.jit.script(nn.Linear(toys.WIDTH, toys.WIDTH)), nn.Tanh())
+
+
+@pytest.mark.parametrize("compiled", [scripted_block, traced_block, scripted_part])
+def test_torchscript_modules_with_parameters_are_refused_by_name(compiled):
+    model = Scripted(compiled)
+    with pytest.raises(ZeroError, match=r"blocks\.0(\.0)? is a TorchScript module with parameters"):
+        zero_core.shard(model, toys.sgd(model.parameters()))
+
+
+def test_a_torchscript_module_without_parameters_is_a_part_like_any_other():
+    toys.train(lambda: Scripted(lambda: nn.Sequential(toys.Block(), torch.jit.script(nn.Tanh()))), steps=2)
+
+
+@pytest.mark.parametrize("path", ["", "blocks.1", "head", "blocks.1.up"])
+def test_a_sharded_module_is_not_compiled_to_torchscript(path):
+    model, _ = sharded()
+    with pytest.raises(ShardedParameterError, match=r"torch\.jit\.script of a sharded"):
+        torch.jit.script(model.get_submodule(path))
+    plain = toys.Block()
+    plain.load_state_dict(model.blocks[1].state_dict())
+    x = torch.ones(2, toys.WIDTH)
+    torch.testing.assert_close(torch.jit.script(plain)(x), model.blocks[1](x))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.nn.utils.weight_norm,
+        torch.nn.utils.parametrizations.weight_norm,
+        lambda module: nn.Parameter(module.weight),
+        lambda module: nn.Parameter(module.weight.data),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_parameter_made_over_a_sharded_one_is_refused(stage, change):
+    model, _ = sharded(stage=stage)
+    expected = model.head.weight.detach().clone()
+    copy_of_it = nn.Parameter(model.head.weight.detach().clone())
+    assert copy_of_it.is_leaf and copy_of_it.requires_grad and torch.equal(copy_of_it, expected)
+    with pytest.raises(ShardedParameterError, match=r"nn\.Parameter over the values of .* before zero_core\.shard"):
+        change(model.head)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weight_norm_before_shard_trains():
+    def normed():
+        model = toys.Stack()
+        torch.nn.utils.weight_norm(model.head)
+        torch.nn.utils.weight_norm(model.blocks[1].up)
+        return model
+
+    toys.train(normed, steps=2)

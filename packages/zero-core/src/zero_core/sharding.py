@@ -355,6 +355,12 @@ def _check(
             f"shard() the inner one, `optimizer = zero_core.shard(model, optimizer.{wrapped[0]}, ...)`, and step what "
             "that returns. With accelerate, prepare only the data loader"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise ZeroError(
+                f"{name or 'the model'} is a TorchScript module with parameters, whose compiled forward no hook can "
+                "interrupt to gather them: shard the modules that it was made of, and compile blocks with torch.compile"
+            )
     for name, _, parameter, _, _ in named_parts(model):
         if isinstance(parameter, UninitializedParameter):
             raise ZeroError(f"{name} has no shape yet: run the model once on a sample before zero_core.shard")

@@ -129,5 +129,7 @@ def check_parts(name: str, parameter: nn.Parameter) -> None:
 
 def repacks_in_eval(module: nn.Module) -> bool:
     """Whether a forward in eval mode replaces the weight's bytes and rounds its scales: bitsandbytes' 4-bit linears."""
+    if isinstance(module, torch.jit.ScriptModule):  # its dicts are torch's own, without get()
+        return False
     state = getattr(module._parameters.get("weight"), "quant_state", None)
     return state is not None and bool(getattr(module, "support_avx512bf16_for_cpu", False))

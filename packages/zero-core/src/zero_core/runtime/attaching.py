@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..building.parts import repacks_in_eval
 from ..errors import ChangedParameterError, GradientError, ZeroError
 from .outputs import not_traced, unwrapped
-from .parameter import keep_state_dict, refuse_copies
+from .parameter import keep_state_dict, refuse_copies, refuse_scripts
 from .unit import Unit
 
 __all__ = ["Attachment", "Node", "fast_paths"]
@@ -128,11 +128,13 @@ class Attachment:
                 node.module.register_forward_hook(not_traced(partial(after, node)), always_call=True),
             ]
             refuse_copies(node.module)
+            refuse_scripts(node.module)
         for path, module in self._model.named_modules():
             if repacks_in_eval(module):
                 self.handles.append(module.register_forward_pre_hook(partial(_refuse_repacking, path)))
         for module in {id(module): module for _, module, _, _ in self._owners}.values():
             self.handles.append(module.register_state_dict_post_hook(keep_state_dict))
+            refuse_scripts(module)
         for unit in self._units:
             for k, parameter in enumerate(unit.parameters):
                 if unit.groups[k] is None:

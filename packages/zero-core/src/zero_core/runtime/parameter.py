@@ -11,6 +11,7 @@ optimizers built earlier survive, because the object never changes.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -32,11 +33,13 @@ __all__ = [
     "home_of",
     "keep_state_dict",
     "refuse_copies",
+    "refuse_scripts",
     "set_home",
     "sharded_class",
 ]
 
 _HOME = "_zero_home"
+_NEW_PARAMETER = vars(nn.Parameter)["__new__"].__func__.__code__  # nn.Parameter(tensor), which detaches the tensor
 _T: Any = Tensor  # its attributes are descriptors with __get__ and __set__, which their annotations hide
 
 
@@ -159,6 +162,19 @@ def refuse_copies(module: nn.Module) -> None:
         )
 
     module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = refuse
+
+
+def refuse_scripts(module: nn.Module) -> None:
+    """Let torch.jit.script of a module with sharded parameters say why not, before it reads them in C++."""
+    kind = type(module).__name__
+
+    def refuse() -> Any:
+        raise ShardedParameterError(
+            f"torch.jit.script of a sharded {kind}: compiled code would read parameters that have no memory between "
+            "uses. Compile blocks with torch.compile, or script a plain model that loads this one's state_dict()"
+        )
+
+    module.__dict__["__prepare_scriptable__"] = refuse
 
 
 @outside_transforms
@@ -297,6 +313,8 @@ class WriteThrough(Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         views: list[WriteThrough] = []
+        if func is Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER and not args[0].taken.kept:
+            _refuse_another(args[0].taken.parameter)
         with torch._C.DisableTorchFunctionSubclass():
 
             def plain(view: WriteThrough) -> Tensor:
@@ -423,6 +441,20 @@ def _copy(parameter: Sharded, source: Any, non_blocking: bool = False) -> Tensor
     return _call_gathered(Tensor.copy_, (parameter, source, non_blocking), {})
 
 
+def _detach(parameter: Sharded) -> Tensor:
+    if sys._getframe(2).f_code is _NEW_PARAMETER:  # above __torch_function__
+        _refuse_another(parameter)
+    return _call_gathered(Tensor.detach, (parameter,), {})
+
+
+def _refuse_another(parameter: Sharded) -> None:
+    raise ShardedParameterError(
+        f"nn.Parameter over the values of a {parameter!r}, as torch.nn.utils.weight_norm and parametrizations make it: "
+        "no shard and no step would follow the new one. Do it before zero_core.shard. For a parameter with a copy of "
+        "the values, write nn.Parameter(p.detach().clone())"
+    )
+
+
 def _register_after_accumulation(parameter: Sharded, hook: Callable[[Tensor], None]) -> Any:
     """`parameter.register_post_accumulate_grad_hook(hook)`: our own hook, which takes the gradient away, stays last."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -458,6 +490,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__set__: _set_data,
     Tensor.copy_: _copy,
     Tensor.to: _to,
+    Tensor.detach: _detach,
     Tensor.register_post_accumulate_grad_hook: _register_after_accumulation,
     Tensor.view_as: functools.partial(_same_shape, Tensor.view_as),
     Tensor.expand_as: functools.partial(_same_shape, Tensor.expand_as),
