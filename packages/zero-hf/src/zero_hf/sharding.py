@@ -239,6 +239,12 @@ def _slab(config: ZeroConfig, stack: ExitStack) -> Any:
     made: list[str] = []
     try:
         for path in _paths(config):
+            kind = nvme.filesystem.filesystem_name(path if os.path.isdir(path) else os.path.dirname(path))
+            if kind in nvme.filesystem.IN_MEMORY:
+                raise ConfigError(
+                    f"nvme_paths has {path}, which is on {kind}. That is memory, so offloading to it would free none: "
+                    "name a folder on a disk, or write offload: host"
+                )
             if not os.path.isdir(path):
                 os.mkdir(path)  # not the folders above it: where they are missing, the drive is not mounted
                 made.append(path)

@@ -35,7 +35,8 @@ __all__ = [
 _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 # They look at a parameter's shape, or at all parameters together: a slice of one is not enough for them.
 _NOT_ELEMENTWISE = ("LBFGS", "SparseAdam", "Adafactor", "Muon", "Shampoo", "SOAP")
-_WAY_OUT = "it needs whole parameters, and a rank has slices of them. Use AdamW, Adam, SGD, Lion ..."
+_KNOWN = "AdamW, Adam, SGD or Adagrad of torch.optim, or zero_optim_cpu.Lion"
+_WAY_OUT = f"it needs whole parameters, and a rank has slices of them. Use {_KNOWN}"
 # An optimizer may treat vectors, matrices and kernels differently, and matrices by their size (Adafactor, from 128 on).
 _PROBE_SHAPES = ((7,), (5, 3), (160, 130), (2, 3, 4), (2, 3, 2, 2))
 # It may also wait for some steps before it looks at more than an element, or for a large or a small norm. So a probe
@@ -235,7 +236,7 @@ def _steps(
     if changed:
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__} changes {', '.join(changed)} in step(), which no checkpoint and no other unit "
-            "would see: keep it in self.state[parameter], or use AdamW, Adam, SGD, Lion ..."
+            f"would see: keep it in self.state[parameter], or use {_KNOWN}"
         )
     return found, trial.state[probes[of]]
 
@@ -304,7 +305,7 @@ def _refuse_tensors_of_its_own(optimizer: torch.optim.Optimizer) -> None:
         if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
             raise UnsupportedOptimizerError(
                 f"{type(optimizer).__name__} keeps tensors in self.{key}, which are not sharded: keep them in "
-                "self.state[parameter], or use AdamW, Adam, SGD, Lion ..."
+                f"self.state[parameter], or use {_KNOWN}"
             )
 
 
