@@ -245,6 +245,7 @@ def _slab(config: ZeroConfig, stack: ExitStack) -> Any:
                     f"nvme_paths has {path}, which is on {kind}. That is memory, so offloading to it would free none: "
                     "name a folder on a disk, or write offload: host"
                 )
+        for path in _paths(config):
             if not os.path.isdir(path):
                 os.mkdir(path)  # not the folders above it: where they are missing, the drive is not mounted
                 made.append(path)

@@ -1,0 +1,75 @@
+"""What our messages name exists, and a new advice comes with a test that follows it. See tests/advice.py."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+import pytest
+
+from tests import advice
+
+TEXTS = list(advice.texts())
+
+
+@pytest.mark.parametrize("package", advice.PACKAGES)
+def test_every_setting_function_and_command_that_a_message_names_exists(package: str) -> None:
+    wrong = {
+        f"{text.module}:{text.line}: {' '.join(text.text.split())}": names
+        for text in TEXTS
+        if text.package == package and (names := advice.unknown(text))
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("package", "text", "name"),
+    [
+        ("zero_core", "call zero_core.shards before the step", "zero_core.shards"),
+        ("zero_core", "give zero_core.shard a max_gradient_norm= instead of this", "max_gradient_norm="),
+        ("zero_offload", "call store.hibernate() before the step", "store.hibernate()"),
+        ("zero_train", "set offload.rowz to 4 or lower run.micro_batch", "offload.rowz"),
+        ("zero_train", "choose another place with offload=floppy instead", "offload=floppy"),
+        ("zero_hf", "make one with zero-hf transmogrify FOLDER, then load it", "zero-hf transmogrify"),
+        (
+            "zero_hf",
+            "it is missing: pip install 'zero-train[everything]' first",
+            "pip install 'zero-train[everything]'",
+        ),
+        ("zero_hf", "set ZERO_HF_SETTINGS to the path of a file", "ZERO_HF_SETTINGS"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_found(package: str, text: str, name: str) -> None:
+    assert advice.unknown(advice.Text(package, "module.py", 1, text)) == [name]
+
+
+def test_a_text_is_read_with_its_values_and_constants() -> None:
+    tree = ast.parse('OUT = "use one"\ndef f(x):\n    "Docstring of four words."\n    raise E(f"{x} is bad: " + OUT)\n')
+    assert list(advice._texts(tree, advice._constants(tree))) == [(1, "use one"), (4, "{} is bad: use one")]
+
+
+@pytest.mark.parametrize("part", [*advice.FOLLOWED, *advice.EXEMPT])
+def test_what_the_tables_name_is_an_advice(part: str) -> None:
+    assert any(part in text.text for text in TEXTS), "no message has this text any more"
+
+
+def test_every_test_that_follows_an_advice_exists() -> None:
+    for name in set(advice.FOLLOWED.values()):
+        path, _, function = name.partition("::")
+        tree = ast.parse((advice.ROOT / "tests" / path).read_text(encoding="utf-8"))
+        assert function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, name
+
+
+def test_a_new_advice_is_followed_by_a_test() -> None:
+    """Follow it, and name the test in FOLLOWED of tests/advice.py; or say in EXEMPT why nobody can."""
+    left = advice.unfollowed()
+    counts = Counter(text.module for text in left)
+    more = {module: (count, advice.NOT_FOLLOWED.get(module, 0)) for module, count in counts.items()}
+    new = [
+        f"{text.module}:{text.line}: {' '.join(text.text.split())}"
+        for text in left
+        if more[text.module][0] > more[text.module][1]
+    ]
+    assert not new, "a module has more advices that no test follows than NOT_FOLLOWED says; its advices are:\n" + (
+        "\n".join(new)
+    )

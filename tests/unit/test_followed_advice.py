@@ -1,0 +1,278 @@
+"""Advice that is followed: each test makes a mistake, does what the error says, and that works."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+import zero_nvme
+import zero_offload
+import zero_optim_cpu
+from zero_offload import MemoryByteStore, TieredStore
+
+
+def model(width=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def adamw(net):
+    return torch.optim.AdamW(net.parameters(), lr=0.1)
+
+
+def backward(net, width=4):
+    net(torch.ones(2, width)).sum().backward()
+
+
+def step(net, optimizer, width=4):
+    backward(net, width)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextmanager
+def advised(*parts):
+    """An error of ours is raised, and its text has each of the parts."""
+    with pytest.raises(Exception) as raised:
+        yield
+    text = str(raised.value)
+    assert type(raised.value).__module__.startswith("zero_") or isinstance(raised.value, (ValueError, TypeError)), text
+    for part in parts:
+        assert part in text, text
+
+
+def test_the_optimizer_that_shard_returned_is_called():
+    net = model()
+    given = adamw(net)
+    optimizer = zero_core.shard(net, given)
+    backward(net)
+    with advised("write `optimizer = zero_core.shard(model, optimizer, ...)`"):
+        given.step()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("way", ["step", "zero_grad"])
+def test_gradients_before_shard_are_used_or_dropped(way):
+    net = model()
+    optimizer = adamw(net)
+    backward(net)
+    with advised("call optimizer.step() or zero_grad() before"):
+        zero_core.shard(net, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    step(net, zero_core.shard(net, optimizer))
+
+
+def test_the_inner_optimizer_is_given():
+    class Wrapper(torch.optim.SGD):
+        def __init__(self, inner):
+            super().__init__(inner.param_groups[0]["params"], lr=0.1)
+            self.inner = inner
+
+    net = model()
+    optimizer = Wrapper(adamw(net))
+    with advised("`optimizer = zero_core.shard(model, optimizer.inner, ...)`"):
+        zero_core.shard(net, optimizer)
+    step(net, zero_core.shard(net, optimizer.inner))
+
+
+def test_the_optimizers_that_are_named_are_elementwise_and_have_an_update():
+    net = model()
+    with advised("Use AdamW, Adam, SGD or Adagrad of torch.optim, or zero_optim_cpu.Lion"):
+        zero_core.shard(net, torch.optim.Adafactor(net.parameters()))
+    kinds = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, zero_optim_cpu.Lion]
+    for kind in kinds:
+        for store in (None, TieredStore(step=zero_optim_cpu.CpuStep(threads=1))):
+            net = model()
+            step(net, zero_core.shard(net, kind(net.parameters()), store=store))
+
+
+def test_a_lazy_model_runs_once_on_a_sample():
+    net = nn.Sequential(nn.LazyLinear(3))
+    with advised("run the model once on a sample before zero_core.shard"):
+        zero_core.shard(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    net(torch.ones(2, 4))
+    step(net, zero_core.shard(net, torch.optim.SGD(net.parameters(), lr=0.1)))
+
+
+def test_a_linear_layer_is_tiled_as_a_class():
+    with advised("use TiledLinear.from_linear(model, out_splits=...)"):
+        zero_core.tile_linear(nn.Linear(4, 4), threshold=1)
+    assert zero_core.TiledLinear.from_linear(nn.Linear(4, 4), out_splits=2)(torch.ones(1, 4)).shape == (1, 4)
+
+
+def test_states_are_saved_by_the_calls_that_an_error_names(tmp_path):
+    net = model()
+    optimizer = zero_core.shard(net, adamw(net))
+    step(net, optimizer)
+    with advised("zero_core.checkpoint.save(folder, model, optimizer)", "optimizer.full_state_dict()"):
+        optimizer.state_dict()
+    zero_core.checkpoint.save(tmp_path, net, optimizer)
+    zero_core.checkpoint.load(tmp_path, net, optimizer)
+    optimizer.load_state_dict(optimizer.full_state_dict())
+    with advised("zero_core.full_state(parameter, name) reads one, and set_full_state writes it"):
+        optimizer.state[net[0].weight]["exp_avg"]
+    values = zero_core.full_state(net[0].weight, "exp_avg")
+    zero_core.set_full_state(net[0].weight, "exp_avg", values)
+
+
+def test_gradients_are_zeroed_after_each_step():
+    net = model()
+    optimizer = zero_core.shard(net, adamw(net))
+    backward(net)
+    optimizer.step()
+    backward(net)
+    with advised("Call optimizer.zero_grad() after each step()"):
+        optimizer.step()
+    optimizer.zero_grad()
+    step(net, optimizer)
+
+
+def test_a_state_is_written_after_the_first_step():
+    net = model()
+    optimizer = zero_core.shard(net, adamw(net))
+    with advised("call it after the first step()"):
+        zero_core.set_full_state(net[0].weight, "exp_avg", torch.ones(4, 4))
+    step(net, optimizer)
+    zero_core.set_full_state(net[0].weight, "exp_avg", torch.ones(4, 4))
+
+
+def test_a_gradient_is_written_between_backward_and_step():
+    net = model()
+    optimizer = zero_core.shard(net, adamw(net))
+    with advised("Call it between backward() and step()"):
+        zero_core.set_full_gradient(net[0].weight, torch.ones(4, 4))
+    backward(net)
+    zero_core.set_full_gradient(net[0].weight, torch.ones(4, 4))
+    optimizer.step()
+
+
+def test_a_state_dict_is_loaded_by_copying():
+    net = model()
+    state = {name: torch.ones_like(value) for name, value in net.state_dict().items()}
+    zero_core.shard(net, adamw(net))
+    with advised("leave assign at False"):
+        net.load_state_dict(state, assign=True)
+    net.load_state_dict(state)
+    assert all(bool((value == 1).all()) for value in net.state_dict().values())
+
+
+def test_a_store_in_host_memory_sleeps_in_a_byte_store():
+    net = model()
+    optimizer = zero_core.shard(net, adamw(net))
+    with advised("give sleep(to=) a ByteStore"):
+        zero_core.sleep(net)
+    zero_core.sleep(net, MemoryByteStore())
+    with advised("call zero_core.wake(model)"):
+        optimizer.step()
+    zero_core.wake(net)
+    step(net, optimizer)
+
+
+def test_models_that_a_block_runs_are_named_together():
+    nets = [model(), model()]
+    for net in nets:
+        zero_core.shard(net, adamw(net))
+    with advised("name those that the block runs, zero_core.uneven(model)"), zero_core.uneven():
+        pass
+    with advised("zero_core.uneven(a, b)"), zero_core.uneven(nets[0]), zero_core.uneven(nets[1]):
+        pass
+    with zero_core.uneven(*nets), torch.no_grad():
+        nets[0](torch.ones(1, 4))
+
+
+def test_stages_that_keep_units_get_room_for_them():
+    def sharded(parameters="nvme", **options):
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(6)))
+        store = TieredStore(parameters, "nvme", "nvme", nvme=MemoryByteStore())
+        return net, zero_core.shard(net, adamw(net), store=store, units=[nn.Sequential], **options)
+
+    with advised("use stage=3", 'put parameters on the "host"', "raise prefetch_bytes to the bytes of all of them"):
+        sharded(stage=2, prefetch_bytes=0)
+    for options in ({"stage": 3}, {"stage": 2, "parameters": "host"}, {"stage": 2, "prefetch_bytes": 6 * 64 * 65 * 4}):
+        step(*sharded(**({"prefetch_bytes": 0} | options)), width=64)
+
+
+def test_gradients_that_accumulate_get_the_memory_that_an_error_asks_for():
+    def sharded(accumulate):
+        net = model().to(torch.bfloat16)
+        return net, zero_core.shard(net, adamw(net), store=TieredStore(accumulate=accumulate))
+
+    def twice(net, optimizer):
+        for _ in range(2):
+            net(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+
+    with advised("TieredStore(accumulate=...)"):
+        twice(*sharded(1))
+    twice(*sharded(2))
+
+
+def test_the_arena_gets_the_bytes_that_are_missing():
+    def sharded(host_bytes):
+        net = model(64)
+        return net, zero_core.shard(net, adamw(net), store=TieredStore(host_bytes=host_bytes))
+
+    with pytest.raises(zero_offload.BudgetError, match="raise host_bytes") as raised:
+        sharded(1000)
+    needed = re.search(r"needs .*?\(([\d_,]+)\)|needs ([\d,_]+)", str(raised.value))
+    assert needed is not None, raised.value
+    step(*sharded(1 << 24), width=64)
+
+
+def test_a_tile_has_the_size_that_an_error_names():
+    with advised("gradient norm's chunk; use ") as _:
+        TieredStore(tile_numel=1000)
+    TieredStore(tile_numel=1 << 20).close()
+
+
+@pytest.mark.parametrize("make", [zero_offload.TorchStep, zero_optim_cpu.CpuStep])
+def test_an_option_without_an_update_is_left_off(make):
+    def sharded(**options):
+        net = model()
+        return net, zero_core.shard(net, torch.optim.AdamW(net.parameters(), **options), store=TieredStore(step=make()))
+
+    with advised("amsgrad=True"):
+        sharded(amsgrad=True)
+    step(*sharded(amsgrad=False))
+
+
+def test_buffers_are_made_contiguous_and_extents_get_room(tmp_path):
+    with zero_nvme.Slab(tmp_path, allow_memory=True) as slab:
+        slab.reserve(1 << 16)
+        extent = slab.allocate(4096)
+        rows = np.zeros((64, 128), dtype=np.uint8)[:, :64]
+        with advised("numpy.ascontiguousarray(x)"):
+            slab.write(extent, rows)
+        slab.write(extent, np.ascontiguousarray(rows)).wait()
+        columns = torch.zeros(64, 128, dtype=torch.uint8)[:, :64]
+        with advised("pass tensor.contiguous()"):
+            slab.write(extent, columns)
+        slab.write(extent, columns.contiguous()).wait()
+        with advised("pass a bytearray"):
+            slab.read(extent, b"\0" * 4096)
+        slab.read(extent, bytearray(4096)).wait()
+
+
+def test_a_file_is_created_and_opened_in_the_mode_that_an_error_names(tmp_path):
+    path = tmp_path / "values"
+    with advised("mode 'w' creates it"):
+        zero_nvme.File(path, "r")
+    zero_nvme.File(path, "w").close()
+    with zero_nvme.File(path, "r") as file, advised("open it with 'r+' to write"):
+        file.write(bytearray(4096), 0)
+    with zero_nvme.File(path, "r+") as file:
+        file.write(bytearray(4096), 0)
+
+
+def test_a_byte_store_in_memory_gets_the_room_that_an_error_asks_for():
+    store = MemoryByteStore(capacity_bytes=4096)
+    with advised("raise capacity_bytes"):
+        store.reserve(8192)
+    MemoryByteStore(capacity_bytes=8192).reserve(8192)
