@@ -40,8 +40,8 @@ FOLLOWED = {
     "name those that the block runs": "test_models_that_a_block_runs_are_named_together",
     "Set it back; what shall hold from the first step on": "unit/zero_core/test_options.py::"
     "test_a_change_that_torch_cannot_make_is_refused_before_the_step",
-    "it needs whole parameters, and a rank has slices of them": "test_the_optimizers_that_are_named_are_elementwise_and_have_an_update",
-    "or use AdamW, Adam, SGD or Adagrad of torch.optim": "test_the_optimizers_that_are_named_are_elementwise_and_have_an_update",
+    "it needs whole parameters, and a rank has slices of them": "test_the_optimizers_that_are_named_run",
+    "or use AdamW, Adam, SGD or Adagrad of torch.optim": "test_the_optimizers_that_are_named_run",
     "or pass param_dtype=": "integration/zero_core/test_bad_input.py::"
     "test_parameters_that_a_float32_master_cannot_hold",
     "lies over the memory of the parameter": "integration/zero_core/test_shared_memory.py::"
