@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 import zero_core
+import zero_offload
 from zero_hf import ConfigError, ZeroConfig, shard
+from zero_hf.sharding import plan
 
 
 def model():
@@ -30,6 +33,20 @@ def test_an_optimizer_without_an_update_on_the_host_runs_on_the_device_and_is_re
         shard(plain, reference, ZeroConfig(offload="host"))
     with pytest.raises(ConfigError, match="states='split' with RMSprop"):
         shard(plain, reference, ZeroConfig(states="split"))
+
+
+def test_a_plan_that_does_not_fit_names_settings_that_make_it_fit(tmp_path):
+    """Fails if the planner's advice has keys of zero-train, or if what it says does not help."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    optimizer = torch.optim.AdamW(net.parameters())
+    small = zero_offload.Hardware(host_gib=16 / 1024, host_reserved_gib=0, nvme_gib=1, nvme_paths=1)
+    given = {"offload": "host", "slots": 3, "tile_numel": 1 << 20, "prefetch_bytes": 0, "nvme_paths": str(tmp_path)}
+    with pytest.raises(zero_offload.PlanError, match="host tier needs 17.0 MiB") as raised:
+        plan(net, optimizer, ZeroConfig(**given), ranks=1, hardware=small)
+    way = "lower it with optimizer=nvme, or fewer slots (slots), or more ranks than 1 with stage=3"
+    assert str(raised.value).endswith(way), raised.value
+    plan(net, optimizer, ZeroConfig(**given, optimizer="nvme"), ranks=1, hardware=small)
+    plan(net, optimizer, ZeroConfig(**given, stage=3), ranks=2, hardware=replace(small, nodes=2))
 
 
 def test_a_run_describes_its_plan(tmp_path):
