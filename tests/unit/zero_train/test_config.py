@@ -27,6 +27,7 @@ from zero_train.schema import ADAPTER_RATES, RATES, Config
         (["optim.learning_rate=1"], ["optim.learning_rate", "did you mean 'optim.lr'"]),
         (["lr=1"], ["did you mean 'optim.lr'"]),
         (["run.batch_size=1"], ["did you mean 'run.micro_batch'"]),
+        (["hardware.tiers={x:{gib:1}}"], ["hardware.tiers.x", "+hardware.tiers.NAME={…}"]),
         (["optim.zzz=1"], ["optim.zzz", "zero-train --help"]),
         (["run.resume=auto"], ["run.resume=auto", "run.dir=…"]),
         (["a=b=c=["], ["a=b=c=["]),

@@ -61,6 +61,16 @@ def test_memory_that_libraries_take_whole_is_refused_with_the_memory_that_would_
         planned(f"hardware.host_gib={enough - 0.02}", *given)
 
 
+def test_memory_that_offload_host_bytes_withholds_is_offered():
+    given = ("offload=host", "hardware.host_gib=20")
+    with pytest.raises(ConfigError, match=r"raise offload\.host_bytes to \d+$") as caught:
+        planned("offload.host_bytes=1000", *given)
+    enough = int(str(caught.value).rsplit(" ", 1)[1])
+    assert planned(f"offload.host_bytes={enough}", *given)
+    with pytest.raises(ConfigError, match="missing"):
+        planned(f"offload.host_bytes={enough - (1 << 20)}", *given)
+
+
 def test_a_described_machine_is_planned_for_and_not_run_on():
     def asked(*overrides, ranks=Ranks()):  # noqa: B008  (frozen)
         planning.here(config.compose(["recipe=tiny", "run.dir=runs/x", *overrides]), ranks)

@@ -41,10 +41,13 @@ def values(config: Config) -> None:
     if config.data.validation_fraction == 0 and config.data.kind not in ROW_KINDS:
         raise ConfigError(f"data.validation_fraction=0 must be above 0 with data={config.data.kind}")
     _optim(config)
+    _texts("adapter.targets", config.adapter.targets, "layers, such as [q_proj,v_proj], or all-linear")
+    if config.offload.nvme_paths:
+        _texts("offload.nvme_paths", config.offload.nvme_paths, "folders, such as [/mnt/a,/mnt/b]")
     scale = config.precision.loss_scale
     if isinstance(scale, Mapping):
         _loss_scale(scale)
-    elif not (scale is None or scale == "dynamic" or (isinstance(scale, (int, float)) and 0 < scale < float("inf"))):
+    elif not (scale is None or scale == "dynamic" or (type(scale) in (int, float) and 0 < scale < float("inf"))):
         raise ConfigError(f"precision.loss_scale={scale} must be a positive number, dynamic or null")
     if config.hardware.device is not None:
         _device(config.hardware.device)
@@ -233,6 +236,13 @@ def _declared(section: str, key: Field[Any], value: Any) -> None:
             raise ConfigError(f"{name}={value} must be {said}{way_out}")
     if allowed is not None:
         _named(name, value, allowed)
+
+
+def _texts(key: str, value: Any, what: str) -> None:
+    """Raises ConfigError unless the value is a text, or a list of some, none of them empty."""
+    texts = value if isinstance(value, list) else [value]
+    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ConfigError(f"{key}={value} does not name {what}; change {key}")
 
 
 def _optim(config: Config) -> None:

@@ -177,6 +177,8 @@ def unknown_key(key: str) -> ConfigError:
     """Returns the error for a `key` that does not exist, with the most similar key if there is one."""
     known = list(keys())
     section, _, last = key.rpartition(".")
+    if tier := re.match(r"(offload|hardware)\.tiers\.", key):
+        return ConfigError(f"the key {key} does not exist; add a tier with a plus before the key: +{tier[0]}NAME={{…}}")
     nearer = [name for name in known if name.startswith(f"{section}.")] if section else []
     meant = next((ours for ours, theirs in _OTHER_NAMES.items() if last in theirs.split()), None)
     for candidates in (nearer, known):  # first the same section: a name alone must not make two keys alike
