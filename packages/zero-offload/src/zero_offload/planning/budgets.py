@@ -166,8 +166,6 @@ def _ways_out(tier: str, kinds: Mapping[str, int], held_back: int, budgets: Budg
             f"hardware.{tier}_gib={getattr(hardware, f'{tier}_gib'):g} leaves nothing beside "
             f"hardware.{tier}_reserved_gib={reserved:g} of each rank, which libraries take; {least:g} would do"
         )
-    if tier == "host" and sum(kinds.values()) <= hardware.host_bytes:  # the machine has it, and the caller allows less
-        return f"raise offload.host_bytes to {sum(kinds.values())}"
     below = "host" if tier == "device" else "nvme"
     largest = max(STATE_KINDS, key=lambda kind: kinds[kind])
     ways = []
@@ -182,4 +180,7 @@ def _ways_out(tier: str, kinds: Mapping[str, int], held_back: int, budgets: Budg
     if kinds["buffers"]:
         ways.append("smaller units (TiledLinear)" if tier == "device" else "fewer slots (offload.slots)")
     ways.append(f"more ranks than {hardware.ranks} with zero.stage=3")
-    return "lower it with " + ", or ".join(ways)
+    allowed = ""
+    if tier == "host" and sum(kinds.values()) <= hardware.host_bytes:  # the caller allows less than the machine has
+        allowed = f"; or set offload.host_bytes={sum(kinds.values())}, which the host has"
+    return f"lower it with {', or '.join(ways)}{allowed}"
