@@ -14,6 +14,11 @@ long, so a collective normally costs only a dictionary entry and a tuple.
 barrier meanwhile, of which nothing is known here, up to the group's time-out. So ranks leave a mark in the store when
 they make a call that is often made to save something, and rank 0 raises if it has been alone in it for `ALONE` times
 `SECONDS`. Ranks that wait for rank 0 go on waiting: it may be writing a file.
+
+[Note: a store out of reach]
+The store is another process's, perhaps on another machine, and torch asks it without a limit: where the link is cut, a
+question is never answered, and whoever asks next waits for the one before. So each question is asked on a thread of its
+own, one at a time, and whoever asked goes on after `ANSWER` seconds.
 """
 
 from __future__ import annotations
@@ -28,9 +33,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +46,7 @@ from ..errors import CollectiveError
 __all__ = ["ALONE", "SECONDS", "Patience"]
 
 SECONDS = 5.0  # until a wait is told; a rank may take longer, which is why it is only told
+ANSWER = 10.0  # seconds in which the process group's store has to answer
 ALONE = 6  # times as long rank 0 waits in a call that no other rank has made
 _LOG = logging.getLogger("zero_core")
 _KEPT = 1024  # calls that are compared: a few steps of a large model
@@ -48,6 +55,8 @@ _OWN = (
     os.path.dirname(os.path.dirname(__file__)),
     contextmanager.__code__.co_filename,
 )
+_Answer = TypeVar("_Answer")
+_asking = threading.Lock()  # until the answer is there, whether or not anybody still waits for it
 _numbers = count()  # meshes are made in the same order on every rank
 _waits: dict[int, tuple[float, Patience, str, str]] = {}  # thread -> since when, whose, collective, unit
 _watcher: threading.Thread | None = None
@@ -84,14 +93,13 @@ class Patience:
         """Wait on rank 0 for another rank to make this call too: see [Note: a call of rank 0 alone]."""
         if self._size == 1:
             return
-        store = dist.distributed_c10d._get_default_store()
         key = f"{self._key}/{call}/{self._assembled[call]}"
         if self._rank:
-            store.add(key, 1)
+            _ask(lambda store: store.add(key, 1))
         else:
             with self.waiting(call, "the model"):
                 pause, deadline = 0.001, time.monotonic() + ALONE * SECONDS
-                while not store.add(key, 0):
+                while not _ask(lambda store: store.add(key, 0)):
                     if time.monotonic() > deadline:
                         raise CollectiveError(
                             f"rank 0 of {self._size} called {call}, and no other rank did within {ALONE * SECONDS:.0f} "
@@ -106,12 +114,12 @@ class Patience:
     def crossing(self) -> str | None:
         """The first call in which this rank and another one differ, as far as the others have written theirs."""
         mine = dict(enumerate(self._calls, self._count - len(self._calls)))
-        store = dist.distributed_c10d._get_default_store()
         for rank in range(self._size):
             key = f"{self._key}/{rank}"
-            if rank == self._rank or not store.check([key]):
+            written = None if rank == self._rank else _ask(partial(_value, key))
+            if written is None:
                 continue
-            first, calls = json.loads(store.get(key))
+            first, calls = json.loads(written)
             for number, theirs in enumerate(calls, first):
                 if number in mine and mine[number] != tuple(theirs):
                     return (
@@ -136,9 +144,44 @@ class Patience:
             )
             calls = list(self._calls)
             written = json.dumps([self._count - len(calls), calls])
-            dist.distributed_c10d._get_default_store().set(f"{self._key}/{self._rank}", written)
+            _ask(lambda store: store.set(f"{self._key}/{self._rank}", written))
         if self.crossing() is not None and _waits.get(thread) is wait:
             self._break_off()
+
+
+def _ask(question: Callable[[Any], _Answer]) -> _Answer:
+    """What `question` returns, which is called with the process group's store; see [Note: a store out of reach].
+
+    Raises CollectiveError where there is no answer in time, and what the question raises.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    answers: list[_Answer] = []
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question(store))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            _asking.release()
+
+    if _asking.acquire(timeout=ANSWER):
+        thread = threading.Thread(target=ask, name="zero_core store", daemon=True)
+        thread.start()
+        thread.join(ANSWER)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise CollectiveError(
+            f"the process group's store did not answer within {ANSWER:.0f} s: the process that has it is gone, or the "
+            "link to its machine is cut. End all ranks, and resume from the last checkpoint"
+        )
+    return answers[0]
+
+
+def _value(key: str, store: Any) -> bytes | None:
+    return store.get(key) if store.check([key]) else None
 
 
 def _text(collective: str, unit: str) -> str:

@@ -1,0 +1,57 @@
+"""Questions to the process group's store that nobody answers: each ends after a limit, with the fact and a way out.
+
+Fails if one is asked on the thread that needs the answer, or if one that is never answered holds up those after it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from zero_core.comm import patience
+from zero_core.errors import CollectiveError
+
+
+class OutOfReach:
+    """A store at the end of a link that is cut."""
+
+    def __init__(self) -> None:
+        self.mended = threading.Event()
+
+    def __getattr__(self, name: str):
+        return lambda *arguments: self.mended.wait(60)
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """Of rank 1 of 2, whose store is out of reach."""
+    store = OutOfReach()
+    monkeypatch.setattr(patience, "ANSWER", 0.05)
+    monkeypatch.setattr(patience, "_asking", threading.Lock())
+    monkeypatch.setattr(patience.dist.distributed_c10d, "_get_default_store", lambda: store)
+    yield patience.Patience(1, 2, lambda: None)
+    store.mended.set()
+
+
+def test_a_store_out_of_reach_is_not_waited_for_without_a_limit(waiting):
+    waiting.called("all_gather", "blocks.0")
+    for ask in (waiting.crossing, lambda: waiting.assemble("state_dict()"), waiting.crossing):
+        raised: list[BaseException] = []
+
+        def call(ask=ask, raised=raised) -> None:
+            with pytest.raises(CollectiveError, match="did not answer within") as caught:
+                ask()
+            raised.append(caught.value)
+
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert raised, "it is waited for"
+
+
+def test_what_the_store_raises_is_raised_to_who_asked(monkeypatch):
+    monkeypatch.setattr(patience.dist.distributed_c10d, "_get_default_store", lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        patience._ask(lambda store: 1 / 0)
+    assert patience._ask(lambda store: 7) == 7
