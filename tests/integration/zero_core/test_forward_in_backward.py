@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from tests.integration.zero_core import toys
+from zero_core.errors import GradientError
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
 
@@ -304,6 +305,33 @@ def test_gradients_inside_of_a_forward_without_gradients(ranks, size, stages, ma
 @SIZES
 def test_gradients_of_blocks_inside_of_a_forward(ranks, size):
     ranks(size).run(run, Guided, (3,))
+
+
+def updated():
+    for name in ("reversible", "deep", "equilibrium", "frozen", "energy"):
+        toys.train(MODELS[name], steps=2, update_in_backward=True)
+    model = HookInsideBlock()
+    zero_core.shard(model, toys.sgd(model.parameters()), update_in_backward=True)
+    with pytest.raises(GradientError, match="unit 'blocks.2' is used inside a backward that has updated it"):
+        toys.loss_of(model, toys.data(0, 0)).backward()
+
+
+@SIZES
+def test_updates_in_backward_train_as_plain_torch_or_refuse_a_later_use(ranks, size):
+    ranks(size).run(updated)
+
+
+def in_bf16():
+    def loss(model, x):
+        return toys.loss_of(model, x.bfloat16())
+
+    for name in ("adjoint", "deep", "hook inside a block"):
+        toys.train(MODELS[name], steps=2, loss=loss, param_dtype=torch.bfloat16, tolerance=0.02)
+
+
+@SIZES
+def test_in_16_bits(ranks, size):
+    ranks(size).run(in_bf16)
 
 
 def raise_inside():

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import CollectiveError, ZeroError
+from ..errors import CollectiveError, GradientError, ZeroError
 from .attaching import Attachment, Node, fast_paths
 from .calls import Calls
 from .context import UnitContext
@@ -356,13 +356,23 @@ class Engine:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_inside, task))
         if visit in inner[task]:
             return
-        for u in visit.units:
-            self.units[u].enter()
+        self._enter_inside(visit.units)
         self._stop_lingering()
         self._end_inside(task, visit)
         inner[task].append(visit)
 
     @mended
+    def _enter_inside(self, units: Sequence[int]) -> None:
+        """Units are used inside backward: with the values that the forward had, or not at all."""
+        for unit in (self.units[u] for u in units if self.reducer.updates):
+            if unit.gradient.stored or Leftover.UPDATED in unit.gradient.leftover:
+                raise GradientError(
+                    f"unit {unit.name!r} is used inside a backward that has updated it, or is about to, so the use "
+                    "would find other values than the forward did. Leave update_in_backward out"
+                )
+        for u in units:
+            self.units[u].enter()
+
     def _end_inside(self, task: int, wanted: Visit | None = None) -> None:
         """Close what an inner backward has open, but for what encloses the visit that it wants now, or is inside of it:
         the two may have returned the same tensor."""
@@ -451,8 +461,7 @@ class Engine:
         running = torch._C._current_autograd_node()
         if backward.task == torch._C._current_graph_task_id() and running is not None:
             backward.node = running._sequence_nr()
-        for u in node.units:
-            self.units[u].enter()
+        self._enter_inside(node.units)
         self._stop_lingering()
         self._recomputed.begin(node.index, node.units, torch._C._autograd._get_sequence_nr())
 
