@@ -235,3 +235,18 @@ def test_ctrl_c_while_an_activation_is_read_does_not_pass_for_its_values() -> No
     for i in (0, 3, 1, 2):
         assert torch.equal(packed[i].load(), torch.full((1024,), float(i)))
     spill.close()
+
+
+def test_an_update_thread_that_cannot_be_started_is_an_error_and_not_a_hang(monkeypatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    driver = make("host")
+    driver.forward()
+    driver.backward()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+        patch.setattr(threading.Thread, "start", start)
+        driver.update()
+    with pytest.raises(OffloadError, match="could not be started"):
+        driver.store.wait()
+    driver.store.close()

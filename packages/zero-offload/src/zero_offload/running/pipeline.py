@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ..arena import Block
+from ..errors import OffloadError
 from ..monitor import Monitor
 from ..protocols import SegmentStep, Started, StartingStep, UpdateStep
 from ..slots import Slot
@@ -162,8 +163,18 @@ class Pipeline:
         if self._thread is None:
             # Daemon, so that a forgotten close() does not hold the interpreter; the finaliser joins it at exit, before
             # the memory under its native code goes.
-            self._thread = threading.Thread(target=self._main, name="zero-offload update", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._main, name="zero-offload update", daemon=True)
+            try:
+                thread.start()
+            except BaseException as error:  # nobody would do what the callers wait for
+                self._monitor.fail(
+                    OffloadError(
+                        f"the thread that updates could not be started ({error!r}): close the optimizer, free threads "
+                        "(ulimit -u), and resume from the last checkpoint"
+                    )
+                )
+                raise
+            self._thread = thread
         self._monitor.condition.notify_all()
 
     # -- the update thread --------------------------------------------------------------------------------------
