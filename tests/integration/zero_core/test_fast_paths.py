@@ -110,3 +110,26 @@ def in_uneven():
 @pytest.mark.parametrize("size", [1, 2])
 def test_padding_on_ranks_that_differ(ranks, size):
     ranks(size).run(in_uneven)
+
+
+def gradients_in_eval_mode(name, frozen):
+    dense, model = (built(MODELS[name], False).eval().requires_grad_(not frozen) for _ in range(2))
+    given = None if frozen else toys.sgd(model.parameters())
+    sharded = zero_core.shard(model, given, units=[nn.Linear, nn.LayerNorm])
+    slopes = []
+    for each in (dense, model):
+        x = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        each(x).square().sum().backward()
+        slopes.append(x.grad)
+    torch.testing.assert_close(slopes[1], slopes[0])
+    if not frozen:
+        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(zero_core.full_gradient(p), q.grad)
+    sharded.close()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["encoder", "attention"])
+def test_gradients_in_eval_mode_with_units_inside_of_the_layers(ranks, name, frozen):
+    """torch takes no fast path there. Fails if a weight that attention uses has lost its memory before backward."""
+    ranks(1).run(gradients_in_eval_mode, name, frozen)

@@ -145,8 +145,10 @@ def test_a_write_in_a_forward_under_inference_mode_reaches_states_on_nvme():
     optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store)
     with torch.inference_mode():
         model(torch.ones(2, 8))
+        model[0].bias.copy_(model[0].bias * 0 + 2)  # outside of its forward: the values go straight to the store
     with zero_core.gathered(model, master=True):
         assert all(layer.weight.abs().max() == 0.1 for layer in model)
+        assert model[0].bias.tolist() == [2.0] * 8
     optimizer.close()
 
 

@@ -25,7 +25,7 @@ from .exchange import Exchange
 from .factors import Factors
 from .gradient import Leftover
 from .gradient_access import apply_factors
-from .outputs import hook_outputs, in_backward, not_traced, outside_transforms
+from .outputs import hook_outputs, in_backward, not_traced, outside_transforms, tensors_of
 from .recompute import Recomputations
 from .reducer import Reducer
 from .residency import Residency
@@ -127,7 +127,8 @@ class Engine:
         for module, units in fast_paths(self.model, self.nodes):
             hold, release = partial(self._hold_inside, units), partial(self._release_inside, units)
             before, after = not_traced(hold), not_traced(release)
-            handles = module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)
+            held = module.register_forward_pre_hook(before, with_kwargs=True)
+            handles = held, module.register_forward_hook(after, always_call=True)
             self.keep_attached(handles)
 
     def keep_attached(self, handles: Iterable[Any]) -> None:
@@ -242,9 +243,13 @@ class Engine:
             self._let_go(self.units[u])
 
     @outside_transforms
-    def _hold_inside(self, units: Sequence[int], module: nn.Module, args: Any) -> None:
-        """In eval mode the module looks at the parameters of these units itself, see `fast_paths`."""
+    def _hold_inside(self, units: Sequence[int], module: nn.Module, args: Any, kwargs: Any) -> None:
+        """In eval mode the module looks at the parameters of these units itself, see `fast_paths`. Where there will be
+        a graph it takes no fast path, and what it uses has to be noted as used from outside."""
         if module.training or (self._rounds is not None and not self._stack):
+            return
+        used = (*tensors_of((args, kwargs)), *(p for u in units for p in self.units[u].parameters))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in used):
             return
         self._holding.append(module)
         for u in units:
@@ -553,6 +558,7 @@ class Engine:
                 if self._keeping and unit.residency is Residency.SHARDED:
                     unit.unshard(copy=True)
 
+    @outside_transforms
     def write(self, unit: Unit, k: int, values: Tensor) -> None:
         """Keep new whole values of parameter k: this rank's part goes to the store."""
         unit.reshard()
