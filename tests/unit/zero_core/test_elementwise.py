@@ -48,6 +48,11 @@ NOT_ELEMENTWISE = {
     "no decay of vectors": lambda self, p, g, group: g + (0.1 * p if p.dim() > 1 else 0.0),
     "the whole's norm": lambda self, p, g, group: g / g.norm(),
     "the first element": lambda self, p, g, group: g * g.reshape(-1)[0],
+    "blocks of a large parameter": lambda self, p, g, group: (
+        (g.reshape(-1, 256) / g.reshape(-1, 256).norm(dim=1, keepdim=True)).view_as(g)
+        if g.numel() >= 4096 and g.numel() % 256 == 0
+        else g
+    ),
 }
 
 

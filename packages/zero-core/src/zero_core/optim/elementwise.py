@@ -38,7 +38,8 @@ _NOT_ELEMENTWISE = ("LBFGS", "SparseAdam", "Adafactor", "Muon", "Shampoo", "SOAP
 _KNOWN = "AdamW, Adam, SGD or Adagrad of torch.optim, or zero_optim_cpu.Lion"
 _WAY_OUT = f"it needs whole parameters, and a rank has slices of them. Use {_KNOWN}"
 # An optimizer may treat vectors, matrices and kernels differently, and matrices by their size (Adafactor, from 128 on).
-_PROBE_SHAPES = ((7,), (5, 3), (160, 130), (2, 3, 4), (2, 3, 2, 2))
+# Some quantise states in blocks, if they are large and a whole number of blocks (torchao: 4,096 elements, 256 each).
+_PROBE_SHAPES = ((7,), (5, 3), (160, 128), (2, 3, 4), (2, 3, 2, 2))
 # It may also wait for some steps before it looks at more than an element, or for a large or a small norm. So a probe
 # takes a step with gradients of each of these sizes.
 PROBE_SCALES = (1.0, 1.0, 1e-4, 1.0, 30.0, 1.0, 1e3, 1.0)
