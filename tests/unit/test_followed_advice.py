@@ -15,6 +15,7 @@ import zero_nvme
 import zero_offload
 import zero_optim_cpu
 from zero_offload import MemoryByteStore, TieredStore
+from zero_train import checks, config
 
 
 def model(width=4):
@@ -276,3 +277,57 @@ def test_a_byte_store_in_memory_gets_the_room_that_an_error_asks_for():
     with advised("raise capacity_bytes"):
         store.reserve(8192)
     MemoryByteStore(capacity_bytes=8192).reserve(8192)
+
+
+@pytest.mark.parametrize(
+    ("given", "advice", "ways"),
+    [
+        (["precision.parameters=fp32"], "set precision.states=fp32 or precision=bf16", ["precision.states=fp32"]),
+        (
+            ["zero.update_in_backward=true"],
+            "set optim.max_grad_norm=null or zero.update_in_backward=false",
+            ["optim.max_grad_norm=null", "zero.update_in_backward=false"],
+        ),
+        (
+            ["zero.update_in_backward=true", "optim.max_grad_norm=null", "run.accumulate=2"],
+            "set run.accumulate=1 or zero.update_in_backward=false",
+            ["run.accumulate=1", "zero.update_in_backward=false"],
+        ),
+        (["zero.stage=1", "zero.no_sync=false"], "choose zero.stage=2", ["zero.stage=2", "zero.no_sync=null"]),
+        (
+            ["offload=none", "offload.activations=nvme"],
+            "set offload.activations=recompute, or choose offload=host or offload=nvme",
+            ["offload.activations=recompute", "offload=host", "offload=nvme"],
+        ),
+        (
+            ["offload=none", "offload.rows=4", "offload.activations=keep"],
+            "set offload.activations=recompute, host or auto, or offload.rows=null",
+            [*(f"offload.activations={a}" for a in ("recompute", "host", "auto")), "offload.rows=null"],
+        ),
+        (
+            ["offload=nvme", "offload.rows=4", "offload.activations=keep"],
+            "set offload.activations=recompute, host, nvme or auto, or offload.rows=null",
+            [*(f"offload.activations={a}" for a in ("recompute", "host", "nvme", "auto")), "offload.rows=null"],
+        ),
+        (
+            ["task=sft", "model.path=x", "task.packing=true", "offload.activations=host", "offload.rows=2"],
+            "set one of them to null or false",
+            ["task.packing=false", "offload.rows=null"],
+        ),
+        (
+            ["optim.warmup_steps=6"],
+            "lower optim.warmup_steps, leave it out for a tenth of the run, or raise run.steps",
+            ["optim.warmup_steps=1", "run.steps=60"],
+        ),
+    ],
+)
+def test_settings_that_zero_train_names_pass(given, advice, ways):
+    def checked(*overrides):
+        keys = {word.partition("=")[0]: word for word in overrides}  # the last word on a key holds
+        chosen = config.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *keys.values()])
+        checks.values(chosen)
+
+    with advised(advice):
+        checked(*given)
+    for way in ways:
+        checked(*given, way)

@@ -310,9 +310,10 @@ def _rows(config: Config) -> None:
         raise ConfigError(f"offload.rows={rows} is neither a number of rows of at least 1, nor auto or null")
     if config.offload.activations is None or set(activations(config)) == {"keep"}:
         given = "null" if config.offload.activations is None else config.offload.activations
+        nvme = "" if config.offload.kind == "none" else ", nvme"
         raise ConfigError(
             f"offload.rows={rows} is for blocks that offload.activations recomputes, and offload.activations={given} "
-            "makes none do so; set offload.activations=recompute, host, nvme or auto, or offload.rows=null"
+            f"makes none do so; set offload.activations=recompute, host{nvme} or auto, or offload.rows=null"
         )
     if config.task.kind == "sft" and config.task.packing:
         raise ConfigError(
