@@ -26,7 +26,7 @@ class Alive(TorchDispatchMode):
     def __init__(self, known):
         super().__init__()
         self._alive = {storage._cdata: 0 for storage in known}
-        self.now = self.most = 0
+        self.now = self.most = self.made = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         out = operator(*args, **(kwargs or {}))
@@ -36,6 +36,7 @@ class Alive(TorchDispatchMode):
                 if storage._cdata not in self._alive:
                     self._alive[storage._cdata] = storage.nbytes()
                     self.now += storage.nbytes()
+                    self.made += storage.nbytes()
                     self.most = max(self.most, self.now)
                     weakref.finalize(storage, self._gone, storage._cdata)
         return out
@@ -74,6 +75,35 @@ def test_the_estimate_is_what_training_holds(vocabulary, policy):
     expected = activation_bytes(found, [policy] * len(found.units), Batch(TOKENS))["device"]
     expected += max(parameter.numel() for parameter in model.parameters()) * 2  # one gradient, just made
     assert most_bytes(model, tokens) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_what_a_forward_makes_and_frees_is_counted_where_the_heap_keeps_its_holes(kind, dtype):
+    """Fails if a plan for a CPU counts less than all storages that the forward of a block makes: kept and freed."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    def made(layers):
+        if kind == "llama":
+            sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": layers}
+            model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=128, num_attention_heads=2, use_cache=False))
+        else:
+            off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+            sizes = {"n_embd": HIDDEN, "n_inner": INNER, "n_layer": layers, "n_head": 2, "vocab_size": 128}
+            model = GPT2LMHeadModel(GPT2Config(**sizes, **off, use_cache=False))
+        model = model.to(dtype)
+        tokens = torch.randint(0, 128, (4, TOKENS // 4))
+        with Alive([tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers(), tokens)]) as alive:
+            model(input_ids=tokens)
+        return alive.made, ModelSizes.of(model, dtype=dtype)
+
+    (few, _), (more, found) = made(1), made(3)
+    assert (more - few) / 2 / TOKENS == pytest.approx(found.kept_bytes_per_token(True), rel=0.03)
+    batch, keep = Batch(TOKENS), ["keep"] * len(found.units)
+    on_heap, apart = (activation_bytes(found, keep, batch, on_heap=heap)["device"] for heap in (True, False))
+    assert on_heap - apart == 3 * TOKENS * found.freed_bytes_per_token > 0
+    planned = zero_offload.plan(found, zero_offload.Hardware(host_gib=64), tokens=TOKENS, activations="keep")
+    assert planned.bytes_of("device", "activations") == on_heap
 
 
 @pytest.mark.parametrize("vocabulary", [128, 2048])

@@ -108,7 +108,7 @@ def choose_activations(
     device = room.host if room.shared else room.device
     # Whatever the policy, one unit is computed with and the output is there.
     free = device - activation_bytes(sizes, ("host",) * len(sizes.units), batch)["device"]
-    saved, checkpoint = sizes.saved_bytes_per_token * tokens, sizes.checkpoint_bytes_per_token * tokens
+    saved, checkpoint = sizes.kept_bytes_per_token(room.shared) * tokens, sizes.checkpoint_bytes_per_token * tokens
     if count * saved <= KEEP_SHARE * free:
         return _of_blocks(sizes, ("keep",) * count)
     if count * checkpoint <= CHECKPOINT_SHARE * free or (room.shared and not room.nvme):

@@ -92,13 +92,16 @@ def unsharded_bytes(sizes: ModelSizes, shape: Shape) -> int:
     return min(most + shape.resident_bytes, sum(nbytes))
 
 
-def activation_bytes(sizes: ModelSizes, policies: Sequence[str], batch: Batch) -> dict[str, int]:
+def activation_bytes(
+    sizes: ModelSizes, policies: Sequence[str], batch: Batch, *, on_heap: bool = False
+) -> dict[str, int]:
     """Bytes by tier of what forward keeps for backward, and of the one unit whose backward runs.
 
     `policies`: one a unit; only those of blocks count. The gradient of the logits is gone before a block is recomputed.
     A unit that computes some rows at a time has, of the others, the gradients of its output and of its input beside the
     stored input, and that input too where it came from another tier. A head that computes by rows has the hidden
     states and their gradients, and what the norm before it keeps: its input, or more where it computes all rows.
+    on_heap: the device's memory is glibc's heap, see `ModelSizes.kept_bytes_per_token`.
     """
     chosen = Counter(policy for unit, policy in zip(sizes.units, policies, strict=True) if unit.is_block)
     checkpoint, tokens, others = sizes.checkpoint_bytes_per_token, batch.each, batch.each - batch.at_once
@@ -113,7 +116,7 @@ def activation_bytes(sizes: ModelSizes, policies: Sequence[str], batch: Batch) -
     if sizes.logits_by_rows(policies, batch):
         kept = 1 if sizes.norms_by_rows else NORM_SAVES
         output = sizes.output_bytes_per_token * batch.at_once + (2 + kept) * checkpoint * others
-    stored = chosen["keep"] * sizes.saved_bytes_per_token + chosen["recompute"] * checkpoint
+    stored = chosen["keep"] * sizes.kept_bytes_per_token(on_heap) + chosen["recompute"] * checkpoint
     found["device"] = stored * tokens + max(working, output)
     return found
 

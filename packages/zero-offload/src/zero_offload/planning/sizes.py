@@ -101,6 +101,7 @@ class ModelSizes:
     units: tuple[UnitSizes, ...]
     checkpoint_bytes_per_token: int = 0  # a unit's input: all that recomputation keeps of it
     saved_bytes_per_token: int = 0  # what a unit's forward saves for its backward, where it is kept
+    freed_bytes_per_token: int = 0  # what it makes and frees between
     working_bytes_per_token: int = 0  # what recomputation rebuilds at once: a whole layer, where tiles are units
     output_bytes_per_token: int = 0  # logits and their gradient, when there is most of them
     norms_by_rows: bool = True  # those outside of the units are modules, which can compute some rows at a time
@@ -118,6 +119,14 @@ class ModelSizes:
     def blocks(self) -> int:
         """Units with activations worth a policy."""
         return sum(unit.is_block for unit in self.units)
+
+    def kept_bytes_per_token(self, on_heap: bool) -> int:
+        """Of a unit that keeps its activations. `on_heap`: in glibc's heap, where it also has what its forward frees.
+
+        torch asks the heap for memory that begins at a multiple of 64 bytes, and glibc looks for 96 bytes more than it
+        then uses. So the place of a freed value has no room for the next of its size, and lies between those kept.
+        """
+        return self.saved_bytes_per_token + (self.freed_bytes_per_token if on_heap else 0)
 
     def logits_by_rows(self, policies: Sequence[str], batch: Batch) -> bool:
         """Whether `offload_activations` lets the head compute its logits and their loss by rows, as the blocks do."""
@@ -315,27 +324,37 @@ def _of_module(
     config = getattr(model, "config", None)
     hidden, vocabulary = (int(getattr(config, key, 0) or 0) for key in ("hidden_size", "vocab_size"))
     wider = (dtype or torch.bfloat16).itemsize / 2  # the formulas count 16-bit activations
-    saved, working = _block_bytes(units, hidden, int(getattr(config, "intermediate_size", 0) or 0))
+    inner = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
+    decomposed = getattr(config, "activation_function", None) == "gelu_new"
+    saved, freed, working = _block_bytes(units, hidden, inner, decomposed, wider)
     return ModelSizes(
         tuple(units),
         int(2 * hidden * wider),
         int(saved * wider),
+        int(freed * wider),
         int(working * wider),
         LOGIT_BYTES * vocabulary,
         bool(outer_norms(model, unit_modules(model, classes).values())),
     )
 
 
-def _block_bytes(units: Sequence[UnitSizes], hidden: int, inner: int) -> tuple[int, int]:
-    """(saved for backward, most at once in the backward of one block that was recomputed): 16-bit bytes a token.
+def _block_bytes(
+    units: Sequence[UnitSizes], hidden: int, inner: int, decomposed: bool, wider: float
+) -> tuple[int, int, int]:
+    """(saved for backward, freed during forward, most at once in the backward of one block that was recomputed).
 
-    Of blocks with a gated feed-forward and norms in fp32, as Llama's are in transformers: counted with
-    `saved_tensors_hooks`, and as the peak of the storages alive, over widths of 128 and 256. Of others the formula of
-    Korthikanti et al. 2022 for saved activations.
+    In 16-bit bytes a token, of which a value has `wider` times as many. Of blocks with a gated feed-forward and norms
+    in fp32, as Llama's are in transformers, and of those whose GELU takes several operators (`decomposed`), as GPT-2's:
+    counted as the storages that live and those that have gone after a forward, and as the peak of those alive, over
+    widths of 128 to 512. Of others the formula of Korthikanti et al. 2022 for saved activations.
     """
     matrix = hidden * inner
     for unit in units:
         numels = [p.numel if p.matmul_numel is None else p.matmul_numel for p in unit.parameters]
-        if unit.is_block and matrix and sum(n for n in numels if n % matrix == 0) == 3 * matrix:
-            return 24 * hidden + 8 * inner, 26 * hidden + 12 * inner
-    return 34 * hidden, 34 * hidden
+        matrices = sum(n for n in numels if matrix and n % matrix == 0) // max(1, matrix)
+        if unit.is_block and matrices == 3:
+            return 24 * hidden + 8 * inner, int(44 * hidden / wider), 26 * hidden + 12 * inner
+        if unit.is_block and matrices == 2 and decomposed:
+            saved, freed = 16 * hidden + 10 * inner, 4 * hidden + 8 * inner
+            return saved, freed, saved + freed
+    return 34 * hidden, 0, 34 * hidden

@@ -110,7 +110,7 @@ class Trial:
         states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
         spill = SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in self.policies else 0  # what checkpoints travel through
         held |= {("device", "buffers"): device, ("host", "buffers"): plan.arena_bytes - states + spill}
-        activations = activation_bytes(sizes, self.policies, self._batch)
+        activations = activation_bytes(sizes, self.policies, self._batch, on_heap=not shape.apart)
         return held | {(tier, "activations"): nbytes for tier, nbytes in activations.items()}
 
     def _pool(self, plan: StorePlan, swaps_in: bool) -> int:
