@@ -10,7 +10,7 @@ the `__exit__` of torch.no_grad() or of contextlib. Between a block and an `__ex
         with pytest.raises(KeyboardInterrupt), interrupted(k):
             step(model)
 
-tests/integration/zero_offload/test_interrupted.py uses it.
+tests/integration/zero_offload/test_interrupted.py and the fuzzer use it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from typing import Any
 
 import torch
 
+import zero_core
+
 __all__ = ["firsts", "interrupted", "lines_of"]
 
-_SOURCES = str(Path(__file__).parents[1] / "packages")
+_SOURCES = str(Path(zero_core.__file__).parents[3])  # the folder of all packages
 _AROUND = {contextlib.__file__, torch.autograd.grad_mode.__file__}  # what `with` blocks of ours call
 _ENTERS = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
 

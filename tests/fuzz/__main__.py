@@ -7,9 +7,9 @@ import itertools
 import sys
 from pathlib import Path
 
+from tests.fuzz.drawing import generate
 from tests.fuzz.fuzzer import Failed, Fuzzer, failing, script
 from tests.fuzz.mutants import MUTANTS, runner
-from tests.fuzz.program import generate
 
 
 def find_mutants(seed: int, programs: int) -> int:

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tests.fuzz.program import Program, generate, smaller, sound
+from tests.fuzz.drawing import generate
+from tests.fuzz.program import Program, smaller, sound
 from tests.fuzz.run import Outcome, execute
 from zero_core.testing import RankError, RankPool
 
 __all__ = ["Failed", "Fuzzer", "Tally", "failing", "script"]
 
 COLLECTIVE_SECONDS, PROGRAM_SECONDS = 20.0, 45.0  # a program takes some 0.1 s; a rank that waits alone is told first
+PARTS = ["program", "optimizers", "kinds", "recomputing", "sharing", "models", "hooks", "values", "side"]
+PARTS += ["../interrupting", "run"]  # of a script, in an order in which they can follow one another
 PRELOAD = ["tests.preload", "tests.fuzz.run", "torch._dynamo"]  # the last comes with the first optimizer, in seconds
 
 
@@ -191,12 +194,11 @@ def script(failed: Failed) -> str:
         f'"""Fuzzer seed {failed.seed}: {failed.outcome.kind}. Needs torch and the packages of this repository."""',
         "# It said:\n" + said,
     ]
-    for name in ("program.py", "optimizers.py", "models.py", "side.py", "run.py"):
-        text = (here / name).read_text(encoding="utf-8")
-        text = re.sub(
-            r"from tests\.fuzz(\.\w+)? import .*\n", "", text.replace("from __future__ import annotations", "")
-        )
-        parts.append(f"# -- tests/fuzz/{name} {'-' * 80}\n{text.replace('models.', '')}")
+    for name in PARTS:
+        text = (here / f"{name}.py").read_text(encoding="utf-8")
+        text = text.replace("from __future__ import annotations", "")
+        text = re.sub(r"from tests\.(fuzz|interrupting)(\.\w+)? import .*\n", "", text)
+        parts.append(f"# -- tests/fuzz/{name}.py {'-' * 80}\n{text}")
     parts.append(
         f"PROGRAM = {failed.smallest!r}\n\n"
         'if __name__ == "__main__":\n'

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+from tests.fuzz.kinds import KINDS, WORDS, call
 from tests.fuzz.program import Block, Model
+from tests.fuzz.recomputing import forced, rerun
+from tests.fuzz.sharing import share
 
 __all__ = ["Failure", "Piece", "build", "first_tensor"]
 
-WORDS = 7  # tokens are below it
 Pair = namedtuple("Pair", ["hidden", "extra"])
 
 
@@ -74,150 +74,6 @@ def first_tensor(output: Any) -> Tensor:
     return output
 
 
-# -- kinds of blocks ---------------------------------------------------------------------------------------------------
-
-
-class Symmetric(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return (weight + weight.T) / 2
-
-
-class Lora(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-class Experts(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-
-    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return self.experts[int(tokens[0]) % 2](x)  # the last one is never chosen
-
-
-class Nested(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-class Functional(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / width)
-        self.shift = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.shift)
-
-
-class Running(nn.Module):
-    """A linear, and buffers which its forward writes; one is not in the state dict."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.register_buffer("mean", torch.zeros(width))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.mean.lerp_(x.detach().mean(0), 0.1)
-            self.calls += 1
-        return self.linear(x - self.mean)
-
-
-class Holder(nn.Module):
-    """Parameters that belong to no stock module."""
-
-    def __init__(self, *parameters: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = parameters[0]
-        self.rest = nn.ParameterList(parameters[1:])
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * (1 + self.weight.sum())
-        for parameter in self.rest:
-            y = y * (1 + 0.1 * parameter.float().mean())
-        return y
-
-
-class Tagged(nn.Parameter):
-    """A class of parameters of the user's."""
-
-
-def _mlp(d: int) -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d))
-
-
-def _conv(d: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, d)), nn.Conv1d(1, 3, 3, padding=1), nn.SiLU(), nn.Conv1d(3, 1, 1), nn.Flatten(1)
-    )
-
-
-def _conv2d(d: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 2, d // 2)), nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(1), nn.Linear(2 * d, d)
-    )
-
-
-KINDS: dict[str, Callable[[int], nn.Module]] = {
-    "linear": lambda d: nn.Linear(d, d),
-    "mlp": _mlp,
-    "conv": _conv,
-    "conv2d": _conv2d,
-    "layernorm": nn.LayerNorm,
-    "batchnorm": nn.BatchNorm1d,
-    "embedding": lambda d: nn.Embedding(WORDS, d, padding_idx=2),
-    "max_norm": lambda d: nn.Embedding(WORDS, d, max_norm=1.0),
-    "bag": lambda d: nn.EmbeddingBag(WORDS, d, mode="mean"),
-    "scalar": lambda d: Holder(nn.Parameter(torch.tensor(0.1))),
-    "empty": lambda d: Holder(nn.Parameter(torch.empty(0)), nn.Parameter(torch.randn(3))),
-    "list": lambda d: Holder(*(nn.Parameter(torch.randn(n) / 9) for n in (1, 5, 2))),
-    "nested": Nested,
-    "gru": lambda d: nn.GRU(d, d, batch_first=True),
-    "mha": lambda d: nn.MultiheadAttention(d, 2, batch_first=True),
-    "encoder": lambda d: nn.TransformerEncoderLayer(d, 2, 2 * d, dropout=0.1, activation="gelu", batch_first=True),
-    "experts": Experts,
-    "bilinear": lambda d: nn.Bilinear(d, d, d),
-    "lora": Lora,
-    "functional": Functional,
-    "buffer": Running,
-    "dropout": lambda d: nn.Sequential(nn.Linear(d, d), nn.Dropout(0.3)),
-    "weight_norm": lambda d: parametrizations.weight_norm(nn.Linear(d, d)),
-    "spectral_norm": lambda d: parametrizations.spectral_norm(nn.Linear(d, d)),
-    "orthogonal": lambda d: parametrizations.orthogonal(nn.Linear(d, d)),
-    "symmetric": lambda d: _parametrised(nn.Linear(d, d)),
-    "old_weight_norm": lambda d: torch.nn.utils.weight_norm(nn.Linear(d, d)),
-    "old_spectral_norm": lambda d: torch.nn.utils.spectral_norm(nn.Linear(d, d)),
-    # what may be refused
-    "integer": lambda d: Holder(
-        nn.Parameter(torch.randn(2) / 9), nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
-    ),
-    "subclass": lambda d: Holder(Tagged(torch.randn(3) / 9)),
-    "double": lambda d: Holder(nn.Parameter(torch.randn(2) / 9), nn.Parameter(torch.randn(3).double() / 9)),
-    "slots": lambda d: nn.Linear(d, d),
-}
-
-
-def _parametrised(linear: nn.Linear) -> nn.Linear:
-    parametrize.register_parametrization(linear, "weight", Symmetric())
-    return linear
-
-
 WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "clamp": lambda p: p.clamp_(-0.3, 0.3),
     "data": lambda p: p.data.mul_(0.95),
@@ -255,23 +111,12 @@ class Piece(nn.Module):
         if self.spec.write and (weight := self.weight()) is not None:
             with torch.no_grad():
                 WRITES[self.spec.write](weight)
-        kind, inner = self.spec.kind, self.inner
-        if kind in ("embedding", "max_norm"):
-            y = inner(tokens)
-        elif kind == "bag":
-            y = inner(tokens[:, None])
-        elif kind == "experts":
-            y = inner(x, tokens)
-        elif kind == "bilinear":
-            y = inner(x, x)
-        elif kind == "mha":
-            y = inner(x[:, None], x[:, None], x[:, None])[0][:, 0]
-        elif kind in ("gru", "encoder"):
-            y = inner(x[:, None])
-            y = (y[0] if kind == "gru" else y)[:, 0]
-        else:
-            y = inner(x)
+        kind = self.spec.kind
+        y = call(kind, self.inner, x, tokens)
         y = x * 0.8 + 0.5 * torch.tanh(y)
+        shadow = getattr(self, "shadow", None)  # a buffer or an attribute over the memory of a parameter
+        if shadow is not None:
+            y = y + 0.1 * torch.tanh(shadow.sum())
         if fail:
             raise Failure("in forward")
         return PACK["slots" if kind == "slots" else self.spec.output](y, x)
@@ -301,6 +146,8 @@ class Network(nn.Module):
             self.nothing = nn.Parameter(torch.empty(0, 3))
         elif spec.root == "embedding":
             self.embed = nn.Embedding(WORDS, spec.width)
+        for wanted in spec.shares:
+            share(self, pieces, wanted)
 
     def pieces(self) -> list[Piece]:
         return [module for module in self.modules() if isinstance(module, Piece)]
@@ -323,14 +170,21 @@ class Network(nn.Module):
         return PACK[spec.output](x, given)
 
     def run(self, piece: Piece, x: Tensor, tokens: Tensor, fail: bool) -> Tensor:
+        def run(y: Tensor) -> Tensor:
+            return first_tensor(piece(y, tokens, fail))
+
         if piece.spec.use == "no_grad":
             with torch.no_grad():
-                y = first_tensor(piece(x, tokens, fail))
+                y = run(x)
             return x + 0.1 * y
+        if piece.spec.use.startswith("forced"):
+            return forced(run, x, piece.spec.use == "forced_through")
         if piece.spec.checkpoint and torch.is_grad_enabled():
-            reentrant = piece.spec.checkpoint == "reentrant"
-            return checkpoint(lambda y: first_tensor(piece(y, tokens, fail)), x, use_reentrant=reentrant)
-        return first_tensor(piece(x, tokens, fail))
+            how = piece.spec.checkpoint
+            if how in ("adjoint", "reversible"):
+                return rerun(how, run, piece, x)
+            return checkpoint(run, x, use_reentrant=how == "reentrant")
+        return run(x)
 
 
 class Wrapper(nn.Module):

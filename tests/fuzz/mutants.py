@@ -11,10 +11,14 @@ from torch import Tensor
 
 from tests.fuzz.program import Program
 from tests.fuzz.run import Outcome, execute
+from zero_core import sharding
 from zero_core.building import wrapping
 from zero_core.optim import elementwise
-from zero_core.runtime import parameter
+from zero_core.optim.options import Options
+from zero_core.runtime import hooks, parameter
+from zero_core.runtime.hooks import Engine
 from zero_core.runtime.reducer import Reducer
+from zero_core.runtime.schedule import Pass
 from zero_core.runtime.unit import Unit
 
 __all__ = ["MUTANTS", "runner"]
@@ -58,6 +62,15 @@ def _unseen(unit: Unit, k: int) -> None:
     unit.epochs[k] += 1
 
 
+_HOOK_OUTPUTS = hooks.hook_outputs
+
+
+def _with_grad_alone(output: Any, sequence: int, act: Any) -> bool:
+    """`hook_outputs` as it was called: not for a pass that began under no_grad."""
+    began = act.args[0]
+    return not (isinstance(began, Pass) and not began.grad) and _HOOK_OUTPUTS(output, sequence, act)
+
+
 MUTANTS: dict[str, Callable[[], list[Any]]] = {
     "a gradient is lost": _patched((Reducer, "_reduce", _overwriting), (Reducer, "retire_late", _at_once)),
     "only vectors are probed": _patched((elementwise, "_PROBE_SHAPES", ((7,),))),
@@ -69,6 +82,10 @@ MUTANTS: dict[str, Callable[[], list[Any]]] = {
         (Unit, "overwritten", _unseen), (parameter, "increment_version", lambda tensor: None)
     ),
     "shard evaluates weights": _patched((wrapping, "_own_numel", _computed)),
+    "shared memory is not seen": _patched((sharding, "followers_of", lambda model, optimized: ([], []))),
+    "changed options are not seen": _patched((Options, "check", lambda options: None)),
+    "a backward in a backward finds no memory": _patched((Engine, "_open_inside", lambda engine, visit: None)),
+    "a backward in a forward finds no memory": _patched((hooks, "hook_outputs", _with_grad_alone)),
 }
 
 

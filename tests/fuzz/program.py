@@ -1,4 +1,4 @@
-"""What a program is, how one is drawn from a seed, and how one is made smaller. Data only: runs nothing.
+"""What a program is, and how one is made smaller. Data only: runs nothing.
 
 Defaults are the simplest choice of every field: a program becomes smaller by giving fields their defaults back and by
 losing elements of its tuples, and its `repr` shows only what is left.
@@ -10,10 +10,9 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from random import Random
 from typing import Any
 
-__all__ = ["Block", "Config", "Model", "Op", "Optimizer", "Program", "generate", "smaller", "sound"]
+__all__ = ["Block", "Config", "Model", "Op", "Optimizer", "Program", "Share", "smaller", "sound"]
 
 
 class Brief:
@@ -33,12 +32,21 @@ class Block(Brief):
     """One block of a model: (rows, width) in, the same shape out, inside whatever `output` says."""
 
     kind: str = "linear"  # a key of models.KINDS
-    use: str = "once"  # once, twice, never, odd (every second forward), training, no_grad
+    use: str = "once"  # once, twice, never, odd (every second forward), training, no_grad, forced, forced_through
     output: str = "tensor"  # a key of models.PACK
-    checkpoint: str = ""  # "", plain, reentrant
+    checkpoint: str = ""  # "", plain, reentrant, adjoint, reversible: the last two are recomputing.py's
     write: str = ""  # what its forward writes into its first weight: a key of models.WRITES
     frozen: str = ""  # "", all, first
     hook: str = ""  # "", forward, backward, parameter: a hook of the user's
+
+
+@dataclass(frozen=True, repr=False)
+class Share(Brief):
+    """A tensor that lies in the memory of block `one`'s weight: `other` picks it."""
+
+    how: str = "data"  # data, parameter, transposed, view, flat, buffer, attribute, rows: see sharing.py
+    one: int = 0
+    other: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,6 +57,7 @@ class Model(Brief):
     root: str = ""  # what the root itself owns: "", scale, bias, empty, embedding
     output: str = "tensor"
     ties: tuple[tuple[int, int], ...] = ()  # pairs of blocks with one weight, where both have one
+    shares: tuple[Share, ...] = ()
     external: int = -1  # a block whose weight the root's forward uses, outside that block
     in_place: bool = False  # the root changes what blocks return
     wrapped: bool = False  # inside another module, which owns nothing
@@ -80,7 +89,7 @@ class Config(Brief):
 
 @dataclass(frozen=True, repr=False)
 class Op(Brief):
-    """One operation of the loop: a method of run.Side. `index` and `how` mean what that method says."""
+    """One operation of the loop: a method of side.Side. `index` and `how` mean what that method says."""
 
     name: str = "backward"
     index: int = 0
@@ -96,263 +105,7 @@ class Program(Brief):
     config: Config = Config()
     seed: int = 0
     same_data: bool = False  # every rank has the same batches: forwards that write what depends on them
-
-
-# -- drawing -----------------------------------------------------------------------------------------------------------
-
-COMMON = ["linear", "mlp", "conv", "conv2d", "layernorm", "batchnorm", "embedding", "scalar", "nested", "gru", "mha"]
-RARER = [
-    "encoder",
-    "experts",
-    "bilinear",
-    "lora",
-    "functional",
-    "buffer",
-    "dropout",
-    "empty",
-    "max_norm",
-    "list",
-    "bag",
-]
-PARAMETRISED = ["weight_norm", "spectral_norm", "orthogonal", "symmetric", "old_weight_norm", "old_spectral_norm"]
-OUTPUTS = ["tuple", "list", "dict", "dataclass", "namedtuple", "nested", "object", "pass"]
-WRITES = ["clamp", "detach", "copy", "row"]
-HIDDEN_WRITES = ["data"]
-
-_ADAM: dict[str, list[Any]] = {
-    "lr": [0.01, 0.03],
-    "eps": [1e-3, 1e-2],
-    "weight_decay": [0.0, 0.1],
-    "betas": [(0.9, 0.99), (0.5, 0.9)],
-}
-_IMPLEMENTATION: dict[str, list[Any]] = {"foreach": [None, None, True, False]}
-_FUSED: dict[str, list[Any]] = {"fused": [None, None, None, True]}
-STOCK: dict[str, dict[str, list[Any]]] = {
-    "SGD": {
-        "lr": [0.03, 0.1],
-        "momentum": [0.0, 0.9],
-        "nesterov": [False, True],
-        "weight_decay": [0.0, 0.1],
-        "maximize": [False, False, False, True],
-        **_IMPLEMENTATION,
-        **_FUSED,
-    },
-    "Adam": {**_ADAM, "amsgrad": [False, False, True], **_IMPLEMENTATION, **_FUSED},
-    "AdamW": {**_ADAM, "amsgrad": [False, False, True], **_IMPLEMENTATION, **_FUSED},
-    "NAdam": {**_ADAM, "decoupled_weight_decay": [False, True], **_IMPLEMENTATION},
-    "RAdam": {**_ADAM, **_IMPLEMENTATION},
-    "Adamax": {**_ADAM, **_IMPLEMENTATION},
-    "Adadelta": {"lr": [0.3], "eps": [1e-3], "weight_decay": [0.0, 0.1], **_IMPLEMENTATION},
-    "Adagrad": {"lr": [0.03], "eps": [1e-3], "lr_decay": [0.0, 0.1], "initial_accumulator_value": [0.0, 0.1]},
-    "RMSprop": {"lr": [0.01], "eps": [1e-2], "momentum": [0.0, 0.9], "centered": [False, True], **_IMPLEMENTATION},
-    "ASGD": {"lr": [0.03], "t0": [1.0, 1e6], "weight_decay": [0.0, 0.1], **_IMPLEMENTATION},
-    "Rprop": {"lr": [0.01], **_IMPLEMENTATION},
-}
-TIERED = {"SGD", "Adam", "AdamW"}  # what every UpdateStep knows
-OWN = ["Soft", "Counting", "Slow", "Stateless"]
-NOT_ELEMENTWISE = [
-    *("Rows", "Shapes", "Factors", "Trust", "Centred", "Convolutions", "MatrixDecay", "Positions", "Depth", "Noise"),
-    *("Large", "Whole", "Calls", "Adafactor", "Muon", "LBFGS"),
-]
-REFUSED_OPS = ["clip", "deepcopy", "pickle", "set_data", "add_group", "optimizer_state", "keep", "unzeroed"]
-REFUSED_OPS += ["functional", "parameters_to", "vector"]
-READS = [
-    "norm",
-    "mean",
-    "square",
-    "first",
-    "tolist",
-    "numpy",
-    "clone",
-    "data",
-    "detach",
-    "state_dict",
-    "vector",
-    "grad",
-]
-PARAMETER_WRITES = ["copy", "mul", "data", "data_row", "detach", "row", "gathered", "init", "foreach", "clamp", "apply"]
-
-
-def generate(seed: int) -> Program:
-    """The program of a seed: usually one that shard() is to honour, now and then with something it may refuse."""
-    r = Random(seed)
-    exotic = r.choice(["optimizer"] * 4 + ["op", "config", "kind", "write"]) if r.random() < 0.03 else ""
-    model = _model(r, exotic)
-    config = _config(r, exotic == "config")
-    if config.ranks > 1 and (model.container != "list" or config.units == "linears"):
-        # every expert would be a unit of its own, and ranks that choose others are refused
-        last = model.blocks[-1:] if exotic == "kind" else ()
-        rest = model.blocks[: len(model.blocks) - len(last)]
-        rest = tuple(dataclasses.replace(b, kind="nested") if b.kind == "experts" else b for b in rest)
-        model = dataclasses.replace(model, blocks=rest + last)
-    if exotic == "optimizer":  # with tiers it would be refused for its name
-        config = dataclasses.replace(config, placement="", slab=False, cpu_step=False)
-    optimizer = _optimizer(r, exotic == "optimizer", config)
-    loop = _loop(r, config)
-    if exotic == "op":
-        at, name = r.randrange(len(loop) + 1), r.choice(REFUSED_OPS)
-        step = Op("step", how=name)
-        if name in ("keep", "unzeroed"):
-            loop = tuple(step if op.name == "step" else op for op in loop)
-        else:
-            loop = (*loop[:at], Op(name, r.randrange(8)), *loop[at:])
-    if any(block.write in HIDDEN_WRITES for block in model.blocks):
-        # torch mixes old and new values where such a write comes between a use outside of the module and its backward
-        model = dataclasses.replace(model, external=-1)
-        loop = tuple(dataclasses.replace(op, how="") if op.how in ("l2", "l2_before") else op for op in loop)
-    same = any(block.kind == "max_norm" for block in model.blocks)
-    return Program(model, optimizer, loop, config, seed, same)
-
-
-def _some(r: Random, chance: float, value: Any, otherwise: Any) -> Any:
-    return value if r.random() < chance else otherwise
-
-
-def _model(r: Random, exotic: str) -> Model:
-    blocks = tuple(_block(r) for _ in range(r.choice([1, 2, 2, 3, 4])))
-    if exotic == "kind":
-        blocks = (*blocks, Block(r.choice(["integer", "subclass", "double", "slots", "experts"])))
-    if exotic == "write":
-        blocks = (*blocks, Block(write=r.choice(HIDDEN_WRITES)))
-    pairs = [(i, j) for i in range(len(blocks)) for j in range(i)]
-    return Model(
-        blocks,
-        width=r.choice([4, 6]),
-        container=r.choice(["list", "list", "sequential", "attributes", "dict"]),
-        root=_some(r, 0.4, r.choice(["scale", "bias", "empty", "embedding"]), ""),
-        output=_some(r, 0.4, r.choice(OUTPUTS), "tensor"),
-        ties=(r.choice(pairs),) if pairs and r.random() < 0.15 else (),
-        external=_some(r, 0.15, r.randrange(len(blocks)), -1),
-        in_place=r.random() < 0.1,
-        wrapped=r.random() < 0.1,
-    )
-
-
-def _block(r: Random) -> Block:
-    kind = r.choice(r.choice([*[COMMON] * 5, *[RARER] * 3, PARAMETRISED]))
-    return Block(
-        kind,
-        use=_some(r, 0.25, r.choice(["twice", "twice", "never", "odd", "training", "no_grad"]), "once"),
-        output=_some(r, 0.3, r.choice(OUTPUTS), "tensor"),
-        checkpoint=_some(r, 0.15, r.choice(["plain", "reentrant"]), ""),
-        write=_some(r, 0.1, r.choice(WRITES), ""),
-        frozen=_some(r, 0.15, r.choice(["all", "first"]), ""),
-        hook=_some(r, 0.1, r.choice(["forward", "backward", "parameter"]), ""),
-    )
-
-
-def _optimizer(r: Random, exotic: bool, config: Config) -> Optimizer:
-    groups = _some(r, 0.4, r.choice(["two", "ndim", "partial", "named"]), "one")
-    if exotic:
-        return Optimizer(r.choice(NOT_ELEMENTWISE), (("lr", 0.03),), groups)
-    if not config.placement and r.random() < 0.25:
-        return Optimizer(r.choice(OWN), (("lr", 0.03),), groups)
-    name = r.choice(sorted(TIERED) if config.placement or r.random() < 0.4 else sorted(STOCK))
-    options = {key: r.choice(values) for key, values in STOCK[name].items()}
-    options = {k: v for k, v in options.items() if v not in (None, False) or k in ("foreach",)}
-    if name == "SGD" and not options.get("momentum"):
-        options.pop("nesterov", None)
-    if options.get("fused"):
-        options.pop("foreach", None)
-    if config.placement:  # these the steps of zero-offload refuse
-        options.pop("amsgrad", None)
-        options.pop("maximize", None)
-    return Optimizer(name, tuple((k, v) for k, v in options.items() if v is not None), groups)
-
-
-def _config(r: Random, exotic: bool) -> Config:
-    placement = ""
-    if r.random() < 0.35:
-        placement = " ".join(r.choice(["device", "host", "nvme"]) for _ in range(3))
-    config = Config(
-        ranks=r.choice([1, 1, 2]),
-        stage=r.choice([0, 1, 2, 3, 3, 3]),
-        placement=placement,
-        slab="nvme" in placement and r.random() < 0.3,
-        cpu_step=bool(placement) and r.random() < 0.5,
-        overlap=r.random() < 0.8,
-        units=_some(r, 0.2, r.choice(["blocks", "linears"]), ""),
-        prefetch_bytes=r.choice([128 << 20, 128 << 20, 0, 1, 200]),
-        resident_bytes=r.choice([0, 0, 0, 200, 1 << 20]),
-        max_grad_norm=r.choice([None, 0.1, 1.0]),
-        warm=_some(r, 0.08, r.choice([1, 2]), 0),
-        deferred=r.random() < 0.03,
-    )
-    if config.deferred:
-        config = dataclasses.replace(config, warm=0)
-    if exotic or r.random() < 0.08:
-        config = dataclasses.replace(config, update_in_backward=True)
-        if not exotic:
-            config = dataclasses.replace(config, max_grad_norm=None, stage=r.choice([0, 2, 3]))
-    return config
-
-
-def _loop(r: Random, config: Config) -> tuple[Op, ...]:
-    ops: list[Op] = []
-    calm = config.update_in_backward  # then every backward is a step, and nothing can come between the two
-    for _ in range(r.choice([1, 2, 3, 4])):
-        while r.random() < 0.4:
-            ops.append(_between(r, calm))
-        waits = not calm and r.random() < 0.2  # a forward whose backward comes after what follows
-        if waits:
-            ops.append(Op("forward", r.randrange(12), _some(r, 0.2, "l2", "")))
-            if r.random() < 0.3:  # as a loop with an adversary: some parameters are stepped, others are not
-                ops += [Op("sub_forward", r.randrange(12), "backward"), Op("step")]
-        micro = 1 if calm else r.choice([1, 1, 1, 2, 3])
-        quiet = r.random() < 0.4
-        for m in range(micro):
-            ops.append(_backward(r, quiet and not calm and (m < micro - 1 or r.random() < 0.2), calm))
-            while not calm and r.random() < 0.2:
-                ops.append(_pending(r))
-        if waits and r.random() < 0.5:
-            ops += [_pending(r), Op("late", quiet=quiet and r.random() < 0.5)]
-            waits = False
-        ops.append(Op("step", how=_some(r, 0.3, r.choice(["model", "parameters", "" if calm else "closure"]), "")))
-        if waits:
-            ops += [Op("late"), Op("step")]
-    while r.random() < 0.4:
-        ops.append(_between(r, calm))
-    return tuple(ops)
-
-
-def _backward(r: Random, quiet: bool, calm: bool) -> Op:
-    kinds = ["l2", "l2_before", "external_read", "grad_scale"]
-    if not calm:
-        kinds += ["joint", "retain", "penalty", "autograd_grad", "reverse", "part"]
-    return Op("backward", r.randrange(12), _some(r, 0.35, r.choice(kinds), ""), quiet)
-
-
-def _between(r: Random, calm: bool) -> Op:
-    """Something that loops do between steps, when no gradient is pending."""
-    name = r.choice(
-        ["read"] * 4
-        + ["write"] * 3
-        + ["evaluate"] * 3
-        + ["options", "freeze", "resume", "state_dict", "mode", "fail", "sub_forward", "step", "seed"]
-    )
-    how = {
-        "read": READS,
-        "write": PARAMETER_WRITES,
-        "evaluate": ["no_grad", "inference", "eval", "thrown_away", "copy", "cached"],
-        "options": ["lr", "weight_decay"],
-        "fail": ["forward"] if calm else ["forward", "backward"],
-        "resume": ["", "", "stage"],
-        "sub_forward": ["no_grad"] if calm else ["no_grad", "backward"],
-    }.get(name, [""])
-    return Op(name, r.randrange(12), r.choice(how))
-
-
-def _pending(r: Random) -> Op:
-    """Something between backward and step."""
-    name = r.choice(["read", "read", "evaluate", "drop", "write", "options", "fail", "drop_all"])
-    how = {
-        "read": READS,
-        "evaluate": ["no_grad", "eval"],
-        "write": PARAMETER_WRITES,
-        "options": ["lr"],
-        "fail": ["forward"],
-    }.get(name, [""])
-    return Op(name, r.randrange(12), r.choice(how))
+    before: tuple[Op, ...] = ()  # what is done before shard
 
 
 # -- making smaller ----------------------------------------------------------------------------------------------------
@@ -361,9 +114,10 @@ def _pending(r: Random) -> Op:
 def sound(program: Program) -> bool:
     """Whether plain torch and shard() can be compared.
 
-    With update_in_backward, every backward is a step of its own; a deferred model cannot be trained before shard().
+    With update_in_backward, every backward is a step of its own; a deferred model cannot be trained before shard(), nor
+    can its tensors be changed.
     """
-    if program.config.deferred and program.config.warm:
+    if program.config.deferred and (program.config.warm or program.before or program.model.shares):
         return False
     uses = [op for op in program.loop if op.name in ("backward", "step") or op.how == "backward"]
     lone = [a for a, b in pairwise([*uses, Op()]) if a.name != "step" and b.name != "step"]

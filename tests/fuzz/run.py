@@ -14,7 +14,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 import zero_core
-from tests.fuzz import models
-from tests.fuzz.models import Piece
+from tests.fuzz.models import Piece, build
 from tests.fuzz.optimizers import build_optimizer
 from tests.fuzz.program import Op, Program
 from tests.fuzz.side import Record, Side
+from tests.interrupting import interrupted
 from zero_core.errors import CheckpointError, StoreError, ZeroError
 from zero_offload.errors import ClosedError, OffloadError, SwapError
 
@@ -67,15 +67,21 @@ class Plain(Side):
             if group.get("fused"):  # torch's kernels move no version counter: a backward would mix old and new values
                 increment_version([p for p in group["params"] if p.grad is not None])
 
+    def interrupted(self, op: Op) -> None:
+        self.batch()
+
     def op_resume(self, op: Op) -> None:
+        self.unhook()
         saved = copy.deepcopy((self.first.model.state_dict(), self.first.optimizer.state_dict()))
         random, frozen = torch.get_rng_state(), [p.requires_grad for p in self.parameters]
         training, noise, self.noise = self.model.training, self.noise, None
         self.waiting.clear()  # they are of the model that is left
+        self.unhook()
         self.model = self.make(99)
         self.optimizer = build_optimizer(self.program.optimizer, self.model)
         self.model.load_state_dict(saved[0])
         self.optimizer.load_state_dict(saved[1])
+        self.prepare()
         self.noise = noise
         self.model.train(training)
         for parameter, wanted in zip(self.parameters, frozen, strict=True):
@@ -99,6 +105,13 @@ class World:
 
     def run(self) -> list[list[Record]]:
         """Every rank's records."""
+        try:
+            return self._run()
+        finally:
+            for side in self.sides:
+                side.unhook()
+
+    def _run(self) -> list[list[Record]]:
         for at, op in enumerate(self.program.loop):
             joint = op.name == "step"
             if joint and op.how == "closure":
@@ -181,7 +194,7 @@ class Sharded(Side):
 
     def make(self, seed: int) -> Any:
         with zero_core.deferred_init() if self.program.config.deferred else nullcontext():
-            return models.build(self.program.model, seed)
+            return build(self.program.model, seed)
 
     def shard(self, stage: int) -> Any:
         config = self.program.config
@@ -222,21 +235,38 @@ class Sharded(Side):
 
     def step(self, op: Op) -> None:
         if op.how == "closure":
-            at, self.at = self.at, f"{self.at.split(':')[0]}: {Op('backward')!r}"
-            self.optimizer.step(lambda: self.op_backward(Op("backward")))
-            self.at = at
+            self.optimizer.step(self.closure)
         else:
             self.optimizer.step()
+        self.tell()
         self.record(f"gradient norm at {self.at}", self.optimizer.grad_norm)
+
+    def closure(self) -> None:
+        at, seen = self.at, dict(self.seen)  # by hooks on the step, which is told after the backward
+        self.seen.clear()
+        self.run(int(at.split(":")[0]), Op("backward"))
+        self.at = at
+        self.seen.update(seen)
+
+    def interrupted(self, op: Op) -> None:
+        with (
+            suppress(KeyboardInterrupt),
+            interrupted(op.index),
+            torch.no_grad() if op.how == "evaluate" else nullcontext(),
+        ):
+            self.backward(self.forward())
 
     def op_resume(self, op: Op) -> None:
         folder = Path(self.folder) / f"checkpoint-{len(self.records)}-{self.batches}"
+        self.unhook()
         zero_core.checkpoint.save(folder, self.model, self.optimizer)
         frozen, training = [p.requires_grad for p in self.parameters], self.model.training
         self.optimizer.close()
         self.waiting.clear()  # they are of the model that is left
+        self.unhook()
         self.model = self.make(99)
         self.optimizer = build_optimizer(self.program.optimizer, self.model)
+        self.prepare()
         self.optimizer = self.shard((self.program.config.stage + 1) % 4 if op.how else self.program.config.stage)
         zero_core.checkpoint.load(folder, self.model, self.optimizer)
         self.model.train(training)
@@ -288,6 +318,7 @@ def _sharded(program: Program, rank: int, folder: str) -> list[Record]:
 
         place = tempfile.mkdtemp(dir=folder)
         bytestore = zero_nvme.Slab([place]) if program.config.slab else zero_offload.MemoryByteStore()
+    side = None
     try:
         side = Sharded(program, rank, folder, bytestore)
         for at, op in enumerate(program.loop):
@@ -295,6 +326,8 @@ def _sharded(program: Program, rank: int, folder: str) -> list[Record]:
         side.finish()
         return side.records
     finally:
+        if side is not None:
+            side.unhook()
         if bytestore is not None:
             bytestore.close()
 

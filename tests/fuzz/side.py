@@ -5,10 +5,6 @@ Plain torch, but for `materialise`: what is the same on both sides. What differs
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import cached
 
 import zero_core
-from tests.fuzz import models
-from tests.fuzz.models import Failure, Piece, first_tensor
+from tests.fuzz.hooks import Hooks
+from tests.fuzz.kinds import WORDS
+from tests.fuzz.models import Failure, Piece, build, first_tensor
 from tests.fuzz.optimizers import build_optimizer
 from tests.fuzz.program import Op, Program
+from tests.fuzz.values import Values
 from zero_core.building.init import materialise
 
 __all__ = ["Record", "Side"]
@@ -29,6 +27,27 @@ __all__ = ["Record", "Side"]
 ROWS = 3
 NUMBERS = 1e-5  # the tolerance of losses, norms and outputs
 JITTER = 3e-7  # what jittered plain runs change in inputs and first values, to learn what rounding does
+
+
+OPTIONS: dict[str, Any] = {
+    "momentum": 0.5,
+    "weight_decay": 0.05,
+    "dampening": 0.2,
+    "eps": 0.02,
+    "betas": (0.7, 0.8),
+    "lr_decay": 0.2,
+    "rho": 0.7,
+    "alpha": 0.8,
+    "lambd": 0.01,
+    "momentum_decay": 0.01,
+    "etas": (0.6, 1.3),
+}
+
+SCHEDULES: dict[str, Any] = {
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.05, total_steps=20),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=3),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+}
 
 
 @dataclass
@@ -41,13 +60,14 @@ class Record:
     scale: float | None = None  # None: the largest value
 
 
-class Side:
+class Side(Values, Hooks):
     """One rank's model, optimizer and random numbers. Every operation of a loop is a method `op_NAME`."""
 
-    model: Any
-    optimizer: Any
+    schedule: Any = None
+    twin: Any = None  # a second model over the memory of the first
 
     def __init__(self, program: Program, rank: int, jitter: int = 0) -> None:
+        super().__init__()
         self.program, self.rank = program, rank
         self.noise = torch.Generator().manual_seed(jitter) if jitter else None
         self.records: list[Record] = []
@@ -62,15 +82,22 @@ class Side:
             self.loss(first_tensor(self.model(x, tokens)), target).backward()
             self.optimizer.step()
             self.model.zero_grad()
+        self.prepare()
         torch.manual_seed(self.program.seed + 1000 + rank)
+
+    def prepare(self) -> None:
+        """What is done before shard."""
+        self.unhook()
+        for at, op in enumerate(self.program.before):
+            self.run(at - len(self.program.before), op)
 
     def make(self, seed: int) -> Any:
         if self.program.config.deferred:
             with zero_core.deferred_init():  # its first values are not those of eager construction
-                model = models.build(self.program.model, seed)
+                model = build(self.program.model, seed)
             materialise(model)
         else:
-            model = models.build(self.program.model, seed)
+            model = build(self.program.model, seed)
         if self.noise is not None:
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -102,7 +129,7 @@ class Side:
         width = self.program.model.width
         rows = ROWS + rank  # ranks have batches of different sizes
         x, target = torch.randn(rows, width, generator=made), torch.randn(rows, width, generator=made)
-        return self.shaken(x), torch.randint(0, models.WORDS, (rows,), generator=made), target
+        return self.shaken(x), torch.randint(0, WORDS, (rows,), generator=made), target
 
     @staticmethod
     def loss(y: Tensor, target: Tensor) -> Tensor:
@@ -128,6 +155,12 @@ class Side:
     def run(self, at: int, op: Op) -> None:
         self.at = f"{at}: {op!r}"
         getattr(self, f"op_{op.name}")(op)
+        self.tell()
+
+    def tell(self) -> None:
+        """Records what hooks saw in the operation."""
+        for name, told in self.told().items():
+            self.record(f"what hook {name} saw at {self.at}", told)
 
     # -- backward and step
 
@@ -198,6 +231,50 @@ class Side:
             self.record(f"gradient at {self.at}", 0.0 if gradient is None else gradient)
         return self._backward_plain(op)
 
+    def _backward_saved_on_cpu(self, op: Op) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            loss = self.forward()
+        self.backward(loss)
+        return loss
+
+    def _backward_saved_copies(self, op: Op) -> Tensor:
+        """What the graph keeps is packed by hooks of the user's, which keep copies in twice the precision."""
+
+        def pack(tensor: Tensor) -> Any:
+            return (tensor.double(), tensor.dtype) if tensor.is_floating_point() else (tensor.clone(), tensor.dtype)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept[0].to(kept[1])):
+            loss = self.forward()
+        self.backward(loss)
+        return loss
+
+    def _backward_hook_runs(self, op: Op) -> Tensor:
+        """A hook on the output of a block runs another block, or a whole model, inside backward."""
+        x, tokens, _ = self.batch()
+        runs = self.model if op.index % 3 == 0 else self.piece(Op(index=op.index // 3))
+        arguments = (x, tokens, self.batches, -1) if runs is self.model else (x, tokens)
+
+        def run(gradient: Tensor) -> Tensor:
+            with torch.no_grad():
+                return gradient * (1 + 0.1 * first_tensor(runs(*arguments)).mean())
+
+        def run_twice(gradient: Tensor) -> Tensor:
+            with torch.enable_grad():
+                again = x.clone().requires_grad_()
+                (slope,) = torch.autograd.grad(first_tensor(runs(again, *arguments[1:])).square().sum(), again)
+            return gradient * (1 + 0.1 * slope.mean())
+
+        def put(module: nn.Module, args: Any, output: Any) -> None:
+            y = first_tensor(output)
+            if y.requires_grad:
+                y.register_hook(run if op.index % 2 else run_twice)
+
+        handle = self.piece(op).register_forward_hook(put)
+        loss = self.forward()
+        handle.remove()
+        self.backward(loss)
+        return loss
+
     def _backward_part(self, op: Op) -> Tensor:
         loss = self.forward()
         self.backward(loss, inputs=[self.parameter(op)] if self.parameter(op).requires_grad else None)
@@ -247,89 +324,26 @@ class Side:
         for parameter in self.parameters:
             parameter.grad = None
 
-    # -- reading and writing
-
-    def op_read(self, op: Op) -> None:
-        p, how = self.parameter(op), op.how
-        if how == "grad":
-            if self.program.config.ranks == 1:  # on several ranks p.grad also tells of other ranks' gradients
-                self.record(f"grad is None at {self.at}", [float(q.grad is None) for q in self.parameters])
-            return
-        read: dict[str, Callable[[], Any]] = {
-            "": lambda: p.norm().item(),
-            "norm": lambda: p.norm().item(),
-            "mean": lambda: (p.float().sum() / max(1, p.numel())).item(),
-            "square": lambda: p.square().sum().item(),
-            "first": lambda: p[0].tolist() if p.ndim and p.numel() else 0.0,
-            "tolist": p.tolist,
-            "numpy": lambda: p.detach().cpu().numpy(),
-            "clone": lambda: p.detach().clone(),
-            "data": lambda: p.data.sum(),
-            "detach": lambda: p.detach().abs().sum(),
-            "state_dict": lambda: torch.cat([v.double().flatten() for v in self.model.state_dict().values()]),
-            "vector": lambda: nn.utils.parameters_to_vector(self.model.parameters()),
-        }
-        if how == "average":  # of the values so far, as evaluation likes it
-            now = [q.detach().clone().double() for q in self.parameters]
-            old = self.average or now
-            self.average = [0.5 * a + 0.5 * b for a, b in zip(old, now, strict=True)]
-            read[how] = lambda: torch.cat([q.flatten() for q in self.average])
-        self.record(f"read at {self.at}", read[how]())
-
-    def op_write(self, op: Op) -> None:
-        p, how = self.parameter(op), op.how
-        if not p.is_floating_point():
-            return
-        if self.waiting and self.outside and how in ("data", "data_row", "gathered"):
-            how = "detach"  # torch would mix old and new values where the parameter was used outside of its module
-        if how == "detach":
-            p.detach().mul_(0.9)
-        elif how == "data":
-            p.data.mul_(0.9)
-        elif how == "data_row":
-            p.data.view(-1)[:2] = 0.1
-        elif how == "gathered":
-            with self.gathered():
-                p.data.mul_(0.9)
-        elif how == "apply":
-            self.model.apply(_shrink_linears)
-        elif how == "init":
-            nn.init.constant_(p, 0.2)
-        else:
-            with torch.no_grad():
-                if how == "row" and p.ndim and p.numel():
-                    p[0].mul_(0.5)
-                elif how == "copy":
-                    p.copy_(p * 0.9)
-                elif how == "foreach":
-                    torch._foreach_mul_([q for q in self.parameters if q.is_floating_point()], 0.99)
-                elif how == "clamp":
-                    p.clamp_(-0.4, 0.4)
-                else:
-                    p.mul_(0.9)
-
-    def gathered(self) -> Any:
-        return nullcontext()
-
-    def op_state_dict(self, op: Op) -> None:
-        values = {name: value.clone() for name, value in self.model.state_dict().items()}
-        names = [name for name, value in values.items() if value.is_floating_point()]
-        values[names[op.index % len(names)]] *= 0.9
-        self.model.load_state_dict(values)
-
     # -- other things that loops do
 
     def op_evaluate(self, op: Op) -> None:
         x, tokens, _ = self.batch()
         training = self.model.training
-        if op.how == "eval":
+        if op.how.startswith("eval"):
             self.model.eval()
         model = self.model
         if op.how == "copy":
-            model = models.build(self.program.model, 1)
+            model = build(self.program.model, 1)
             model.load_state_dict(self.model.state_dict())
             model.train(training)
-        modes: dict[str, Any] = {"inference": torch.inference_mode, "thrown_away": nullcontext, "cached": cached}
+        if op.how == "twin" and self.twin is not None:
+            model = self.twin
+        modes: dict[str, Any] = {
+            "inference": torch.inference_mode,
+            "eval_inference": torch.inference_mode,
+            "thrown_away": nullcontext,
+            "cached": cached,
+        }
         with modes.get(op.how, torch.no_grad)():
             self.record(f"output at {self.at}", first_tensor(model(x, tokens, self.batches, -1)))
         self.model.train(training)
@@ -346,11 +360,46 @@ class Side:
         self.model.train(not self.model.training)
 
     def op_options(self, op: Op) -> None:
+        """Changes an option of a group, where the group has it."""
         group = self.optimizer.param_groups[op.index % len(self.optimizer.param_groups)]
-        if op.how == "weight_decay" and "weight_decay" in group:
-            group["weight_decay"] = 0.05
-        else:
+        if op.how in ("", "lr"):
             group["lr"] = group["lr"] * 0.5
+        elif op.how in ("maximize", "nesterov", "amsgrad", "foreach", "decoupled_weight_decay"):
+            if op.how in group:
+                group[op.how] = not group[op.how]
+        elif op.how == "lr_tensor":
+            group["lr"] = torch.tensor(float(group["lr"]) * 0.5)
+        elif op.how in group:
+            group[op.how] = OPTIONS[op.how]
+
+    def op_schedule(self, op: Op) -> None:
+        """A step of one of torch's schedules; OneCycleLR and CyclicLR change momentum or betas too."""
+        if self.schedule is None or self.schedule.optimizer is not self.optimizer:
+            self.schedule = SCHEDULES[op.how or "OneCycleLR"](self.optimizer)
+        self.schedule.step()
+        self.record(f"rates at {self.at}", [float(group["lr"]) for group in self.optimizer.param_groups])
+
+    def op_twin(self, op: Op) -> None:
+        """A second model with the same parameters, or with others over the same memory."""
+        self.twin = build(self.program.model, 1)
+        for mine, other in zip(self.model.modules(), self.twin.modules(), strict=True):
+            for name, p in list(mine._parameters.items()):
+                if p is not None and op.how == "memory":
+                    other._parameters[name].data = p.data
+                elif p is not None:
+                    setattr(other, name, p)
+
+    def op_interrupt(self, op: Op) -> None:
+        """Ctrl-C in a forward and backward, or in an evaluation, and going on: only one rank, between steps."""
+        torch.manual_seed(self.program.seed)
+        self.interrupted(op)
+        self.seen.clear()
+        self.waiting.clear()
+        self.optimizer.zero_grad()
+        torch.manual_seed(self.program.seed)
+
+    def interrupted(self, op: Op) -> None:
+        raise NotImplementedError
 
     def op_freeze(self, op: Op) -> None:
         parameter = self.parameter(op)
@@ -380,50 +429,6 @@ class Side:
         if hook is not None:
             hook.remove()
             self.optimizer.zero_grad()
-
-    # -- what may be refused
-
-    def op_functional(self, op: Op) -> None:
-        x, tokens, _ = self.batch()
-        values = {name: p.detach() * 0.9 for name, p in self.model.named_parameters()}
-        with torch.no_grad():
-            y = torch.func.functional_call(self.model, values, (x, tokens, self.batches, -1))
-        self.record(f"output at {self.at}", first_tensor(y))
-
-    def op_parameters_to(self, op: Op) -> None:
-        self.model.to(torch.float32)
-
-    def op_vector(self, op: Op) -> None:
-        values = nn.utils.parameters_to_vector(self.model.parameters()).detach()
-        nn.utils.vector_to_parameters(values * 0.9, self.model.parameters())
-
-    def op_clip(self, op: Op) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-
-    def op_deepcopy(self, op: Op) -> None:
-        copy.deepcopy(self.model)
-
-    def op_pickle(self, op: Op) -> None:
-        torch.save(self.parameter(op), io.BytesIO())
-
-    def op_set_data(self, op: Op) -> None:
-        self.parameter(op).data = self.parameter(op).detach() * 0.9
-
-    def op_add_group(self, op: Op) -> None:
-        self.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-
-    def op_optimizer_state(self, op: Op) -> None:
-        saved = pickle.loads(pickle.dumps(self.optimizer.state_dict()))
-        fresh = {"state": {}, "param_groups": saved["param_groups"]}
-        if not op.index % 2:
-            self.optimizer.load_state_dict(fresh)
-        self.optimizer.load_state_dict(saved)
-
-
-@torch.no_grad()
-def _shrink_linears(module: nn.Module) -> None:
-    if type(module) is nn.Linear and "weight" in module._parameters:
-        module.weight.mul_(0.9)
 
 
 def _raise(gradient: Tensor) -> Tensor:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from random import Random
 
 import pytest
+import torch
 
+from tests.fuzz import unusual
+from tests.fuzz.drawing import generate
 from tests.fuzz.fuzzer import Failed, Fuzzer, failing, script
 from tests.fuzz.mutants import MUTANTS, runner
-from tests.fuzz.program import Block, Config, Model, Op, Optimizer, Program, generate, smaller, sound
-from tests.fuzz.run import Outcome
+from tests.fuzz.program import Block, Config, Model, Op, Optimizer, Program, Share, smaller, sound
+from tests.fuzz.run import Outcome, World
 
 PROGRAMS = 250
 # For each mutant a program that was found, and made small, by `python -m tests.fuzz --mutants`.
@@ -21,6 +25,14 @@ SMALLEST = {
     "writes through detach are lost": Program(loop=(Op("write", how="detach"),)),
     "changes before a backward are not seen": Program(loop=(Op("forward", how="l2"), Op("write"), Op("late"))),
     "shard evaluates weights": Program(Model((Block("spectral_norm"),), container="attributes")),
+    "shared memory is not seen": Program(
+        Model((Block(), Block()), shares=(Share("attribute"),)), loop=(Op(), Op("step"), Op("evaluate"))
+    ),
+    "changed options are not seen": Program(
+        loop=(Op("options", how="momentum"), *(Op(), Op("step")) * 2), config=Config(placement="host host host")
+    ),
+    "a backward in a backward finds no memory": Program(Model((Block(),) * 3), loop=(Op(how="hook_runs"),)),
+    "a backward in a forward finds no memory": Program(Model((Block(use="forced"),)), loop=(Op("evaluate"),)),
 }
 
 
@@ -35,7 +47,7 @@ def test_programs_of_fixed_seeds_match_plain_torch_or_are_refused(fuzzer):
     print(tally)
     told = "\n\n".join(f"{failed.smallest!r}\n{failed.outcome.text}" for failed in tally.failed)
     assert not tally.failed and not tally.unsteady, f"{tally}\n\n{told}"
-    assert tally.matched >= 0.95 * tally.programs, str(tally)
+    assert tally.matched >= 0.9 * tally.programs, str(tally)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -43,6 +55,26 @@ def test_a_bug_that_is_put_back_is_found(fuzzer, name):
     with Fuzzer(runner(name)) as mutated:
         assert failing(mutated.judge(SMALLEST[name]))
     assert not failing(fuzzer.judge(SMALLEST[name]))
+
+
+def _every_word() -> list[Program]:
+    """A program for each kind of hook, shared memory, option and idea that unusual.py draws."""
+    step = (Op(), Op("step"))
+    programs = [Program(before=(Op("hook", how=how),), loop=step) for how in unusual.HOOKS]
+    programs += [Program(Model((Block(), Block("mlp")), shares=(Share(how),)), loop=step) for how in unusual.SHARES]
+    for name, options in unusual.OPTIONS.items():
+        changes = [Op("options", how=how) for how in options]
+        programs += [Program(optimizer=Optimizer(name), loop=(change, *step)) for change in changes]
+    simple = Program(Model((Block(), Block("mlp"))), loop=step)
+    return programs + [idea(Random(k), simple) for idea in unusual.IDEAS.values() for k in range(10)]
+
+
+def test_plain_torch_runs_every_word_of_the_grammar():
+    """Else the fuzzer would take a mistake of its own for a program that plain torch cannot run."""
+    torch.manual_seed(0)
+    for program in _every_word():
+        assert sound(program)
+        World(program).run()
 
 
 def _hang(program: Program, folder: str) -> Outcome:

@@ -1,0 +1,171 @@
+"""Operations of a loop that read and write parameters, or that may be refused. A part of side.Side."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.models import first_tensor
+from tests.fuzz.program import Op, Program
+
+__all__ = ["Values"]
+
+
+class Values:
+    """Methods of Side, which has the attributes that are declared here."""
+
+    program: Program
+    model: Any
+    optimizer: Any
+    parameters: list[nn.Parameter]
+    average: list[Tensor]
+    waiting: list[Tensor]
+    outside: bool
+    batches: int
+    at: str
+
+    def op_read(self, op: Op) -> None:
+        p, how = self.parameter(op), op.how
+        if how == "grad":
+            if self.program.config.ranks == 1:  # on several ranks p.grad also tells of other ranks' gradients
+                self.record(f"grad is None at {self.at}", [float(q.grad is None) for q in self.parameters])
+            return
+        read: dict[str, Callable[[], Any]] = {
+            "": lambda: p.norm().item(),
+            "norm": lambda: p.norm().item(),
+            "mean": lambda: (p.float().sum() / max(1, p.numel())).item(),
+            "square": lambda: p.square().sum().item(),
+            "first": lambda: p[0].tolist() if p.ndim and p.numel() else 0.0,
+            "tolist": p.tolist,
+            "numpy": lambda: p.detach().cpu().numpy(),
+            "clone": lambda: p.detach().clone(),
+            "data": lambda: p.data.sum(),
+            "detach": lambda: p.detach().abs().sum(),
+            "state_dict": lambda: torch.cat([v.double().flatten() for v in self.model.state_dict().values()]),
+            "vector": lambda: nn.utils.parameters_to_vector(self.model.parameters()),
+        }
+        if how == "average":  # of the values so far, as evaluation likes it
+            now = [q.detach().clone().double() for q in self.parameters]
+            old = self.average or now
+            self.average = [0.5 * a + 0.5 * b for a, b in zip(old, now, strict=True)]
+            read[how] = lambda: torch.cat([q.flatten() for q in self.average])
+        self.record(f"read at {self.at}", read[how]())
+
+    def op_write(self, op: Op) -> None:
+        p, how = self.parameter(op), op.how
+        if not p.is_floating_point():
+            return
+        if self.waiting and self.outside and how in ("data", "data_row", "gathered"):
+            how = "detach"  # torch would mix old and new values where the parameter was used outside of its module
+        if how == "detach":
+            p.detach().mul_(0.9)
+        elif how == "data":
+            p.data.mul_(0.9)
+        elif how == "data_row":
+            p.data.view(-1)[:2] = 0.1
+        elif how == "gathered":
+            with self.gathered():
+                p.data.mul_(0.9)
+        elif how == "apply":
+            self.model.apply(_shrink_linears)
+        elif how == "init":
+            nn.init.constant_(p, 0.2)
+        else:
+            with torch.no_grad():
+                if how == "row" and p.ndim and p.numel():
+                    p[0].mul_(0.5)
+                elif how == "copy":
+                    p.copy_(p * 0.9)
+                elif how == "foreach":
+                    torch._foreach_mul_([q for q in self.parameters if q.is_floating_point()], 0.99)
+                elif how == "clamp":
+                    p.clamp_(-0.4, 0.4)
+                else:
+                    p.mul_(0.9)
+
+    def op_grad(self, op: Op) -> None:
+        """Changes gradients in place between backward and step. The last three ways are for one rank: not linear."""
+        found = [p for p in self.parameters if p.grad is not None]
+        chosen = found[op.index % len(found) :][:2] if found else []
+        if op.how == "foreach":
+            torch._foreach_mul_([p.grad for p in found], 0.5)
+        elif op.how == "clip":
+            nn.utils.clip_grad_norm_(self.parameters, 0.3)
+        elif op.how == "clip_value":
+            nn.utils.clip_grad_value_(self.parameters, 0.05)
+        elif op.how == "step":  # an optimizer of torch's beside ours, for some of the parameters
+            torch.optim.SGD(chosen, lr=0.05).step() if chosen else None
+            for p in chosen:
+                p.grad = None
+        else:
+            for p in chosen:
+                p.grad.mul_(0.5) if op.how == "mul" else p.grad.add_(p.detach(), alpha=0.01)
+
+    def gathered(self) -> Any:
+        return nullcontext()
+
+    def op_shadow(self, op: Op) -> None:
+        """Reads, or writes into, the tensors that lie over the memory of parameters."""
+        for piece in self.model.pieces():
+            shadow = getattr(piece, "shadow", None)
+            if shadow is not None and op.how == "write":
+                shadow.mul_(0.9)
+            elif shadow is not None:
+                self.record(f"shadow at {self.at}", shadow.sum().item() if op.how == "sum" else shadow.clone())
+
+    def op_state_dict(self, op: Op) -> None:
+        values = {name: value.clone() for name, value in self.model.state_dict().items()}
+        names = [name for name, value in values.items() if value.is_floating_point()]
+        values[names[op.index % len(names)]] *= 0.9
+        self.model.load_state_dict(values)
+
+    # -- what may be refused
+
+    def op_functional(self, op: Op) -> None:
+        x, tokens, _ = self.batch()
+        values = {name: p.detach() * 0.9 for name, p in self.model.named_parameters()}
+        with torch.no_grad():
+            y = torch.func.functional_call(self.model, values, (x, tokens, self.batches, -1))
+        self.record(f"output at {self.at}", first_tensor(y))
+
+    def op_parameters_to(self, op: Op) -> None:
+        self.model.to(torch.float32)
+
+    def op_vector(self, op: Op) -> None:
+        values = nn.utils.parameters_to_vector(self.model.parameters()).detach()
+        nn.utils.vector_to_parameters(values * 0.9, self.model.parameters())
+
+    def op_clip(self, op: Op) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+
+    def op_deepcopy(self, op: Op) -> None:
+        copy.deepcopy(self.model)
+
+    def op_pickle(self, op: Op) -> None:
+        torch.save(self.parameter(op), io.BytesIO())
+
+    def op_set_data(self, op: Op) -> None:
+        self.parameter(op).data = self.parameter(op).detach() * 0.9
+
+    def op_add_group(self, op: Op) -> None:
+        self.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+    def op_optimizer_state(self, op: Op) -> None:
+        saved = pickle.loads(pickle.dumps(self.optimizer.state_dict()))
+        fresh = {"state": {}, "param_groups": saved["param_groups"]}
+        if not op.index % 2:
+            self.optimizer.load_state_dict(fresh)
+        self.optimizer.load_state_dict(saved)
+
+
+@torch.no_grad()
+def _shrink_linears(module: nn.Module) -> None:
+    if type(module) is nn.Linear and "weight" in module._parameters:
+        module.weight.mul_(0.9)
