@@ -61,7 +61,7 @@ def test_every_test_that_follows_an_advice_exists() -> None:
 
 
 def test_a_new_advice_is_followed_by_a_test() -> None:
-    """Follow it, and name the test in FOLLOWED of tests/advice.py; or say in EXEMPT why nobody can."""
+    """Follow it, and name the test in FOLLOWED of tests/advices/<package>.py; or say in EXEMPT why nobody can."""
     left = advice.unfollowed()
     counts = Counter(text.module for text in left)
     more = {module: (count, advice.NOT_FOLLOWED.get(module, 0)) for module, count in counts.items()}

@@ -1,0 +1,46 @@
+"""The advices of zero_offload: which tests follow them. tests/advice.py says what the tables mean."""
+
+from __future__ import annotations
+
+FOLLOWED: dict[str, str] = {
+    "stages 0 to 2 keep every unit in memory": "test_stages_that_keep_units_get_room_for_them",
+    "a second gradient of {} before step()": "test_gradients_that_accumulate_get_the_memory_that_an_error_asks_for",
+    "or raise host_bytes": "test_the_arena_gets_the_bytes_that_are_missing",
+    "the gradient norm's chunk; use": "test_a_tile_has_the_size_that_an_error_names",
+    "TorchStep cannot do": "test_an_option_without_an_update_is_left_off",
+    "raise capacity_bytes": "test_a_byte_store_in_memory_gets_the_room_that_an_error_asks_for",
+    "for which the store has no memory. Give the optimizer": "unit/zero_offload/test_step_probe.py::"
+    "test_the_advice_for_a_momentum_that_comes_later",
+    "use one rank and a tile_numel that no unit exceeds": "unit/zero_offload/test_step_probe.py::"
+    "test_a_step_that_uses_norms_of_segments_gets_whole_parameters_or_is_refused",
+}
+
+EXEMPT: dict[str, str] = {}
+
+NOT_FOLLOWED: dict[str, int] = {
+    "zero_offload/activations/__init__.py": 7,
+    "zero_offload/activations/buffers.py": 4,
+    "zero_offload/activations/cutting.py": 6,
+    "zero_offload/activations/logits.py": 3,
+    "zero_offload/activations/mixing.py": 6,
+    "zero_offload/activations/nvme_spill.py": 2,
+    "zero_offload/activations/spill.py": 1,
+    "zero_offload/arena.py": 2,
+    "zero_offload/asleep.py": 2,
+    "zero_offload/compressed_store.py": 3,
+    "zero_offload/device.py": 1,
+    "zero_offload/host_budget.py": 1,
+    "zero_offload/monitor.py": 1,
+    "zero_offload/planning/automatic.py": 1,
+    "zero_offload/planning/budgets.py": 3,
+    "zero_offload/planning/hardware.py": 2,
+    "zero_offload/planning/planner.py": 2,
+    "zero_offload/running/pipeline.py": 1,
+    "zero_offload/step_probe.py": 1,
+    "zero_offload/store.py": 2,
+    "zero_offload/streams.py": 1,
+    "zero_offload/tier.py": 1,
+    "zero_offload/tiles/footprint.py": 2,
+    "zero_offload/tiles/gradients.py": 3,
+    "zero_offload/tiles/parameters.py": 1,
+}
