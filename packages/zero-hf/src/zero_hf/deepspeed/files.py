@@ -455,7 +455,9 @@ class _Opened:
         if more or not isinstance(stored, Stored):
             raise FilesError(f"{path} has {more or type(stored).__name__}: slices of a layout that is not read here")
         if stored.numel != math.prod(shape):
-            raise FilesError(f"{path} has {stored.numel} elements, and its parameter the shape {shape}: run it again")
+            raise FilesError(
+                f"{path} has {stored.numel} elements, and its parameter the shape {shape}: run ds_to_universal again"
+            )
         return stored
 
     def _frozen(self, others: Container[str]) -> Iterator[tuple[str, Parameter]]:

@@ -161,7 +161,10 @@ _TOP: dict[str, Key] = {
     "train_micro_batch_size_per_gpu": mapped(whole(1, exponent=False)),
     "gradient_accumulation_steps": mapped(whole(1, exponent=False)),
     "managed_gradient_accumulation": refused(
-        flag, "who calls step() decides when it steps: leave it out, and call step() once a batch", lambda value: value
+        flag,
+        "a step is the micro-batches that the JSON says: leave it out, and let the script call "
+        "engine.set_gradient_accumulation_boundary(True), after which each step() updates",
+        lambda value: value,
     ),
     "gradient_clipping": mapped(number(), 1.0),
     "communication_data_type": mapped(one_of("fp32", "fp16", "bf16")),
@@ -381,7 +384,7 @@ _OTHERS: dict[str, Key] = {
     "activation_checkpointing.number_checkpoints": needless(anything, _RECOMPUTES),
     "activation_checkpointing.synchronize_checkpoint_boundary": needless(flag, _RECOMPUTES),
     "activation_checkpointing.profile": needless(flag, "torch.profiler shows recomputation"),
-    "checkpoint.tag_validation": needless(anything, "ranks compare what they save and load"),
+    "checkpoint.tag_validation": needless(anything, "ranks compare what is saved and what is loaded"),
     "checkpoint.load_universal": needless(flag, "every checkpoint loads at any number of ranks"),
     "checkpoint.use_node_local_storage": refused(
         flag, "each rank writes its part into one folder: leave it out, and save to a folder that all see"

@@ -1,0 +1,583 @@
+"""Advice about DeepSpeed's JSON and loop that is followed: each test does what the message says, and that trains."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_hf
+import zero_offload
+from zero_hf import ConfigError, ZeroConfig, deepspeed, from_deepspeed
+from zero_hf.deepspeed.keys import KEYS
+from zero_hf.deepspeed.optimizers import REFUSED
+from zero_hf.deepspeed.schedules import make
+from zero_hf.deepspeed.translation import translate
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
+BASE = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAMW, "zero_optimization": {"stage": 3}}
+SECTION = "zero_optimization"
+BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 4}}
+STEP = {"type": "StepLR", "params": {"step_size": 1}}
+
+
+@pytest.fixture(autouse=True)
+def _one_rank():
+    """initialize() starts a process group of one rank; other tests are to find none."""
+    alone = not dist.is_initialized()
+    yield
+    if alone and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def merged(base, more):
+    """`base` with the keys of `more`, section by section."""
+    both = {name: merged(base[name], more[name]) for name in more if isinstance(base.get(name), dict)}
+    return {**base, **more, **both}
+
+
+def nested(key, value):
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def made(config, model=None, **given):
+    return deepspeed.initialize(model=model or net(), config=merged(BASE, config), **given)[0]
+
+
+def stepped(engine, losses=1):
+    """Trains one step, and says whether the weights changed."""
+    weight = next(engine.module.parameters())
+    before = weight.detach().clone()
+    for _ in range(losses):
+        engine.backward(engine(torch.ones(2, 8, dtype=weight.dtype)).float().square().mean())
+    engine.step()
+    return not torch.equal(weight.detach(), before)
+
+
+def trains(config, **given):
+    engine = made(config, **given)
+    assert any([stepped(engine) for _ in range(3)])  # a warm-up begins at 0
+    engine.destroy()
+
+
+def advised(part, config, **given):
+    """The file is refused for one thing, by a message with this part."""
+    [row] = translate(merged(BASE, config), **given).refused
+    assert part in row.remark, row.remark
+
+
+# What each refused key is given, of those whose way out is to leave it out.
+REFUSED_KEYS = {
+    "managed_gradient_accumulation": False,
+    "gradient_allreduce_op": "sum",
+    "sequence_parallel_size": 2,
+    "hybrid_engine": {"enabled": True},
+    "tensor_parallel": {"autotp_size": 2},
+    "expert_parallel": {"enabled": True},
+    "compile": {"deepcompile": True},
+    "data_efficiency": {"enabled": True},
+    "weight_quantization": {"post_init_quant": {}, "x": 1},
+    "datastates_ckpt": {"host_cache_size": 1},
+    "elasticity": {"enabled": True},
+    "compression_training": {"weight_quantization": {}},
+    "quantize_training": {"enabled": True},
+    "progressive_layer_drop": {"enabled": True},
+    "curriculum_learning": {"enabled": True},
+    "sparse_attention": {"mode": "fixed"},
+    "sparse_gradients": True,
+    "eigenvalue": {"enabled": True},
+    "amp": {"enabled": True},
+    "nebula": {"enabled": True},
+    "graph_harvesting": True,
+    "zero_optimization.load_from_fp32_weights": False,
+    "zero_optimization.legacy_stage1": True,
+    "zero_optimization.zenflow": {"topk_ratio": 0.1},
+    "zero_optimization.zero_quantized_weights": True,
+    "zero_optimization.zero_quantized_nontrainable_weights": True,
+    "zero_optimization.zero_quantized_gradients": True,
+    "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
+    "zero_optimization.offload_optimizer.super_offload": True,
+    "bf16.bf16_master_weights_and_grads": True,
+    "bf16.bf16_optimizer_states": True,
+    "fp16.auto_cast": True,
+    "fp16.fp16_master_weights_and_grads": True,
+    "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
+    "data_types.buffer_dtype": "bf16",
+    "activation_checkpointing.cpu_checkpointing": True,
+    "checkpoint.use_node_local_storage": True,
+}
+
+
+def test_the_keys_that_a_refusal_names_are_left_out():
+    """All at once, as a user does who reads the list: what is left trains as plain torch does."""
+    assert REFUSED_KEYS.keys() == {name for name, key in KEYS.items() if key.kind == "refused"}
+    config = BASE
+    for key, value in REFUSED_KEYS.items():
+        config = merged(config, nested(key, value))
+    with pytest.raises(ConfigError, match="has what cannot be followed here") as raised:
+        from_deepspeed(config)
+    named = re.findall(r"^- ([\w.]+)=", str(raised.value), re.MULTILINE)
+    assert sorted(named) == sorted(REFUSED_KEYS)
+    for key in named:
+        *sections, last = key.split(".")
+        inner = config = copy.deepcopy(config)
+        for section in sections:
+            inner = inner[section]
+        del inner[last]
+    assert from_deepspeed(config).zero == from_deepspeed(BASE).zero
+    engine = made(config)
+    plain = net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    plain(torch.ones(2, 8)).square().mean().backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    optimizer.step()
+    assert stepped(engine)
+    torch.testing.assert_close(engine.module.state_dict(), plain.state_dict())
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("bad", "advice", "ways"),
+    [
+        ({"train_batch_size": 1.0}, "write 1, without a point or an exponent", [{"train_batch_size": 1}]),
+        ({"elasticity": {"enabled": True}}, "write them out", [{"train_batch_size": 1}]),
+        ({"amp": {"enabled": True}}, "write bf16 or fp16", [BF16, FP16]),
+        (
+            {"zero_optimization": {"zero_quantized_gradients": True}},
+            "communication_data_type=bf16 halves their bytes",
+            [{"communication_data_type": "bf16"}],
+        ),
+        (
+            {**BF16, "torch_autocast": {"enabled": True}},
+            "bf16 is enabled, too: keep one of them",
+            [BF16, {"torch_autocast": {"enabled": True}}],
+        ),
+        ({**BF16, **FP16}, "bf16 is enabled, too: keep one of them", [BF16, FP16]),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "fp16"}},
+            "write bf16",
+            [{"torch_autocast": {"enabled": True, "dtype": "bf16"}}],
+        ),
+        (
+            {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]}},
+            "leave it out; autocast casts what torch lists",
+            [{"torch_autocast": {"enabled": True}}],
+        ),
+        (
+            {"data_types": {"param_dtype": "bf16"}},
+            "enable bf16 or fp16, or leave it out",
+            [{**BF16, "data_types": {"param_dtype": "bf16"}}, {**FP16, "data_types": {"param_dtype": "fp16"}}, {}],
+        ),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}},
+            "says the same: keep one",
+            [{SECTION: {"cpu_offload": True}}, {SECTION: {"offload_optimizer": {"device": "cpu"}}}],
+        ),
+        ({"fp16": True}, "give an object of keys", [FP16]),
+        ({"gradient_cliping": 1.0}, "did you mean gradient_clipping?", [{"gradient_clipping": 1.0}]),
+        ({"qwertz": 1}, "DeepSpeed has no such key: leave it out", [{}]),
+        ({"optimizer": {"params": {"qwertz": 1}}}, "it is no parameter of AdamW: leave it out", [{}]),
+        (
+            {"optimizer": {"params": {"max_grad_norm": 0.5}}},
+            "write gradient_clipping at the top of the file",
+            [{"gradient_clipping": 0.5}],
+        ),
+        (
+            {"optimizer": {"params": {"bias_correction": False}}},
+            "leave it out, or write true",
+            [{}, {"optimizer": {"params": {"bias_correction": True}}}],
+        ),
+        (
+            {"optimizer": {"params": {"fp32_optimizer_states": False}}},
+            "leave it out; states are in fp32",
+            [{}],
+        ),
+        (
+            {"optimizer": {"type": "Adafactory"}},
+            "take Adam, AdamW, Adagrad, Lion, or a class of torch.optim",
+            [{"optimizer": {"type": name}} for name in ("Adam", "AdamW", "Adagrad", "Lion", "NAdam")],
+        ),
+        (
+            {"scheduler": {"type": "Warmup"}},
+            "take WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of torch",
+            [
+                *({"scheduler": {"type": name}} for name in ("WarmupLR", "LRRangeTest")),
+                {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
+                {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}},
+                {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2}}},
+                {"scheduler": STEP},
+            ],
+        ),
+        ({"scheduler": {"type": "StepLR"}}, "StepLR needs step_size: write a value into params", [{"scheduler": STEP}]),
+        ({"scheduler": {"params": {"step_size": 1}}}, "name the type", [{"scheduler": STEP}]),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "at stage 3 only, and the stage is 2: change one of them",
+            [{"zero_optimization": {"offload_param": {"device": "cpu"}}}, {"zero_optimization": {"stage": 2}}],
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            "at stage 3 only, and the stage is 2: write 1",
+            [{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1}}}],
+        ),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+            "pass arguments= to from_deepspeed, or write a value",
+            [{"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}}],
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_refusal_says_to_write_trains(bad, advice, ways):
+    advised(advice, bad)
+    for way in ways:
+        trains(way)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_optimizer_that_a_refusal_names_is_taken(name):
+    [row] = translate(merged(BASE, {"optimizer": {"type": name}})).refused
+    if "build mup." in row.remark:
+        return  # mup is not installed; what it makes is torch's own
+    taken = re.search(r": take (\w+)$", row.remark)
+    assert taken is not None, row.remark
+    trains({"optimizer": {"type": taken[1]}})
+
+
+def test_lion_is_installed_or_another_taken(monkeypatch):
+    lion = {"optimizer": {"type": "Lion", "params": {"lr": 1e-2}}}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "zero_optim_cpu", None)
+        with pytest.raises(ConfigError, match="install zero-optim-cpu, or take AdamW"):
+            from_deepspeed(lion)
+        trains({})
+    trains(lion)
+
+
+def test_the_ranks_and_batches_that_a_refusal_asks_for_are_given():
+    bad = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+    with pytest.raises(ConfigError, match="Leave one of them out, or say the ranks with world_size="):
+        from_deepspeed(bad)
+    for key in bad:
+        from_deepspeed({name: value for name, value in bad.items() if name != key})
+    assert from_deepspeed(bad, world_size=4).train_batch_size == 24
+    mics = merged(BASE, {"zero_optimization": {"mics_shard_size": 3}})
+    with pytest.raises(ConfigError, match="take a divisor, or say the ranks with world_size="):
+        from_deepspeed(mics, world_size=4)
+    assert from_deepspeed(mics, world_size=6).shard_size == 3
+    mics["zero_optimization"]["mics_shard_size"] = 2
+    assert from_deepspeed(mics, world_size=4).shard_size == 2
+    with pytest.raises(ConfigError, match="give the number of ranks, at least 1"):
+        from_deepspeed(bad, world_size=0)
+    with pytest.raises(ConfigError, match="MiCS is for stage 3, and the stage is 2: change one of them"):
+        from_deepspeed(merged(mics, {"zero_optimization": {"stage": 2}}), world_size=4)
+
+
+def test_gradients_are_left_as_they_are_where_the_file_says_0():
+    row = {row.key: row for row in from_deepspeed(BASE).rows}["gradient_clipping"]
+    assert "for that, write 0" in row.remark
+    engine, plain = made({"gradient_clipping": 0}), net()
+    plain(torch.ones(2, 8)).square().mean().backward()
+    stepped(engine)
+    norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in plain.parameters()])).item()
+    assert engine.translation.max_grad_norm is None and engine.get_global_grad_norm() == pytest.approx(norm)
+    engine.destroy()
+
+
+def test_a_file_is_given_by_its_path_without_comments(tmp_path):
+    path = tmp_path / "ds.json"
+    for text in (None, f"// ours\n{json.dumps(BASE)}", '{"bf16": {}, "bf16": {}}'):
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ConfigError, match="give the path of a JSON file of DeepSpeed's, without comments"):
+            from_deepspeed(path)
+    with pytest.raises(ConfigError, match="bf16 is there twice: keep one of them"):
+        from_deepspeed(path)
+    path.write_text(json.dumps(BASE))
+    assert from_deepspeed(path).zero.stage == 3
+
+
+def test_auto_and_the_arguments_are_made_to_agree(tmp_path):
+    from transformers import TrainingArguments
+
+    def arguments(**given):
+        return TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **given)
+
+    batch = {"train_micro_batch_size_per_gpu": 4}
+    theirs = arguments(per_device_train_batch_size=2)
+    with pytest.raises(ConfigError, match='=2: make them agree, or write "auto"'):
+        from_deepspeed(batch, arguments=theirs)
+    agreed = from_deepspeed(batch, arguments=arguments(per_device_train_batch_size=4))
+    auto = from_deepspeed({"train_micro_batch_size_per_gpu": "auto"}, arguments=theirs)
+    assert (agreed.micro_batch_size, auto.micro_batch_size) == (4, 2)
+    decay = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
+    with pytest.raises(ConfigError, match="pass arguments= to from_deepspeed, or write a value"):
+        from_deepspeed(decay)
+    with pytest.raises(
+        ConfigError, match="pass num_training_steps= to from_deepspeed, or give the arguments max_steps"
+    ):
+        from_deepspeed(decay, arguments=arguments())
+    for found in (
+        from_deepspeed(decay, arguments=arguments(), num_training_steps=7),
+        from_deepspeed(decay, arguments=arguments(max_steps=7)),
+    ):
+        assert found.schedule[1]["total_num_steps"] == 7
+    one = {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": "auto", "cycle_max_lr": 1e-2}}}
+    with pytest.raises(ConfigError, match='nothing resolves "auto": write a value'):
+        from_deepspeed(one, arguments=theirs)
+    one["scheduler"]["params"]["cycle_min_lr"] = 1e-3
+    assert from_deepspeed(one, arguments=theirs).schedule[0] == "OneCycle"
+
+
+def test_a_folder_for_nvme_is_named(tmp_path):
+    nvme = {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}
+    advised("name a folder on your fastest drive", nvme)
+    found = from_deepspeed(
+        merged(merged(BASE, nvme), nested("zero_optimization.offload_optimizer.nvme_path", str(tmp_path)))
+    )
+    assert found.zero.nvme_paths == (str(tmp_path),)
+
+
+def test_a_list_of_rates_has_one_for_each_group():
+    optimizer = torch.optim.SGD([{"params": [p]} for p in net()[0].parameters()], lr=0.1)
+    with pytest.raises(ValueError, match="has 3 values and the optimizer 2 groups: give one for each"):
+        make("WarmupLR", optimizer, {"warmup_min_lr": [1, 2, 3]})
+    make("WarmupLR", optimizer, {"warmup_min_lr": [1e-5, 2e-5]})
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-5, 2e-5]
+
+
+# -- advice that is followed in the script -----------------------------------------------------------------------------
+
+
+def test_the_caller_decides_when_step_updates():
+    """managed_gradient_accumulation=false: one step() after all micro-batches, as plain torch has it."""
+    accumulates = {"gradient_accumulation_steps": 2, "gradient_clipping": 0}
+    advised(
+        "call engine.set_gradient_accumulation_boundary(True)", {**accumulates, "managed_gradient_accumulation": False}
+    )
+    engine, plain = made(accumulates), net()
+    engine.set_gradient_accumulation_boundary(True)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(2):
+        assert stepped(engine, losses=2)
+        for _ in range(2):
+            (plain(torch.ones(2, 8)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(engine.module.state_dict(), plain.state_dict())
+    assert engine.global_steps == 2
+    engine.destroy()
+
+
+def _summed(stage):
+    """The weights after one step on the sum of both ranks' gradients, here and in plain torch."""
+    config = {"gradient_clipping": 0, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    advised("multiply the loss by the number of ranks", {**config, "gradient_allreduce_op": "sum"})
+    engine, plain = made(merged(config, {"zero_optimization": {"stage": stage}})), net()
+    rows = [torch.full((2, 8), 0.5 + rank) for rank in range(2)]
+    loss = engine(rows[dist.get_rank()]).square().mean()
+    engine.backward(loss * dist.get_world_size())
+    engine.step()
+    sum(plain(row).square().mean() for row in rows).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    found = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy()
+    return found, plain.state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_are_summed_by_a_loss_times_the_ranks(ranks, stage):
+    for found, expected in ranks(2).run(_summed, stage):
+        torch.testing.assert_close(found, expected)
+
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 4)
+        self.register_buffer("scale", torch.full((4,), 0.1))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_inputs_and_buffers_are_cast_before():
+    advised("cast those that are floats yourself", merged(FP16, {"fp16": {"auto_cast": True}}))
+    trains(FP16)  # `stepped` casts
+    advised("cast them before the model is sharded", merged(BF16, {"data_types": {"buffer_dtype": "bf16"}}))
+    for cast in (False, True):
+        model = Scaled()
+        model.scale = model.scale.bfloat16() if cast else model.scale
+        engine = made(BF16, model)
+        assert stepped(engine) and model.scale.dtype == (torch.bfloat16 if cast else torch.float32)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("states", ["split", "split_bf16m"])
+def test_states_that_take_less_room_are_named(states):
+    key, advice = {
+        "split": ("bf16_master_weights_and_grads", 'ZeroConfig(states="split")'),
+        "split_bf16m": ("bf16_optimizer_states", 'ZeroConfig(states="split_bf16m")'),
+    }[states]
+    advised(advice, merged(BF16, {"bf16": {key: True}}))
+    model = net()
+    zero = ZeroConfig(stage=3, param_dtype="bf16", states=states, optimizer="host", gradients="host", parameters="host")
+    run = zero_hf.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), zero)
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean().backward()
+    before = model[0].weight.detach().clone()
+    run.optimizer.step()
+    assert not torch.equal(model[0].weight.detach(), before)
+    run.close()
+
+
+def _llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+
+
+@pytest.mark.parametrize("way", ["gradient_checkpointing_enable", "torch.utils.checkpoint", "offload_activations"])
+def test_what_the_script_does_instead_of_a_key_trains_as_without(way):
+    """Blocks that recompute or keep activations on the host give the losses of the model as it is."""
+    section = "activation_checkpointing"
+    if way == "offload_activations":
+        key, advice = "cpu_checkpointing", 'call zero_offload.offload_activations(model, policy="host")'
+        advised(advice, {section: {key: True}})
+    else:
+        rows = {row.key: row for row in translate({section: {"number_checkpoints": 2}}).rows}
+        assert way in rows[f"{section}.number_checkpoints"].remark
+    tokens, losses = torch.arange(8).view(1, 8), []
+    for follows in (False, True):
+        model = _llama()
+        if follows and way == "gradient_checkpointing_enable":
+            model.gradient_checkpointing_enable()
+        for block in model.model.layers if follows else ():
+            if way == "torch.utils.checkpoint":
+                block.forward = _recomputing(block.forward)
+        engine = made({}, model)
+        if follows and way == "offload_activations":
+            zero_offload.offload_activations(engine.module, policy="host")
+        found = []
+        for _ in range(3):
+            loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        losses.append(found)
+        engine.destroy()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and losses[0][2] < losses[0][0]
+
+
+def _recomputing(forward):
+    return lambda *inputs, **options: torch.utils.checkpoint.checkpoint(
+        forward, *inputs, use_reentrant=False, **options
+    )
+
+
+def test_initialize_gets_what_it_asks_for(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(BASE))
+    words = ["--deepspeed_config", str(tmp_path / "ds.json")]
+    args = deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args(words)
+    with pytest.raises(TypeError, match="give an nn.Module"):
+        deepspeed.initialize(model=None, config=BASE)
+    with pytest.raises(ConfigError, match="give config=, or args with deepspeed_config"):
+        deepspeed.initialize(model=net())
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        deepspeed.initialize(args, model=net(), config=BASE)
+    for given in ({"args": args}, {"config": BASE}, {"config": tmp_path / "ds.json"}):
+        engine = deepspeed.initialize(model=net(), **given)[0]
+        assert stepped(engine)
+        engine.destroy()
+
+
+def test_an_engine_without_an_optimizer_gets_one():
+    without = {name: value for name, value in BASE.items() if name != "optimizer"}
+    engine = deepspeed.initialize(model=net(), config=without)[0]
+    with pytest.raises(
+        ConfigError, match=r"backward\(\) without an optimizer: give initialize\(\) one, or name one in"
+    ):
+        engine.backward(engine(torch.ones(2, 8)).sum())
+    with pytest.raises(ConfigError, match=r"step\(\) without an optimizer: give initialize\(\) one, or name one in"):
+        engine.step()
+    engine.destroy()
+    model = net()
+    engine = deepspeed.initialize(model=model, config=without, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))[0]
+    assert stepped(engine)
+    engine.destroy()
+    trains({})
+
+
+def test_backward_step_and_no_sync_are_called_where_they_belong():
+    engine = made({"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}})
+    with pytest.raises(ConfigError, match=r"call engine.backward\(loss\), which divides the loss by it"):
+        engine(torch.ones(2, 8)).sum().backward()
+    engine.zero_grad()
+    with engine.no_sync():
+        with pytest.raises(RuntimeError, match="leave the inner one out"), engine.no_sync():
+            pass
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        with pytest.raises(RuntimeError, match="leave that block first"):
+            engine.step()
+    engine.step()
+    assert stepped(engine)
+    engine.destroy()
+    engine = made({})
+    with pytest.raises(ConfigError, match="leave it out, each backward then adds to the shards"), engine.no_sync():
+        pass
+    assert stepped(engine, losses=2)
+    engine.destroy()
+
+
+def test_a_batch_size_is_written():
+    without = {name: value for name, value in BASE.items() if name != "train_micro_batch_size_per_gpu"}
+    engine = deepspeed.initialize(model=net(), config=without)[0]
+    with pytest.raises(ConfigError, match="the JSON has no batch size: write train_micro_batch_size_per_gpu"):
+        engine.train_batch_size()
+    engine.destroy()
+    engine = made({})
+    assert engine.train_batch_size() == 1
+    engine.destroy()
+
+
+def test_a_model_that_is_built_without_memory_is_loaded(tmp_path):
+    """zero.Init and GatheredParameters, by each way that their errors name."""
+    with pytest.raises(ConfigError, match=r"leave it out, initialize\(\) shards it"):
+        deepspeed.zero.Init(module=net())
+    with pytest.raises(ConfigError, match="ranks are data parallel here, leave it out"):
+        deepspeed.zero.Init(mpu=object())
+    with deepspeed.zero.Init():
+        model = net()
+    gathered, advice = (
+        deepspeed.zero.GatheredParameters,
+        r"Load them after initialize\(\), or build the model with zero_hf",
+    )
+    with pytest.raises(ConfigError, match=advice), gathered(model.parameters(), modifier_rank=0):
+        pass
+    engine, values = made({}, model), {name: torch.ones_like(value) for name, value in net().state_dict().items()}
+    with pytest.raises(ConfigError, match="rank 0's values are kept here, write them there"):
+        with gathered(model, modifier_rank=1):
+            pass
+    with gathered(model, modifier_rank=0):
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(values[name])
+    torch.testing.assert_close(model.state_dict(), values)
+    assert stepped(engine)
+    engine.destroy()
+    _llama().save_pretrained(tmp_path)
+    engine = made({}, zero_hf.from_pretrained(type(_llama()), tmp_path))
+    torch.testing.assert_close(engine.module.state_dict(), _llama().state_dict())
+    engine.destroy()

@@ -1,0 +1,258 @@
+"""Advice about DeepSpeed's checkpoints that is followed: each test does what the error says, and reads one."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zero_core
+from tests.unit.zero_hf.deepspeed.written import STATES, Net, classes, write
+from zero_core.errors import CheckpointError
+from zero_hf import ConfigError, deepspeed
+from zero_hf.commands import main
+from zero_hf.deepspeed.checkpoint import load_checkpoint
+from zero_hf.deepspeed.convert import convert_weights
+from zero_hf.deepspeed.files import FilesError, open_checkpoint
+
+TAG = "global_step10"
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAMW, "zero_optimization": {"stage": 3}}
+
+
+class Settings:
+    """What a client keeps in its client_state."""
+
+    def __init__(self):
+        self.depth = 3
+
+
+@pytest.fixture(autouse=True)
+def _one_rank():
+    """initialize() starts a process group of one rank; other tests are to find none."""
+    alone = not dist.is_initialized()
+    yield
+    if alone and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def made(model=None, **more):
+    model = model or Net()
+    return deepspeed.initialize(model=model, config=CONFIG | more, model_parameters=model.groups())[0]
+
+
+def reads(folder, truth, tag=None):
+    """Every master and state is there."""
+    found = open_checkpoint(folder, tag)
+    for name, states in truth.values.items():
+        sources = {"fp32": found.parameters[name].values, **found.parameters[name].states}
+        for state in STATES:
+            assert torch.equal(sources[state].read(0, states[state].numel()), states[state].reshape(-1))
+
+
+def refused(folder, part, tag=None):
+    with pytest.raises(FilesError) as raised:
+        open_checkpoint(folder, tag)
+    assert part in str(raised.value), raised.value
+
+
+def moved(paths, folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in list(paths):
+        path.rename(folder / path.name)
+
+
+def test_the_folder_and_the_tag_are_named(tmp_path):
+    truth = write(tmp_path / "run", 2, 2)
+    refused(tmp_path / "none", "name the one that save_checkpoint was given")
+    reads(tmp_path / "run", truth)
+    for latest in ("global_step20", None):
+        (tmp_path / "run" / "latest").unlink()
+        if latest is not None:
+            (tmp_path / "run" / "latest").write_text(latest)
+        refused(tmp_path / "run", "its tags are global_step10. Name one with tag=")
+        reads(tmp_path / "run", truth, TAG)
+        assert main(["convert", str(tmp_path / "run"), str(tmp_path / f"ours {latest}"), "--tag", TAG]) == 0
+
+
+def test_files_of_the_other_run_are_removed(tmp_path):
+    truth, _ = write(tmp_path / "two", 2, 2), write(tmp_path / "three", 3, 2)
+    folder = tmp_path / "two" / TAG
+    for path in (tmp_path / "three" / TAG).glob("*_model_states.pt"):
+        shutil.copyfile(path, folder / path.name)
+    refused(folder, "Remove those of the run that is not wanted")
+    for path in folder.glob("zero_pp_rank_*_model_states.pt"):
+        path.unlink()
+    reads(folder, truth)
+
+
+def test_files_of_the_larger_run_are_removed(tmp_path):
+    truth, _ = write(tmp_path / "one", 1, 1), write(tmp_path / "more", 1, 3)
+    stray = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copyfile(tmp_path / "more" / TAG / stray, tmp_path / "one" / TAG / stray)
+    refused(tmp_path / "one", "Remove those of the larger run")
+    (tmp_path / "one" / TAG / stray).unlink()
+    reads(tmp_path / "one", truth)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "advice"),
+    [
+        ("*_optim_states.pt", "copy them from where the ranks wrote them"),
+        ("zero_pp_rank_1_*_optim_states.pt", "Copy all files to one folder"),
+        ("zero_pp_rank_1_*_model_states.pt", "Copy all files to one folder"),
+    ],
+)
+def test_files_are_copied_to_one_folder(tmp_path, pattern, advice):
+    truth = write(tmp_path / "run", 3, 2)
+    moved((tmp_path / "run" / TAG).glob(pattern), tmp_path / "elsewhere")
+    refused(tmp_path / "run", advice)
+    moved((tmp_path / "elsewhere").iterdir(), tmp_path / "run" / TAG)
+    reads(tmp_path / "run", truth)
+
+
+def _shortened(path):
+    path.write_bytes(path.read_bytes()[:700])
+
+
+def _garbled(path):
+    """The pickle asks for what is not on its stack."""
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, b"\x80\x02R." if name.endswith("data.pkl") else data)
+
+
+def _emptied(path):
+    """Records of tensors are shorter than the tensors."""
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, data[:4] if "/data/" in name else data)
+
+
+def _old_format(path):
+    with classes():
+        torch.save(torch.load(path, weights_only=False), path, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize(
+    ("damage", "advice"),
+    [
+        (_shortened, "copy it anew"),
+        (_garbled, "Copy it anew"),
+        (_emptied, "is longer than its record. Copy it anew"),
+        (_old_format, "Save the checkpoint anew with a current DeepSpeed"),
+    ],
+)
+def test_a_damaged_file_is_copied_or_saved_anew(tmp_path, damage, advice):
+    truth = write(tmp_path / "run", 2, 2)
+    shutil.copytree(tmp_path / "run", tmp_path / "theirs")
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    damage(tmp_path / "run" / TAG / name)
+    refused(tmp_path / "run", advice)
+    shutil.copyfile(tmp_path / "theirs" / TAG / name, tmp_path / "run" / TAG / name)
+    reads(tmp_path / "run", truth)
+
+
+def test_swap_files_of_all_ranks_are_copied_to_one_place(tmp_path):
+    """Masters and states that were on NVMe: one flat tensor in a file, called by its first and last parameter."""
+    write(tmp_path, 3, 2)
+    folder = tmp_path / TAG
+    for rank in range(2):
+        path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        with classes():
+            saved = torch.load(path, weights_only=False)
+        inner = saved["optimizer_state_dict"]
+        names = [name for name in Net().state_dict() if name not in ("seen", "head.weight")]
+        swapped = folder / "offloaded_tensors" / f"rank{rank:02d}"
+        swapped.mkdir(parents=True)
+        for index, (first, last) in enumerate((("a.weight", "b.weight"), ("a.bias", "b.bias"))):
+            called = f"{names.index(first)}_{names.index(last)}.tensor.swp"
+            state = inner["optimizer_state_dict"]["state"][index]
+            for key, value in (("fp32", inner["fp32_flat_groups"][index]), *((s, state[s]) for s in STATES[1:])):
+                (swapped / f"{'' if key == 'fp32' else f'{key}-'}{called}").write_bytes(value.numpy().tobytes())
+            inner["fp32_flat_groups"][index] = torch.empty(0)
+            state.update({s: torch.empty(0) for s in STATES[1:]})
+        with classes():
+            torch.save(saved, path)
+    truth = write(tmp_path / "as it was", 3, 2)
+    reads(tmp_path, truth)
+    (folder / "offloaded_tensors" / "rank01").rename(tmp_path / "rank01")
+    refused(tmp_path, "Copy the folders of all ranks to one place")
+    (tmp_path / "rank01").rename(folder / "offloaded_tensors" / "rank01")
+    reads(tmp_path, truth)
+
+
+def test_a_class_of_the_clients_is_named_when_the_checkpoint_is_converted(tmp_path, capsys):
+    write(tmp_path / "theirs", 2, 2, client={"settings": Settings()})
+    refused(tmp_path / "theirs", "(zero-hf convert --inert module.Class) reads its objects as dicts")
+    name = f"{Settings.__module__}.Settings"
+    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours" / TAG), "--inert", name]) == 0
+    engine = made()
+    assert engine.load_checkpoint(tmp_path / "ours", TAG)[1]["settings"] == {"depth": 3}
+    engine.destroy()
+    engine = made()
+    found = load_checkpoint(tmp_path / "theirs", engine.module, engine.optimizer, inert=[name])
+    assert found.client_state["settings"] == {"depth": 3}
+    engine.destroy()
+
+
+def test_the_weights_of_another_optimizer_are_loaded_or_the_same_optimizer_is_built(tmp_path):
+    truth = write(tmp_path / "uncorrected", 2, 2, options={"bias_correction": False})
+    engine = made()
+    with pytest.raises(ConfigError, match="load the weights alone, without an optimizer"):
+        engine.load_checkpoint(tmp_path / "uncorrected")
+    engine.load_checkpoint(tmp_path / "uncorrected", load_module_only=True)
+    assert torch.equal(engine.module.a.weight.detach(), truth.values["a.weight"]["fp32"])
+    engine.destroy()
+    write(tmp_path / "decoupled", 2, 2)
+    with_l2 = {"type": "Adam", "params": {"adam_w_mode": False}}
+    engine = made(optimizer=with_l2)
+    with pytest.raises(CheckpointError, match="build it with the same .decoupled_weight_decay is torch.optim.AdamW"):
+        engine.load_checkpoint(tmp_path / "decoupled")
+    engine.destroy()
+    engine = made()
+    engine.load_checkpoint(tmp_path / "decoupled")
+    assert engine.global_steps == 10
+    engine.destroy()
+
+
+def test_the_folder_of_the_model_is_named_or_left_out(tmp_path):
+    write(tmp_path / "theirs", 1, 1)
+    with pytest.raises(ConfigError, match="name the folder of the model that was trained, or leave it out"):
+        convert_weights(tmp_path / "theirs", tmp_path / "weights", model=tmp_path)
+    convert_weights(tmp_path / "theirs", tmp_path / "weights")
+    (tmp_path / "config.json").write_text("{}")
+    convert_weights(tmp_path / "theirs", tmp_path / "weights of a model", model=tmp_path)
+    assert (tmp_path / "weights of a model" / "config.json").is_file()
+
+
+def test_an_engine_loads_and_saves_in_the_ways_that_it_names(tmp_path):
+    engine = made()
+    engine.save_checkpoint(tmp_path / "run", tag="first", save_latest=False)
+    with pytest.warns(UserWarning, match="nothing was loaded: give a tag, or another folder"):
+        assert engine.load_checkpoint(tmp_path / "run") == (None, None)
+    assert engine.load_checkpoint(tmp_path / "run", "first")[0] == str(tmp_path / "run" / "first")
+    engine.save_checkpoint(tmp_path / "other")
+    assert engine.load_checkpoint(tmp_path / "other")[0] == str(tmp_path / "other" / "global_step0")
+    with pytest.raises(ConfigError, match="save zero_core.trained_state_dict.engine.module. instead"):
+        engine.save_16bit_model(tmp_path / "weights", exclude_frozen_parameters=True)
+    torch.save(zero_core.trained_state_dict(engine.module), tmp_path / "trained.pt")
+    with pytest.raises(ConfigError, match="load such weights before initialize"):
+        engine.load_checkpoint(tmp_path / "run", custom_load_fn=print)
+    trained = {name: value.clone() for name, value in engine.module.state_dict().items() if name != "frozen.weight"}
+    engine.destroy()
+    torch.manual_seed(1)
+    model = Net()
+    assert not torch.equal(model.a.weight, trained["a.weight"])
+    model.load_state_dict(torch.load(tmp_path / "trained.pt"), strict=False)
+    engine = made(model)
+    loaded = engine.module.state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in trained.items())
+    engine.destroy()
