@@ -104,7 +104,14 @@ def test_a_refusal_says_which_budget_how_much_is_missing_and_what_to_change():
     assert error.tier == "host" and error.budget_bytes == GIB
     assert error.missing_bytes == error.needed_bytes - GIB > 0
     assert "optimizer 1.3 GiB" in str(error) and "budget is 1.0 GiB" in str(error)
-    assert "offload.optimizer=nvme" in str(error)
+    assert 'lower it with optimizer="nvme"' in str(error)
+
+
+def test_gradients_that_wait_are_told_with_the_argument_that_reduces_them():
+    two = Hardware(host_gib=0.5, ranks_per_node=2, host_reserved_gib=0)
+    for stage, no_sync, way in ((1, False, "stage=2"), (0, True, "no_sync=False"), (3, True, "no_sync=False")):
+        with pytest.raises(PlanError, match=rf"reducing every micro-batch \({way}\)"):
+            plan(LLAMA, two, stage=stage, no_sync=no_sync, accumulate=2, parameters="host", optimizer="host")
 
 
 @pytest.mark.parametrize("missing", [1, 4096, 1 << 20])

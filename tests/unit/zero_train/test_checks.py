@@ -39,6 +39,7 @@ def changed(*overrides):
             ["zero.update_in_backward=true", "optim.max_grad_norm=null", "run.accumulate=2"],
             ["zero.update_in_backward", "run.accumulate=2"],
         ),
+        (["+hardware.tiers.cxl={gib: -1}"], ["hardware.tiers.cxl", "offload.tiers"]),
         (["zero.stage=1", "zero.no_sync=false"], ["zero.no_sync=false", "zero.stage=2"]),
         (["optim.betas=[0.9]"], ["optim.betas"]),
         (["data.validation_fraction=1.5"], ["data.validation_fraction"]),

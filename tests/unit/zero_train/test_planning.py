@@ -1,5 +1,7 @@
 """The plan: machine's facts filled in, tiers too small refused, and the text that is printed."""
 
+import re
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -7,7 +9,7 @@ pytest.importorskip("zero_offload")
 
 import zero_core
 import zero_offload
-from zero_train import config, models, planning
+from zero_train import checks, config, models, planning, unused_keys
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
 
@@ -59,6 +61,40 @@ def test_memory_that_libraries_take_whole_is_refused_with_the_memory_that_would_
     assert planned(f"hardware.host_gib={enough}", *given)
     with pytest.raises(ConfigError, match="missing"):
         planned(f"hardware.host_gib={enough - 0.02}", *given)
+
+
+@pytest.mark.parametrize(
+    ("given", "way", "followed"),
+    [
+        ("offload=host hardware.host_gib=1.2", "offload.optimizer=nvme, which needs nvme", "offload.optimizer=nvme"),
+        ("offload=none hardware.host_gib=1.2", "lower it with offload=nvme", "offload=nvme"),
+        ("offload=auto hardware.host_gib=1.2", "lower it with offload=nvme", "offload=nvme"),
+        ("offload=host hardware.host_gib=2 data.sequence_length=4096", "run.micro_batch", "data.sequence_length=16"),
+        ("offload=nvme hardware.host_gib=0.62 offload.slots=20", "(offload.slots=...)", "offload.slots=3"),
+        ("offload=host hardware.host_gib=1.2", "with zero.stage=3", "hardware.nodes=4 run.dry=true"),
+    ],
+)
+def test_what_a_plan_that_does_not_fit_names_are_keys_that_help(monkeypatch, given, way, followed):
+    monkeypatch.setattr(checks, "auto_without_nvme", lambda config: "no disk here")
+    small = [*given.split(), "hardware.host_reserved_gib=0"]
+    with pytest.raises(ConfigError, match=re.escape(way)) as caught:
+        planned(*small)
+    unused_keys.check(config.keys_of(followed.split()), [config.compose(["recipe=tiny", *small, *followed.split()])])
+    try:
+        planned(*small, *followed.split(), "hardware.nvme_gib=100")
+    except ConfigError as error:
+        assert error.__cause__.missing_bytes < caught.value.__cause__.missing_bytes
+
+
+def test_arguments_of_siblings_are_told_as_keys():
+    def told(text, *overrides):
+        return planning.keyed(text, config.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *overrides]))
+
+    assert told('optimizer="nvme", or no_sync=False', "offload=host") == "offload.optimizer=nvme, or zero.no_sync=false"
+    assert told('activations="nvme"', "offload=none") == "offload.activations=nvme with offload=host"
+    assert told("slots=3 and resident_bytes=0", "offload=host") == "offload.slots=3 and zero.resident_bytes=0"
+    assert told("no_sync=False", "task=sft", "model.path=x") == "zero.stage=2"
+    assert told("a.rows=3 /rows=3 width=3", "offload=host") == "a.rows=3 /rows=3 width=3"
 
 
 def test_memory_that_offload_host_bytes_withholds_is_offered():

@@ -36,6 +36,12 @@ def jobs(words, sweep=False):
         ("offload=none precision.states=fp32", ["precision.states", "offload=none"]),
         ("offload=auto model.checkpointing=true", ["model.checkpointing", "offload.activations=auto"]),
         ("optim.lr=1e-2 optim.base_lr=1e-3", ["optim.base_lr", "optim.lr=0.01", "leave optim.lr out"]),
+        (
+            "optim.lr=1e-2 optim.schedule={type:WarmupLR,params:{warmup_max_lr:1e-3}}",
+            ["optim.lr", "optim.schedule={", "params: {warmup_max_lr: …}"],
+        ),
+        ("optim.base_lr=1e-2 optim.schedule={type:WarmupDecayLR,params:{total_num_steps:9}}", ["optim.base_lr"]),
+        ("optim.warmup_steps=5 optim.schedule={type:WarmupLR}", ["optim.warmup_steps", "warmup_num_steps"]),
         ("optim.momentum=0.8", ["optim.momentum", "optim=adamw", "optim=sgd"]),
         ("zero=stage2 zero.resident_bytes=9", ["zero.resident_bytes", "zero.stage=2"]),
         ("task.packing=true", ["task.packing", "task=pretrain", "task=sft"]),
@@ -62,6 +68,10 @@ def test_a_key_that_nothing_uses(words, parts):
         "model=moe model.experts=8",
         "offload=host offload.optimizer=nvme io=threads",
         "offload=host offload.activations=nvme offload.nvme_paths=[/x]",
+        "optim.lr=1e-2 optim.schedule={type:WarmupLR,params:{warmup_max_lr:1e-2}}",  # as the error says
+        "optim.lr=1e-2 optim.schedule={type:WarmupLR}",
+        "optim.lr=1e-2 optim.schedule={type:WarmupCosineLR,params:{total_num_steps:9}}",
+        "optim.warmup_steps=5 optim.schedule={type:WarmupLR,params:{warmup_num_steps:${optim.warmup_steps}}}",
         "run.checkpoint_every=5 run.keep_checkpoints=5",
         "offload=none run.probe=true io=threads",
         "io.allow_memory=true offload=host",  # a permission, not a choice

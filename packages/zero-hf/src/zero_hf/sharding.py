@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -139,26 +138,20 @@ def plan(
         ConfigError, zero_offload.PlanError: as shard.
     """
     step = _step(optimizer, config)
-    try:
-        found = zero_offload.plan(
-            model,
-            hardware,
-            **cast(dict[str, Any], config.placements),
-            step=step,
-            parameter_dtype=_dtype(config),
-            reduce_dtype=reduce_dtype,
-            shard_count=ranks,
-            tile_numel=config.tile_numel,
-            slots=config.slots,
-            host_bytes=config.host_bytes,
-            accumulate=accumulate,
-            **_gathering(config),
-        )
-    except zero_offload.PlanError as error:
-        # The planner names zero-train's keys. Here they are settings of ZeroConfig, which has no `no_sync`.
-        told = str(error).replace("zero.no_sync=false, or ", "")
-        error.args = (re.sub(r"\b(?:offload|zero)\.(?=[a-z])", "", told),)
-        raise
+    found = zero_offload.plan(
+        model,
+        hardware,
+        **cast(dict[str, Any], config.placements),
+        step=step,
+        parameter_dtype=_dtype(config),
+        reduce_dtype=reduce_dtype,
+        shard_count=ranks,
+        tile_numel=config.tile_numel,
+        slots=config.slots,
+        host_bytes=config.host_bytes,
+        accumulate=accumulate,
+        **_gathering(config),
+    )
     return found, step
 
 

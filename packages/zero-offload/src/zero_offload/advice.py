@@ -1,4 +1,4 @@
-"""Out of memory in a step, explained: what was asked for, what the plan gave that tier, and which key makes it smaller.
+"""Out of memory in a step, explained: what was asked for, what the plan gave that tier, and which setting helps.
 
 Owns the wording. It frees nothing and tries nothing again: after such an error the step is lost, not the process.
 """
@@ -41,8 +41,9 @@ class OutOfMemoryError(OffloadError, torch.OutOfMemoryError):
 def explained(plan: Plan) -> Iterator[None]:
     """Around steps: memory that runs out, on device or host, is raised as `OutOfMemoryError` with `plan`'s advice.
 
-    `with zero_offload.explained(plan): loss.backward(); optimizer.step()`. The original is chained. Keys are those of
-    zero-train, and so the keywords of `TieredStore` (``offload.``) and of `zero_core.shard` (``zero.``).
+    `with zero_offload.explained(plan): loss.backward(); optimizer.step()`. The original is chained. The advice
+    names arguments of `zero_offload.plan`, which are also those of `TieredStore`, `offload_activations` and
+    `zero_core.shard`.
     """
     try:
         yield
@@ -96,18 +97,18 @@ def _ways(plan: Plan, tiers: tuple[str, ...], said: Mapping[str, int]) -> list[s
     below = {"device": "host", "host": "nvme"}[tiers[-1]]
     for kind in STATE_KINDS:
         held = sum(plan.bytes_of(tier, kind) for tier in tiers)
-        gains.append((held, f"offload.{kind}={below} ({gib(held)})"))
+        gains.append((held, f'{kind}="{below}" ({gib(held)})'))
     activations = sum(plan.bytes_of(tier, "activations") for tier in tiers)
-    gains.append((activations // 2, f"half of run.micro_batch or data.sequence_length ({gib(activations // 2)})"))
+    gains.append((activations // 2, f"half the tokens a micro-batch ({gib(activations // 2)})"))
     slower = _next_policy(plan, tiers)
     if slower:  # worth more than half where blocks are kept
-        gains.append((activations // 2 + 1, f"offload.activations={slower}"))
-    gains.append((plan.shape.prefetch_bytes if plan.bytes_of("device", "buffers") else 0, "zero.prefetch_bytes=0"))
-    gains.append((plan.shape.resident_bytes, f"zero.resident_bytes=0 ({gib(plan.shape.resident_bytes)})"))
+        gains.append((activations // 2 + 1, f'activations="{slower}"'))
+    gains.append((plan.shape.prefetch_bytes if plan.bytes_of("device", "buffers") else 0, "prefetch_bytes=0"))
+    gains.append((plan.shape.resident_bytes, f"resident_bytes=0 ({gib(plan.shape.resident_bytes)})"))
     ways = [text for gain, text in sorted(gains, key=lambda each: -each[0]) if gain > 0]
     if said.get("fragments", 0) > said.get("asked", 0) > 0:
         ways.insert(0, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, as the fragments would hold it")
-    return ways or ["more ranks with zero.stage=3, or smaller units (TiledLinear)"]
+    return ways or ["more ranks with stage=3, or smaller units (TiledLinear)"]
 
 
 def _next_policy(plan: Plan, tiers: tuple[str, ...]) -> str:

@@ -59,6 +59,12 @@ def values(config: Config) -> None:
                 f"offload.tiers.{name}={given} has no `_target_` that names the class of a ByteStore with its module; "
                 "write one as in conf/tier/compressed.yaml"
             )
+    for name in config.hardware.tiers:
+        if name not in (*config.offload.tiers, "nvme"):
+            raise ConfigError(
+                f"hardware.tiers.{name} has figures of a tier that offload.tiers does not have; choose it with tier=…, "
+                f"or leave the figures out: ~hardware.tiers.{name} deletes those of a file"
+            )
     known = tuple(dict.fromkeys(("device", "host", *config.offload.tiers, "nvme")))
     for kind in STATE_KINDS:
         _placement(f"offload.{kind}", getattr(config.offload, kind), known)

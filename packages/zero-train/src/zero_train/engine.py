@@ -210,7 +210,7 @@ def assembled(
             if config.offload.activations is not None:
                 stack.enter_context(zero_offload.offload_activations(draft.model, store, plan, rows=plan.rows))
         except (OSError, MemoryError, ValueError, TypeError) as error:
-            raise ConfigError(planning.refusal(error)) from error
+            raise ConfigError(planning.refusal(error, config)) from error
         if ranks.device.type == "cpu" and steady:
             zero_core.keep_freed_memory()
         resident = plan.total("device") + (plan.total("host") if store is None else 0)

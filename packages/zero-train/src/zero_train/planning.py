@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from zero_offload.planning.hardware import bytes_shown
 from zero_train import checks, formats
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
-from zero_train.schema import Config, OffloadConfig
+from zero_train.schema import Config, OffloadConfig, ZeroConfig
 
 GIB = 1 << 30
 
@@ -45,8 +46,7 @@ def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
         every = {path for rank in range(int(facts["ranks_per_node"])) for path in checks.nvme_paths(config, rank)}
         facts.setdefault("nvme_paths", len(every))
     names = (*config.hardware.tiers, *config.offload.tiers)  # in the order in which the hardware names them
-    known = [name for name in dict.fromkeys(names) if name in (*config.offload.tiers, "nvme")]
-    facts["tiers"] = {name: config.hardware.tiers.get(name) or {} for name in known}
+    facts["tiers"] = {name: config.hardware.tiers.get(name) or {} for name in names}
     try:
         return zero_offload.Hardware(**facts)
     except ValueError as error:
@@ -106,7 +106,7 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             **shared_options(config),
         )
     except (ValueError, MemoryError, RuntimeError) as error:
-        raise ConfigError(refusal(error)) from error
+        raise ConfigError(refusal(error, config)) from error
 
 
 def shared_options(config: Config) -> dict[str, Any]:
@@ -130,18 +130,39 @@ def holds_back(config: Config) -> bool:
     return config.zero.stage < 2 if config.zero.no_sync is None else config.zero.no_sync
 
 
-def refusal(error: Exception) -> str:
-    """Returns a sibling's error message, with the key to change added if it names none."""
-    text = str(error)
+def refusal(error: Exception, config: Config) -> str:
+    """Returns a sibling's error message in this program's keys, with the one to change added if it names none."""
+    text = keyed(str(error), config)
     if isinstance(error, zero_offload.ActivationError):
         return f"{text}; change offload.activations"
-    if any(f"{section}." in text for section in ("offload", "zero", "hardware", "io")):
+    if any(word in text for word in ("offload.", "offload=", "zero.", "hardware.", "io.")):
         return text
-    if text.split("=")[0] in OffloadConfig.__dataclass_fields__:  # names its own argument, which is our key
-        return f"offload.{text}"
     if "activation" in text:
         return f"{text}; change offload.activations"
     return f"{text}; change offload.parameters, offload.optimizer, zero.stage or the model's size"
+
+
+def keyed(text: str, config: Config) -> str:
+    """Returns a text of zero-core or zero-offload with this program's keys in place of their arguments."""
+    kinds = {"offload": OffloadConfig, "zero": ZeroConfig}
+    sections = {
+        name: section for section, kind in kinds.items() for name in kind.__dataclass_fields__ if name != "kind"
+    }
+
+    def key(found: re.Match[str]) -> str:
+        name, value = found["name"], found["value"].strip("\"'")
+        if name not in sections:
+            return found[0]
+        if name in checks.STATE_KINDS and value in ("host", "nvme") and config.offload.kind != "placed":
+            return f"offload={value}"  # the placements of other kinds cannot be changed one by one
+        needs_store = (name, value, config.offload.kind) == ("activations", "nvme", "none")
+        value = value.lower() if value in ("True", "False") else value
+        return f"{sections[name]}.{name}={value}{' with offload=host' if needs_store else ''}"
+
+    if config.task.kind != "pretrain":  # the Trainer decides when to reduce
+        text = text.replace("no_sync=False", "stage=2")
+    text = text.replace("tokens a micro-batch", "tokens a micro-batch (run.micro_batch, data.sequence_length)")
+    return re.sub(r"""(?<![\w./-])(?P<name>[a-z_]+)=(?P<value>"\w+"|'\w+'|\w*)""", key, text)
 
 
 def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int = 0) -> str:

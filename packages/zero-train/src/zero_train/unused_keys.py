@@ -5,7 +5,7 @@ Owns the table of those keys. Every run uses the keys that are not in the table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_train import checks
@@ -85,6 +85,18 @@ TABLE = (
         "leave optim.lr out, which base_lr decides if it is not given",
     ),
     Row("optim.final_fraction", "optim.schedule", "null", "leave optim.schedule out"),
+    Row(
+        "optim.lr optim.base_lr",
+        "optim.schedule",
+        lambda config: _takes(config, config.optim.lr, ("WarmupCosineLR", ""), ("WarmupLR", "warmup_max_lr")),
+        "give the schedule this rate, such as params: {warmup_max_lr: …}",
+    ),
+    Row(
+        "optim.warmup_steps",
+        "optim.schedule",
+        lambda config: _takes(config, config.optim.warmup_steps),
+        "give the schedule these steps, such as params: {warmup_num_steps: …}",
+    ),
     Row("task.loss_on task.packing", "task", "sft"),
     Row("task.beta", "task", "dpo"),
     Row("adapter.rank adapter.alpha adapter.dropout adapter.targets adapter.merge", "adapter", "lora qlora"),
@@ -103,15 +115,26 @@ def check(given: Iterable[str], jobs: Sequence[Config]) -> None:
     Raises:
         ConfigError: names the key, the choice that leaves it unused, and a choice that would use it.
     """
-    rows = {key: row for row in TABLE for key in row.keys.split()}
-    for key in given:
-        row = rows.get(key)
-        if row is not None and not any(config.run.probe or row.is_used(config) for config in jobs):
+    for key, row in ((key, row) for key in given for row in TABLE if key in row.keys.split()):
+        if not any(config.run.probe or row.is_used(config) for config in jobs):
             values = sorted({f"{row.chosen}={_value(config, row.chosen)}" for config in jobs})
             way_out = row.way_out or f"choose {row.chosen}={str(row.used).replace(' ', ' or ')}"
             raise ConfigError(
                 f"{key} is given, but nothing uses it with {' or '.join(values)}; leave {key} out, or {way_out}"
             )
+
+
+def _takes(config: Config, value: float, *kinds: tuple[str, str]) -> bool:
+    """Returns whether optim.schedule, if there is one, uses a value of the run's: it names it, or is one of `kinds`.
+
+    kinds: types of schedules that take it where they lack a parameter of this name.
+    """
+    schedule = config.optim.schedule
+    if not isinstance(schedule, Mapping) or not isinstance(params := schedule.get("params") or {}, Mapping):
+        return True  # none, or one that cannot be made
+    return value in params.values() or any(
+        schedule.get("type") == kind and params.get(name) is None for kind, name in kinds
+    )
 
 
 def _value(config: Config, key: str) -> str:

@@ -139,14 +139,19 @@ def _kinds(tier: str, held: Held, budgets: Budgets) -> Counter[str]:
     return kinds
 
 
-def check(held: Held, held_back: int, budgets: Budgets, hardware: Hardware) -> None:
-    """Raise `PlanError` for the first tier (device, host, nvme, then the others) that is too small."""
+def check(held: Held, held_back: int, budgets: Budgets, hardware: Hardware, stage: int) -> None:
+    """Raise `PlanError` for the first tier (device, host, nvme, then the others) that is too small.
+
+    Its text names arguments of `plan` and fields of `hardware`.
+    """
     for tier, needed in needed_bytes(held, budgets).items():
         budget = budgets.of(tier)
         assert budget is not None
         if needed > budget:
             kinds, on_device = _kinds(tier, held, budgets), tier == "device" or (tier == "host" and budgets.shared)
-            ways = _ways_out(tier, kinds, held_back if on_device else 0, budgets, hardware)
+            waits = "" if not (held_back and on_device) else "stage=2" if stage == 1 else "no_sync=False"
+            swaps = any(nbytes for (where, _), nbytes in held.items() if where not in ("device", "host"))
+            ways = _ways_out(tier, kinds, waits, swaps, budgets, hardware)
             raise PlanError(tier, needed, budget, contents(kinds), ways)
 
 
@@ -156,8 +161,14 @@ def contents(kinds: Mapping[str, int]) -> str:
     return ", ".join(f"{kind} {gib(nbytes)}" for nbytes, kind in ranked)
 
 
-def _ways_out(tier: str, kinds: Mapping[str, int], held_back: int, budgets: Budgets, hardware: Hardware) -> str:
-    """What to change, the nearest remedy first. `kinds`: bytes that `tier` would hold."""
+def _ways_out(
+    tier: str, kinds: Mapping[str, int], reducing: str, swaps: bool, budgets: Budgets, hardware: Hardware
+) -> str:
+    """What to change, the nearest remedy first. `kinds`: bytes that `tier` would hold.
+
+    reducing: the argument that reduces every micro-batch; empty: no gradient waits. swaps: tiles pass through
+    slots on the host.
+    """
     if tier == "nvme":
         return "give more nvme paths or room (hardware.nvme_gib, hardware.nvme_paths), or train on more nodes"
     if tier in budgets.tiers:
@@ -172,18 +183,17 @@ def _ways_out(tier: str, kinds: Mapping[str, int], held_back: int, budgets: Budg
     below = "host" if tier == "device" else "nvme"
     largest = max(STATE_KINDS, key=lambda kind: kinds[kind])
     ways = []
-    if kinds[largest] and (below == "host" or budgets.nvme > 0):
-        ways.append(f"offload.{largest}={below}")
-    elif kinds[largest]:
-        ways.append("an nvme tier (offload.nvme_paths, hardware.nvme_gib)")
+    if kinds[largest]:
+        there = below == "host" or budgets.nvme > 0
+        ways.append(f'{largest}="{below}"' + ("" if there else ", which needs nvme (hardware.nvme_gib is 0)"))
     if kinds["activations"]:
         ways.append("fewer tokens a micro-batch")
-    if held_back:
-        ways.append("reducing every micro-batch (zero.no_sync=false, or zero.stage=2 instead of 1)")
-    if kinds["buffers"]:
-        ways.append("smaller units (TiledLinear)" if tier == "device" else "fewer slots (offload.slots)")
-    ways.append(f"more ranks than {hardware.ranks} with zero.stage=3")
+    if reducing:
+        ways.append(f"reducing every micro-batch ({reducing})")
+    if kinds["buffers"] and (tier == "device" or swaps):
+        ways.append("smaller units (TiledLinear)" if tier == "device" else "fewer slots (slots=...)")
+    ways.append(f"more ranks than {hardware.ranks} with stage=3")
     allowed = ""
     if tier == "host" and sum(kinds.values()) <= hardware.host_bytes:  # the caller allows less than the machine has
-        allowed = f"; or set offload.host_bytes={sum(kinds.values())}, which the host has"
+        allowed = f"; or set host_bytes={sum(kinds.values())}, which the host has"
     return f"lower it with {', or '.join(ways)}{allowed}"

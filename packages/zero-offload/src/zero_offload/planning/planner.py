@@ -276,7 +276,7 @@ def _planned(
     counted, held, held_back = account(store, shape), trial.held(store), held_back_bytes(store, shape)
     prediction = None
     if budgets is not None and hardware is not None:
-        check(held, held_back, budgets, hardware)
+        check(held, held_back, budgets, hardware, shape.stage)
         if batch.tokens:
             prediction = predict(sizes, shape, store, counted, held, hardware, batch=batch, activations=trial.policies)
     return Plan(
