@@ -11,6 +11,9 @@ FOLLOWED: dict[str, str] = {
     "set offload.activations=recompute, host{} or auto": "test_settings_that_zero_train_names_pass",
     "set one of them to null or false": "test_settings_that_zero_train_names_pass",
     "lower optim.warmup_steps, leave it out": "test_settings_that_zero_train_names_pass",
+    "has figures of a tier that offload.tiers does not have": "unit/zero_train/test_checks.py::"
+    "test_figures_of_a_tier_go_with_the_tier_or_are_left_out",
+    "is given, but nothing uses it with": "unit/zero_train/test_unused_keys.py::test_keys_that_are_used_pass",
     "was saved with {}; set {}, or leave run.resume out": "integration/zero_train/test_run_folder.py::"
     "test_the_way_out_that_is_named_works",
     "of run.steps={}; raise run.steps": "integration/zero_train/test_run_folder.py::"
@@ -42,5 +45,4 @@ NOT_FOLLOWED: dict[str, int] = {
     "zero_train/schema.py": 7,
     "zero_train/tokens.py": 1,
     "zero_train/train.py": 3,
-    "zero_train/unused_keys.py": 1,
 }

@@ -218,3 +218,11 @@ def test_memory_is_why_auto_plans_without_nvme(monkeypatch):
     pytest.importorskip("zero_nvme")
     monkeypatch.setattr(checks, "memory_filesystem", lambda folder: "tmpfs")
     assert "is in memory (tmpfs)" in checks.auto_without_nvme(changed("offload=auto"))
+
+
+def test_figures_of_a_tier_go_with_the_tier_or_are_left_out():
+    figures = "+hardware.tiers.compressed={gib: 3}"
+    with pytest.raises(ConfigError, match=r"tier=…, or leave the figures out: ~hardware\.tiers\.compressed"):
+        checks.values(changed(figures))
+    checks.values(changed("tier=compressed", "hardware.tiers.compressed.gib=3"))
+    checks.values(changed(figures, "~hardware.tiers.compressed"))
