@@ -144,10 +144,8 @@ def refusal(error: Exception, config: Config) -> str:
 
 def keyed(text: str, config: Config) -> str:
     """Returns a text of zero-core or zero-offload with this program's keys in place of their arguments."""
-    kinds = {"offload": OffloadConfig, "zero": ZeroConfig}
-    sections = {
-        name: section for section, kind in kinds.items() for name in kind.__dataclass_fields__ if name != "kind"
-    }
+    kinds: dict[str, Any] = {"offload": OffloadConfig, "zero": ZeroConfig}
+    sections = {key.name: section for section, kind in kinds.items() for key in dataclasses.fields(kind)}
 
     def key(found: re.Match[str]) -> str:
         name, value = found["name"], found["value"].strip("\"'")
