@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 
 import pytest
@@ -54,10 +55,14 @@ def test_what_the_tables_name_is_an_advice(part: str) -> None:
 
 
 def test_every_test_that_follows_an_advice_exists() -> None:
+    @functools.cache
+    def functions(path: str) -> set[str]:
+        tree = ast.parse((advice.ROOT / "tests" / path).read_text(encoding="utf-8"))
+        return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
     for name in set(advice.FOLLOWED.values()):
         path, _, function = name.partition("::")
-        tree = ast.parse((advice.ROOT / "tests" / path).read_text(encoding="utf-8"))
-        assert function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, name
+        assert function in functions(path), name
 
 
 def test_a_new_advice_is_followed_by_a_test() -> None:

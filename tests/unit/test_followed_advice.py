@@ -41,7 +41,7 @@ def step(net, optimizer, width=4):
 def advised(*parts):
     """An error of ours is raised, and its text has each of the parts."""
     with pytest.raises(Exception) as raised:
-        yield
+        yield raised
     text = str(raised.value)
     assert type(raised.value).__module__.startswith("zero_") or isinstance(raised.value, (ValueError, TypeError)), text
     for part in parts:

@@ -129,7 +129,10 @@ def open_index(folder: str | os.PathLike[str]) -> dict[str, Entry]:
     paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
-        raise PretrainedError(f"{folder} holds no *.safetensors ({found}); save the model with safe_serialization")
+        raise PretrainedError(
+            f"{folder} holds no *.safetensors ({found}); load the model where it is whole, and save it again: "
+            "save_pretrained() of transformers writes them"
+        )
     merged: dict[str, Entry] = {}
     for path in paths:
         for name, entry in read_header(path).items():

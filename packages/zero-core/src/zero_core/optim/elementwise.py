@@ -156,7 +156,7 @@ def _probe(
         runs = [_steps(optimizer, group, [values[part]], [gradients[part]])[0] for part in slices]
         apart = first_apart(whole, [torch.cat(parts) for parts in zip(*runs, strict=True)])
         if apart is not None:
-            how = "flattened" if len(slices) == 1 else f"flattened and cut after {cuts[1]} elements"
+            how = "flattened" if len(slices) == 1 else f"flattened and split after {cuts[1]} elements"
             raise UnsupportedOptimizerError(
                 f"{type(optimizer).__name__} is not elementwise: of a parameter of shape {shape}, {apart} with the "
                 f"parameter {how}; {_WAY_OUT}"

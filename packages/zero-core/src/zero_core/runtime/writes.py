@@ -37,6 +37,11 @@ class _Given:
     storage: StorageWeakRef
     trained: bool
 
+    def written(self) -> bool:
+        """Whether it was written since. The tensor has no name where errors are raised: a traceback would keep it."""
+        tensor = self.tensor()
+        return tensor is not None and tensor._version != self.version
+
 
 class Writes:
     """A digest of what this rank wrote since the last step, and the names of where."""
@@ -56,10 +61,9 @@ class Writes:
     def check_given(self, *, stepping: bool) -> None:
         """Raises ChangedParameterError if a tensor that a parameter was given is not what torch would show by now."""
         for name, given in list(self._given.items()):
-            tensor = given.tensor()
             if given.storage.expired():
                 del self._given[name]
-            elif (stepping and given.trained) or (tensor is not None and tensor._version != given.version):
+            elif (stepping and given.trained) or given.written():
                 what = "a step is about to change the parameter" if stepping else "it was written since"
                 raise ChangedParameterError(
                     f"{name} was given a tensor with p.data = tensor, which copied the values into shards; {what}, and "
