@@ -39,6 +39,7 @@ def mapped(address: int) -> bool:
 @pytest.mark.timeout(60)
 def test_a_byte_store_closed_under_an_update_is_an_error_and_not_a_hang() -> None:
     nvme, go = MemoryByteStore(), threading.Event()
+    go.set()  # attach steps tiles of its own
 
     class Waits(TorchStep):
         def update(self, tile: Any, segments: Any, scale: float) -> None:
@@ -46,6 +47,7 @@ def test_a_byte_store_closed_under_an_update_is_an_error_and_not_a_hang() -> Non
             super().update(tile, segments, scale)
 
     driver = make("nvme", nvme, step=Waits(), slots=3)
+    go.clear()
     driver.forward()
     driver.backward()
     driver.update()
@@ -73,6 +75,7 @@ def test_close_gives_the_memory_back_though_the_store_is_still_named() -> None:
 def test_a_store_forgotten_on_its_own_update_thread_is_shut_down_by_another() -> None:
     nvme, go, collected = MemoryByteStore(), threading.Event(), threading.Event()
     others = threads("zero-offload update")
+    go.set()  # attach steps tiles of its own
 
     class Collects(TorchStep):
         def update(self, tile: Any, segments: Any, scale: float) -> None:
@@ -82,6 +85,8 @@ def test_a_store_forgotten_on_its_own_update_thread_is_shut_down_by_another() ->
             super().update(tile, segments, scale)
 
     driver = make("nvme", nvme, step=Collects(), slots=3)
+    go.clear()
+    collected.clear()
     driver.forward()
     driver.backward()
     driver.update()
