@@ -111,6 +111,34 @@ def test_a_second_thread_is_told_so_while_one_is_in_a_backward(use):
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), wanted, strict=True))
 
 
+class Meeting(torch.optim.SGD):
+    """A test may put something here that a step comes by."""
+
+    meeting: Callable[[], Any] | None = None
+
+    def step(self, closure=None):
+        meeting, Meeting.meeting = Meeting.meeting, None
+        if meeting is not None:
+            meeting()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_second_thread_is_told_so_while_one_is_in_a_step(use, monkeypatch):
+    wanted = trained(*built())
+    model, _ = built()
+    optimizer: Any = zero_core.shard(model, Meeting(model.parameters(), lr=0.1), stage=3, units=[Block])
+    raised: list[BaseException] = []
+    backward(model)
+    monkeypatch.setattr(Meeting, "meeting", lambda: raised.extend(in_thread(lambda: USES[use](model, optimizer))))
+    optimizer.step()
+    (error,) = raised
+    assert isinstance(error, ZeroError) and "while thread 'MainThread' is in its step" in str(error)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), wanted, strict=True))
+    optimizer.zero_grad()
+    assert not in_thread(lambda: trained(model, optimizer))
+
+
 def test_threads_that_take_turns_train_as_one():
     plain, stock = built()
     wanted = [trained(plain, stock), (stock.zero_grad(), trained(plain, stock))[1]][-1]

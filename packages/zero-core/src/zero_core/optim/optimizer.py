@@ -78,6 +78,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @mended
     def _step(self) -> None:
+        self.engine.calls.begin("step")
+        try:
+            self._step_alone()
+        finally:
+            self.engine.calls.end("step")
+
+    def _step_alone(self) -> None:
         engine = self.engine
         with torch.no_grad():
             self._refuse_while_busy()

@@ -57,7 +57,7 @@ class Calls:
                 "DataLoader, use a plain model that loads its state_dict(), or run it in the training process"
             )
         for other, frame in list(self._frames.items()):
-            if _encloses(frame, sys._getframe()) or (in_backward() and _caller() is None):
+            if _encloses(frame, sys._getframe()) or (in_backward() and _is_autograds_own()):
                 continue
             thread = _thread_in(frame)
             if thread is not None:
@@ -77,6 +77,11 @@ def _caller() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def _is_autograds_own() -> bool:
+    """Whether Python did not start this thread."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _encloses(wanted: FrameType, inside: FrameType | None) -> bool:
