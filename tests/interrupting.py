@@ -3,7 +3,7 @@
 A moment is a line of ours that is about to be executed, on the calling thread only, as Python gives signals to no
 other one. KeyboardInterrupt is raised there, inside of whatever hooks, `with` blocks and autograd are around it. Python
 itself asks for signals at the entry of a function. So where a `with` block of ours is left, the moments are lines of
-the `__exit__` of torch.no_grad() or of contextlib. Between a block and an `__exit__` in C there is none.
+the `__exit__` of torch.no_grad(), of contextlib or of threading. Between a block and an `__exit__` in C there is none.
 
     lines = lines_of(lambda: step(model))           # ["zero_core/runtime/hooks.py:96", ...], one for each moment
     for k in firsts(lines):                         # the first moment of each line
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -32,7 +33,8 @@ import zero_core
 __all__ = ["firsts", "interrupted", "lines_of"]
 
 _SOURCES = str(Path(zero_core.__file__).parents[3])  # the folder of all packages
-_AROUND = {contextlib.__file__, torch.autograd.grad_mode.__file__}  # what `with` blocks of ours call
+# What `with` blocks of ours call, and waits and threads.
+_AROUND = {contextlib.__file__, torch.autograd.grad_mode.__file__, threading.__file__}
 _ENTERS = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
 
 

@@ -270,6 +270,35 @@ def test_a_forked_child_leaves_the_parents_store_alone(interpreter: Any) -> None
     assert done.returncode == 0 and "child 7" in done.stdout, done.stderr
 
 
+def test_a_forked_child_that_uses_the_store_is_told_so(interpreter: Any) -> None:
+    done = interpreter(
+        HEAD
+        + textwrap.dedent("""
+        import os
+        from zero_offload import OffloadError
+        driver = make("nvme", slots=3, driver={"numels": (TILE, TILE // 2), "frozen": ()})
+        driver.step()
+        child = os.fork()
+        if child == 0:
+            uses = [driver.forward, driver.backward, driver.update, driver.store.wait, driver.store.discard_gradients]
+            for use in uses:
+                try:
+                    use()
+                except OffloadError as error:
+                    assert "forked from process" in str(error), error
+                else:
+                    os._exit(1)
+            driver.store.close()
+            os._exit(7)
+        _, status = os.waitpid(child, 0)
+        driver.step()
+        driver.store.close()
+        print("child", os.waitstatus_to_exitcode(status))
+        """)
+    )
+    assert done.returncode == 0 and "child 7" in done.stdout, done.stderr
+
+
 def test_a_tier_is_named_before_the_store_is_touched() -> None:
     with pytest.raises(PlacementError, match="'disc' is not a tier"):
         TieredStore(optimizer="disc", nvme=MemoryByteStore())

@@ -31,12 +31,17 @@ class Ending:
         atexit.register(self)
 
     def __call__(self) -> None:
-        with self._lock:
-            end, self._end = self._end, None
+        end: Callable[[], None] | None = None
+        try:
+            with self._lock:
+                end, self._end = self._end, None
+            if end is not None and os.getpid() == self._process:
+                end()
+        except KeyboardInterrupt:
+            self._end = self._end or end  # it can be called again
+            raise
         if end is not None:
             atexit.unregister(self)
-            if os.getpid() == self._process:
-                end()
 
     def _forgotten(self) -> None:
         if self._end is None:

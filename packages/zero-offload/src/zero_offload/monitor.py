@@ -5,29 +5,53 @@ Owns no data. Whoever changes something that the other may wait for does it unde
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from _thread import RLock
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from zero_core.store import NullObserver, Observer
 
-from .errors import AsleepError, ClosedError
+from .errors import AsleepError, ClosedError, OffloadError
 from .timeline import Timeline
 
-__all__ = ["Monitor", "Stopped"]
+__all__ = ["Condition", "Monitor", "Stopped", "join"]
+
+ENDS_SECONDS = 300.0
 
 
 class Stopped(BaseException):
     """The update thread was asked to end; never leaves this package."""
 
 
+class Condition(RLock, threading.Condition):  # type: ignore[misc]
+    """A threading.Condition that Ctrl-C leaves unlocked: `with` takes and gives back the lock in C, where no signal
+    comes between. threading's own does it in Python."""
+
+    def __init__(self) -> None:
+        threading.Condition.__init__(self, self)
+
+
+def join(thread: threading.Thread | None) -> None:
+    """Wait until a thread in the background ends, which was asked to. Raises OffloadError where it does not."""
+    if thread is None or thread is threading.current_thread() or not thread.is_alive():
+        return
+    thread.join(ENDS_SECONDS)
+    if thread.is_alive():
+        raise OffloadError(
+            f"the thread {thread.name!r} was asked to end and has not after {ENDS_SECONDS:.0f} s: an update or a "
+            "transfer in it does not return, so its memory is not given back. End the process"
+        )
+
+
 class Monitor:
     """`condition` guards every flag here and the tables of the tiers."""
 
     def __init__(self, timeline: Timeline, observer: Observer | None = None) -> None:
-        self.condition = threading.Condition(threading.RLock())
+        self.condition = Condition()
         self.timeline = timeline
         self.observer = observer or NullObserver()
         self.failure: BaseException | None = None
@@ -36,12 +60,18 @@ class Monitor:
         self.asleep = False  # nothing has memory
         self.blocked = False  # the training thread waits for the update thread: it will release nothing
         self.exposed_ns = 0
+        self.process = os.getpid()  # where the threads and the memory are
         self._local = threading.local()
 
     # -- the training thread ------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise what the background failed with, each time; ClosedError after close(), AsleepError until wake()."""
+        if os.getpid() != self.process:
+            raise OffloadError(
+                f"a TieredStore in process {os.getpid()}, which was forked from process {self.process}, where it was "
+                "attached: its threads and its transfers are there. Use it there, or attach another store here"
+            )
         if self.failure is not None:
             raise self.failure
         if self.stopping:
@@ -106,6 +136,21 @@ class Monitor:
             self.condition.notify_all()
 
     # -- the threads in the background --------------------------------------------------------------------------
+
+    def start(self, thread: threading.Thread) -> None:
+        """Start the thread, if it has not. Where that fails, nobody does what others wait for: everything refuses."""
+        if thread.ident is not None:
+            return
+        try:
+            thread.start()
+        except BaseException as error:
+            self.fail(
+                OffloadError(
+                    f"the thread {thread.name!r} could not be started ({error!r}): close the optimizer, free threads "
+                    "(ulimit -u), and resume from the last checkpoint"
+                )
+            )
+            raise
 
     @contextmanager
     def thread(self) -> Iterator[None]:

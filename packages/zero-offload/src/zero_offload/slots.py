@@ -24,11 +24,12 @@ invariants hold, and tests/unit/zero_offload/test_slots.py tries every order of 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
+
+from .monitor import Condition
 
 __all__ = ["Moving", "Slot", "Slots"]
 
@@ -92,14 +93,14 @@ class Slots(Generic[Memory]):
     def __init__(
         self,
         memories: Iterable[Memory],
-        condition: threading.Condition | None = None,
+        condition: Condition | None = None,
         *,
         blocked: Callable[[], object] | None = None,
         follow: Callable[[Any], object] | None = None,
     ) -> None:
         self._slots = [Slot(memory) for memory in memories]
         self._by_key: dict[Hashable, Slot[Memory]] = {}
-        self._condition = condition or threading.Condition(threading.RLock())
+        self._condition = condition or Condition()
         self._blocked, self._follow = blocked or self._all_held, follow
         self._clock = 0
 

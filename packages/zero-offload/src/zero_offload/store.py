@@ -6,6 +6,7 @@ Owns the wiring and the order of calls. Bytes are the tiers', the background the
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -143,6 +144,7 @@ class TieredStore:
         """Plan, reserve every byte, then take over the shards one at a time. See ShardStore."""
         if self.plan is not None or self._closed:
             raise OffloadError("a TieredStore is attached once; make another one")
+        self._monitor.process = os.getpid()
         self.step.bind(optimizer)
         self._optimizer = optimizer
         self._make_streams = self._make_streams or streams_of(context.device)
@@ -557,14 +559,15 @@ class TieredStore:
         return self.plan
 
     def close(self) -> None:
-        """End the background, give extents and memory back. Idempotent; works after a failure."""
-        if self._closed:
-            return
-        self._closed = True
-        self._monitor.stop()
+        """End the background, give extents and memory back. Idempotent; works after a failure, and after Ctrl-C in it.
+
+        Raises OffloadError where an update or a transfer does not end; what it uses is not given back then.
+        """
+        closed, self._closed = self._closed, True
         if self._ending is not None:
             self._ending()
-        else:
+        elif not closed:
+            self._monitor.stop()
             self._stores.free()  # attach failed before there was a background
             if (arena := getattr(self, "_arena", None)) is not None:
                 arena.close()
@@ -588,7 +591,10 @@ class _Guard:
 
 
 def _shut_down(pipeline: Pipeline, stores: Stores, link: Link | None, arena: Arena, aside: Aside) -> None:
-    """End the background, then give extents and memory back."""
+    """End the background, then give extents and memory back, unless a thread that uses them does not end."""
+    if link is not None:
+        link.down.close()  # it may wait for slots that the pipeline gives back
+    pipeline.close()
     with ExitStack() as ending:  # from the last to the first, each whatever those before it raised
         ending.callback(arena.close)
         if link is not None:
@@ -596,9 +602,6 @@ def _shut_down(pipeline: Pipeline, stores: Stores, link: Link | None, arena: Are
         ending.callback(aside.free)
         ending.callback(stores.free)
         ending.callback(stores.drain)
-        ending.callback(pipeline.close)
-        if link is not None:
-            ending.callback(link.down.close)  # it may wait for slots that the pipeline gives back
 
 
 def _from_plan(plan: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..monitor import Condition, join
 from ..streams import Lane, Mark, Streams
 from ..tier import Transfers
 from .nvme_spill import NvmeSpill, OnNvme
@@ -48,7 +49,7 @@ class _Work:
     """What the thread is asked for, apart from the spill: a thread that has nothing to do must not keep that alive."""
 
     def __init__(self) -> None:
-        self.condition = threading.Condition()
+        self.condition = Condition()
         self.jobs: deque[_Job] = deque()
         self.thread: threading.Thread | None = None
         self.stopped = False
@@ -59,8 +60,7 @@ class _Work:
             self.stopped, thread = True, self.thread
             self.jobs.clear()
             self.condition.notify_all()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        join(thread)
 
 
 class QueuedSpill(ApartSpill, NvmeSpill):

@@ -26,7 +26,7 @@ from torch import Tensor
 from zero_core.aside import give_memory, take_memory
 
 from ..arena import Block
-from ..monitor import Monitor
+from ..monitor import Monitor, join
 from ..slots import Slot, Slots
 from ..streams import Mark, Streams
 from ..tiles.footprint import LANDING_BUFFERS, StorePlan
@@ -66,7 +66,7 @@ class Downloads:
         self._queue: deque[_Download] = deque()
         self._under_way = [0] * len(plan.units)
         self._busy = False
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._main, name="zero-offload gradients", daemon=True)
         self.nbytes = 0
 
     # -- the training thread ------------------------------------------------------------------------------------
@@ -101,9 +101,7 @@ class Downloads:
                 self._begin(download)
             self._under_way[i] += 1
             self._queue.append(download)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._main, name="zero-offload gradients", daemon=True)
-                self._thread.start()
+            self._monitor.start(self._thread)
             self._monitor.condition.notify_all()
         if landing is None:  # both buffers are lent to units around this one: the caller's memory is not ours to keep
             self._monitor.wait_until(lambda: download.copied is not None, unit.spec.name)
@@ -127,8 +125,7 @@ class Downloads:
     def close(self) -> None:
         """End after the gradient in hand. Idempotent."""
         self._monitor.stop()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        join(self._thread)
 
     def drop(self) -> None:
         """Give the device's memory back; the lanes are empty."""

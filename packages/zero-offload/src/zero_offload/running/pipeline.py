@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 
 from ..arena import Block
-from ..errors import OffloadError
-from ..monitor import Monitor
+from ..monitor import Monitor, join
 from ..protocols import SegmentStep, Started, StartingStep, UpdateStep
 from ..slots import Slot
 from ..tier import Stores
@@ -119,7 +118,9 @@ class Pipeline:
         self._enter_thread, self._unit_done = enter_thread, unit_done
         self._queue: deque[UpdateJob | tuple[Tile, ...]] = deque()
         self._busy = False
-        self._thread: threading.Thread | None = None
+        # Daemon, so that a forgotten close() does not hold the interpreter; the finaliser joins it at exit, before the
+        # memory under its native code goes.
+        self._thread = threading.Thread(target=self._main, name="zero-offload update", daemon=True)
 
     # -- the training thread ------------------------------------------------------------------------------------
 
@@ -147,10 +148,12 @@ class Pipeline:
             slots.drain()
 
     def close(self) -> None:
-        """End after the tile in hand; writes in flight are waited for, jobs not begun are dropped. Idempotent."""
+        """End after the tile in hand; writes in flight are waited for, jobs not begun are dropped. Idempotent.
+
+        Raises OffloadError where the tile in hand does not end.
+        """
         self._monitor.stop()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        join(self._thread)
         self.states.expect(())
         for slots in (self.states.slots, self.gradients.slots, self.parameters):
             try:
@@ -160,21 +163,7 @@ class Pipeline:
 
     def _enqueue(self, item: UpdateJob | tuple[Tile, ...]) -> None:
         self._queue.append(item)
-        if self._thread is None:
-            # Daemon, so that a forgotten close() does not hold the interpreter; the finaliser joins it at exit, before
-            # the memory under its native code goes.
-            thread = threading.Thread(target=self._main, name="zero-offload update", daemon=True)
-            try:
-                thread.start()
-            except BaseException as error:  # nobody would do what the callers wait for
-                self._monitor.fail(
-                    OffloadError(
-                        f"the thread that updates could not be started ({error!r}): close the optimizer, free threads "
-                        "(ulimit -u), and resume from the last checkpoint"
-                    )
-                )
-                raise
-            self._thread = thread
+        self._monitor.start(self._thread)
         self._monitor.condition.notify_all()
 
     # -- the update thread --------------------------------------------------------------------------------------

@@ -1,0 +1,137 @@
+"""What the training thread shares with those in the background: the condition, and how a thread ends.
+
+Fails if Ctrl-C leaves the condition locked, or if close() waits for ever, frees what a thread still uses, or cannot be
+repeated.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from zero_offload import MemoryByteStore, OffloadError, TorchStep, monitor
+from zero_offload.monitor import Condition
+
+from .harness import Driver, make
+from .test_endings import mapped
+
+pytestmark = [pytest.mark.usefixtures("small_chunks"), pytest.mark.timeout(60)]
+
+
+def taken_by_another(condition: Any) -> bool:
+    found: list[bool] = []
+
+    def take() -> None:
+        found.append(condition.acquire(blocking=False))
+        if found[0]:
+            condition.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@contextmanager
+def interrupted_call(name: str) -> Iterator[None]:
+    """KeyboardInterrupt at the entry of the next function in Python of this name, where signals are looked for."""
+
+    def trace(frame: Any, event: str, argument: Any) -> None:
+        if frame.f_code.co_name == name:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_ctrl_c_at_the_end_of_a_with_block_leaves_the_condition_unlocked() -> None:
+    for condition, free in ((Condition(), True), (threading.Condition(), False)):
+        try:
+            with interrupted_call("__exit__"):
+                with condition:
+                    pass
+        except KeyboardInterrupt:
+            pass
+        assert taken_by_another(condition) is free
+
+
+def test_a_condition_wakes_who_waits_also_in_two_blocks() -> None:
+    condition, done = Condition(), threading.Event()
+
+    def wait() -> None:
+        with condition, condition:
+            condition.wait_for(lambda: woken)
+            done.set()
+
+    woken: list[int] = []
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with condition:
+        woken.append(1)
+        condition.notify_all()
+    thread.join()
+    assert done.is_set() and taken_by_another(condition)
+
+
+def in_mid_update(go: threading.Event) -> tuple[Driver, int]:
+    """A driver whose update waits for `go`, and an address of its memory."""
+    begun = threading.Event()
+    go.set()  # attach steps tiles of its own
+
+    class Waits(TorchStep):
+        def update(self, tile: Any, segments: Any, scale: float) -> None:
+            begun.set()
+            go.wait()
+            super().update(tile, segments, scale)
+
+    driver = make({"host": 0.5, "nvme": 0.5}, MemoryByteStore(), step=Waits())
+    address = driver.store.parameters(0).data_ptr()
+    driver.store.release(0)
+    driver.forward()
+    driver.backward()
+    go.clear()
+    begun.clear()
+    driver.update()
+    begun.wait()
+    return driver, address
+
+
+def test_close_does_not_wait_for_ever_nor_free_what_an_update_uses(monkeypatch) -> None:
+    go = threading.Event()
+    driver, address = in_mid_update(go)
+    (thread,) = (each for each in threading.enumerate() if each.name == "zero-offload update")
+    monkeypatch.setattr(monitor, "ENDS_SECONDS", 0.05)
+    with pytest.raises(OffloadError, match="'zero-offload update' was asked to end and has not after 0 s.*End the pr"):
+        driver.store.close()
+    assert mapped(address)
+    go.set()
+    thread.join()
+    driver.store.close()
+
+
+def test_close_can_be_repeated_after_ctrl_c(monkeypatch) -> None:
+    go = threading.Event()
+    driver, address = in_mid_update(go)
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "join", join)
+        driver.store.close()
+    assert mapped(address)
+    go.set()
+    driver.store.close()
+    gc.collect()
+    assert not mapped(address)
