@@ -161,7 +161,7 @@ class UpdateStep(Protocol):
     """An optimizer's arithmetic on tiles. Native code releases the GIL.
 
     Two threads call it: one `update`, while another may `accumulate` and take `chunk_norms_squared`. Where parameters
-    are cut, a store that is attached first updates throw-away tiles with it, whole and in two, and compares the results.
+    are cut, a store that is attached first updates throw-away tiles with it, whole and in two, and compares them.
     """
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
