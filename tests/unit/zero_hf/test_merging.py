@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -99,3 +100,57 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     (tmp_path / "base" / "notes.txt").write_text("")
     with pytest.raises(zero_hf.ConfigError, match="has files already"):
         zero_hf.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "base")
+
+
+OTHERS = {
+    "another type": ("IA3Config", {"target_modules": ["q_proj"], "feedforward_modules": []}),
+    "another formula": ("LoraConfig", {"target_modules": ["q_proj"], "use_dora": True}),
+    "an embedding": ("LoraConfig", {"target_modules": ["embed_tokens"]}),
+    "other names": ("LoraConfig", {"target_modules": ["q_proj"]}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_is_not_merged_here_is_merged_by_peft_as_the_error_says(tmp_path, case):
+    """Fails if PEFT refuses it too, or the folder that it writes is another model's."""
+    peft = pytest.importorskip("peft")
+    folders = [tmp_path / name for name in ("base", "adapter", "out")]
+    # Where the files lack the prefix of the names, they lack the head too, so it has to be tied.
+    base = model("tied" if case == "other names" else "llama")
+    (base.model if case == "other names" else base).save_pretrained(folders[0])
+    kind, options = OTHERS[case]
+    adapted = peft.get_peft_model(base, getattr(peft, kind)(**options))
+    with torch.no_grad():
+        for name, value in adapted.named_parameters():
+            if value.requires_grad:
+                value.copy_(torch.randn_like(value) if "magnitude" not in name else value * 1.5)
+    adapted.save_pretrained(folders[1])
+    tokens = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        wanted = adapted.eval()(input_ids=tokens).logits
+    way = "load base and adapter with PEFT, and call merge_and_unload() and save_pretrained()"
+    with pytest.raises(zero_hf.ConfigError, match=re.escape(way)):
+        zero_hf.merge_adapter(*folders)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folders[0])
+    peft.PeftModel.from_pretrained(loaded, folders[1]).merge_and_unload().save_pretrained(folders[2])
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folders[2])
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=tokens).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_folders_that_errors_name_are_merged(tmp_path):
+    adapted = saved(tmp_path)
+    base, adapter, out = (tmp_path / name for name in ("base", "adapter", "out"))
+    with pytest.raises(zero_hf.ConfigError, match="name the folder of the model that the adapter was trained beside"):
+        zero_hf.merge_adapter(adapter, adapter, out)
+    out.mkdir()
+    (out / "notes.txt").write_text("")
+    with pytest.raises(zero_hf.ConfigError, match="has files already: name a new folder"):
+        zero_hf.merge_adapter(base, adapter, out)
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(
+        zero_hf.ConfigError, match="has no adapter_model.safetensors: save the adapter with save_pretra"
+    ):
+        zero_hf.merge_adapter(base, adapter, tmp_path / "new")
+    adapted.save_pretrained(adapter)
+    assert len(zero_hf.merge_adapter(base, adapter, tmp_path / "new")) == 14

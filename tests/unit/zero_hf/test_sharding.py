@@ -81,6 +81,18 @@ def test_what_is_not_trained_has_no_states_in_the_plan():
         run.close()
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_states_that_an_optimizer_has_not_may_be_on_nvme(tmp_path, trained):
+    """SGD without momentum has none, and a model that is not trained, as a reference model, has no optimizer."""
+    net = model()
+    wanted = net(torch.ones(2, 4)).detach()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if trained else None
+    config = ZeroConfig(parameters="host", optimizer="nvme", nvme_paths=(tmp_path,))
+    run = shard(net, optimizer, config)
+    assert torch.equal(net(torch.ones(2, 4)).detach(), wanted) and not run.plan.total("nvme")
+    run.close()
+
+
 def refused(path, how="no slab on nvme_paths=.* Name a folder on a mounted drive"):
     net = model()
     with pytest.raises(ConfigError, match=how):

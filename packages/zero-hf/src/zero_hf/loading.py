@@ -41,13 +41,20 @@ __all__ = ["from_pretrained"]
 
 _REFUSED = {  # arguments of transformers that say where a whole model goes, or what else its weights become
     "device_map": "the model is sharded instead: leave it out",
-    "gguf_file": "a GGUF file is read whole: see below",
     "quantization_config": "load a quantised model with transformers, then shard it",
     "state_dict": "weights are read from files: zero_core.load_pretrained takes renamed ones",
     "distributed_config": "zero_hf distributes the model: leave it out",
 }
 _TILE_NUMEL = 1 << 22
-_IGNORED = ("low_cpu_mem_usage", "local_files_only", "use_safetensors", "weights_only", "token", "revision")
+_IGNORED = (
+    "gguf_file",
+    "low_cpu_mem_usage",
+    "local_files_only",
+    "use_safetensors",
+    "weights_only",
+    "token",
+    "revision",
+)
 
 
 def from_pretrained(

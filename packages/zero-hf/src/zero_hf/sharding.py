@@ -79,7 +79,8 @@ def shard(
     """
     if config.param_dtype == "fp16" and options.get("loss_scale") is None:
         raise ConfigError(
-            'param_dtype: fp16 without a loss scale loses small gradients: pass loss_scale="dynamic", or write bf16'
+            'param_dtype: fp16 without a loss scale loses small gradients: pass loss_scale="dynamic" to zero_hf.shard. '
+            "Trainers and Accelerators scale no loss: write bf16"
         )
     mesh = options.get("mesh")
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -97,7 +98,8 @@ def shard(
             )
         store = None
         if any(place != "device" for place in config.placements.values()):
-            slab = _slab(config, stack) if planned.total("nvme") else None
+            on_nvme = any("nvme" in place for place in config.placements.values())  # though the plan has no bytes there
+            slab = _slab(config, stack) if on_nvme else None
             store = zero_offload.TieredStore(
                 plan=planned, nvme=slab, step=step, host_bytes=config.host_bytes, overlap=config.overlap
             )

@@ -343,7 +343,7 @@ class _Sharded(Trainer):
 
     def _trained_run(self) -> Run:
         if self.zero_run is None or self.zero_run.optimizer is None:
-            raise ConfigError("there are no optimizer states to save or load before train()")
+            raise ConfigError("there are no optimizer states before train()")
         return self.zero_run
 
     def end(self) -> None:

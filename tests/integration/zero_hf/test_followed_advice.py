@@ -1,0 +1,273 @@
+"""Advice of zero-hf's that is followed: each test makes a mistake, does what the message says, and that works.
+
+Trainers and accelerators are in test_followed_trainer_advice.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+import zero_core
+import zero_hf
+from tests.integration.zero_hf.trainers import llama
+from tests.unit.zero_hf.deepspeed.written import write
+from zero_hf import ConfigError, ZeroConfig
+from zero_hf.commands import main
+
+TOKENS = torch.arange(24).view(2, 12)
+
+
+@contextmanager
+def advised(*parts, error=ConfigError):
+    """An error of ours is raised, and its text has each of the parts."""
+    with pytest.raises(error) as raised:
+        yield
+    for part in parts:
+        assert part in str(raised.value), raised.value
+
+
+def trained(config, model=None, **options):
+    """One step of a sharded model."""
+    model = llama() if model is None else model
+    run = zero_hf.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), ZeroConfig.of(config), **options)
+    loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+    loss.backward()
+    run.optimizer.step()
+    run.close()
+    return loss.item()
+
+
+def same(ours, theirs):
+    ours, theirs = ours.state_dict(), theirs.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+NVME = {"optimizer": "nvme", "nvme_paths": "DRIVE"}
+
+
+@pytest.mark.parametrize(
+    ("given", "advice", "ways"),
+    [
+        (
+            {"rows": 1},
+            "write activations: recompute, host or nvme",
+            [{"activations": "recompute"}, {"activations": "host"}, {"activations": "nvme"} | NVME],
+        ),
+        ({"offload": "nvme"}, "name a folder on your fastest drive", [{"nvme_paths": "DRIVE"}]),
+        (
+            {"offload": "host", "activations": "nvme"},
+            "write optimizer: nvme, or activations: host",
+            [NVME, {"activations": "host"}],
+        ),
+        (
+            {"host_bytes": "1GiB", "offload": "host"},
+            "give a whole number of at least 0, without a unit",
+            [{"host_bytes": 1 << 30}],
+        ),
+    ],
+)
+def test_settings_that_an_error_names_train(given, advice, ways, tmp_path):
+    wanted = trained({})
+    with advised(advice):
+        trained(given)
+    for way in ways:
+        chosen = {key: str(tmp_path) if value == "DRIVE" else value for key, value in (given | way).items()}
+        assert trained(chosen) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_settings_are_given_as_a_mapping_or_a_file(tmp_path):
+    with advised("give a mapping, such as {'offload': 'host'}"):
+        ZeroConfig.of(["host"])
+    assert ZeroConfig.of({"offload": "host"}).offload == "host"
+    file = tmp_path / "zero.yaml"
+    with advised("give the path of a YAML or JSON file"):
+        ZeroConfig.of(file)
+    for text in ("offload: host", '{"offload": "host"}'):
+        file.write_text(text)
+        assert ZeroConfig.of(file).offload == "host"
+
+
+def test_fp16_gets_a_loss_scale_or_becomes_bf16():
+    with advised('pass loss_scale="dynamic" to zero_hf.shard', "scale no loss: write bf16"):
+        trained({"param_dtype": "fp16"})
+    trained({"param_dtype": "fp16"}, loss_scale="dynamic")
+    trained({"param_dtype": "bf16"})
+
+
+def test_without_zero_nvme_states_are_on_the_host(monkeypatch, tmp_path):
+    nvme = {"offload": "nvme", "nvme_paths": str(tmp_path)}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "zero_nvme", None)
+        with advised("install it, or write offload: host"):
+            trained(nvme)
+        trained(nvme | {"offload": "host"})
+    trained(nvme)  # it is installed
+
+
+def test_a_folder_is_one_on_a_drive_that_is_mounted(tmp_path):
+    nvme = {"offload": "nvme", "nvme_paths": str(tmp_path / "drive" / "zero")}
+    with advised("Name a folder on a mounted drive; a folder is made if the one above it is there"):
+        trained(nvme)
+    (tmp_path / "drive").mkdir()
+    trained(nvme)
+    if os.path.isdir("/dev/shm"):
+        memory = nvme | {"nvme_paths": f"/dev/shm/zero-{os.getpid()}"}
+        with advised("name a folder on a disk, or write offload: host"):
+            trained(memory)
+        trained(memory | {"offload": "host"})
+
+
+def test_safetensors_are_converted_with_a_dtype(tmp_path, capsys):
+    write(tmp_path / "theirs", 1, 1)
+    convert = ["convert", str(tmp_path / "theirs")]
+    assert main([*convert, str(tmp_path / "a"), "--dtype", "bf16"]) == 2
+    assert "add --weights, or leave them out" in capsys.readouterr().err
+    assert main([*convert, str(tmp_path / "a"), "--dtype", "bf16", "--weights"]) == 0
+    assert main([*convert, str(tmp_path / "b")]) == 0
+
+
+# -- models of transformers --------------------------------------------------------------------------------------------
+
+
+def load(folder, kind=AutoModelForCausalLM, **options):
+    """The model sharded, with its values."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        model = zero_hf.from_pretrained(kind, folder, **options)
+    zero_core.shard(model)
+    return model
+
+
+@pytest.mark.parametrize("given", [{"device_map": "auto"}, {"distributed_config": {"tp_plan": "auto"}}])
+def test_arguments_that_distribute_are_left_out(given, tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path)
+    with advised("leave it out"):
+        load(tmp_path, **given)
+    same(load(tmp_path), model)
+
+
+def test_a_folder_is_what_save_pretrained_wrote(tmp_path):
+    model = llama()
+    zero_core.save_pretrained(model, tmp_path / "half")
+    (tmp_path / "half" / "config.json").unlink()
+    with advised("has no config.json: give a folder that save_pretrained wrote"):
+        load(tmp_path / "half")
+    for name, save in (("theirs", model.save_pretrained), ("ours", lambda to: zero_core.save_pretrained(model, to))):
+        save(tmp_path / name)
+        same(load(tmp_path / name), model)
+
+
+def test_a_model_of_the_hub_is_fetched(tmp_path):
+    """What the Hub's client fetched earlier stands for a download."""
+    from huggingface_hub import snapshot_download
+
+    model = llama()
+    repository = tmp_path / "models--some--model"
+    model.save_pretrained(repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    with advised("fetch it with huggingface_hub.snapshot_download, and give the folder that it returns"):
+        load("some/model")
+    same(load(snapshot_download("some/model", cache_dir=tmp_path, local_files_only=True)), model)
+
+
+def test_the_config_that_fits_is_given_or_mismatched_sizes_are_ignored(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path)
+    with advised("Give the config that fits, or ignore_mismatched_sizes=True", error=zero_core.ZeroError):
+        load(tmp_path, vocab_size=65)
+    same(load(tmp_path, config=model.config), model)
+    assert load(tmp_path, vocab_size=65, ignore_mismatched_sizes=True).lm_head.weight.shape == (65, 32)
+
+
+def test_a_head_that_is_new_is_trained(tmp_path):
+    llama().save_pretrained(tmp_path)
+    kind = transformers.AutoModelForSequenceClassification
+    with pytest.warns(UserWarning, match="score.weight. Train the model before you use it"):
+        model = zero_hf.from_pretrained(kind, tmp_path, pad_token_id=0)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=TOKENS, labels=torch.tensor([0, 1])).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[1] < losses[0]
+
+
+def _converted(read, tmp_path):
+    """What the errors say to do with other files than safetensors."""
+    model = read()
+    zero_core.save_pretrained(model, tmp_path / "another_folder")
+    same(load(tmp_path / "another_folder"), model)
+
+
+WHOLE = "call AutoModelForCausalLM.from_pretrained(...) once, then zero_core.save_pretrained(model, another_folder)"
+
+
+def test_a_model_in_a_pickle_is_saved_again(tmp_path):
+    model = llama()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with advised(WHOLE):
+        load(tmp_path)
+    _converted(lambda: AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path)
+
+
+def test_a_model_in_a_gguf_file_is_saved_again(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    _write_gguf(gguf, str(tmp_path / "model.gguf"))
+    with advised(WHOLE):
+        load(tmp_path, gguf_file="model.gguf")
+    _converted(lambda: AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf"), tmp_path)
+
+
+def _write_gguf(gguf, path):
+    """The model of llama() under the names that GGUF has."""
+    model = llama()
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, value in model.state_dict().items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_quantised_model_is_loaded_with_transformers_and_sharded_then(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    llama(hidden_size=64).save_pretrained(tmp_path / "dense")
+    eight_bits = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    with advised("load a quantised model with transformers, then shard it"):
+        load(tmp_path / "dense", quantization_config=eight_bits)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=eight_bits, device_map="cpu")
+    model.save_pretrained(tmp_path / "quantised")
+    with advised("load them with AutoModelForCausalLM.from_pretrained, on every rank whole, and shard the model then"):
+        load(tmp_path / "quantised")
+    for again in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", device_map="cpu")):
+        with torch.no_grad():
+            wanted = again(input_ids=TOKENS).logits
+            run = zero_hf.shard(again, None, ZeroConfig(offload="host"))
+            assert torch.equal(again(input_ids=TOKENS).logits, wanted)
+        run.close()

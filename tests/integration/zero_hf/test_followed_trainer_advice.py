@@ -1,0 +1,326 @@
+"""Advice about Trainers and accelerators that is followed: a mistake, then what the message says, and that works."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+import zero_core
+import zero_hf
+from zero_core.errors import CheckpointError
+
+from .accelerated import Script, accelerator, launched
+from .accelerated import llama as small
+from .test_followed_advice import advised
+from .trainers import Sharded, llama, rows, train, trainer
+
+Arguments = zero_hf.sharded(TrainingArguments)
+ADAMW = {"train_batch_size": "auto", "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+
+# -- Trainers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    """The losses of two steps of the stock Trainer."""
+    return train(Trainer, tmp_path_factory.mktemp("stock"), max_steps=2)[1].losses
+
+
+def trains(folder, stock, cls=Sharded, rel=1e-5, **given):
+    made, logs = train(cls, folder, max_steps=2, **given)
+    assert logs.losses == pytest.approx(stock, rel=rel)
+    made.end()
+    return made
+
+
+def test_a_trainer_class_and_a_class_of_arguments_are_given(tmp_path, stock):
+    with advised("give zero= with the Trainer class", error=TypeError):
+        zero_hf.sharded(TrainingArguments, zero={"stage": 2})
+    made = trains(tmp_path, stock, zero_hf.sharded(Trainer, zero={"stage": 2}), arguments_class=Arguments)
+    assert made.zero_config.stage == 2
+    with advised("give it transformers.Trainer or a subclass of it, the class itself", error=TypeError):
+        zero_hf.sharded(made)
+
+    class Own(Trainer):
+        pass
+
+    trains(tmp_path, stock, zero_hf.sharded(Own))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("fsdp", True, "leave it out, zero= says which stage and which tiers"),
+        ("parallelism_config", object(), "ranks are data parallel here: leave it out"),
+        ("save_on_each_node", True, "leave it out, and make output_dir a folder that all see"),
+    ],
+)
+def test_an_argument_is_left_out(name, value, advice, tmp_path, stock):
+    class Given(TrainingArguments):
+        """Set later: what some need to be set earlier is not installed."""
+
+        def __post_init__(self):
+            super().__post_init__()
+            setattr(self, name, value)
+
+    with advised(advice):
+        trainer(Sharded, tmp_path, arguments_class=Given)
+    made = trains(tmp_path, stock, zero={"stage": 2, "offload": "host"}, save_strategy="steps")
+    assert made.zero_config.stage == 2 and (tmp_path / "checkpoint-2" / "zero").is_dir()
+
+
+def test_blocks_are_compiled_in_place_of_the_model(tmp_path, stock):
+    with advised("compile the blocks, as in `for layer in model.model.layers: layer.compile()`"):
+        trainer(Sharded, tmp_path, torch_compile=True)
+    model, compiled = llama(), []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    trains(tmp_path, stock, model=model)
+    assert compiled
+
+
+def test_either_of_two_recomputes_blocks(tmp_path, stock):
+    both = {"activation_checkpointing": True, "zero": {"activations": "recompute"}}
+    with advised("write activation_checkpointing=False"):
+        trainer(Sharded, tmp_path, **both)
+    trains(tmp_path, stock, **both | {"activation_checkpointing": False})
+
+
+def test_evaluation_is_in_bf16_by_the_arguments_or_the_model(tmp_path):
+    def loss(cls, model=None, **given):
+        made, _ = trainer(cls, tmp_path, model, **given)
+        return made.evaluate()["eval_loss"]
+
+    with advised("evaluate with bf16=True, or load the model in bfloat16"):
+        loss(Sharded, bf16_full_eval=True)
+    wanted = pytest.approx(loss(Trainer, bf16_full_eval=True), rel=1e-2)
+    assert loss(Sharded, bf16=True) == wanted == loss(Sharded, llama().bfloat16())
+
+
+@pytest.mark.parametrize("left", ["zero", "deepspeed"])
+def test_one_of_zero_and_deepspeed_is_left_out(left, tmp_path, stock):
+    both = {"zero": {"stage": 2}, "deepspeed": {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}}
+    with advised("both say stage and tiers: leave one out"):
+        trainer(Sharded, tmp_path, arguments_class=Arguments, **both)
+    del both[left]
+    made = trains(tmp_path, stock, arguments_class=Arguments, **both)
+    assert made.zero_config.stage == 2
+
+
+@pytest.mark.parametrize("left", ["optimizers", "deepspeed"])
+def test_one_of_two_optimizers_is_left_out(left, tmp_path):
+    def given(**config):
+        model = llama()
+        optimizers = (torch.optim.AdamW(model.parameters(), lr=1e-3), None)
+        return {"model": model, "arguments_class": Arguments, "deepspeed": ADAMW | config, "optimizers": optimizers}
+
+    with advised("names an optimizer: leave one of them out"):
+        train(Sharded, tmp_path, max_steps=2, **given())
+    chosen = given()
+    if left == "optimizers":
+        del chosen["optimizers"]
+    else:
+        chosen["deepspeed"] = {key: value for key, value in ADAMW.items() if key != "optimizer"}
+    made, logs = train(Sharded, tmp_path, max_steps=2, **chosen)
+    assert len(logs.losses) == 2
+    made.end()
+
+
+def test_a_trainer_that_evaluates_first_has_a_dataset_or_trains_first(tmp_path, stock):
+    class Own(Sharded):
+        """Makes its batches itself, so it needs no train_dataset."""
+
+        def get_train_dataloader(self):
+            self.train_dataset = rows(26)
+            try:
+                return super().get_train_dataloader()
+            finally:
+                self.train_dataset = None
+
+    made, logs = trainer(Own, tmp_path, train_dataset=None, max_steps=2)
+    made.evaluate()
+    with advised("give it one when it is built, or call train() before evaluate()"):
+        made.train()
+    made.end()
+    made, logs = trainer(Own, tmp_path, train_dataset=None, max_steps=2)
+    made.train()
+    made.evaluate()
+    assert logs.losses == pytest.approx(stock, rel=1e-5)
+    made, logs = trainer(Sharded, tmp_path, max_steps=2)
+    made.evaluate()
+    made.train()
+    assert logs.losses == pytest.approx(stock, rel=1e-5)
+
+
+def test_a_checkpoint_that_is_not_complete_is_deleted(tmp_path):
+    given = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    _, whole = train(Sharded, tmp_path, **given)
+    for number in (3, 1):
+        if number == 1:
+            shutil.rmtree(tmp_path / "checkpoint-2")
+        broken = tmp_path / f"checkpoint-{number}"
+        (broken / "trainer_state.json").unlink()
+        way = f"resume from {tmp_path / 'checkpoint-2'}, which is complete"
+        if number == 1:
+            way = "train without resume_from_checkpoint"
+        with advised(f"Delete this folder, and {way}"):
+            train(Sharded, tmp_path, resume=str(broken), **given)
+        shutil.rmtree(broken)
+        _, later = train(Sharded, tmp_path, resume=str(tmp_path / "checkpoint-2") if number == 3 else None, **given)
+        assert later.losses == whole.losses[2 if number == 3 else 0 :]
+        shutil.rmtree(tmp_path / "checkpoint-3")
+
+
+# -- Accelerator -------------------------------------------------------------------------------------------------------
+
+
+class _Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def sgd(*models):
+    return torch.optim.SGD([{"params": list(model.parameters())} for model in models], lr=0.5)
+
+
+def moved(acc, optimizers, *layers):
+    """A step moves every layer."""
+    before = [layer.weight.detach().clone() for layer in layers]
+    for layer in layers:
+        acc.backward(layer(torch.ones(1, 2)).sum())
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not any(torch.equal(old, layer.weight) for old, layer in zip(before, layers, strict=True))
+    acc.free_memory()
+
+
+def test_optimizers_are_made_and_prepared_as_an_error_says():
+    def layers():
+        return nn.Linear(2, 2), nn.Linear(2, 2)
+
+    with launched():
+        acc = accelerator({})
+        one, _ = layers()
+        acc.prepare(one)
+        with advised("give both to one call, prepare(model, optimizer, ...)", error=zero_core.ZeroError):
+            acc.prepare(sgd(one))
+        one, _ = layers()
+        one, optimizer = acc.prepare(one, sgd(one))
+        moved(acc, [optimizer], one)
+        one, two = layers()
+        with advised(
+            "make an optimizer for each, or put the models into one nn.Module and prepare that",
+            error=zero_core.ZeroError,
+        ):
+            acc.prepare(one, two, sgd(one, two))
+        one, two, *optimizers = acc.prepare(one, two, sgd(one), sgd(two))
+        moved(acc, optimizers, one, two)
+        pair = _Pair()
+        pair, optimizer = acc.prepare(pair, sgd(pair.a, pair.b))
+        moved(acc, [optimizer], pair.a, pair.b)
+        pair = _Pair()
+        with advised("make one optimizer with a parameter group for each", error=zero_core.ZeroError):
+            acc.prepare(pair, sgd(pair.a), sgd(pair.b))
+        pair, optimizer = acc.prepare(pair, sgd(pair.a, pair.b))
+        assert len(optimizer.param_groups) == 2
+        moved(acc, [optimizer], pair.a, pair.b)
+
+
+def test_another_way_to_distribute_is_left_out(monkeypatch):
+    import accelerate
+
+    told = accelerate.utils.DistributedType.FSDP
+    with launched():
+        with monkeypatch.context() as patch:
+            patch.setattr(accelerate.Accelerator, "distributed_type", property(lambda self: told))
+            with advised("leave it out of the script and of `accelerate launch`, or use accelerate.Accelerator"):
+                accelerator({})
+            accelerator(None)
+        acc = accelerator({})
+        one = nn.Linear(2, 2)
+        one, optimizer = acc.prepare(one, sgd(one))
+        moved(acc, [optimizer], one)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+def test_bf16_is_used_in_place_of_precisions_that_scale_or_replace(precision):
+    with launched():
+        with advised("use mixed_precision='bf16'"):
+            Script({}, steps=1, mixed_precision=precision)
+        script = Script({}, steps=1, mixed_precision="bf16")
+        assert len(script.train()) == 2
+        script.accelerator.free_memory()
+
+
+def _uneven():
+    """Three batches for two ranks: trained on evenly, then evaluated as they are."""
+    with launched():
+        acc = accelerator({})
+        model = small()
+        data = torch.utils.data.DataLoader(torch.arange(6).view(3, 2), batch_size=1)
+        model, optimizer, even = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+        with advised("evaluate uneven ones inside zero_core.uneven(model)", error=zero_core.ZeroError):
+            with acc.join_uneven_inputs([model]):
+                pass
+        steps = 0
+        for batch in even:
+            acc.backward(model(input_ids=batch, labels=batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+        rank, found = acc.process_index, []
+        with zero_core.uneven(model), torch.no_grad():
+            for batch in list(data)[rank::2]:
+                found.append(model(input_ids=batch, labels=batch).loss.item())
+        acc.free_memory()
+        return steps, found
+
+
+def test_uneven_batches_are_made_even_or_evaluated_apart(ranks):
+    (steps, first), (others, second) = ranks(2).run(_uneven)
+    assert steps == others == 2 and (len(first), len(second)) == (2, 1)
+
+
+def test_a_save_that_was_cut_short_is_left_for_another(tmp_path):
+    with launched():
+        script = Script({}, steps=2)
+        for name in ("one", "two"):
+            script.accelerator.save_state(str(tmp_path / name))
+        shutil.copy(tmp_path / "one" / "zero.json", tmp_path / "two")
+        with advised("Load another checkpoint, and save each to a new folder", error=CheckpointError):
+            script.accelerator.load_state(str(tmp_path / "two"))
+        script.accelerator.load_state(str(tmp_path / "one"))
+        assert len(script.train()) == 4
+        script.accelerator.free_memory()
+
+
+def test_states_of_stock_accelerate_are_saved_as_safetensors(tmp_path):
+    for safe in (False, True):
+        with launched():
+            stock = Script(None, steps=1)
+            stock.train()
+            stock.accelerator.save_state(str(tmp_path / "state"), safe_serialization=safe)
+            wanted = {name: value.detach().clone() for name, value in stock.model.state_dict().items()}
+        with launched():
+            script = Script({}, steps=1)
+            if not safe:
+                with advised(
+                    "give a folder that save_state wrote, with safe_serialization=True, for the models that are "
+                    "prepared",
+                    error=CheckpointError,
+                ):
+                    script.accelerator.load_state(str(tmp_path / "state"))
+            else:
+                script.accelerator.load_state(str(tmp_path / "state"))
+                torch.testing.assert_close(dict(script.model.state_dict()), wanted, rtol=0, atol=0)
+            script.accelerator.free_memory()
