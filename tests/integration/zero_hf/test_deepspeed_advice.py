@@ -247,11 +247,9 @@ def test_what_a_refusal_says_to_write_trains(bad, advice, ways):
         trains(way)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [name for name in REFUSED if not name.startswith("mu") or name == "muon"])
 def test_the_optimizer_that_a_refusal_names_is_taken(name):
     [row] = translate(merged(BASE, {"optimizer": {"type": name}})).refused
-    if "build mup." in row.remark:
-        return  # mup is not installed; what it makes is torch's own
     taken = re.search(r": take (\w+)$", row.remark)
     assert taken is not None, row.remark
     trains({"optimizer": {"type": taken[1]}})
@@ -362,24 +360,34 @@ def test_a_list_of_rates_has_one_for_each_group():
 # -- advice that is followed in the script -----------------------------------------------------------------------------
 
 
-def test_the_caller_decides_when_step_updates():
-    """managed_gradient_accumulation=false: one step() after all micro-batches, as plain torch has it."""
-    accumulates = {"gradient_accumulation_steps": 2, "gradient_clipping": 0}
-    advised(
-        "call engine.set_gradient_accumulation_boundary(True)", {**accumulates, "managed_gradient_accumulation": False}
-    )
+def _decided(stage):
+    """The weights after two steps of two micro-batches on each rank, here and in plain torch."""
+    accumulates = {"gradient_accumulation_steps": 2, "gradient_clipping": 0, "zero_optimization": {"stage": stage}}
+    advice = "call engine.set_gradient_accumulation_boundary(True)"
+    advised(advice, {**accumulates, "managed_gradient_accumulation": False})
     engine, plain = made(accumulates), net()
     engine.set_gradient_accumulation_boundary(True)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
-    for _ in range(2):
-        assert stepped(engine, losses=2)
-        for _ in range(2):
-            (plain(torch.ones(2, 8)).square().mean() / 2).backward()
+    size = dist.get_world_size()
+    for step in range(2):
+        rows = torch.randn(2, size, 2, 8, generator=torch.Generator().manual_seed(step))
+        for micro in rows:
+            engine.backward(engine(micro[dist.get_rank()]).square().mean())
+        engine.step()
+        sum(plain(part).square().mean() for micro in rows for part in micro).div(2 * size).backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.testing.assert_close(engine.module.state_dict(), plain.state_dict())
     assert engine.global_steps == 2
+    found = {name: value.clone() for name, value in engine.module.state_dict().items()}
     engine.destroy()
+    return found, plain.state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_caller_decides_when_step_updates(ranks, stage):
+    """Instead of managed_gradient_accumulation=false: one step() after all micro-batches, as plain torch has it."""
+    for found, expected in ranks(2).run(_decided, stage):
+        torch.testing.assert_close(found, expected)
 
 
 def _summed(stage):
