@@ -68,7 +68,11 @@ FOLLOWED: dict[str, str] = {
     "test_a_model_trains_near_the_dense_one",
     "load the base quantised, by bitsandbytes or torchao": "integration/zero_offload/test_quantised.py::"
     "test_lora_over_a_quantised_base_is_pefts_bit_for_bit",
+    "at {} only, and the stage is {}: change one of them": JSON + "test_what_a_refusal_says_to_write_trains",
+    "MiCS is for stage 3, and the stage is {}": JSON + "test_the_ranks_and_batches_that_a_refusal_asks_for_are_given",
     # ---- the script
+    "generate inside zero_core.gathered(model)": JSON + "test_a_text_is_generated_inside_gathered",
+    'the nearest is ZeroConfig(states="split_bf16m")': JSON + "test_states_that_take_less_room_are_named",
     "let the script call engine.set_gradient_accumulation_boundary(True)": JSON
     + "test_the_caller_decides_when_step_updates",
     "multiply the loss by the number of ranks": JSON + "test_gradients_are_summed_by_a_loss_times_the_ranks",
@@ -97,6 +101,9 @@ FOLLOWED: dict[str, str] = {
     "rank 0's values are kept here, write them there": JSON + "test_a_model_that_is_built_without_memory_is_loaded",
     "or build the model with zero_hf.from_pretrained": JSON + "test_a_model_that_is_built_without_memory_is_loaded",
     # ---- checkpoints
+    'torch.load(path, weights_only=True)["module"]': FILES
+    + "test_the_weights_of_a_file_without_shapes_are_read_by_torch",
+    "Read the checkpoint that it was made of": FILES + "test_the_checkpoint_that_a_universal_one_was_made_of_is_read",
     "is complete, load it by its tag": "unit/zero_hf/deepspeed/test_engine.py::"
     "test_a_latest_that_cannot_be_written_is_told_and_the_checkpoint_stays",
     "load such weights before initialize()": FILES + "test_an_engine_loads_and_saves_in_the_ways_that_it_names",

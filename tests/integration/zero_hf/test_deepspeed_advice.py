@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import zero_core
 import zero_hf
 import zero_offload
 from zero_hf import ConfigError, ZeroConfig, deepspeed, from_deepspeed
@@ -494,6 +495,16 @@ def _recomputing(forward):
     return lambda *inputs, **options: torch.utils.checkpoint.checkpoint(
         forward, *inputs, use_reentrant=False, **options
     )
+
+
+def test_a_text_is_generated_inside_gathered():
+    advised("generate inside zero_core.gathered(model)", {"hybrid_engine": {"enabled": True}})
+    tokens, options = torch.arange(4).view(1, 4), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    expected = _llama().generate(tokens, **options)
+    engine = made({}, _llama())
+    with zero_core.gathered(engine.module):
+        assert torch.equal(engine.module.generate(tokens, **options), expected)
+    engine.destroy()
 
 
 def test_initialize_gets_what_it_asks_for(tmp_path):

@@ -256,3 +256,23 @@ def test_an_engine_loads_and_saves_in_the_ways_that_it_names(tmp_path):
     loaded = engine.module.state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in trained.items())
     engine.destroy()
+
+
+def test_the_weights_of_a_file_without_shapes_are_read_by_torch(tmp_path):
+    """As it is saved at stage 0: torch reads it without executing anything, too."""
+    truth = write(tmp_path, 2, 2)
+    path = tmp_path / TAG / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(path, weights_only=True) | {"param_shapes": None}, path)
+    refused(tmp_path, 'Its weights are torch.load(path, weights_only=True)["module"]')
+    model = Net()
+    model.load_state_dict(torch.load(path, weights_only=True)["module"])
+    assert torch.equal(model.a.weight, truth.values["a.weight"]["fp32"])
+
+
+def test_the_checkpoint_that_a_universal_one_was_made_of_is_read(tmp_path):
+    truth, _ = write(tmp_path / "plain", 1, 2), write(tmp_path / "universal", 1, 2, universal=True)
+    path = tmp_path / "universal" / TAG / "mp_rank_00_model_states.pt"
+    config = {"zero_optimization": {"round_robin_gradients": True}}
+    torch.save(torch.load(path, weights_only=True) | {"ds_config": config}, path)
+    refused(tmp_path / "universal", "Read the checkpoint that it was made of instead")
+    reads(tmp_path / "plain", truth)
