@@ -124,6 +124,16 @@ def _names_all():
             nets[1](X)
 
 
+def _gathered_around():
+    net, optimizer = sharded()
+    with zero_core.gathered(net), zero_core.uneven(net), torch.no_grad():
+        for _ in range(dist.get_rank() * 2):
+            found = net(X)
+    expected = net(X).detach()
+    assert not dist.get_rank() or torch.equal(found, expected)
+    step(net, optimizer)
+
+
 def _alone():
     from zero_core.comm import patience
 
@@ -147,7 +157,7 @@ def _writes(folder):
 
 
 def test_ranks_that_differ_do_what_is_advised(ranks, tmp_path):
-    for function in (_names_all, _alone, _added):
+    for function in (_names_all, _gathered_around, _alone, _added):
         ranks(2).run(function)
     ranks(2).run(_writes, tmp_path)
 
