@@ -52,6 +52,8 @@ class Follower(NamedTuple):
 
     def over(self, values: Tensor) -> Tensor:
         """What it shows of the parameter's `values`, which are contiguous."""
+        if self.whole:
+            return values
         return values.as_strided(self.shape, self.stride, values.storage_offset() + self.offset)
 
 

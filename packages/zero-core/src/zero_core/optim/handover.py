@@ -106,6 +106,5 @@ def _restore(was: _Was, data: Tensor) -> None:
     for follower in was.followers:
         follower.tensor.__class__ = torch.Tensor
         follower.tensor.__dict__.pop("_zero_home", None)
-        values = was.parameter.detach()
-        become(follower.tensor, values if follower.whole else follower.over(values))
+        become(follower.tensor, follower.over(was.parameter.detach()))
         follower.tensor.__class__ = torch.Tensor  # from meta and back, `become` makes it a parameter

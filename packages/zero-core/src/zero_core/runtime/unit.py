@@ -81,7 +81,7 @@ class Unit(UnitMemory):
         if in_parts:
             self.flat.untyped_storage().resize_(self.nbytes)  # a view of a part cannot be made without memory
         for k, follower in self.followers:
-            become(follower.tensor, self.views[k] if follower.whole else follower.over(self.views[k]))
+            become(follower.tensor, follower.over(self.views[k]))
             follower.tensor.__class__ = Sharded
         if in_parts:
             take_away(self.flat)
@@ -93,7 +93,7 @@ class Unit(UnitMemory):
         self.parameters[k].data = values
         for at, follower in self.followers:
             if at == k:
-                follower.tensor.data = values if follower.whole else follower.over(values)
+                follower.tensor.data = follower.over(values)
 
     def keep_written(self) -> None:
         """Give the store what a visit wrote. Call it when the visit is over, while the memory is still there.
