@@ -16,7 +16,7 @@ from zero_core.building import wrapping
 from zero_core.optim import elementwise
 from zero_core.optim.options import Options
 from zero_core.runtime import hooks, parameter
-from zero_core.runtime.hooks import Engine
+from zero_core.runtime.recompute import Recomputations
 from zero_core.runtime.reducer import Reducer
 from zero_core.runtime.schedule import Pass
 from zero_core.runtime.unit import Unit
@@ -84,7 +84,7 @@ MUTANTS: dict[str, Callable[[], list[Any]]] = {
     "shard evaluates weights": _patched((wrapping, "_own_numel", _computed)),
     "shared memory is not seen": _patched((sharding, "followers_of", lambda model, optimized: ([], []))),
     "changed options are not seen": _patched((Options, "check", lambda options: None)),
-    "a backward in a backward finds no memory": _patched((Engine, "_open_inside", lambda engine, visit: None)),
+    "a backward in a backward finds no memory": _patched((Recomputations, "open", lambda inside, visit: None)),
     "a backward in a forward finds no memory": _patched((hooks, "hook_outputs", _with_grad_alone)),
 }
 

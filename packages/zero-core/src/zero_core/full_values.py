@@ -98,7 +98,7 @@ def set_full_state(parameter: nn.Parameter, name: str, values: Tensor) -> None:
             "the first step(), or give zero_core.shard an optimizer that has its states already"
         )
     if name == "master":
-        engine.write(unit, k, flat)
+        engine.copies.write(unit, k, flat)
         increment_version(parameter)
     else:
         engine.writes.note(f"{name} of {place.name}", flat)

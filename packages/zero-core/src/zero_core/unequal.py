@@ -34,7 +34,7 @@ def uneven(*models: nn.Module) -> Iterator[None]:
     Rounds.entered = rounds = Rounds(engines)
     try:
         for engine in engines:
-            engine.enter_uneven(rounds)
+            engine.uses.enter_uneven(rounds if engine in rounds.members else None)
         yield
         rounds.serve()
     except BaseException as error:

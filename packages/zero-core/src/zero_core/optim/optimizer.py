@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import GradientError, UnsupportedOptimizerError, ZeroError
+from ..runtime.calls import mended
 from ..runtime.gradient import Leftover
 from ..runtime.gradient_access import take_factor
-from ..runtime.hooks import Engine, mended
+from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
 from ..store import ScalarStates
 from .backward_updates import UpdatesInBackward, frozen
@@ -102,9 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.grad_norm = abs(factor) * engine.exchange.norm(engine.reducer.norm_squared)
             scale = self._coefficient(self.grad_norm)
             if scale is not None:
-                engine.reducer.updating = True
-                self._update(scale * factor)
-                engine.reducer.updating = False
+                engine.reducer.run_update(partial(self._update, scale * factor))
 
     def _count(self) -> None:
         self.engine.forget_passes()
@@ -250,7 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Finish updates under way and give the store's memory back. The model cannot be used after."""
         try:
-            if not (self.engine.interrupted or self.engine.reducer.updating):
+            if not (self.engine.calls.interrupted or self.engine.reducer.updating):
                 self.engine.settle()
         finally:
             self.engine.detach()

@@ -20,7 +20,7 @@ from .outputs import not_traced, unwrapped
 from .parameter import keep_state_dict, refuse_copies, refuse_scripts
 from .unit import Unit
 
-__all__ = ["Attachment", "Node", "fast_paths"]
+__all__ = ["Attachment", "Node"]
 
 _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)  # of torch.export and make_fx
 
@@ -70,24 +70,6 @@ def _refuse_repacking(path: str, module: Any, args: Any) -> None:
             "for good, which shards cannot follow. Before the forward, set support_avx512bf16_for_cpu = False on every "
             "Linear4bit: it then computes in eval mode as it does in training"
         )
-
-
-def fast_paths(model: nn.Module, nodes: Sequence[Node]) -> list[tuple[nn.Module, list[int]]]:
-    """The modules that look in eval mode at parameters of modules inside of them, and the units that these open.
-
-    Before torch takes a fast path, which zeroes padded positions, it asks whether any of these parameters is of a
-    subclass of Tensor, as they are between uses.
-    """
-    found = []
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder) and len(module.layers):
-            inside = {id(each) for each in module.layers[0].modules()}
-        elif isinstance(module, nn.MultiheadAttention):
-            inside = {id(each) for each in module.modules() if each is not module}
-        else:
-            continue
-        found.append((module, [u for node in nodes if id(node.module) in inside for u in node.units]))
-    return [(module, units) for module, units in found if units]
 
 
 class Attachment:

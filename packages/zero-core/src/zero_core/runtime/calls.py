@@ -1,4 +1,7 @@
-"""Which calls use a sharded model now: a forward, a backward, a step. Owns whose they are, and whether they still run.
+"""Which calls use a sharded model now: a forward, a backward, a step.
+
+Owns whose they are, whether they still run, and whether Ctrl-C came inside of our part of one. What is mended then is
+`hooks`'s.
 
 [Note: one thread at a time]
 A call is known by the frame of Python that made it. While that frame is among the callers of whoever asks, the call is
@@ -9,19 +12,41 @@ threads have no callers. Whoever called backward waits for them, so they are nev
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ..errors import ZeroError
 from .outputs import in_backward
 
-__all__ = ["Calls"]
+__all__ = ["Calls", "mended"]
 
 _MODULES = nn.modules.module.__file__
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def mended(method: _Method) -> _Method:
+    """The method of what has `calls`, or an engine: what Ctrl-C leaves half done in it is mended, see `Engine.mend`."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        grad = torch.is_grad_enabled()
+        try:
+            return method(self, *args, **options)
+        except BaseException as error:
+            torch._C._set_grad_enabled(grad)  # Ctrl-C at the end of a no_grad block leaves it off
+            if not isinstance(error, Exception):
+                getattr(self, "engine", self).calls.interrupted = True
+            raise
+
+    return run  # type: ignore[return-value]
 
 
 class Calls:
@@ -31,6 +56,7 @@ class Calls:
         self._model, self._process = model, os.getpid()
         self._lock = threading.Lock()
         self._frames: dict[str, FrameType] = {}
+        self.interrupted = False  # by Ctrl-C inside of a method that is mended
 
     def begin(self, what: str) -> None:
         """A call begins. Raises as `refuse_others`."""

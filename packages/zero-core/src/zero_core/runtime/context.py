@@ -19,3 +19,8 @@ class UnitContext:
     store: ShardStore
     pool: Pool
     observer: Observer
+
+    @property
+    def swaps_in(self) -> bool:
+        """Whether the store copies into memory that it is given, see `SwapsIn`. It knows once it is attached."""
+        return getattr(self.store, "swaps_in", False)

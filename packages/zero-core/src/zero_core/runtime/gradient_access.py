@@ -33,7 +33,7 @@ def refusal(engine: Engine) -> str | None:
             "inside forward or backward: call it after loss.backward() returned. A gradient can be changed on its way, "
             "too: parameter.register_hook sees this rank's part of it"
         )
-    if engine.uneven:
+    if engine.uses.uneven:
         return "inside zero_core.uneven, where ranks may differ: leave the with block first"
     if engine.gathered:
         return "inside zero_core.gathered, which writes parameters back at its end: leave the with block first"
@@ -72,7 +72,7 @@ def complete(engine: Engine, unit: Unit, k: int) -> GradientAccess | None:
             f"step() has used up the gradient of {name}: ask between backward() and step(), and call "
             "optimizer.zero_grad() after each step()"
         )
-    if not engine.complete_gradients([(unit, k)])[0]:
+    if not _complete_all(engine, [(unit, k)])[0]:
         return None
     if unit.gradient.lost or not unit.gradient.arrived:
         raise GradientError(
@@ -80,6 +80,21 @@ def complete(engine: Engine, unit: Unit, k: int) -> GradientAccess | None:
             "and repeat the backwards of this step"
         )
     return store
+
+
+def _complete_all(engine: Engine, wanted: Sequence[tuple[Unit, int]]) -> list[bool]:
+    """Whether any rank has a gradient of each parameter for the next step. The stores then have all of it. Collective.
+
+    Other ranks' flags decide too, so that all of them reduce, or none.
+    """
+    engine.abandon_backward()
+    mine = [float(flag) for unit, k in wanted for flag in (unit.gradient.used[k], unit.gradient.late)]
+    what = f"the full gradient of {', '.join(unit.layout.slots[k].name for unit, k in wanted[:3])}"
+    flags = [flag > 0 for flag in engine.ranks.sum_everywhere(engine.ranks.numbers(mine), what).tolist()]
+    used, late = flags[::2], flags[1::2]
+    for unit in dict.fromkeys(unit for (unit, _), there in zip(wanted, used, strict=True) if there):
+        engine.reducer.complete(unit, late=any(flag for (of, _), flag in zip(wanted, late, strict=True) if of is unit))
+    return used
 
 
 def read(engine: Engine, unit: Unit, k: int) -> Tensor | None:
@@ -148,12 +163,13 @@ def power_sum(engine: Engine, keys: Sequence[Key], order: float) -> float:
     scale = 1.0 if engine.loss_scale is None else engine.loss_scale.value
     if order == 2 and sorted(keys) == sorted(_held(engine)):
         engine.exchange.refuse_stepped()
-        engine.complete_all_gradients()
+        engine.abandon_backward()
+        engine.reducer.reduce_kept()
         common = engine.factors.common(keys)
         if common is not None:
             return (common / scale * engine.exchange.norm(engine.reducer.norm_squared)) ** 2
     store = access(engine, engine.units[keys[0][0]].layout.slots[keys[0][1]].name)
-    engine.complete_gradients([(engine.units[u], k) for u, k in keys])
+    _complete_all(engine, [(engine.units[u], k) for u, k in keys])
     sums = []
     for u, k in keys:
         unit, found = engine.units[u], torch.zeros((), dtype=torch.float64, device=engine.ranks.device)

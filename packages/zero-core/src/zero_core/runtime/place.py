@@ -38,16 +38,16 @@ class Place:
         return parameter is self.unit.parameters[self.index]
 
     def full_copy(self, parameter: Tensor) -> Tensor:
-        return self.engine.full_copy(self.unit, self.index)
+        return self.engine.copies.full(self.unit, self.index)
 
     def write_back(self, parameter: Tensor, values: Tensor) -> None:
-        self.engine.write(self.unit, self.index, values)
+        self.engine.copies.write(self.unit, self.index, values)
 
     def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
-        if self.engine.uneven:
+        if self.engine.uses.uneven:
             return False
         self.engine.ranks.meet(f"copy_() into {self.name}")
-        self.engine.write(self.unit, self.index, values)
+        self.engine.copies.write(self.unit, self.index, values)
         return True
 
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
@@ -56,7 +56,7 @@ class Place:
                 f"tensor.data = values for a tensor over the memory of {self.name}, which in torch would leave that "
                 "memory: assign the values to the attribute that holds the tensor"
             )
-        self.engine.write(self.unit, self.index, values)
+        self.engine.copies.write(self.unit, self.index, values)
         self.engine.writes.given(self.name, values, trained=self.unit.trainable)
 
     def epoch(self, parameter: Tensor) -> int:

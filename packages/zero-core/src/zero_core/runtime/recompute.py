@@ -1,4 +1,6 @@
-"""Modules called inside backward: which unit's memory lingers after them, and until when. Knows no engine.
+"""Modules called inside backward, and backwards inside of it: which units they use, and until when.
+
+Owns the visits that belong to no pass. What the outer backward opens and closes is `hooks`'s.
 
 [Note: forward inside backward]
 Checkpoints, adjoints, reversible blocks and tensor hooks run modules during backward, and our hooks with them. Such a
@@ -18,9 +20,19 @@ wrong memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+
+from ..errors import GradientError
+from .attaching import Node
+from .gradient import Leftover
+from .reducer import Reducer
 from .schedule import Visit
+from .unit import Unit
+from .uses import Uses
 
 __all__ = ["Recomputations"]
 
@@ -34,26 +46,85 @@ class _Call:
 
 
 class Recomputations:
-    """The calls whose units are in use or still linger."""
+    """The calls inside of one model's backward, and the visits that backwards inside of it have open.
 
-    def __init__(self) -> None:
+    reached: the sequence number of the outer backward's node that last ran a module.
+    """
+
+    def __init__(self, units: Sequence[Unit], uses: Uses, reducer: Reducer) -> None:
+        self._units, self._uses, self._reducer = units, uses, reducer
         self._calls: list[_Call] = []
+        self._open: dict[int, list[Visit]] = {}  # by autograd's number of the backward
+        self.reached = 0
 
-    def begin(self, node: int, units: tuple[int, ...], sequence: int) -> None:
-        """sequence: autograd's counter at the start of the call."""
+    def begin(self, node: Node, *, outer: bool) -> None:
+        """A module is called. outer: not from a backward inside of the one under way."""
+        running = torch._C._current_autograd_node()
+        if outer and running is not None:
+            self.reached = running._sequence_nr()
+        self._enter(node.units)
+        self.stop_lingering()
         parent = next((call.visit for call in reversed(self._calls) if not call.done), None)
-        self._calls.append(_Call(Visit(node, units, parent, sequence)))
+        self._calls.append(_Call(Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr())))
 
-    def end(self, node: int) -> Visit | None:
+    def end(self, node: Node) -> Visit | None:
         """The innermost unfinished call of the module is done, by return or by exception; its visit."""
         for call in reversed(self._calls):
-            if call.visit.node == node and not call.done:
+            if call.visit.node == node.index and not call.done:
                 call.done = True
                 return call.visit
         return None
 
-    def stop(self, everything: bool) -> list[int]:
-        """Units of the calls that are done (or of all), which linger no longer."""
+    def open(self, visit: Visit) -> None:
+        """A gradient reached an output of the visit in a backward inside of the one under way, the one that runs."""
+        task = torch._C._current_graph_task_id()
+        if torch.is_grad_enabled():
+            self._uses.keeping = True  # as in `Engine._open`
+        if task not in self._open:
+            self._open[task] = []
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self.close, task))
+        if visit in self._open[task]:
+            return
+        self._enter(visit.units)
+        self.stop_lingering()
+        self.close(task, visit)
+        self._open[task].append(visit)
+
+    def close(self, task: int, wanted: Visit | None = None) -> None:
+        """Close what an inner backward has open, but for what encloses the visit that it wants now, or is inside of it:
+        the two may have returned the same tensor."""
+        open_ones = self._open.get(task, [])
+        kept = [v for v in open_ones if wanted is not None and (v.encloses(wanted) or wanted.encloses(v))]
+        if task in self._open:
+            self._open[task] = kept
+        for visit in reversed(open_ones):
+            if visit not in kept:
+                self._uses.release(visit.units)
+
+    def _enter(self, units: Sequence[int]) -> None:
+        """Units are used inside backward: with the values that the forward had, or not at all."""
+        for unit in (self._units[u] for u in units if self._reducer.updates):
+            if unit.gradient.stored or Leftover.UPDATED in unit.gradient.leftover:
+                raise GradientError(
+                    f"unit {unit.name!r} is used inside a backward that has updated it, or is about to, so the use "
+                    "would find other values than the forward did. Leave update_in_backward out"
+                )
+        self._uses.hold(units)
+
+    def stop_lingering(self, *, everything: bool = False) -> None:
+        """Units of the calls that are done (or of all) linger no longer."""
         stopped = [call for call in self._calls if call.done or everything]
         self._calls = [call for call in self._calls if call not in stopped]
-        return [unit for call in stopped for unit in call.visit.units]
+        for call in stopped:
+            self._uses.release(call.visit.units)
+
+    def finish(self) -> None:
+        """The outer backward is done. What a backward inside of it has open then has raised, and was caught."""
+        self.stop_lingering(everything=True)
+        for task in self._open:
+            self.close(task)
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing of this is known any more: the units are taken care of."""
+        self._calls, self._open, self.reached = [], {}, 0

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from ..errors import ZeroError
 from .context import UnitContext
 from .gradient import GradientState, Leftover, Reduction
 from .unit import Unit
@@ -32,6 +33,7 @@ class Reducer:
         keeps: bool,
         begin_update: Callable[[Unit], Callable[[], None]] | None,
     ) -> None:
+        self._context = context
         self._units, self._ranks, self._store, self._keeps = units, context.ranks, context.store, keeps
         self._begin_update = begin_update
         self._synchronising = True  # False inside no_sync
@@ -132,15 +134,27 @@ class Reducer:
         reduction.finish()
         self.changed()
         self._updating = update
-        if not getattr(self._store, "swaps_in", False):
+        if not self._context.swaps_in:
             self._update()
 
     def _update(self) -> None:
         update, self._updating = self._updating, None
         if update is not None:
-            self.updating = True
-            update()
-            self.updating = False
+            self.run_update(update)
+
+    def run_update(self, update: Callable[[], None]) -> None:
+        """Run an update, of one unit or of all. If it raises, or Ctrl-C comes, some parameters stay as they were."""
+        self.updating = True
+        update()
+        self.updating = False
+
+    def refuse_half_updated(self, what: str) -> None:
+        """Raise ZeroError, which begins with `what`, if an update has begun and not ended."""
+        if self.updating:
+            raise ZeroError(
+                f"{what} that did not end, because of Ctrl-C or an error: some parameters are updated and some are "
+                "not. Build the model and its optimizer anew, and load the last checkpoint"
+            )
 
     def reduce_kept(self) -> None:
         """Reduce what stage 1 and no_sync kept, in the order of backward; forget what was dropped."""

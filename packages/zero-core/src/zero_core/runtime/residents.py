@@ -1,4 +1,4 @@
-"""Which units stay unsharded between uses, within a budget of bytes. Decides; the engine reshards.
+"""Which units stay unsharded between uses, within a budget of bytes. Decides; `uses` reshards.
 
 [Note: the farthest next use]
 Forward uses units 0..n, backward n..0, the next forward 0..n again. So among the units that were used, the one used

@@ -181,7 +181,7 @@ class Rounds:
             memory.reshard()
 
     def _gather_ahead(self) -> None:
-        """As `Engine._prefetch`, which foresees one rank's forward: as many as the bytes allow, one at least."""
+        """As `Uses.prefetch`, which foresees one rank's forward: as many as the bytes allow, one at least."""
         under_way = sum(self._units[number][1].nbytes for number in self._plan[self._passed : self._begun])
         while self._begun < len(self._plan):
             member, unit = self._units[self._plan[self._begun]]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..building.parts import parts_of
 from ..errors import ChangedParameterError, ShardedParameterError
 from .hooks import Engine
+from .outputs import outside_transforms
 from .parameter import Sharded, WriteThrough, _Taken
 from .place import Place, places_of
 
@@ -55,6 +56,7 @@ class Snapshots:
                 handles.append(module.register_load_state_dict_pre_hook(_refuse_assignment))
         return handles
 
+    @outside_transforms
     def _begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if keep_vars or (self._outermost is not None and self._outermost is not module):
             return  # the parameters themselves are asked for; or a part of what was gathered
@@ -62,14 +64,19 @@ class Snapshots:
         for place in places_of(module):
             if place.unit.users == 0 and place.index not in wanted.setdefault(place.unit.index, []):
                 wanted[place.unit.index].append(place.index)
-        self._engine.snapshot(wanted, f"{type(module).__name__}.state_dict()")
+        engine = self._engine
+        engine.copies.taken.clear()
+        gathers = any(not engine.units[u].residency.whole for u in wanted)
+        if gathers and engine.ranks.shard.size > 1 and not (engine.busy or engine.uses.uneven):
+            engine.ranks.assemble(f"{type(module).__name__}.state_dict()")
+        engine.copies.take(wanted)
         self._outermost = module
 
     def _end(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         if self._outermost is not module:
             return
         self._outermost = None
-        self._engine.copies.clear()
+        self._engine.copies.taken.clear()
         for name, parameter in _open(module, prefix):
             value = state.get(name)
             if isinstance(value, Tensor) and value is not parameter:

@@ -81,7 +81,7 @@ class Head:
         self._inside = False
         if self._held:
             self._held = False
-            self._engine.release(self.units)
+            self._engine.uses.release(self.units)
 
     def _forward(self, given: Any) -> Any:
         if isinstance(given, _Asked):
@@ -94,7 +94,7 @@ class Head:
         if not several or not graph or watched or hooked or torch._C._are_functorch_transforms_active():
             return self._original(given)
         if self._inside and not self._held:
-            self._engine.hold(self.units)
+            self._engine.uses.hold(self.units)
             self._held = True
         self._engine.follow(given)
         return Logits.of(_Later(self, given))

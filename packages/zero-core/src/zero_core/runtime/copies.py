@@ -1,0 +1,62 @@
+"""Whole values of single parameters, for whoever uses them outside of their unit's module: copied out, written back.
+
+Owns the copies that a state dict is made of. Which parameter is asked for is `place`'s and `snapshots`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .calls import Calls, mended
+from .outputs import outside_transforms
+from .unit import Unit
+from .uses import Uses
+
+__all__ = ["Copies"]
+
+
+class Copies:
+    """Of the parameters of one sharded model."""
+
+    def __init__(self, units: Sequence[Unit], uses: Uses, calls: Calls) -> None:
+        self._units, self._uses, self.calls = units, uses, calls
+        self.taken: dict[tuple[int, int], tuple[int, Tensor]] = {}  # (unit, k) -> epoch, values
+
+    @outside_transforms
+    def full(self, unit: Unit, k: int) -> Tensor:
+        """Parameter k of the unit, whole. Collective. Never an inference tensor, whose writes nothing counts."""
+        epoch, known = self.taken.get((unit.index, k), (-1, None))
+        if known is not None and epoch == unit.epochs[k]:
+            return known
+        (values,) = self._copy(unit, [k])
+        return values
+
+    @outside_transforms
+    def take(self, wanted: Mapping[int, Sequence[int]]) -> None:
+        """`full` has these parameters of these units from here on, until `taken` is cleared. Collective."""
+        for u in sorted(wanted):
+            unit = self._units[u]
+            for k, values in zip(wanted[u], self._copy(unit, wanted[u]), strict=True):
+                self.taken[u, k] = unit.epochs[k], values
+
+    @mended
+    def _copy(self, unit: Unit, indices: Sequence[int]) -> list[Tensor]:
+        self.calls.refuse_others(f"a use of {unit.layout.slots[indices[0]].name}")
+        with torch.no_grad():
+            self._uses.bring(unit)
+            unit.unshard()
+            values = [unit.views[k].clone() for k in indices]
+        self._uses.let_go(unit)
+        return values
+
+    @outside_transforms
+    def write(self, unit: Unit, k: int, values: Tensor) -> None:
+        """Keep new whole values of parameter k: this rank's part goes to the store."""
+        unit.reshard()
+        unit.epochs[k] += 1
+        flat = values.detach().reshape(-1)
+        self._uses.writes.note(unit.layout.slots[k].name, flat)
+        unit.write_part("master", k, flat)

@@ -1,0 +1,76 @@
+"""Modules that look in eval mode at the parameters of modules inside of them, which stay gathered meanwhile.
+
+Owns which modules do that, and which of them are under way. How units are gathered and let go is `uses`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attaching import Node
+from .outputs import not_traced, outside_transforms, tensors_of
+from .unit import Unit
+from .uses import Uses
+
+__all__ = ["FastPaths"]
+
+
+class FastPaths:
+    """Of one sharded model. in_pass: whether a forward of it is under way."""
+
+    def __init__(self, units: Sequence[Unit], uses: Uses, in_pass: Callable[[], bool]) -> None:
+        self._units, self._uses, self._in_pass = units, uses, in_pass
+        self._holding: list[nn.Module] = []
+
+    def attach(self, model: nn.Module, nodes: Sequence[Node]) -> Iterator[Any]:
+        """Put the hooks on these modules, after those of the nodes. Their handles."""
+        for module, units in _looking_inside(model, nodes):
+            before, after = not_traced(partial(self._hold, units)), not_traced(partial(self._release, units))
+            yield module.register_forward_pre_hook(before, with_kwargs=True)
+            yield module.register_forward_hook(after, always_call=True)
+
+    @outside_transforms
+    def _hold(self, units: Sequence[int], module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Where there will be a graph the module takes no fast path, and what it uses has to be noted as used from
+        outside."""
+        if module.training or (self._uses.rounds is not None and not self._in_pass()):
+            return
+        used = (*tensors_of((args, kwargs)), *(p for u in units for p in self._units[u].parameters))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in used):
+            return
+        self._holding.append(module)
+        for u in units:
+            self._uses.bring(self._units[u])
+            self._units[u].enter()
+
+    def _release(self, units: Sequence[int], module: nn.Module, args: Any, output: Any) -> None:
+        if self._holding and self._holding[-1] is module:
+            self._holding.pop()
+            self._uses.release(units)
+
+    def forget(self) -> None:
+        """The forward failed, and nothing is held any more."""
+        self._holding.clear()
+
+
+def _looking_inside(model: nn.Module, nodes: Sequence[Node]) -> Iterator[tuple[nn.Module, list[int]]]:
+    """Such modules, and the units that the modules inside of them open.
+
+    Before torch takes a fast path, which zeroes padded positions, it asks whether any of these parameters is of a
+    subclass of Tensor, as they are between uses.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and len(module.layers):
+            inside = {id(each) for each in module.layers[0].modules()}
+        elif isinstance(module, nn.MultiheadAttention):
+            inside = {id(each) for each in module.modules() if each is not module}
+        else:
+            continue
+        units = [u for node in nodes if id(node.module) in inside for u in node.units]
+        if units:
+            yield module, units

@@ -1,0 +1,152 @@
+"""The memory of units around their uses: gathered before, kept or taken away after, and what a use wrote.
+
+Owns which units have memory, and for how long. What is used next is `hooks`'s, how memory moves `residency`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import torch
+
+from ..errors import CollectiveError, ZeroError
+from .context import UnitContext
+from .outputs import outside_transforms
+from .residency import Residency
+from .residents import Residents
+from .rounds import Rounds
+from .unit import Unit
+from .writes import Writes
+
+__all__ = ["Uses"]
+
+
+class Uses:
+    """Of the units of one sharded model, whose class is called `model`.
+
+    keeps: memory stays between uses (stages 0 to 2). resident_bytes: of units that stay though nothing uses them.
+    """
+
+    def __init__(
+        self, model: str, units: Sequence[Unit], context: UnitContext, *, keeps: bool, resident_bytes: int
+    ) -> None:
+        self._model, self._units, self._ranks, self._store = model, units, context.ranks, context.store
+        self._keeps = keeps
+        self.keeping = keeps  # also at stage 3, until the step, once a graph holds parameters
+        self.evicts = True  # False in a pass without a backward, see `residents`
+        self._residents = Residents(resident_bytes)
+        self.writes = Writes(context.ranks)
+        self.uneven = False  # inside `zero_core.uneven`
+        self.rounds: Rounds | None = None  # between ranks whose forwards may differ
+        self._whole: set[int] = set()  # units that were unsharded when that began
+
+    def bring(self, unit: Unit) -> None:
+        """The unit is used next: ranks that may differ agree to gather it."""
+        if self.rounds is not None:
+            self.rounds.bring(unit)
+        elif Rounds.entered is not None and not self.uneven and self._ranks.shard.size > 1:
+            raise ZeroError(
+                f"unit {unit.name!r} of {self._model} is used inside zero_core.uneven, which does not name this model, "
+                "so ranks that are done would not gather it: name all, zero_core.uneven(a, b)"
+            )
+
+    def prefetch(self, upcoming: Iterable[int], budget_bytes: int) -> None:
+        """Start the units that come next, as many as the bytes allow, one at least; the store hears of one more.
+
+        To gather ahead is to wait for that unit's own update first: when it is done differs between ranks, and ranks
+        that decided by it would cross. What the store has to read for the gather after it may begin meanwhile.
+        """
+        left = budget_bytes
+        for u in upcoming:
+            unit = self._units[u]
+            if unit.residency.whole:
+                continue
+            if left <= 0 or (left < unit.nbytes and left < budget_bytes):
+                if budget_bytes > 0:
+                    self._store.prefetch(u)
+                return
+            left -= unit.nbytes
+            unit.prefetch()
+
+    def hold(self, units: Iterable[int]) -> None:
+        """Units that are unsharded, or may be, stay so until `release`."""
+        for u in units:
+            self._units[u].enter()
+
+    def release(self, units: Iterable[int]) -> None:
+        """One use fewer of each. A unit that nothing uses was given up by a failed forward or backward."""
+        for u in units:
+            if self._units[u].users:
+                self.leave(self._units[u])
+            self.let_go(self._units[u])
+
+    @outside_transforms
+    def leave(self, unit: Unit) -> None:
+        """One visit fewer of the unit. What was written into its parameters is kept, or refused at the step."""
+        written = unit.users == 1 and unit.was_written()
+        if unit.users == 1 and not written:
+            self.writes.unseen(unit.name, unit.unseen_write())
+        unit.leave()
+        if written:
+            with torch.no_grad():
+                self.writes.note(unit.name, unit.flat)
+                unit.keep_written()
+                if self.keeping and unit.residency is Residency.SHARDED:
+                    unit.unshard(copy=True)
+
+    @outside_transforms
+    def let_go(self, unit: Unit) -> None:
+        """Nothing uses the unit now: stage 3 takes its memory away."""
+        if unit.users == 0 and not self.keeping and unit.residency is not Residency.SHARDED:
+            for evicted in self._residents.admit(unit, evict=self.evicts):
+                if evicted.users == 0:
+                    evicted.reshard()
+
+    def let_all_go(self) -> None:
+        """What was gathered ahead and not used goes; what the budget keeps stays."""
+        if self.keeping:
+            return
+        for unit in self._units:
+            if unit.residency is not Residency.SHARDED and unit.users == 0 and unit not in self._residents:
+                unit.reshard()
+
+    def settle(self) -> None:
+        """No unit has memory, or is used, whatever it was used for."""
+        self.forget()
+        for unit in self._units:
+            unit.seal()
+            unit.reshard()
+
+    def forget(self) -> None:
+        """What stays unsharded from here on is decided anew."""
+        self._residents.clear()
+        self.keeping = self._keeps
+
+    # -- inside `zero_core.uneven`, see [Note: ranks that differ] -----------------------------------------------------
+
+    def refuse_gradients(self) -> None:
+        if self.uneven and torch.is_grad_enabled():
+            raise ZeroError(
+                f"a forward of {self._model} with gradients inside zero_core.uneven, where ranks may differ and no "
+                "backward can follow: run it under torch.no_grad() or inference_mode(), or outside of the with block"
+            )
+
+    @outside_transforms
+    def enter_uneven(self, rounds: Rounds | None) -> None:
+        """Ranks begin with the same units unsharded: those that stay until the step. rounds: None if none is needed."""
+        self.uneven, self.rounds = True, rounds
+        if rounds is not None:
+            self._residents.clear()
+            for unit in self._units:
+                if unit.users == 0 and not (self.keeping and unit.residency.whole):
+                    unit.reshard()  # also what was gathered ahead and is still under way
+            self._whole = {unit.index for unit in self._units if unit.residency.whole}
+
+    def leave_uneven(self) -> None:
+        """Ranks go on with the same units unsharded, whatever each of them gathered. Call it with `rounds` at None."""
+        self._residents.clear()
+        for unit in self._units:
+            if unit.users == 0 and unit.index not in self._whole:
+                with suppress(CollectiveError):  # the block is left because of it
+                    unit.reshard()
