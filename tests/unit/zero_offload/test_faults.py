@@ -289,6 +289,9 @@ def test_a_forked_child_that_uses_the_store_is_told_so(interpreter: Any) -> None
                 else:
                     os._exit(1)
             driver.store.close()
+            other = make("nvme", slots=3, driver={"numels": (TILE, TILE // 2), "frozen": ()})
+            other.step()
+            other.store.close()
             os._exit(7)
         _, status = os.waitpid(child, 0)
         driver.step()
