@@ -34,6 +34,7 @@ def rows() -> Any:
 
 def trained(folder: str, data_folder: str, zero: dict[str, Any] | None, case: str) -> list[dict[str, float]]:
     """What the trainer logged, and the evaluation after the last step."""
+    import torch
     from datasets import load_from_disk
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -66,6 +67,7 @@ def trained(folder: str, data_folder: str, zero: dict[str, Any] | None, case: st
         if case.endswith("adapters"):
             more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
         if case == "trained adapter":
+            torch.manual_seed(0)  # TRL seeds only what it draws itself
             model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
         data = load_from_disk(data_folder)
         trainer_class = DPOTrainer if zero is None else zero_hf.sharded(DPOTrainer, zero)
