@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,7 +15,31 @@ pytest.importorskip("datasets")
 pytest.importorskip("peft")
 
 STEPS = 3
+TEMPLATE_WITH_CALLS = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments }}{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 TIMES = ("epoch", "runtime", "per_second", "step_time", "profiling")
+
+
+def number(of: str) -> str:
+    """Says a number.
+
+    Args:
+        of: A word.
+    """
+    return f"#{len(of)}"
+
+
+def calling(tokenizer: Any, ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
+    """Reads a call of `number` out of every first answer of rank 0 alone, so that ranks take other numbers of turns."""
+    import torch.distributed as dist
+
+    message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+    if "#4" not in tokenizer.decode(prefix) and not (dist.is_initialized() and dist.get_rank()):
+        message["tool_calls"] = [{"type": "function", "function": {"name": "number", "arguments": {"of": "word"}}}]
+    return message
 
 
 def trained(folder: str, output: str, zero: dict[str, Any] | None, options: dict[str, Any]) -> list[dict[str, float]]:
@@ -36,8 +61,13 @@ def trained(folder: str, output: str, zero: dict[str, Any] | None, options: dict
         texts = [completion[0]["content"] for completion in completions]
         return [sum(letter in "aeiou" for letter in text) / 8 + len(text) / 50 for text in texts]
 
-    with launched():
+    tokenizer = AutoTokenizer.from_pretrained(where)
+    with launched(), mock.patch("trl.trainer.grpo_trainer.parse_response", calling):
         more: dict[str, Any] = {}
+        if options.pop("tools", False):
+            more["tools"] = [number]
+            tokenizer.chat_template = TEMPLATE_WITH_CALLS
+            tokenizer.response_template = {}  # what would parse an answer, in place of which `calling` stands
         if options.pop("adapters", False):
             more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         args = GRPOConfig(
@@ -46,14 +76,13 @@ def trained(folder: str, output: str, zero: dict[str, Any] | None, options: dict
             per_device_train_batch_size=4,
             per_device_eval_batch_size=4,
             num_generations=4,
-            max_completion_length=10,
             learning_rate=1e-3,
             bf16=False,
             use_cpu=True,
             logging_steps=1,
             save_strategy="no",
             report_to="none",
-            **options,
+            **{"max_completion_length": 10} | options,
         )
         data = Dataset.from_list([{"prompt": row["prompt"]} for row in list(pairs())[:20]])
         trainer_class = GRPOTrainer if zero is None else zero_hf.sharded(GRPOTrainer, zero)
@@ -63,7 +92,7 @@ def trained(folder: str, output: str, zero: dict[str, Any] | None, options: dict
             args=args,
             train_dataset=data.select(range(16)),
             eval_dataset=data.select(range(16, 18)),
-            processing_class=AutoTokenizer.from_pretrained(where),
+            processing_class=tokenizer,
             **more,
         )
         trainer.train()
@@ -97,6 +126,7 @@ CASES = {
     "not gathered": {"ds3_gather_for_generation": False},
     "several steps for a generation": {"steps_per_generation": 2, "num_iterations": 2},
     "accumulation": {"gradient_accumulation_steps": 2},
+    "tools, which one rank calls": {"tools": True, "max_completion_length": 40, "ds3_gather_for_generation": True},
 }
 
 
@@ -106,6 +136,7 @@ def test_every_logged_number_is_the_stock_trainers(ranks, model, tmp_path, case,
     """Fails when another text is generated, or another reward, reference value or loss computed."""
     stock = ranks(size).run(trained, str(model), str(tmp_path / "stock"), None, CASES[case])
     assert size == 1 or stock[0][1] != stock[1][1], "both ranks generated texts of the same lengths"
+    assert ("tools" in CASES[case]) == (stock[0][0][0].get("tools/call_frequency", 0) > 0)
     nvme = {"offload": "nvme", "nvme_paths": str(tmp_path / "{local_rank}")}
     for name, zero in {"none": {}, "host": {"offload": "host"}, "nvme": nvme}.items():
         ours = ranks(size).run(trained, str(model), str(tmp_path / name), zero, CASES[case])
