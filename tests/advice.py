@@ -99,14 +99,8 @@ def _constants(tree: ast.Module) -> dict[str, str]:
 
 
 def _texts(node: ast.AST, constants: dict[str, str]) -> Iterator[tuple[int, str]]:
-    body = getattr(node, "body", None)
-    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and body:
-        first = body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            body = body[1:]
-        for child in body:
-            yield from _texts(child, constants)
-        return
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return  # a docstring, of a field too
     if isinstance(node, (ast.Constant, ast.JoinedStr)) or (
         isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
     ):

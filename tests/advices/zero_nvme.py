@@ -19,7 +19,7 @@ NOT_FOLLOWED: dict[str, int] = {
     "zero_nvme/extents.py": 1,
     "zero_nvme/file.py": 1,
     "zero_nvme/filesystem.py": 1,
-    "zero_nvme/options.py": 3,
+    "zero_nvme/options.py": 1,
     "zero_nvme/probe.py": 2,
     "zero_nvme/slab.py": 2,
     "zero_nvme/ticket.py": 1,
