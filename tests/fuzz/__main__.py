@@ -12,10 +12,15 @@ from tests.fuzz.fuzzer import Failed, Fuzzer, failing, script
 from tests.fuzz.mutants import MUTANTS, runner
 
 
-def find_mutants(seed: int, programs: int) -> int:
-    """Look for each bug of mutants.py, with the unharmed library beside it: what fails there too does not count."""
+def find_mutants(words: list[str], seed: int, programs: int) -> int:
+    """Look for bugs of mutants.py, with the unharmed library beside it: what fails there too does not count.
+
+    words: only those whose names have one of them.
+    """
     missed = 0
     for name in MUTANTS:
+        if words and not any(word in name for word in words):
+            continue
         with Fuzzer(runner(name)) as fuzzer, Fuzzer() as sane:
             for count, each in enumerate(range(seed, seed + programs), start=1):
                 outcome = fuzzer.judge(program := generate(each))
@@ -37,10 +42,11 @@ def main() -> int:
     parser.add_argument("--failures", type=int, help="stop after so many")
     parser.add_argument("--scripts", type=Path, default=Path("runs/fuzz"), help="a folder for the failures' scripts")
     parser.add_argument("--show", action="store_true", help="print the seed's program and how it ends, nothing else")
-    parser.add_argument("--mutants", action="store_true", help="how many programs it takes to find each of mutants.py")
+    told = "how many programs it takes to find each of mutants.py, or those whose names have one of these words"
+    parser.add_argument("--mutants", nargs="*", metavar="WORD", help=told)
     given = parser.parse_args()
-    if given.mutants:
-        return find_mutants(given.seed, given.programs)
+    if given.mutants is not None:
+        return find_mutants(given.mutants, given.seed, given.programs)
     with Fuzzer() as fuzzer:
         if given.show:
             print(generate(given.seed), fuzzer.judge(generate(given.seed)), sep="\n")

@@ -41,7 +41,7 @@ class Tally:
 
     programs: int = 0
     matched: int = 0
-    loose: int = 0  # of those that matched: with an allowance for rounding
+    loose: list[int] = field(default_factory=list)  # seeds of those that matched with an allowance for rounding
     invalid: int = 0  # not counted in `programs`
     refused: Counter[str] = field(default_factory=Counter)
     example: dict[str, int] = field(default_factory=dict)  # of each refusal, the first seed
@@ -55,7 +55,7 @@ class Tally:
             return
         self.programs += 1
         self.matched += outcome.kind == "match"
-        self.loose += outcome.loose
+        self.loose += [seed] * outcome.loose
         if outcome.kind == "refused":
             self.refused[reason(outcome.text)] += 1
             self.example.setdefault(reason(outcome.text), seed)
@@ -63,11 +63,12 @@ class Tally:
     def __str__(self) -> str:
         share = self.matched / max(1, self.programs)
         lines = [
-            f"{self.programs} programs in {self.seconds:.0f} s: {self.matched} matched ({share:.1%}, {self.loose} of "
-            f"them with an allowance for rounding), {self.refused.total()} refused, {len(self.failed)} failed, "
+            f"{self.programs} programs in {self.seconds:.0f} s: {self.matched} matched ({share:.1%}, {len(self.loose)} "
+            f"of them with an allowance for rounding), {self.refused.total()} refused, {len(self.failed)} failed, "
             f"{len(self.unsteady)} failed once; {self.invalid} more could not be run by plain torch"
         ]
         lines += [f"  {n:5}  {text} (seed {self.example[text]})" for text, n in self.refused.most_common()]
+        lines += [f"  with an allowance for rounding: seed {seed}" for seed in self.loose]
         lines += [f"  failed once, and not again: seed {seed}: {o.kind} {o.text[:500]}" for seed, o in self.unsteady]
         return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,9 +14,14 @@ from tests.fuzz.program import Program
 from tests.fuzz.run import Outcome, execute
 from zero_core import sharding
 from zero_core.building import wrapping
+from zero_core.building.overlaps import Overlaps
 from zero_core.optim import elementwise
 from zero_core.optim.options import Options
 from zero_core.runtime import hooks, parameter
+from zero_core.runtime.attaching import _Collector
+from zero_core.runtime.fast_paths import FastPaths
+from zero_core.runtime.gradient import UnitGradient
+from zero_core.runtime.hooks import Engine
 from zero_core.runtime.recompute import Recomputations
 from zero_core.runtime.reducer import Reducer
 from zero_core.runtime.schedule import Pass
@@ -71,6 +77,24 @@ def _with_grad_alone(output: Any, sequence: int, act: Any) -> bool:
     return not (isinstance(began, Pass) and not began.grad) and _HOOK_OUTPUTS(output, sequence, act)
 
 
+_AFTER_ACCUMULATION = Tensor.register_post_accumulate_grad_hook
+_SPECIAL = {_AFTER_ACCUMULATION, Tensor.view_as, Tensor.expand_as}
+
+
+def _take(collector: _Collector, parameter: Tensor) -> None:
+    """`_Collector.__call__` that does not ask whether a hook comes after it."""
+    collect, unit = collector.collect(), collector.unit()
+    if collect is not None and unit is not None:
+        collect(unit, collector.k)
+
+
+def _unmended(engine: Engine, what: str) -> None:
+    """`Engine.mend` that a new forward needs, and nothing else."""
+    engine.calls.interrupted = False
+    if what == "forward" and engine._stack and engine.calls.over("forward"):
+        engine._abandon_forward()
+
+
 MUTANTS: dict[str, Callable[[], list[Any]]] = {
     "a gradient is lost": _patched((Reducer, "_reduce", _overwriting), (Reducer, "retire_late", _at_once)),
     "only vectors are probed": _patched((elementwise, "_PROBE_SHAPES", ((7,),))),
@@ -82,24 +106,35 @@ MUTANTS: dict[str, Callable[[], list[Any]]] = {
         (Unit, "overwritten", _unseen), (parameter, "increment_version", lambda tensor: None)
     ),
     "shard evaluates weights": _patched((wrapping, "_own_numel", _computed)),
-    "shared memory is not seen": _patched((sharding, "followers_of", lambda model, optimized: ([], []))),
+    "shared memory is not seen": _patched((sharding, "overlaps_of", lambda model, optimized: Overlaps([], [], []))),
+    "hooks put on after shard are lost": _patched(
+        (parameter, "_SPECIAL", {k: v for k, v in parameter._SPECIAL.items() if k not in _SPECIAL}),
+        (parameter, "METADATA", parameter.METADATA | {_AFTER_ACCUMULATION}),
+        (_Collector, "__call__", _take),
+    ),
     "changed options are not seen": _patched((Options, "check", lambda options: None)),
+    "padding is not zeroed": _patched((FastPaths, "attach", lambda paths, model, nodes: [])),
+    "an interrupt is not mended": _patched(
+        (Engine, "mend", _unmended), (UnitGradient, "_forget_arrived", lambda gradient: None)
+    ),
     "a backward in a backward finds no memory": _patched((Recomputations, "open", lambda inside, visit: None)),
     "a backward in a forward finds no memory": _patched((hooks, "hook_outputs", _with_grad_alone)),
 }
 
 
 def _run(name: str, program: Program, folder: str) -> Outcome:
-    patches = MUTANTS[name]()
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as stack:
+        for patch in MUTANTS[name]():
+            stack.enter_context(patch)
         return execute(program, folder)
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 def runner(name: str) -> Callable[[Program, str], Outcome]:
-    """What runs a program on a rank with this bug in the library."""
+    """What runs a program on a rank with this bug in the library.
+
+    Raises AttributeError where the library no longer has what it replaces, which on a rank would pass for a find.
+    """
+    with ExitStack() as stack:
+        for patch in MUTANTS[name]():
+            stack.enter_context(patch)
     return partial(_run, name)

@@ -380,7 +380,7 @@ class Side(Values, Hooks):
         self.record(f"rates at {self.at}", [float(group["lr"]) for group in self.optimizer.param_groups])
 
     def op_twin(self, op: Op) -> None:
-        """A second model with the same parameters, or with others over the same memory."""
+        """A second model with the same parameters, or with others over the same memory, which is sharded too."""
         self.twin = build(self.program.model, 1)
         for mine, other in zip(self.model.modules(), self.twin.modules(), strict=True):
             for name, p in list(mine._parameters.items()):
@@ -393,6 +393,7 @@ class Side(Values, Hooks):
         """Ctrl-C in a forward and backward, or in an evaluation, and going on: only one rank, between steps."""
         torch.manual_seed(self.program.seed)
         self.interrupted(op)
+        self.record(f"modes at {self.at}", [float(torch.is_grad_enabled()), float(torch.is_inference_mode_enabled())])
         self.seen.clear()
         self.waiting.clear()
         self.optimizer.zero_grad()

@@ -16,7 +16,8 @@ from tests.fuzz.mutants import MUTANTS, runner
 from tests.fuzz.program import Block, Config, Model, Op, Optimizer, Program, Share, smaller, sound
 from tests.fuzz.run import Outcome, World
 
-PROGRAMS = 250
+PROGRAMS = 150
+MISTAKES = {f"error {each.__name__}" for each in (AttributeError, NameError, TypeError)}  # of a mutant's own
 # For each mutant a program that was found, and made small, by `python -m tests.fuzz --mutants`.
 SMALLEST = {
     "a gradient is lost": Program(loop=(Op(how="joint"), Op("step")), config=Config(ranks=2), seed=275),
@@ -28,8 +29,15 @@ SMALLEST = {
     "shared memory is not seen": Program(
         Model((Block(), Block()), shares=(Share("attribute"),)), loop=(Op(), Op("step"), Op("evaluate"))
     ),
+    "hooks put on after shard are lost": Program(loop=(Op("hook", how="accumulated"), Op(), Op("step"))),
     "changed options are not seen": Program(
         loop=(Op("options", how="momentum"), *(Op(), Op("step")) * 2), config=Config(placement="host host host")
+    ),
+    "padding is not zeroed": Program(
+        Model((Block("transformer"),), container="attributes"), loop=(Op("evaluate", how="eval"),)
+    ),
+    "an interrupt is not mended": Program(  # at so many moments that some are left, however the library's lines move
+        config=Config(stage=0), loop=(*(Op("interrupt", moment) for moment in range(0, 600, 7)), Op(), Op("step"))
     ),
     "a backward in a backward finds no memory": Program(Model((Block(),) * 3), loop=(Op(how="hook_runs"),)),
     "a backward in a forward finds no memory": Program(Model((Block(use="forced"),)), loop=(Op("evaluate"),)),
@@ -53,7 +61,8 @@ def test_programs_of_fixed_seeds_match_plain_torch_or_are_refused(fuzzer):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_bug_that_is_put_back_is_found(fuzzer, name):
     with Fuzzer(runner(name)) as mutated:
-        assert failing(mutated.judge(SMALLEST[name]))
+        found = mutated.judge(SMALLEST[name])
+    assert failing(found) and found.kind not in MISTAKES, found
     assert not failing(fuzzer.judge(SMALLEST[name]))
 
 
@@ -66,7 +75,7 @@ def _every_word() -> list[Program]:
         changes = [Op("options", how=how) for how in options]
         programs += [Program(optimizer=Optimizer(name), loop=(change, *step)) for change in changes]
     simple = Program(Model((Block(), Block("mlp"))), loop=step)
-    return programs + [idea(Random(k), simple) for idea in unusual.IDEAS.values() for k in range(10)]
+    return programs + [idea(Random(k), simple) for idea in unusual.IDEAS.values() for k in range(5)]
 
 
 def test_plain_torch_runs_every_word_of_the_grammar():

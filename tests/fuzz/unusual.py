@@ -69,7 +69,8 @@ def _shared_memory(r: Random, program: Program) -> Program:
 
 
 def _twin(r: Random, program: Program) -> Program:
-    program = replace(_eager(program), before=(Op("twin", how="objects"),))
+    how = "memory" if r.random() < 0.3 else "objects"
+    program = replace(_eager(program), before=(Op("twin", how=how),))
     return _somewhere(r, program, Op("evaluate", how="twin"))
 
 
