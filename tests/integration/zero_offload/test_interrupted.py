@@ -104,6 +104,26 @@ def test_what_follows_ctrl_c_in_forward_backward_or_zero_grad_is_as_if_it_had_no
     optimizer.close()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_ctrl_c_at_the_end_of_a_block_leaves_the_modes_of_autograd_as_they_were(mode, stage):
+    model, optimizer = sharded("device", stage)
+
+    def run() -> None:
+        with mode():
+            loss = model(BATCHES[0]).square().mean()
+            loss.backward() if loss.requires_grad else None
+        optimizer.zero_grad()
+
+    lines = lines_of(run)
+    for k in [k for k, line in enumerate(lines) if "grad_mode.py" in line]:
+        with pytest.raises(KeyboardInterrupt), interrupted(k):
+            run()
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), lines[k]
+        optimizer.zero_grad()
+    optimizer.close()
+
+
 @pytest.mark.parametrize(("store", "stage"), [("device", 0), ("device", 3), ("nvme", 3)])
 def test_after_ctrl_c_in_a_step_it_was_made_or_was_not_or_everything_refuses(store, stage):
     plain, stock = built()

@@ -81,7 +81,7 @@ class Pool:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of `dtype`, whatever it held before."""
         wanted = numel * dtype.itemsize
-        with torch.inference_mode(False):
+        with torch._C._InferenceMode(False):
             buffer = size, number = self._shelf.take(wanted)
             if number not in self._memory:
                 try:

@@ -74,7 +74,7 @@ def outside_transforms(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(*args: Any) -> Any:
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
+            with torch._C._InferenceMode(False), torch.no_grad():
                 return run(*args)
         if not torch._C._are_functorch_transforms_active():
             return method(*args)

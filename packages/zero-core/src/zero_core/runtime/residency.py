@@ -80,7 +80,7 @@ def _storage(flat: Tensor) -> Any:
 
 def put_under(flat: Tensor, memory: Tensor) -> None:
     """Give `flat`, of zero bytes, the memory of a contiguous tensor of its size."""
-    with torch.inference_mode(False):
+    with torch._C._InferenceMode(False):  # torch.inference_mode() has lines at which Ctrl-C leaves it entered
         alias = torch._C._from_dlpack(torch._C._to_dlpack(memory.detach()))
         _storage(flat)._swap_data_ptr_(alias.untyped_storage())
 

@@ -132,7 +132,7 @@ class _Later:
     def whole(self) -> Tensor:
         """All logits, with their graph."""
         if self.all is None:
-            with torch.inference_mode(False), torch.enable_grad():
+            with torch._C._InferenceMode(False), torch.enable_grad():
                 self.all = self._ask(self._computed)
         return self.all
 
