@@ -27,7 +27,7 @@ __all__ = ["Record", "Side"]
 ROWS = 3
 NUMBERS = 1e-5  # the tolerance of losses, norms and outputs
 JITTER = 3e-7  # what jittered plain runs change in inputs and first values, to learn what rounding does
-
+ATTENTION = {"mha", "masked", "encoder", "transformer"}  # use the weight of out_proj outside of that module
 
 OPTIONS: dict[str, Any] = {
     "momentum": 0.5,
@@ -283,7 +283,9 @@ class Side(Values, Hooks):
     def op_forward(self, op: Op) -> None:
         """A forward whose backward is the operation `late`: whatever is between them may change what it used."""
         loss = self.forward()
-        self.outside = self.program.model.external >= 0 or op.how == "l2" or (bool(self.waiting) and self.outside)
+        attention = any(block.kind in ATTENTION for block in self.program.model.blocks)
+        used = attention or self.program.model.external >= 0 or op.how == "l2"
+        self.outside = used or (bool(self.waiting) and self.outside)
         self.waiting.append(loss + 0.05 * self.parameter(op).square().sum() if op.how == "l2" else loss)
 
     def op_late(self, op: Op) -> None:
