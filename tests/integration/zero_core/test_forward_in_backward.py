@@ -6,6 +6,7 @@ if a gradient is reduced before all of it has arrived.
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from itertools import pairwise
 
@@ -357,3 +358,77 @@ def raise_inside():
 
 def test_an_inner_backward_that_raises_is_closed():
     raise_inside()
+
+
+def gradients(model):
+    if hasattr(next(model.parameters()), "_zero_home"):
+        return [zero_core.full_gradient(p) for p in model.parameters()]
+    return [p.grad for p in model.parameters()]
+
+
+def chain(stage):
+    """A model, plain where the stage is None."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    if stage is not None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zero_core.shard(model, optimizer, stage=stage, units=[nn.Linear])
+    return model
+
+
+def in_a_hook(call):
+    """A backward that makes the call inside of it."""
+    with torch.enable_grad():
+        x = torch.ones(1, requires_grad=True) * 2
+        x.register_hook(lambda gradient: call())
+        x.sum().backward()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_backward_so_deep_that_autograd_runs_it_on_another_thread(stage):
+    def run(model):
+        threads = set()
+
+        def innermost():
+            threads.add(threading.get_ident())
+            with torch.enable_grad():
+                (model(torch.ones(2, 4)).sum() * model[0].weight.sum()).backward()
+
+        call = innermost
+        for _ in range(70):
+            call = partial(in_a_hook, call)
+        output = model(torch.full((3, 4), 0.5))
+        output.register_hook(lambda gradient: call())
+        output.square().sum().backward()
+        assert threading.get_ident() not in threads
+        return gradients(model)
+
+    for ours, theirs in zip(run(chain(stage)), run(chain(None)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_backward_after_one_that_raised_is_not_inside_of_it(stage):
+    """Called from C++, so that no caller in Python tells one from the other."""
+
+    def backward(loss):
+        engine = torch.autograd.Variable._execution_engine
+        engine.run_backward((loss,), (torch.ones(()),), True, False, (), allow_unreachable=True, accumulate_grad=True)
+
+    def run(model):
+        output = model(torch.ones(2, 4))
+        loss, raises = output.square().sum(), [True]
+
+        def hook(gradient):
+            if raises.pop():
+                raise ArithmeticError("once")
+
+        output.register_hook(hook)
+        with pytest.raises(ArithmeticError, match="once"):
+            backward(loss)
+        raises.append(False)
+        backward(loss)
+        return gradients(model)
+
+    for ours, theirs in zip(run(chain(stage)), run(chain(None)), strict=True):
+        torch.testing.assert_close(ours, theirs)

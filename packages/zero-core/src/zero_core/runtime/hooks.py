@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -40,9 +41,11 @@ __all__ = ["Engine"]
 
 @dataclasses.dataclass
 class _Backward:
-    """The backward under way: autograd's number of it, the pass it is in, and those it has been through."""
+    """The backward under way: autograd's number of it, what autograd calls at its `end` and lets go of when it raises,
+    the pass it is in, and those it has been through."""
 
     task: int
+    end: weakref.ref[Callable[[], None]]
     current: Pass | None = None
     passes: list[Pass] = dataclasses.field(default_factory=list)
 
@@ -219,15 +222,16 @@ class Engine:
         if self.uses.uneven:
             raise ZeroError("backward() inside zero_core.uneven, where ranks may differ: leave the with block first")
         task = torch._C._current_graph_task_id()
-        if self._backward is not None and self._backward.task != task and self.calls.over("backward"):
+        if self._backward is not None and self._backward.task != task and self._backward.end() is None:
             self.mend("backward")
             self.abandon_backward()
         if self._backward is None:
             self.mend("backward")
             self.calls.begin("backward")
-            self._backward = _Backward(task)
+            end = partial(self._end_backward)
+            self._backward = _Backward(task, weakref.ref(end))
             apply_factors(self)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         return self._backward
 
     def _open(self, current: Pass, visit: Visit) -> None:

@@ -15,7 +15,8 @@ An inner task never says that a gradient is complete: the outer one does, when i
 at its end. A call that repeats a visit of the outer pass, as a checkpoint's does, opens that one as well. To be such a
 repetition, the visit must have been made by the node that runs now, so its number must be later than the node's.
 Whether a call is inside backward is asked of autograd, not remembered, because a backward that raised would leave a
-wrong memory.
+wrong memory. Whether a backward has raised is seen by the callback that autograd holds as long as the backward lives.
+Callers would not tell: autograd runs nodes on threads of its own, those of a device and those of deep nesting.
 """
 
 from __future__ import annotations
