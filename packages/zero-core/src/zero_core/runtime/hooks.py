@@ -222,9 +222,11 @@ class Engine:
         if self.uses.uneven:
             raise ZeroError("backward() inside zero_core.uneven, where ranks may differ: leave the with block first")
         task = torch._C._current_graph_task_id()
-        if self._backward is not None and self._backward.task != task and self._backward.end() is None:
-            self.mend("backward")
-            self.abandon_backward()
+        if self._backward is not None and self._backward.task != task:
+            self.calls.refuse_others("backward")
+            if self._backward.end() is None:
+                self.mend("backward")
+                self.abandon_backward()
         if self._backward is None:
             self.mend("backward")
             self.calls.begin("backward")
