@@ -21,6 +21,7 @@ Callers would not tell: autograd runs nodes on threads of its own, those of a de
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,14 +50,14 @@ class _Call:
 class Recomputations:
     """The calls inside of one model's backward, and the visits that backwards inside of it have open.
 
-    reached: the sequence number of the outer backward's node that last ran a module.
+    reached: the sequence number of the outer backward's node that last ran a module; beyond any while none has.
     """
 
     def __init__(self, units: Sequence[Unit], uses: Uses, reducer: Reducer) -> None:
         self._units, self._uses, self._reducer = units, uses, reducer
         self._calls: list[_Call] = []
         self._open: dict[int, list[Visit]] = {}  # by autograd's number of the backward
-        self.reached = 0
+        self.reached = sys.maxsize
 
     def begin(self, node: Node, *, outer: bool) -> None:
         """A module is called. outer: not from a backward inside of the one under way."""
@@ -128,4 +129,4 @@ class Recomputations:
 
     def forget(self) -> None:
         """Nothing of this is known any more: the units are taken care of."""
-        self._calls, self._open, self.reached = [], {}, 0
+        self._calls, self._open, self.reached = [], {}, sys.maxsize
