@@ -1,0 +1,85 @@
+"""Advice of zero-nvme that is followed: each test makes a mistake, does what the error says, and that works."""
+
+import os
+
+import pytest
+import torch
+
+import zero_nvme
+from zero_nvme import NvmeError, filesystem, probe, slab
+
+
+def made(folder, **options):
+    return zero_nvme.Slab(folder, allow_memory=True, **options)
+
+
+def test_a_slab_is_opened_as_an_error_says(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="2 weights for 1 paths; give one for each"):
+        made(tmp_path, weights=[1, 2])
+    made(tmp_path, weights=[1]).close()
+    with pytest.raises(ValueError, match="does not exist; choose auto or one of threads|does not exist; choose auto"):
+        made(tmp_path, backend="thread")
+    made(tmp_path, backend="auto").close()
+    made(tmp_path, backend="threads").close()
+    with monkeypatch.context() as patch:
+        patch.setattr(slab, "filesystem_name", lambda folder: "tmpfs")
+        with pytest.raises(NvmeError, match="name a folder on a disk, or pass allow_memory=True"):
+            zero_nvme.Slab(tmp_path)
+        made(tmp_path).close()
+
+
+def test_backends_that_do_not_work_are_left_out(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "attempt", lambda *_, **__: "it fails")
+        with pytest.raises(zero_nvme.BackendUnavailable, match="leave backend and direct out to take what works"):
+            made(tmp_path, backend="threads")
+    made(tmp_path).close()
+    with pytest.raises(zero_nvme.BackendUnavailable, match="aiofiles cannot do O_DIRECT; leave direct out"):
+        made(tmp_path, backend="aiofiles", direct=True)
+    made(tmp_path, backend="aiofiles").close()
+
+
+def test_requests_have_memory_and_are_waited_for(tmp_path, monkeypatch):
+    with made(tmp_path) as store:
+        store.reserve(8192)
+        extent = store.allocate(8192)
+        with pytest.raises(TypeError, match="has no CPU address; copy it to CPU memory first"):
+            store.write(extent, torch.empty(8192, dtype=torch.uint8, device="meta"))
+        ticket = store.write(extent, torch.zeros(8192, dtype=torch.uint8))
+        with monkeypatch.context() as patch:
+            patch.setattr(type(ticket), "done", lambda self: False)  # as before it is complete
+            with pytest.raises(ValueError, match=r"wait\(\) for it first"):
+                ticket.exception()
+        ticket.wait()
+        assert ticket.exception() is None
+
+
+def test_a_path_without_room_is_another_path_or_has_less(tmp_path, monkeypatch):
+    with made(tmp_path) as store, pytest.raises(NvmeError, match="name another path, or keep less on NVMe"):
+        store.reserve(1 << 60)
+    with made(tmp_path) as store:
+        store.reserve(4096)
+
+
+def test_a_file_is_opened_in_a_mode_that_there_is(tmp_path):
+    with pytest.raises(ValueError, match="does not exist; choose one of"):
+        zero_nvme.File(tmp_path / "a", "a")
+    for mode in ("w", "r", "r+"):
+        zero_nvme.File(tmp_path / "a", mode).close()
+
+
+def test_a_child_opens_its_own_slab(tmp_path):
+    with made(tmp_path) as store:
+        store.reserve(4096)
+        extent = store.allocate(4096)
+        if not (child := os.fork()):
+            try:
+                store.write(extent, bytearray(4096))
+            except zero_nvme.ForkedError as error:
+                with made(tmp_path, backend="threads") as own:
+                    own.reserve(4096)
+                    own.write(own.allocate(4096), bytearray(4096)).wait()
+                os._exit(0 if "open another one here" in str(error) else 2)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert filesystem.filesystem_name(str(tmp_path))

@@ -1,0 +1,126 @@
+"""Advice of zero-offload that is followed: each test makes a mistake, does what the error says, and that works."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+import zero_offload
+from zero_offload import CompressedByteStore, Hardware, MemoryByteStore, TieredStore, plan
+
+
+def sharded(store):
+    net = nn.Sequential(nn.Linear(4, 4))
+    return net, zero_core.shard(net, torch.optim.AdamW(net.parameters()), store=store)
+
+
+def backward(net):
+    net(torch.ones(1, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice", "ways"),
+    [
+        (lambda: Hardware(nvme_read_gbps=0), "give the figure, or leave it out", [lambda: Hardware(nvme_read_gbps=2)]),
+        (
+            lambda: Hardware(tiers={"nvme": {"gib": 3}}),
+            "has keys of its own, such as nvme_gib; give the figures there",
+            [lambda: Hardware(nvme_gib=3, tiers={"nvme": {}})],
+        ),
+        (
+            lambda: plan([8, 8], rows=2, activations="host"),
+            "give the rows of one micro-batch as well",
+            [lambda: plan([8, 8], rows=2, micro_batch=4, activations="host", tokens=8)],
+        ),
+        (
+            lambda: plan([8, 8], rows=2, micro_batch=4, activations="keep", tokens=8),
+            "or leave rows out",
+            [
+                lambda: plan([8, 8], micro_batch=4, activations="keep", tokens=8),
+                *(
+                    lambda policy=policy: plan([8, 8], rows=2, micro_batch=4, activations=policy, tokens=8)
+                    for policy in ("recompute", "host", "nvme", "auto")
+                ),
+            ],
+        ),
+        (
+            lambda: plan([8, 8], activations=["keep"], tokens=8),
+            "1 activation policies for 2 units; give one, or one a unit",
+            [lambda each=each: plan([8, 8], activations=each, tokens=8) for each in ("keep", ["keep", "recompute"])],
+        ),
+        (
+            lambda: TieredStore(tiers={"host": MemoryByteStore()}),
+            "give the ByteStore another name",
+            [lambda: TieredStore(tiers={"shelf": MemoryByteStore()}).close()],
+        ),
+    ],
+)
+def test_arguments_that_an_error_names_pass(wrong, advice, ways):
+    with pytest.raises(ValueError) as raised:
+        wrong()
+    assert advice in str(raised.value)
+    for way in ways:
+        way()
+
+
+@pytest.mark.parametrize(
+    ("small", "advice", "large"),
+    [
+        ({"nvme_gib": 0.001}, "hardware.nvme_gib, hardware.nvme_paths", {"nvme_gib": 1}),
+        ({"nvme_gib": 0.001}, "hardware.nvme_gib, hardware.nvme_paths", {"nvme_gib": 0.001, "nvme_paths": 500}),
+        (
+            {"tiers": {"nvme": {}, "shelf": {"gib": 0.001}}},
+            "hardware.tiers.shelf.gib",
+            {"tiers": {"shelf": {"gib": 1}}},
+        ),
+    ],
+)
+def test_a_tier_gets_the_room_that_a_plan_asks_for(small, advice, large):
+    where = dict.fromkeys(("parameters", "gradients"), "host") | {"optimizer": "shelf" if "tiers" in small else "nvme"}
+    with pytest.raises(zero_offload.PlanError) as raised:
+        plan([1 << 20] * 4, Hardware(host_gib=8, **small), **where)
+    assert advice in str(raised.value)
+    plan([1 << 20] * 4, Hardware(host_gib=8, **large), **where)
+
+
+def test_a_store_is_attached_once_and_is_awake():
+    store = TieredStore()
+    sharded(store)
+    with pytest.raises(Exception, match="a TieredStore is attached once; make another one"):
+        sharded(store)
+    net, optimizer = sharded(store := TieredStore())
+    backward(net)
+    optimizer.step()
+    optimizer.zero_grad()
+    zero_core.sleep(net, MemoryByteStore())
+    with pytest.raises(zero_offload.OffloadError, match=r"call zero_core.wake\(model\), or wake\(\) of the store"):
+        store.wait()
+    zero_core.wake(net)
+    store.wait()
+
+
+def test_a_compressed_store_gets_more_room(monkeypatch):
+    pytest.importorskip("zstandard")
+    small = CompressedByteStore(capacity_gib=2**-20, ratio=1.0)
+    with pytest.raises(Exception, match="raise capacity_gib, or raise ratio"):
+        small.reserve(8192)
+    CompressedByteStore(capacity_gib=2**-10, ratio=1.0).reserve(8192)
+    CompressedByteStore(capacity_gib=2**-20, ratio=16.0).reserve(8192)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "zstandard", None)
+        with pytest.raises(ImportError, match="pip install"):
+            CompressedByteStore()
+    CompressedByteStore()
+
+
+def test_shares_of_the_device_are_equal():
+    apart = Hardware(device="cuda", device_gib=8, host_gib=8)
+    for placed, advice in (
+        ({"gradients": "host", "optimizer": "device", "parameters": "device"}, "give both the same share"),
+        ({"gradients": "device", "optimizer": "device", "parameters": "host"}, "give parameters at least"),
+    ):
+        with pytest.raises(ValueError, match=advice):
+            plan([1 << 20], apart, **placed)
+    plan([1 << 20], apart, **dict.fromkeys(("gradients", "optimizer", "parameters"), "device"))
