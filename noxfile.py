@@ -48,6 +48,7 @@ README_EXAMPLES = {  # package: what its README's example needs besides, and the
     "zero-hf": ([], str(ROOT / "examples" / "trainer.py"), "--steps", "2", "--output", "out"),
     "zero-train": ([], "-m", "zero_train", "recipe=tiny", "run.steps=3", "run.dir=out"),
 }
+TWO = ["-n", "2", "--dist", "loadfile"]  # processes: what a file's tests share is made once
 ON_SIM = ["tests/device", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/zero_sim"))]
 
 
@@ -89,17 +90,17 @@ def tests(session: nox.Session) -> None:
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
-    session.run("pytest", "tests", "--ignore=tests/device")
-    session.run("pytest", *ON_SIM, "-n", "2", "--device", "sim", "-m", "not device_full")
+    session.run("pytest", "tests", "--ignore=tests/device", *TWO)
+    session.run("pytest", *ON_SIM, *TWO, "--device", "sim", "-m", "not device_full")
 
 
 @nox.session
 def shuffled(session: nox.Session) -> None:
     """All tests in a random order, of which none may depend on what ran before it; `-- SEED` repeats an order."""
-    everything(session, *DEVELOPMENT, extras=("pytest-random-order",))
+    everything(session, *DEVELOPMENT, extras=("pytest-random-order", "pytest-xdist"))
     seed = session.posargs[0] if session.posargs else str(random.randrange(10**6))
     order = ("--random-order-bucket", "global", "--random-order-seed", seed)
-    session.run("pytest", "tests", "--ignore=tests/device", *order)
+    session.run("pytest", "tests", "--ignore=tests/device", "-n", "2", *order)
 
 
 @nox.session
