@@ -227,6 +227,8 @@ FOLLOWED: dict[str, str] = {
     "test_the_advice_against_shared_memory_works",
     "Before the forward, set support_avx512bf16_for_cpu": "integration/zero_core/test_parts.py::"
     "test_a_linear_that_would_be_repacked_in_eval_mode_is_refused",
+    "or make one backward in each step": "integration/zero_core/test_parameter_hooks.py::"
+    "test_a_hook_that_would_find_one_gradient_of_a_sum_is_refused",
     "To keep them apart, give one memory of its own": "integration/zero_core/test_shared_memory.py::"
     "test_the_advice_against_shared_memory_works",
     **{

@@ -130,7 +130,7 @@ def reads(p):
 
 def put_inside(where):
     model = toys.Stack()
-    zero_core.shard(model, toys.sgd(model.parameters()))
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
     add = partial(model.head.weight.register_post_accumulate_grad_hook, reads)
     if where == "gathered":
         with zero_core.gathered(model):
@@ -144,6 +144,7 @@ def put_inside(where):
         toys.loss_of(model, toys.data(0, 0)).backward()
     handle.remove()
     toys.loss_of(model, toys.data(0, 0)).backward()
+    optimizer.zero_grad()
     model.head.weight.register_post_accumulate_grad_hook(reads)
     toys.loss_of(model, toys.data(0, 0)).backward()
 
@@ -151,3 +152,35 @@ def put_inside(where):
 @pytest.mark.parametrize("where", ["gathered", "forward"])
 def test_a_hook_that_would_find_no_gradient_is_refused(where):
     put_inside(where)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_hook_that_would_find_one_gradient_of_a_sum_is_refused(stage):
+    """The advice is followed: without the hook, the sum is read and changed before the step, as torch's hook would."""
+    torch.manual_seed(0)
+    model, plain = toys.Stack(), toys.Stack()
+    plain.load_state_dict(model.state_dict())
+    stock = toys.sgd(plain.parameters())
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage)
+    weight = model.head.weight
+    handle = weight.register_post_accumulate_grad_hook(reads)
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(GradientError, match="reads, put on head.weight .* the gradient of this backward alone"):
+        toys.loss_of(model, toys.data(1, 0)).backward()
+    optimizer.zero_grad()
+    handle.remove()
+    for step in range(2):
+        toys.loss_of(model, toys.data(step, 0)).backward()
+        toys.loss_of(plain, toys.data(step, 0)).backward()
+    torch.testing.assert_close(zero_core.full_gradient(weight), plain.head.weight.grad)
+    zero_core.set_full_gradient(weight, zero_core.full_gradient(weight) / 2)
+    plain.head.weight.grad.mul_(0.5)
+    optimizer.step()
+    stock.step()
+    optimizer.zero_grad()
+    torch.testing.assert_close([p.detach().clone() for p in model.parameters()], list(plain.parameters()))
+    weight.register_post_accumulate_grad_hook(reads)
+    for step in range(2):  # one backward in each step
+        toys.loss_of(model, toys.data(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()

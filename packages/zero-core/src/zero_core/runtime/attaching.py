@@ -50,12 +50,21 @@ class _Collector:
         collect, unit = self.collect(), self.unit()
         if collect is None or unit is None:
             return  # model and optimizer are gone, and nothing can step with it
-        last: Any = next(reversed(unit.parameters[self.k]._post_accumulate_grad_hooks.values()))
+        name, hooks = unit.layout.slots[self.k].name, unit.parameters[self.k]._post_accumulate_grad_hooks
+        last: Any = next(reversed(hooks.values()))
         if last is not self:
             raise GradientError(
-                f"{getattr(last, '__qualname__', last)} was put on {unit.layout.slots[self.k].name} with "
+                f"{getattr(last, '__qualname__', last)} was put on {name} with "
                 "register_post_accumulate_grad_hook inside a forward or inside zero_core.gathered, and would find no "
                 "gradient: the shards have it by then. Put it on outside of both, before or after zero_core.shard"
+            )
+        if len(hooks) > 1 and unit.gradient.used[self.k]:
+            first: Any = next(iter(hooks.values()))
+            raise GradientError(
+                f"{getattr(first, '__qualname__', first)}, put on {name} with register_post_accumulate_grad_hook, "
+                "found the gradient of this backward alone, where torch has the sum since zero_grad(): the shards have "
+                "the others. Remove the hook, and read the sum with zero_core.full_gradient or change it with "
+                "zero_core.set_full_gradient before step(); or make one backward in each step"
             )
         collect(unit, self.k)
 
