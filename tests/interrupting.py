@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +29,11 @@ from typing import Any
 
 import torch
 
-import zero_core
-
 __all__ = ["firsts", "interrupted", "lines_of"]
 
-_SOURCES = str(Path(zero_core.__file__).parents[3])  # the folder of all packages
+_NAMES = ("zero_core", "zero_offload", "zero_nvme", "zero_optim_cpu", "zero_hf", "zero_train")
+_SPECS = [spec for spec in map(importlib.util.find_spec, _NAMES) if spec is not None and spec.origin is not None]
+_SOURCES = tuple(f"{Path(str(spec.origin)).parent}/" for spec in _SPECS)  # of our packages, in a tree or installed
 # What `with` blocks of ours call, and waits and threads.
 _AROUND = {contextlib.__file__, torch.autograd.grad_mode.__file__, threading.__file__}
 _ENTERS = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
@@ -99,7 +100,9 @@ def _place(frame: FrameType) -> str:
     if _is_around(frame):
         assert frame.f_back is not None
         return f"{_place(frame.f_back)} > {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    return f"{frame.f_code.co_filename.partition('/src/')[2]}:{frame.f_lineno}"
+    name = frame.f_code.co_filename
+    folder = next(Path(source) for source in _SOURCES if name.startswith(source))
+    return f"{Path(name).relative_to(folder.parent)}:{frame.f_lineno}"
 
 
 def _leaves(frame: FrameType) -> bool:
