@@ -58,6 +58,7 @@ def several(*words):
 
 
 def tuned(*words):
+    pytest.importorskip("trl")
     finetune.FineTune(composed("task=sft", "model.path=x", "data.path=x", *words), Ranks(), None, None)._check()
 
 

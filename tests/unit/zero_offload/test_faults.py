@@ -275,6 +275,7 @@ def test_a_forked_child_that_uses_the_store_is_told_so(interpreter: Any) -> None
         HEAD
         + textwrap.dedent("""
         import os
+        import torch
         from zero_offload import OffloadError
         driver = make("nvme", slots=3, driver={"numels": (TILE, TILE // 2), "frozen": ()})
         driver.step()
@@ -289,6 +290,7 @@ def test_a_forked_child_that_uses_the_store_is_told_so(interpreter: Any) -> None
                 else:
                     os._exit(1)
             driver.store.close()
+            torch.set_num_threads(1)
             other = make("nvme", slots=3, driver={"numels": (TILE, TILE // 2), "frozen": ()})
             other.step()
             other.store.close()

@@ -70,7 +70,8 @@ class Monitor:
         if os.getpid() != self.process:
             raise OffloadError(
                 f"a TieredStore in process {os.getpid()}, which was forked from process {self.process}, where it was "
-                "attached: its threads and its transfers are there. Use it there, or attach another store here"
+                "attached: its threads and its transfers are there. Use it there, or attach another store here, after "
+                "torch.set_num_threads(1), as the threads of OpenMP do not survive a fork"
             )
         if self.failure is not None:
             raise self.failure
