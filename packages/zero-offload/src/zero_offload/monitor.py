@@ -12,6 +12,7 @@ from _thread import RLock
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from zero_core.store import NullObserver, Observer
 
@@ -29,7 +30,12 @@ class Stopped(BaseException):
 
 class Condition(RLock, threading.Condition):  # type: ignore[misc]
     """A threading.Condition that Ctrl-C leaves unlocked: `with` takes and gives back the lock in C, where no signal
-    comes between. threading's own does it in Python."""
+    comes between. threading's own does it in Python. Where a tool has replaced threading's locks to follow them, as
+    zero-sim does, it is threading's own."""
+
+    def __new__(cls) -> Any:
+        lock = threading.RLock()
+        return super().__new__(cls) if type(lock) is RLock else threading.Condition(lock)
 
     def __init__(self) -> None:
         threading.Condition.__init__(self, self)
