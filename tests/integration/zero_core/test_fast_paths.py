@@ -51,7 +51,7 @@ def built(make, root):
 
 
 def evaluate(name, stages, units=None, root=False, frozen=False):
-    """Before and after a step of training, so that the parameters of rank 0 are everybody's."""
+    """In eval mode with both masks, and after each in training mode, where no fast path is taken."""
     for stage in stages:
         dense, model = (built(MODELS[name], root).eval().requires_grad_(not frozen) for _ in range(2))
         given = None if frozen else toys.sgd(model.parameters())
