@@ -10,7 +10,7 @@ import torch
 
 import zero_core
 from tests.integration.zero_core import toys
-from zero_offload import MemoryByteStore, SwapError, TieredStore
+from zero_offload import MemoryByteStore, OffloadError, SwapError, TieredStore
 from zero_offload.testing import FaultyByteStore
 
 
@@ -38,3 +38,20 @@ def test_a_disk_that_fails_at_shard_leaves_the_model_as_it_was(after: int, defer
     with zero_core.gathered(model):
         assert deferred or not all(torch.equal(p, v) for p, v in zip(model.parameters(), before, strict=True))
     sharded.close()
+
+
+def test_a_store_that_a_model_has_is_refused_to_another_and_stays_open() -> None:
+    torch.manual_seed(0)
+    first, second = toys.Stack(), toys.Stack()
+    store = TieredStore("host", "host", "host")
+    optimizer = zero_core.shard(first, toys.sgd(first.parameters()), store=store)
+    with pytest.raises(OffloadError, match="attached once; make another one"):
+        zero_core.shard(second, toys.sgd(second.parameters()), store=store)
+    before = [p.detach().clone() for p in first.parameters()]
+    toys.loss_of(first, toys.data(0, 0)).backward()
+    optimizer.step()
+    assert not all(torch.equal(p.detach(), q) for p, q in zip(first.parameters(), before, strict=True))
+    other = zero_core.shard(second, toys.sgd(second.parameters()), store=TieredStore("host", "host", "host"))
+    toys.loss_of(second, toys.data(0, 0)).backward()
+    other.step()
+    optimizer.close(), other.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
 
 _HANDLE = "_zero_handle"
 _PREFETCH_BYTES = 128 << 20
+_in_use: weakref.WeakSet[ShardStore] = weakref.WeakSet()  # stores of sharded models, which a failed shard leaves open
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,9 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
         sharded = ShardedOptimizer(optimizer, engine, updates)
     except BaseException as error:
         engine.detach()
-        handover.undo(error, store)
+        handover.undo(error, store, close=store not in _in_use)
         raise
+    _in_use.add(store)
     initialiser.release()
     remember(overlaps.extents)
     found = model.__dict__[_HANDLE] = Handle(model, tuple(made.units), store, sharded, ranks, stage, engine)

@@ -74,8 +74,8 @@ class Handover:
             self._away[i] = lost
 
     @torch.no_grad()
-    def undo(self, error: BaseException, store: ShardStore) -> None:
-        """Put back every parameter that can be, and close the store. Raises StoreError naming those that are lost."""
+    def undo(self, error: BaseException, store: ShardStore, *, close: bool) -> None:
+        """Put back every parameter that can be, and close the store if asked to. Raises StoreError naming the lost."""
         lost = []
         for i in list(self._away):
             unit = self._units[i]
@@ -86,8 +86,9 @@ class Handover:
                 if was.device.type != "meta":
                     k = next(k for k, p in enumerate(unit.parameters) if p is was.parameter)
                     lost.append(unit.layout.slots[k].name)
-        with suppress(Exception):
-            store.close()
+        if close:
+            with suppress(Exception):
+                store.close()
         if lost:
             shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
             raise StoreError(
