@@ -41,11 +41,20 @@ EXEMPT = {part: reason for table in TABLES for part, reason in table.EXEMPT.item
 NOT_FOLLOWED = {module: count for table in TABLES for module, count in table.NOT_FOLLOWED.items()}
 
 _VERBS = (
-    "add|allow|build|call|cast|check|choose|close|convert|copy|cut|delete|divide|drop|export|fetch|fix|free|give|install|"
-    "keep|launch|leave|let|load|make|move|name|open|pack|pass|pip install|place|put|raise|remove|rename|restore|resume|"
-    "run|save|set|shard|start|take|train|turn|unset|update|use|wait|write"
+    "add|allow|ask|assign|bring|build|call|cast|change|check|choose|close|compile|continue|convert|copy|cut|delete|"
+    "dequantise|divide|drop|enable|end|evaluate|export|fetch|fix|free|freeze|gather|generate|give|index|initialise|"
+    "install|keep|launch|leave|let|load|lower|make|merge|move|name|open|pack|pass|pip install|place|prepare|put|"
+    "quantise|raise|reinstall|remove|rename|repeat|replace|restore|resume|round|run|save|script|see|set|shard|"
+    "split|start|take|train|turn|unpack|unset|update|use|wait|write"
 )
-_ADVICE = re.compile(rf"(?:[:;,.(]|\bor|\band|\bthen)\s+(?:{_VERBS})\b", re.IGNORECASE)
+# A verb begins a text, or follows a punctuation mark or a conjunction. The name of a function or of a key is no verb at
+# the beginning ("step() inside ...", "run.dir is ..."), nor is a noun ("update of each rank") or a participle
+# ("flattened and split after"); `read` is one in "Read it before" only.
+_ADVICE = re.compile(
+    rf"^(?:{_VERBS})\b(?![(=.:]| of\b| O_DIRECT)|(?:[:;,.(]\s+|\b(?:or|and|then)\s+)(?:{_VERBS})\b(?! of\b| after\b)"
+    r"|[:;.]\s+read (?:it|the|them|with)\b",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -56,11 +65,12 @@ class Text:
     module: str  # the path below src
     line: int
     text: str
+    help: bool = False  # of a command's option: what it does
 
     @property
     def advises(self) -> bool:
         """Whether it says what to do."""
-        return _ADVICE.search(self.text) is not None
+        return not self.help and _ADVICE.search(self.text) is not None
 
 
 def texts() -> Iterator[Text]:
@@ -71,9 +81,11 @@ def texts() -> Iterator[Text]:
             if "testing" in path.parts:
                 continue
             tree = ast.parse(path.read_text(encoding="utf-8"))
+            keywords = (node for node in ast.walk(tree) if isinstance(node, ast.keyword))
+            helps = {keyword.value.lineno for keyword in keywords if keyword.arg == "help"}
             for line, text in _texts(tree, _constants(tree)):
-                if len(re.findall(r"\w\w+", text)) >= 4:
-                    yield Text(package, str(path.relative_to(source)), line, text)
+                if len(re.findall(r"\w\w+", text)) >= (3 if text[:1].islower() else 4):
+                    yield Text(package, str(path.relative_to(source)), line, text, line in helps)
 
 
 def advices() -> list[Text]:

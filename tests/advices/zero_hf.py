@@ -98,8 +98,10 @@ FOLLOWED: dict[str, str] = {
     + "test_bf16_is_used_in_place_of_precisions_that_scale_or_replace",
 }
 
-EXEMPT: dict[str, str] = {
-    "becomes, and train nothing": "a command's help, which says what it does",
-}
+EXEMPT: dict[str, str] = {}
 
-NOT_FOLLOWED: dict[str, int] = {}
+NOT_FOLLOWED: dict[str, int] = {
+    "zero_hf/accelerating.py": 1,
+    "zero_hf/deepspeed/keys.py": 1,
+    "zero_hf/trainer.py": 7,
+}

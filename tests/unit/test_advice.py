@@ -44,6 +44,29 @@ def test_a_name_that_does_not_exist_is_found(package: str, text: str, name: str)
     assert advice.unknown(advice.Text(package, "module.py", 1, text)) == [name]
 
 
+@pytest.mark.parametrize(
+    ("text", "advises"),
+    [
+        ("call gc.disable() in the script", True),
+        ("{} does not exist; change data.path", True),
+        ("norms are computed when they are read. Read it before", True),
+        ("step() inside AveragedModel.swapped_in has updated the averages", False),
+        ("run.resume: cannot load {}: {}", False),
+        ("update of each rank: {}", False),
+        ("wrote {} KiB and read them back", False),
+        ("{}, read by the tokenizer of {}", False),
+        ("gradients are flattened and split after {} elements", False),
+    ],
+)
+def test_an_advice_is_told_from_a_fact(text: str, advises: bool) -> None:
+    assert advice.Text("zero_core", "module.py", 1, text).advises is advises
+
+
+def test_the_help_of_an_option_is_no_advice() -> None:
+    assert not advice.Text("zero_hf", "module.py", 1, "write safetensors, and no states", help=True).advises
+    assert any(text.help for text in TEXTS)
+
+
 def test_a_text_is_read_with_its_values_and_constants() -> None:
     tree = ast.parse('OUT = "use one"\ndef f(x):\n    "Docstring of four words."\n    raise E(f"{x} is bad: " + OUT)\n')
     assert list(advice._texts(tree, advice._constants(tree))) == [(1, "use one"), (4, "{} is bad: use one")]
