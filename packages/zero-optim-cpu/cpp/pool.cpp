@@ -96,16 +96,20 @@ struct Pool::State {
         return nullptr;
     }
 
-    // `core` negative: anywhere that the pool may be.
-    void work_until_stopped(int threads, int core) {
+    // Binds a worker before the call that started it returns, whether or not the worker has run yet. `core` negative:
+    // anywhere that the pool may be.
+    void bind(std::thread& worker, int core) {
         if (core >= 0) {
             cpu_set_t one;
             CPU_ZERO(&one);
             CPU_SET(core, &one);
-            pthread_setaffinity_np(pthread_self(), sizeof one, &one);
+            pthread_setaffinity_np(worker.native_handle(), sizeof one, &one);
         } else if (has_affinity) {
-            pthread_setaffinity_np(pthread_self(), sizeof affinity, &affinity);
+            pthread_setaffinity_np(worker.native_handle(), sizeof affinity, &affinity);
         }
+    }
+
+    void work_until_stopped(int threads) {
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
             std::shared_ptr<Job> job = take(threads);
@@ -156,7 +160,8 @@ void Pool::enqueue(const std::shared_ptr<Job>& job, int workers_wanted, int join
         const std::lock_guard<std::mutex> lock(s.mutex);
         while (int(s.workers.size()) < workers_wanted) {
             const int core = cores_.empty() ? -1 : cores_[s.workers.size() % cores_.size()];
-            s.workers.emplace_back([this, &s, core] { s.work_until_stopped(threads_, core); });
+            s.workers.emplace_back([this, &s] { s.work_until_stopped(threads_); });
+            s.bind(s.workers.back(), core);
         }
         job->joined_ = joined;
         s.queue.push_back(job);
