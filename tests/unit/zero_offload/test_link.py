@@ -13,7 +13,7 @@ from zero_core.store import SwapsIn
 from zero_offload import MemoryByteStore
 from zero_offload.testing import FaultyByteStore
 
-from .harness import NUMELS, TILE, Driver, make, same
+from .harness import NUMELS, TILE, Driver, make, same, threads
 from .simulated import simulated_device
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -305,12 +305,17 @@ def test_a_failure_while_adding_reaches_the_training_thread() -> None:
 
 
 def test_the_threads_end_with_the_store() -> None:
+    def alive() -> set[threading.Thread]:
+        return threads("zero-offload gradients") | threads("zero-offload update")
+
+    of_others = alive()  # of stores that the collector has not freed yet
     with simulated_device() as streams:
         driver = make({"host": 0.5, "nvme": 0.5}, tile_numel=TILE)
         driver.step()
+        assert alive() - of_others
         driver.store.close()
         assert streams[0].closed
-    assert not [t for t in threading.enumerate() if t.name in ("zero-offload gradients", "zero-offload update")]
+    assert not alive() - of_others
 
 
 def norms(driver: Driver) -> int:
