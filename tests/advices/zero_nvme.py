@@ -15,6 +15,11 @@ FOLLOWED: dict[str, str] = {
     "name another path, or keep less on NVMe": _HERE + "test_a_path_without_room_is_another_path_or_has_less",
     "mode={} does not exist; choose one of": _HERE + "test_a_file_is_opened_in_a_mode_that_there_is",
     "open another one here, or start children": _HERE + "test_a_child_opens_its_own_slab",
+    "is memory; name a folder on a disk": _HERE + "test_a_folder_in_memory_is_changed_for_one_on_a_disk",
+    "name another backend, or lower depth": _HERE + "test_a_backend_gets_less_depth_or_is_another",
+    "reserve() more, or free extents first": _HERE + "test_a_slab_without_room_reserves_more_or_frees_an_extent",
+    "again when the device answers": "unit/zero_nvme/test_waits.py::"
+    "test_close_and_cancel_of_requests_that_do_not_move_say_so_and_can_be_repeated",
     "numpy.ascontiguousarray(x)": "test_buffers_are_made_contiguous_and_extents_get_room",
     "pass tensor.contiguous()": "test_buffers_are_made_contiguous_and_extents_get_room",
     "pass a bytearray": "test_buffers_are_made_contiguous_and_extents_get_room",
@@ -23,13 +28,10 @@ FOLLOWED: dict[str, str] = {
 }
 
 EXEMPT: dict[str, str] = {
+    "the aiofiles backend works; reinstall with a compiler": "builds the package anew",
     "# read {}, write {}, both at once": "figures that are printed",
     "MiB x {}: read {}, write {}": "figures that are printed",
     "set /sys/kernel/mm/transparent_hugepage/enabled": "changes the machine for everyone on it",
 }
 
-NOT_FOLLOWED: dict[str, int] = {
-    "zero_nvme/doctor.py": 2,
-    "zero_nvme/errors.py": 1,
-    "zero_nvme/extents.py": 1,
-}
+NOT_FOLLOWED: dict[str, int] = {}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zero_nvme
-from zero_nvme import NvmeError, filesystem, probe, slab
+from zero_nvme import NvmeError, doctor, filesystem, probe, slab
 
 
 def made(folder, **options):
@@ -83,3 +83,42 @@ def test_a_child_opens_its_own_slab(tmp_path):
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert filesystem.filesystem_name(str(tmp_path))
+
+
+def test_a_folder_in_memory_is_changed_for_one_on_a_disk(tmp_path):
+    if filesystem.filesystem_name("/dev/shm") not in filesystem.IN_MEMORY:
+        pytest.skip("/dev/shm is not in memory here")
+    if filesystem.filesystem_name(str(tmp_path)) in filesystem.IN_MEMORY:
+        pytest.skip("the temporary folder is in memory here")
+    found = {subject: (state, text) for state, subject, text in doctor.examine("/dev/shm")}
+    assert found["filesystem"][0] == "no" and "name a folder on a disk" in found["filesystem"][1]
+    found = {subject: state for state, subject, _ in doctor.examine(str(tmp_path))}
+    assert found["filesystem"] == "ok"
+
+
+def test_a_backend_gets_less_depth_or_is_another(tmp_path, monkeypatch):
+    """Linux AIO counts the depth of all files against a limit of the machine's, here with 17 files."""
+    folders, options = [tmp_path] * 17, {"depth": 4096, "weights": [1] * 17}
+    if probe.attempt([str(tmp_path)], zero_nvme.Options(backend="libaio", direct=False)):
+        pytest.skip("libaio does not work here")
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "attempt", lambda *_, **__: None)  # others took the room after that
+        try:
+            made(folders, backend="libaio", **options).close()
+        except zero_nvme.BackendUnavailable as error:
+            assert "io_setup: EAGAIN; name another backend, or lower depth" in str(error)
+        else:
+            pytest.skip("this machine has room for 70 thousand requests of Linux AIO")
+    for way in ({"backend": "threads"}, {"backend": "libaio", "depth": 16}):
+        made(folders, **options | way).close()
+
+
+@pytest.mark.parametrize("way", [lambda store, taken: store.reserve(16384), lambda store, taken: store.free(taken)])
+def test_a_slab_without_room_reserves_more_or_frees_an_extent(tmp_path, way):
+    with made(tmp_path) as store:
+        store.reserve(8192)
+        taken = store.allocate(8192)
+        with pytest.raises(NvmeError, match=r"reserve\(\) more, or free extents first"):
+            store._extents.allocate(8192)  # allocate() of the slab itself reserves more
+        way(store, taken)
+        store._extents.allocate(8192)

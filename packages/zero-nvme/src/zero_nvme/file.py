@@ -130,9 +130,11 @@ class File(IOQueue):
     def sync(self) -> None:
         """Waits for all writes, cuts off padding and makes the device write its cache. Raises NvmeError.
 
-        It does not raise the errors of single requests: waiting for their tickets does.
+        TimeoutError where no byte of them moves for 300 s. It does not raise the errors of single requests: waiting for
+        their tickets does.
         """
-        self.drain()
+        self._check_usable()
+        self._settle("sync()")
         self._finish()
         if self.mode != "r":
             try:

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from zero_nvme._native import Failure
 
 _live: weakref.WeakSet[IOQueue] = weakref.WeakSet()
+_stuck: list[Any] = []  # stores of queues that were forgotten while the kernel used the memory of their requests
 Q = TypeVar("Q", bound="IOQueue")
+
+STALL_SECONDS = 300.0  # without a byte moved
 
 
 class IOQueue:
@@ -76,10 +79,13 @@ class IOQueue:
             raise TimeoutError(f"{self._label}: {self._store.pending()} requests are not complete after {timeout} s")
 
     def cancel(self) -> None:
-        """Drops the parts of all requests that have not started and waits for the rest. The queue stays usable."""
+        """Drops the parts of all requests that have not started and waits for the rest. The queue stays usable.
+
+        Raises TimeoutError where no byte of them moves for 300 s.
+        """
         self._check_usable()
         self._store.cancel()
-        self._store.drain(None)
+        self._settle("cancel()")
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters since opening, also after close(). `zero_nvme.stats.summary` describes the keys."""
@@ -96,6 +102,7 @@ class IOQueue:
         """Waits for the requests in flight and closes the files. A slab frees its disk space; a file is not synced.
 
         Calling it again does no harm, and completes a close() that Ctrl-C interrupted. A forked child may call it too.
+        Raises TimeoutError where no byte of the requests moves for 300 s; then nothing is closed.
         """
         if os.getpid() != self._process:
             return
@@ -104,13 +111,13 @@ class IOQueue:
                 return
             self._closed = True  # refuses new requests
             try:
-                self._store.drain(None)
-            except BaseException:  # Ctrl-C: the requests are still in flight, and close() may be called again
+                self._settle("close()")
+            except BaseException:  # the requests are still in flight, and close() may be called again
                 self._closed = False
                 raise
             self._final_stats = self._store.statistics()
-            self._store.close()
             try:
+                self._store.close()
                 self._finish()
             finally:
                 close_all(self._paths)
@@ -124,7 +131,11 @@ class IOQueue:
 
     def __del__(self) -> None:
         if hasattr(self, "_store"):
-            self.close()
+            try:
+                self.close()
+            except TimeoutError:
+                _stuck.append(self._store)
+                raise
 
     # -- for the rest of the package
 
@@ -132,6 +143,22 @@ class IOQueue:
         """Starts a request. The caller has called _check_usable()."""
         request = self._store.submit(write, offset, memory.address, memory.nbytes, memory.keep)
         return Ticket(request, self, memory.nbytes, check)
+
+    def _settle(self, call: str) -> None:
+        """Waits until no request is in flight, for as long as bytes of them move."""
+        left = self._left()
+        while not self._store.drain(STALL_SECONDS):
+            before, left = left, self._left()
+            if left == before:
+                raise TimeoutError(
+                    f"{self._label}: {left[0]} requests are in flight, and no byte of them has moved for "
+                    f"{STALL_SECONDS:.0f} s. Call {call} again when the device answers, or end the process"
+                )
+
+    def _left(self) -> tuple[int, list[tuple[int, int]]]:
+        """The requests that are not complete, and the bytes of each path so far: one of them changes meanwhile."""
+        moved = [(path["read"]["bytes"], path["write"]["bytes"]) for path in self._store.statistics()]
+        return self._store.pending(), moved
 
     def _finish(self) -> None:
         """Called by close() when every request is complete, before the descriptors are closed."""

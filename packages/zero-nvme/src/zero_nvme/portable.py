@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiofiles
@@ -130,7 +131,8 @@ class PortableStore:
         self._pattern = list(pattern)
         self._block_bytes = block_bytes
         self._max_requests = max_requests
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # `with` gives it back in C, where Ctrl-C cannot come between
+        self._changed = threading.Condition(self._lock)
         self._live: set[PortableRequest] = set()
         self._counters = [_new_counters() for _ in files]
         self._closing = False
@@ -149,25 +151,27 @@ class PortableStore:
     # -- on the caller's thread
 
     def submit(self, write: bool, offset: int, address: int, nbytes: int, keep: object) -> PortableRequest:
-        if self._closing:
-            raise ValueError("closed")
         request = PortableRequest(nbytes, keep)
-        if nbytes == 0:
-            request.complete()
-            return request
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._live) < self._max_requests)
-            self._live.add(request)
         blocks = list(self._cut(request, write, offset, Memory(address, nbytes, keep)))
-        self._loop.call_soon_threadsafe(self._start, blocks)
+        with self._lock:
+            self._changed.wait_for(lambda: self._closing or len(self._live) < self._max_requests)
+            if self._closing:
+                raise ValueError("closed")
+            if blocks:
+                self._loop.call_soon_threadsafe(self._start, blocks)
+                self._live.add(request)
+        if not blocks:
+            request.complete()
         return request
 
     def drain(self, timeout_seconds: float | None = None) -> bool:
-        with self._changed:
+        with self._lock:
+            if threading.current_thread() is self._thread:
+                return True  # the garbage collector closes a queue there: while it waits, nothing can complete
             return self._changed.wait_for(lambda: not self._live, timeout_seconds)
 
     def cancel(self) -> None:
-        with self._changed:
+        with self._lock:
             for request in self._live:
                 request.cancel()
 
@@ -178,12 +182,14 @@ class PortableStore:
         return [_copied(counters) for counters in self._counters]
 
     def close(self) -> None:
-        if self._closing:
-            return
-        self._closing = True
-        self.drain(None)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        """May be called again, also after Ctrl-C. On the loop's thread it returns, and the thread ends by itself."""
+        with self._lock:
+            self._closing = True
+            self._changed.notify_all()  # who waits for room in submit()
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._stop_if_done)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def abandon(self) -> None:
         self._closing = True  # the thread does not exist in a forked child
@@ -224,9 +230,14 @@ class PortableStore:
         request.remaining -= nbytes
         if request.remaining == 0:
             request.complete()  # first, so that whoever finds no live request finds every request done
-            with self._changed:
+            with self._lock:
                 self._live.discard(request)
                 self._changed.notify_all()
+            self._stop_if_done()
+
+    def _stop_if_done(self) -> None:
+        if self._closing and not self._live:
+            self._loop.stop()
 
     async def _move(self, block: _Block, handle: Any) -> None:
         counters = self._counters[block.path]
