@@ -10,13 +10,15 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
-from zero_offload import MemoryByteStore, OffloadError, TorchStep, monitor
-from zero_offload.monitor import Condition
+from tests.interrupting import interrupted, lines_of
+from zero_offload import MemoryByteStore, OffloadError, Timeline, TorchStep, monitor
+from zero_offload.monitor import Condition, Monitor
 
 from .harness import Driver, make, threads
 from .test_endings import mapped
@@ -64,6 +66,26 @@ def test_ctrl_c_at_the_end_of_a_with_block_leaves_the_condition_unlocked() -> No
         except KeyboardInterrupt:
             pass
         assert taken_by_another(condition) is free
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ctrl_c_in_a_wait_is_what_is_raised_wherever_it_comes(depth: int) -> None:
+    """Also between the lines that give the lock back and that begin the `try` which takes it again."""
+
+    def wait(condition: Any) -> None:
+        with ExitStack() as blocks:
+            for _ in range(depth):
+                blocks.enter_context(condition)
+            shared.wait_for_change()
+
+    shared = Monitor(Timeline())
+    shared.condition.wait = partial(shared.condition.wait, 0.001)
+    moments = lines_of(lambda: wait(shared.condition))
+    assert any("threading.py" in moment for moment in moments)
+    for moment in range(len(moments)):
+        with pytest.raises(KeyboardInterrupt), interrupted(moment):
+            wait(shared.condition)
+        assert taken_by_another(shared.condition)
 
 
 def test_a_condition_wakes_who_waits_also_in_two_blocks() -> None:

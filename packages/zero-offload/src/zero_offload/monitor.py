@@ -6,6 +6,7 @@ Owns no data. Whoever changes something that the other may wait for does it unde
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from _thread import RLock
@@ -39,6 +40,18 @@ class Condition(RLock, threading.Condition):  # type: ignore[misc]
 
     def __init__(self) -> None:
         threading.Condition.__init__(self, self)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As threading's own. Where Ctrl-C comes after it gave the lock back and before its `try`, this takes it again:
+        the `with` block around it would raise RuntimeError instead of KeyboardInterrupt."""
+        lock: Any = self
+        count = re.search(r"count=(\d+)", repr(lock))  # how often this thread has the lock, in every version of Python
+        try:
+            return super().wait(timeout)
+        except BaseException:
+            if not lock._is_owned() and count is not None:
+                lock._acquire_restore((int(count[1]), threading.get_ident()))
+            raise
 
 
 def join(thread: threading.Thread | None) -> None:
