@@ -234,6 +234,9 @@ def test_a_parameter_that_was_cast_between_steps_says_so():
     weight.grad = torch.ones(8, dtype=torch.bfloat16)
     with pytest.raises(KeyError, match=r"no state 'remainder'.*the parameter is torch\.bfloat16; if it was cast"):
         optimizer.step()
+    optimizer = zero_optim_cpu.AdamW([weight], lr=0.1)  # cast before the optimizer is made
+    optimizer.step()
+    assert bool((weight < 1).all())
 
 
 def test_an_optimizer_around_another_one_names_the_inner_one():
