@@ -249,7 +249,7 @@ def test_an_update_thread_that_cannot_be_started_is_an_error_and_not_a_hang(monk
     driver = make("host")
     driver.forward()
     driver.backward()
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+    with monkeypatch.context() as patch, pytest.raises(OffloadError, match="can't start"):
         patch.setattr(threading.Thread, "start", start)
         driver.update()
     with pytest.raises(OffloadError, match="could not be started"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.zero_offload.simulated import SimulatedStreams
-from zero_offload import ClosedError, MemoryByteStore, SwapError, Timeline
+from zero_offload import ClosedError, MemoryByteStore, OffloadError, SwapError, Timeline
 from zero_offload.activations.host_spill import HostSpill
 from zero_offload.activations.nvme_spill import NvmeSpill
 from zero_offload.activations.queued_spill import QueuedSpill
@@ -302,3 +302,19 @@ def test_closing_waits_for_the_thread_before_memory_is_given_back(store):
     spill.close()
     release.join()
     assert packed is not None and not alive
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_and_not_a_hang(store, nvme, monkeypatch):
+    """Fails if what was asked of the thread is waited for."""
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    spill = on_nvme("queued", nvme)
+    with monkeypatch.context() as patch, pytest.raises(OffloadError, match="could not be started .*can't start new"):
+        patch.setattr(threading.Thread, "start", start)
+        spill.pack(torch.ones(1000), "layers.0")
+    with pytest.raises(OffloadError, match="could not be started"):  # so does every later call
+        spill.pack(torch.ones(1000), "layers.1")
+    spill.close()
+    assert store.used_bytes == 0 and spill.host_bytes == 0

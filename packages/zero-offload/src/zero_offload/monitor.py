@@ -20,7 +20,7 @@ from zero_core.store import NullObserver, Observer
 from .errors import AsleepError, ClosedError, OffloadError
 from .timeline import Timeline
 
-__all__ = ["Condition", "Monitor", "Stopped", "join"]
+__all__ = ["Condition", "Monitor", "Stopped", "join", "start"]
 
 ENDS_SECONDS = 300.0
 
@@ -52,6 +52,21 @@ class Condition(RLock, threading.Condition):  # type: ignore[misc]
             if not lock._is_owned() and count is not None:
                 lock._acquire_restore((int(count[1]), threading.get_ident()))
             raise
+
+
+def start(thread: threading.Thread, fail: Callable[[BaseException], None], way_out: str) -> None:
+    """Start the thread, if it has not. Raises OffloadError where that fails, which `fail` is told of first: nobody does
+    what others wait for, so all of them have to raise it."""
+    if thread.ident is not None:
+        return
+    try:
+        thread.start()
+    except BaseException as error:
+        failure = OffloadError(f"the thread {thread.name!r} could not be started ({error!r}): {way_out}")
+        fail(failure)
+        if isinstance(error, Exception):
+            raise failure from error
+        raise
 
 
 def join(thread: threading.Thread | None) -> None:
@@ -159,18 +174,11 @@ class Monitor:
 
     def start(self, thread: threading.Thread) -> None:
         """Start the thread, if it has not. Where that fails, nobody does what others wait for: everything refuses."""
-        if thread.ident is not None:
-            return
-        try:
-            thread.start()
-        except BaseException as error:
-            self.fail(
-                OffloadError(
-                    f"the thread {thread.name!r} could not be started ({error!r}): close the optimizer, free threads "
-                    "(ulimit -u), and resume from the last checkpoint"
-                )
-            )
-            raise
+        start(
+            thread,
+            self.fail,
+            "close the optimizer, free threads (ulimit -u), and resume from the last checkpoint",
+        )
 
     @contextmanager
     def thread(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..monitor import Condition, join
+from ..monitor import Condition, join, start
 from ..streams import Lane, Mark, Streams
 from ..tier import Transfers
 from .nvme_spill import NvmeSpill, OnNvme
@@ -121,9 +121,18 @@ class QueuedSpill(ApartSpill, NvmeSpill):
             work.jobs.append(job)
             if work.thread is None:
                 work.thread = threading.Thread(target=self._main, name="zero-offload activations", daemon=True)
-                work.thread.start()
+                start(
+                    work.thread,
+                    self._fail,
+                    "close what offload_activations returned, free threads (ulimit -u), and call offload_activations "
+                    "again",
+                )
             work.condition.notify_all()
         return job
+
+    def _fail(self, error: BaseException) -> None:
+        """Every later call raises it."""
+        self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
 
     def _follow(self, crossing: Crossing) -> None:
         """The host waits until the copies are queued. Raises what the thread failed with."""
@@ -153,7 +162,7 @@ class QueuedSpill(ApartSpill, NvmeSpill):
             try:
                 self._carry_out(job)
             except BaseException as error:
-                self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                self._fail(error)
             with work.condition:
                 work.condition.notify_all()
             del job  # it keeps what it was asked for from dying
