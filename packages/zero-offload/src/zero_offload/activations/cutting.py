@@ -224,8 +224,8 @@ def find_cut(
         if not isinstance(leaf, Tensor) and any(t.dim() and t.shape[0] == batch for t in tensors_of(leaf)):
             raise ActivationError(
                 f"unit {unit} is given {name} of class {type(leaf).__name__}, which holds tensors of {batch} rows and "
-                "is neither a tuple, list, dict nor dataclass, so it cannot be cut: give this unit the policy 'keep', "
-                "or leave rows= out"
+                "is neither a tuple, list, dict nor dataclass, so it cannot be cut: give it the policy 'keep', or "
+                "leave rows= out"
             )
     where = {k for k, tensor in tensors if tensor.shape[0] == batch and names[k] not in (shared or ())}
     unclear = sorted({names[k] for k in where if k != first})

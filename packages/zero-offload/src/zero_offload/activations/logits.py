@@ -13,7 +13,8 @@ therefore returns `Logits`: a tensor with the shape and the dtype of all logits,
 A model's own `loss` is thus computed by rows, also where the model flattens the logits or makes them fp32 first. What a
 model does to its logits before the loss (a soft cap, a scale, a slice) needs all of them, and so do losses with class
 weights, label smoothing or probabilities as labels. These are right, and take the memory of all logits. Logits that are
-asked for after a step has changed the head are refused: plain torch would have those from before.
+asked for after a step has changed the head are refused: plain torch would have those from before. So is a gradient that
+reaches `Logits` themselves, as a torch.autograd.Function returns it: it would end there.
 
     forward    head(hidden): nothing is computed; the head stays gathered until the model's forward ends
                cross_entropy: head(part 2), loss; head(part 1), loss; head(part 0), loss
@@ -148,7 +149,7 @@ class _Later:
                 "them when they are used): use them, or logits.clone() them, before step()"
             )
         if self.hidden._version != self._version:
-            raise ChangedInputError("head")
+            raise ChangedInputError("head", head=True)
         return self.head.ask(_Asked(compute))
 
     def _computed(self, forward: Callable[[Tensor], Tensor], hidden: Tensor | None = None) -> Tensor:
@@ -193,6 +194,8 @@ class Logits(Tensor):
         kind, device = dtype or later.dtype, later.hidden.device
         made: Logits = cls._make_wrapper_subclass(cls, shape, dtype=kind, device=device, requires_grad=True)
         made.later, made.flat = later, flat
+        with torch._C.DisableTorchFunctionSubclass():
+            made.register_hook(_refuse_gradient)
         return made
 
     def _whole(self) -> Tensor:
@@ -261,3 +264,12 @@ class Logits(Tensor):
             f"{func} reached logits that rows= has not computed, past torch's functions: use logits.clone() there, or "
             "leave rows= out"
         )
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    """What torch's functions compute with is `Logits._whole`, so this gradient would reach no weight."""
+    raise ActivationError(
+        "a gradient of logits that rows= computes later came from a function that they cannot follow, such as a "
+        "torch.autograd.Function or a reentrant checkpoint, and would be lost: use logits.clone() there, or leave "
+        "rows= out"
+    )

@@ -38,12 +38,13 @@ class ActivationError(OffloadError, ValueError):
 
 
 class ChangedInputError(OffloadError, RuntimeError):
-    """A tensor that backward needs was changed in place."""
+    """A tensor that is still needed was changed in place. head: it is the input of logits that rows= computes later."""
 
-    def __init__(self, unit: str) -> None:
+    def __init__(self, unit: str, *, head: bool = False) -> None:
         super().__init__(
-            f"an input of unit {unit} was changed in place after its forward, so backward cannot compute on it again; "
-            "make that operation out of place, or keep this unit's activations"
+            f"an input of unit {unit} was changed in place after its forward, so it cannot be computed on again; make "
+            "that operation out of place, or, if plain torch allows it, "
+            f"{'leave rows= out' if head else 'keep its activations'}"
         )
 
 

@@ -1,0 +1,210 @@
+"""Advice about activations of transformers' models that is followed: each test makes a mistake, does what the error
+says, and the gradients are those of plain torch."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from tests.integration.zero_offload.rows import MODELS, SIZES, Case, batch_of, build, distance
+from zero_offload import ActivationError, offload_activations
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
+FP32 = 1e-6  # relative to a gradient's norm
+
+
+def plain(kind: str, loss_of) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = MODELS[kind]().train()
+    loss_of(model).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def gradients(model: nn.Module, loss_of, policy="recompute", **options) -> dict[str, Tensor]:
+    with offload_activations(model, None, policy, **options):
+        loss_of(model).backward()
+    found = {name: zero_core.full_gradient(parameter).clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_cache_is_not_used_or_the_units_keep_their_activations(kind, rows):
+    batch = batch_of(kind, 4)
+    expected = plain(kind, lambda model: model(**batch, use_cache=False).loss)
+    model, _, optimizer = build(Case(kind))
+
+    def follow(policy="recompute", **given):
+        found = gradients(model, lambda model: model(**batch, **given).loss, policy, rows=rows)
+        assert distance(found, expected) < FP32
+
+    for given in ({"use_cache": True}, {}):
+        model.config.use_cache = True
+        with pytest.raises(ActivationError, match=r"train with use_cache=False \(model.config.use_cache = False\), or"):
+            follow(**given)
+    follow(use_cache=False)
+    follow("keep")
+    model.config.use_cache = False
+    follow()
+    optimizer.close()
+
+
+def test_a_model_that_checkpoints_itself_is_told_not_to():
+    batch = batch_of("llama", 4)
+    model, _, optimizer = build(Case())
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ActivationError, match=r"call model.gradient_checkpointing_disable\(\)"):
+        offload_activations(model)
+    model.gradient_checkpointing_disable()
+    with offload_activations(model) as activations:
+        model(**batch).loss.backward()
+        assert activations.stats()["recomputed"] == SIZES["num_hidden_layers"]
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("output_attentions", "attentions"), ("output_router_logits", "router_logits")]
+)
+def test_what_blocks_record_is_not_asked_for_or_they_compute_all_rows(name, field):
+    batch = batch_of("mixtral", 4)
+    model, _, optimizer = build(Case("mixtral"))
+    model.set_attn_implementation("eager")  # another one returns no attentions
+
+    def recorded(asked, **options):
+        with offload_activations(model, **options):
+            output = model(**batch, **{name: asked})
+            output.loss.backward()
+            return getattr(output, field)
+
+    with pytest.raises(ActivationError, match=f"pass {name}=False, or leave rows= out"):
+        recorded(True, rows=2)
+    assert not recorded(False, rows=2)
+    assert len(recorded(True)) == SIZES["num_hidden_layers"]
+    optimizer.close()
+
+
+def test_sequences_are_packed_into_each_row_or_padded_or_rows_are_left_out():
+    """Four texts: in one row, two in each of two rows, one in each of four rows."""
+    lengths = (5, 3, 3, 5)
+    texts = torch.randint(3, 64, (sum(lengths),), generator=torch.Generator().manual_seed(2)).split(lengths)
+
+    def packed(texts):
+        ids = torch.cat(texts)
+        places = torch.cat([torch.arange(len(text)) for text in texts])
+        return {"input_ids": ids, "position_ids": places, "labels": ids.masked_fill(places == 0, -100)}
+
+    def padded(text):
+        ids = nn.functional.pad(text, (0, max(lengths) - len(text)))
+        mask = torch.arange(max(lengths)) < len(text)
+        return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+
+    def stacked(rows):
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    one = stacked([packed(texts)])
+    each = stacked([packed(texts[:2]), packed(texts[2:])])
+    single = stacked([padded(text) for text in texts])
+    expected = plain("llama", lambda model: model(**single).loss)
+    model, _, optimizer = build(Case())
+    with pytest.raises(ActivationError, match="pack each row of a batch by itself, or pad, or leave rows= out"):
+        gradients(model, lambda model: model(**one).loss, rows=1)
+    for batch, rows in ((each, 1), (single, 1), (one, None)):
+        assert distance(gradients(model, lambda model, batch=batch: model(**batch).loss, rows=rows), expected) < FP32
+    optimizer.close()
+
+
+def test_logits_are_used_or_copied_before_a_step():
+    batch = batch_of("llama", 6)
+    model, _, optimizer = build(Case())
+    with offload_activations(model, rows=2):
+        output = model(**batch)
+        output.loss.backward()
+        late, used, copied = (model(**batch).logits for _ in range(3))
+        best, copied = used.argmax(-1), copied.clone()
+        optimizer.step()
+        with pytest.raises(ActivationError, match=r"use them, or logits.clone\(\) them, before step"):
+            late.argmax(-1)
+        assert torch.equal(used.argmax(-1), best) and torch.equal(copied.argmax(-1), best)
+    optimizer.close()
+
+
+def test_the_gradient_of_all_logits_is_asked_for_without_rows():
+    batch = batch_of("llama", 6)
+    model, _, optimizer = build(Case())
+    seen: list[Tensor] = []
+
+    def loss_of(model):
+        output = model(**batch)
+        output.logits.register_hook(lambda gradient: seen.append(gradient))
+        return output.loss
+
+    with pytest.raises(ActivationError, match="a gradient of all logits never exists. Leave rows= out"):
+        gradients(model, loss_of, rows=2)
+    gradients(model, loss_of)
+    assert [gradient.shape for gradient in seen] == [(6, 7, 64)]
+    optimizer.close()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def reentrant(logits: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda x: x * 2, logits, use_reentrant=True)
+
+
+def past_torchs_functions(logits: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return logits * 2
+
+
+@pytest.mark.parametrize("use", [Doubled.apply, reentrant, past_torchs_functions])
+def test_what_cannot_follow_logits_is_given_copies_or_all_of_them(use):
+    """Fails if the gradient of logits that are computed later is lost, or that of their copy is another one."""
+    batch = batch_of("llama", 6)
+    expected = plain("llama", lambda model: (model(**batch).logits * 2).logsumexp(-1).mean())
+    model, _, optimizer = build(Case())
+
+    def follow(copy=lambda logits: logits, **options):
+        return gradients(model, lambda model: use(copy(model(**batch).logits)).logsumexp(-1).mean(), **options)
+
+    with pytest.raises(ActivationError, match=r"use logits.clone\(\) there, or leave rows= out"):
+        follow(rows=2)
+    assert distance(follow(torch.clone, rows=2), expected) < FP32
+    assert distance(follow(), expected) < FP32
+    optimizer.close()
+
+
+def test_the_input_of_a_head_is_changed_out_of_place_or_rows_are_left_out():
+    batch = {name: values for name, values in batch_of("llama", 6).items() if name != "labels"}
+
+    def logits(change, rows):
+        torch.manual_seed(0)
+        model = MODELS["llama"]()
+        model.lm_head.requires_grad_(False)  # so that autograd does not need the head's input
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = zero_core.shard(model, torch.optim.SGD(trained, lr=0.1))
+        with offload_activations(model, rows=rows):
+            hidden = model.model(**batch).last_hidden_state
+            logits = model.lm_head(hidden)
+            with torch.no_grad():
+                change(hidden)
+            found = logits.argmax(-1)
+            logits.logsumexp(-1).sum().backward()
+        optimizer.close()
+        return found
+
+    with pytest.raises(RuntimeError, match="unit head was .* out of place, or, if plain torch allows it, leave rows="):
+        logits(lambda hidden: hidden.mul_(2), 2)
+    assert torch.equal(logits(lambda hidden: hidden.mul(2), 2), logits(lambda hidden: hidden.mul_(2), None))
