@@ -18,12 +18,24 @@ from pathlib import Path
 
 import torch
 
-from tests.advices import zero_core, zero_hf, zero_hf_deepspeed, zero_nvme, zero_offload, zero_optim_cpu, zero_train
+from tests.advices import (
+    zero_core,
+    zero_hf,
+    zero_hf_deepspeed,
+    zero_nvme,
+    zero_offload,
+    zero_offload_activations,
+    zero_optim_cpu,
+    zero_train,
+)
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("zero_core", "zero_offload", "zero_nvme", "zero_optim_cpu", "zero_hf", "zero_train")
 
-TABLES = (zero_core, zero_offload, zero_nvme, zero_optim_cpu, zero_hf, zero_hf_deepspeed, zero_train)
+TABLES = (
+    *(zero_core, zero_offload, zero_offload_activations, zero_nvme, zero_optim_cpu),
+    *(zero_hf, zero_hf_deepspeed, zero_train),
+)
 
 # Advices, by a part of their text, that a test follows: it does what the message says, and that works. A test's name
 # without a file is one of unit/test_followed_advice.py.

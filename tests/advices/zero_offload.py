@@ -38,13 +38,6 @@ FOLLOWED: dict[str, str] = {
 EXEMPT: dict[str, str] = {}
 
 NOT_FOLLOWED: dict[str, int] = {
-    "zero_offload/activations/__init__.py": 7,
-    "zero_offload/activations/buffers.py": 4,
-    "zero_offload/activations/cutting.py": 6,
-    "zero_offload/activations/logits.py": 3,
-    "zero_offload/activations/mixing.py": 6,
-    "zero_offload/activations/nvme_spill.py": 2,
-    "zero_offload/activations/spill.py": 1,
     "zero_offload/advice.py": 1,
     "zero_offload/arena.py": 2,
     "zero_offload/asleep.py": 1,

@@ -5,6 +5,7 @@ Fails if the second run sees what the first one wrote, or if its own writes stay
 """
 
 import random
+from contextlib import nullcontext
 
 import numpy
 import pytest
@@ -163,6 +164,12 @@ def test_a_write_between_forward_and_backward_is_refused(large):
         model.layers[1].scale += 1
         with pytest.raises(ActivationError, match="buffer scale of unit layers.1 was written after"):
             loss.backward()
+        model(batches()[1]).sum().backward()
+        model.layers[1].scale += 1  # after backward, as the error says
+    with offload_activations(model, policy={"layers.0": "recompute", "layers.1": "keep"}):
+        loss = model(batches()[1]).sum()
+        model.layers[1].scale += 1
+        loss.backward()
     optimizer.close()
 
 
@@ -199,6 +206,34 @@ def test_a_write_into_a_parameter_that_changes_it_twice_is_refused():
         optimizer.close()
 
 
+def test_a_write_into_a_parameter_is_one_into_a_buffer_or_outside_of_the_unit_or_the_unit_keeps():
+    """What the error of the test before this one says. Fails if gradients or parameters differ from plain torch's."""
+
+    def outcome(kind, outside, sharded, policy="recompute"):
+        model = Model(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if sharded:
+            optimizer = zero_core.shard(model, optimizer)
+        with offload_activations(model, policy=policy) if sharded else nullcontext():
+            for x in batches():
+                model(x).square().mean().backward()
+                if outside:
+                    with torch.no_grad():
+                        model.layers[1].inner.bias.mul_(0.9)
+                optimizer.step()
+                optimizer.zero_grad()
+        with zero_core.gathered(model) if sharded else nullcontext():
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    for kind, outside, policy in (
+        ("running", False, "recompute"),  # a buffer
+        ("plain", True, "recompute"),
+        ("averaged parameter", False, "keep"),
+    ):
+        found, expected = outcome(kind, outside, True, policy), outcome(kind, outside, False)
+        assert all(map(torch.equal, found, expected)), kind
+
+
 def test_a_write_that_the_first_call_did_not_do_is_refused(large):
     model = Model("later")
     optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -207,4 +242,6 @@ def test_a_write_that_the_first_call_did_not_do_is_refused(large):
         model(x).sum().backward()
         with pytest.raises(ActivationError, match="unit layers.0 wrote into its buffer scale in forward"):
             model(x)
+    with offload_activations(model, policy="keep"):  # as the error says
+        model(x).sum().backward()
     optimizer.close()

@@ -1,0 +1,43 @@
+"""The advices of zero_offload about activations: which tests follow them. tests/advice.py says what the tables mean."""
+
+from __future__ import annotations
+
+_HERE = "integration/zero_offload/test_followed_activation_advice.py::"
+_MODELS = "integration/zero_offload/test_followed_model_advice.py::"
+_BUFFERS = "unit/zero_offload/test_buffers.py::"
+
+FOLLOWED: dict[str, str] = {
+    "give it the policy 'keep', or leave rows= out": _HERE
+    + "test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows",
+    ", or use GroupNorm or LayerNorm": _HERE + "test_a_norm_of_each_row_takes_the_place_of_one_of_the_batch",
+    "where shared=[] says that there are none": _HERE + "test_what_all_rows_share_is_named_where_shapes_do_not_tell",
+    "name it in shared=[...]; else": _HERE
+    + "test_an_argument_without_which_no_part_can_be_computed_is_named_as_shared",
+    "give the number of rows that a unit computes at once": _HERE + "test_rows_are_a_number_of_at_least_one",
+    "leave zero_core.tile_linear out, or leave rows= out": _HERE + "test_units_are_not_tiled_or_compute_all_rows",
+    "update to 2.13, use fp32 parameters, or leave rows= out": _HERE
+    + "test_gradients_of_16_bit_parameters_are_added_in_fp32_by_torch_or_need_not_be",
+    "{} policies for {} units; give one, or one a unit": _HERE + "test_one_policy_is_given_or_one_for_each_unit",
+    "no room on nvme for {} of activations": _HERE + "test_nvme_has_room_for_fewer_tokens_or_fewer_units",
+    "the activation offload is closed": _HERE + "test_activations_that_were_closed_are_offloaded_again",
+    "close what offload_activations returned, free threads": _HERE
+    + "test_a_thread_for_activations_is_started_when_there_are_threads_again",
+    "make that operation out of place": _HERE + "test_an_input_is_changed_out_of_place_or_kept_where_torch_allows_it",
+    "train with use_cache=False": _MODELS + "test_a_cache_is_not_used_or_the_units_keep_their_activations",
+    "{} checkpoints itself": _MODELS + "test_a_model_that_checkpoints_itself_is_told_not_to",
+    "{}=True with rows=": _MODELS + "test_what_blocks_record_is_not_asked_for_or_they_compute_all_rows",
+    "computes sequences that are packed into one row": _MODELS
+    + "test_sequences_are_packed_into_each_row_or_padded_or_rows_are_left_out",
+    "use them, or logits.clone() them, before step()": _MODELS + "test_logits_are_used_or_copied_before_a_step",
+    "a gradient of all logits never exists": _MODELS + "test_the_gradient_of_all_logits_is_asked_for_without_rows",
+    "use logits.clone() there, or leave rows= out": _MODELS
+    + "test_what_cannot_follow_logits_is_given_copies_or_all_of_them",
+    "and not in its first call in this mode": _BUFFERS + "test_a_write_that_the_first_call_did_not_do_is_refused",
+    "write it after backward": _BUFFERS + "test_a_write_between_forward_and_backward_is_refused",
+    "make it a buffer, write outside of the unit": _BUFFERS
+    + "test_a_write_into_a_parameter_is_one_into_a_buffer_or_outside_of_the_unit_or_the_unit_keeps",
+}
+
+EXEMPT: dict[str, str] = {}
+
+NOT_FOLLOWED: dict[str, int] = {}

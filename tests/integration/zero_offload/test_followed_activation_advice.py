@@ -1,0 +1,310 @@
+"""Advice about activations that is followed: each test makes a mistake, does what the error says, and that works, with
+the gradients of plain torch."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from tests.unit.zero_offload.simulated import SimulatedStreams
+from zero_offload import (
+    ActivationError,
+    BudgetError,
+    ClosedError,
+    MemoryByteStore,
+    OffloadError,
+    TieredStore,
+    TorchStep,
+    offload_activations,
+)
+from zero_offload import activations as module_under_test
+
+BATCH, TOKENS, WIDTH = 8, 5, 6
+
+
+class Block(nn.Module):
+    """Gives `how` the sum of x and a layer of it."""
+
+    def __init__(self, how, norm):
+        super().__init__()
+        self.how, self.layer, self.norm = how, nn.Linear(WIDTH, WIDTH), norm()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, **given):
+        return self.how(self, x + torch.tanh(self.layer(x)), **given)
+
+
+class Model(nn.Module):
+    """Two blocks, of which the second does nothing special."""
+
+    def __init__(self, how, norm=nn.Identity):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Block(how, norm), Block(lambda block, y: y, nn.Identity)])
+
+    def forward(self, x, **given):
+        y = self.layers[0](self.stem(x), **given)
+        return self.layers[1](y[0] if isinstance(y, tuple) else y)
+
+
+def gradients(model, given, read, batch=BATCH):
+    x = torch.randn(batch, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+    model(x, **given).square().mean().backward()
+    return {name: read(parameter).clone() for name, parameter in model.named_parameters()}
+
+
+def refused(message, how, given=dict, batch=BATCH, policy="recompute", norm=nn.Identity):
+    model = Model(how, norm)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ActivationError, match=message), offload_activations(model, None, policy, rows=2):
+        gradients(model, given(), zero_core.full_gradient, batch)
+    optimizer.close()
+
+
+def works(policy, how, given=dict, batch=BATCH, norm=nn.Identity, **options):
+    expected = gradients(Model(how, norm), given(), lambda parameter: parameter.grad, batch)
+    model = Model(how, norm)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with offload_activations(model, None, policy, **options) as activations:
+        found = gradients(model, given(), zero_core.full_gradient, batch)
+        assert activations.stats()["recomputed"]
+    optimizer.close()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def counts(block: Block, y: Tensor) -> Tensor:
+    block.calls += 1
+    return y
+
+
+def appends(block: Block, y: Tensor, into: list[Tensor]) -> Tensor:
+    into.append(y)
+    return y
+
+
+class Opaque:
+    def __init__(self):
+        self.bias = torch.ones(BATCH, TOKENS, WIDTH)
+
+
+def marked() -> dict[str, Tensor]:
+    """Only rows that the first comparison does not see are marked."""
+    return {"marks": torch.tensor([0.0] * (BATCH - 2) + [1.0] * 2)}
+
+
+@pytest.mark.parametrize(
+    ("message", "how", "options"),
+    [
+        ("writes into its buffer calls in forward", counts, {}),
+        (
+            "is given bias of class Opaque",
+            lambda block, y, bias: y + bias.bias[: len(y)],
+            {"given": lambda: {"bias": Opaque()}},
+        ),
+        ("puts tensors into a list", appends, {"given": lambda: {"into": []}}),
+        (
+            "returned outputs of another structure for other rows",
+            lambda block, y, marks: (y, y) if marks.any() else y,
+            {"given": marked},
+        ),
+        ("returned a tensor of shape", lambda block, y, marks: (y, marks.sum()), {"given": marked}),
+        ("returns outputs of another structure", lambda block, y: (y, y) if len(y) > 2 else y, {}),
+        ("mixes the rows of a batch: 4 rows at once", lambda block, y: y - y.mean(0), {}),
+        (r"returns an output of shape \(\)", lambda block, y: (y, y.square().mean()), {}),
+        ("fails on 4 of its 8 rows", lambda block, y: y.view(BATCH, -1).view_as(y), {}),
+        (
+            "contains norm, a BatchNorm1d",
+            lambda block, y: block.norm(y),
+            {"norm": lambda: nn.BatchNorm1d(TOKENS)},
+        ),
+    ],
+)
+def test_a_unit_that_cannot_be_cut_keeps_its_activations_or_computes_all_rows(message, how, options):
+    refused(f"unit layers.0 {message}.*[:;] (else )?give it the policy 'keep', or leave rows= out", how, **options)
+    works({"layers.0": "keep", "layers.1": "recompute"}, how, rows=2, **options)
+    works("recompute", how, **options)
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.GroupNorm(1, TOKENS), lambda: nn.LayerNorm(WIDTH)])
+def test_a_norm_of_each_row_takes_the_place_of_one_of_the_batch(norm):
+    def normed(block, y):
+        return block.norm(y)
+
+    refused("or use GroupNorm or LayerNorm", normed, norm=lambda: nn.BatchNorm1d(TOKENS))
+    works("recompute", normed, norm=norm, rows=2)
+
+
+@pytest.mark.parametrize(("shape", "shared"), [((TOKENS, WIDTH), ["bias"]), ((TOKENS, 1, WIDTH), [])])
+def test_what_all_rows_share_is_named_where_shapes_do_not_tell(shape, shared):
+    """As many rows as tokens: a bias of each token, and one of each row."""
+    case = {
+        "how": lambda block, y, bias: y + bias,
+        "given": lambda: {"bias": torch.linspace(-1, 1, TOKENS).view(-1, *(1,) * (len(shape) - 1)).expand(shape)},
+        "batch": TOKENS,
+    }
+    refused(r"may be the batch or not: name the arguments that all rows share.*\[\] says that there are none", **case)
+    works("recompute", rows=2, shared=shared, **case)
+
+
+def test_an_argument_without_which_no_part_can_be_computed_is_named_as_shared():
+    """A bias of each head, of which there are as many as rows."""
+
+    def attends(block, y, bias):
+        of_heads = y[:, None].expand(-1, BATCH, -1, -1)
+        return ((of_heads @ of_heads.transpose(-1, -2) + bias).softmax(-1) @ of_heads).mean(1)
+
+    bias = torch.randn(BATCH, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2))
+    case = {"how": attends, "given": lambda: {"bias": bias}}
+    refused(r"If an argument is shared by all rows, name it in shared=\[...\]", **case)
+    works("recompute", rows=2, shared=["bias"], **case)
+
+
+@pytest.mark.parametrize("rows", [0, True, 2.0])
+def test_rows_are_a_number_of_at_least_one(rows):
+    model = Model(counts)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ActivationError, match="give the number of rows that a unit computes at once, 1 or more"):
+        offload_activations(model, rows=rows)
+    optimizer.close()
+    works("recompute", lambda block, y: y, rows=1)
+
+
+def test_units_are_not_tiled_or_compute_all_rows():
+    def sharded(tiled):
+        model = Model(lambda block, y: block.norm(y), norm=lambda: nn.LayerNorm(WIDTH))
+        if tiled:
+            zero_core.tile_linear(model, WIDTH * WIDTH // 2)
+        return model, zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train(model, **options):
+        with offload_activations(model, None, {"layers.0": "recompute"}, **options):
+            return gradients(model, {}, zero_core.full_gradient)
+
+    model, optimizer = sharded(tiled=True)
+    with pytest.raises(ActivationError, match="leave zero_core.tile_linear out, or leave rows= out"):
+        train(model, rows=2)
+    train(model)
+    optimizer.close()
+    model, optimizer = sharded(tiled=False)
+    train(model, rows=2)
+    optimizer.close()
+
+
+def test_gradients_of_16_bit_parameters_are_added_in_fp32_by_torch_or_need_not_be(monkeypatch):
+    def train(dtype, old_torch, **options):
+        model = Model(lambda block, y: y).to(dtype)
+        optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with monkeypatch.context() as patch:
+            if old_torch:
+                patch.setattr(module_under_test, "Tensor", type("TensorWithoutGradDtype", (), {}))
+            activations = offload_activations(model, **options)
+        with activations:
+            model(torch.ones(BATCH, TOKENS, WIDTH, dtype=dtype)).square().mean().backward()
+        optimizer.close()
+
+    with pytest.raises(ActivationError, match="update to 2.13, use fp32 parameters, or leave rows= out"):
+        train(torch.bfloat16, old_torch=True, rows=2)
+    train(torch.float32, old_torch=True, rows=2)
+    train(torch.bfloat16, old_torch=True)
+    if hasattr(torch.Tensor, "grad_dtype"):
+        train(torch.bfloat16, old_torch=False, rows=2)
+
+
+# -- what is set aside -----------------------------------------------------------------------------------------------
+
+
+def test_one_policy_is_given_or_one_for_each_unit():
+    model = Model(lambda block, y: y)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    units = len(zero_core.units(model))
+    with pytest.raises(ActivationError, match=f"1 policies for {units} units; give one, or one a unit"):
+        offload_activations(model, None, ["recompute"])
+    for policy in ("recompute", ["recompute" if "layers" in unit else "keep" for unit in names_of(model)]):
+        with offload_activations(model, None, policy) as activations:
+            assert set(activations.policies.values()) >= {"recompute"}
+            gradients(model, {}, zero_core.full_gradient)
+    optimizer.close()
+
+
+def names_of(model):
+    return [unit.name for unit in zero_core.units(model)]
+
+
+def on_nvme(streams=None, capacity_bytes=1 << 22):
+    model = Model(lambda block, y: y)
+    store = TieredStore(nvme=MemoryByteStore(capacity_bytes=capacity_bytes), step=TorchStep(), streams=streams)
+    return model, store, zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), store=store)
+
+
+@pytest.fixture
+def all_are_set_aside(monkeypatch):
+    monkeypatch.setattr(module_under_test, "SMALL_BYTES", 0)
+
+
+def test_nvme_has_room_for_fewer_tokens_or_fewer_units(all_are_set_aside):
+    many, few = 1600, 400
+    of_an_input = many * TOKENS * WIDTH * 4
+
+    def train(policy, batch):
+        model, store, optimizer = on_nvme(capacity_bytes=of_an_input * 3 // 2)
+        with offload_activations(model, store, policy, piece_bytes=4096):
+            gradients(model, {}, zero_core.full_gradient, batch)
+        optimizer.close()
+
+    advice = 'take fewer tokens a micro-batch, or give some units the policy "recompute"'
+    with pytest.raises(BudgetError, match=f"no room on nvme for .*{advice}"):
+        train("nvme", many)
+    train("nvme", few)
+    train({"layers.0": "nvme", "layers.1": "recompute"}, many)
+
+
+def test_activations_that_were_closed_are_offloaded_again(all_are_set_aside):
+    model, store, optimizer = on_nvme()
+    with offload_activations(model, store, "nvme"):
+        loss = model(torch.ones(BATCH, TOKENS, WIDTH)).sum()
+    with pytest.raises(ClosedError, match="call offload_activations again"):
+        loss.backward()
+    with offload_activations(model, store, "nvme"):
+        model(torch.ones(BATCH, TOKENS, WIDTH)).sum().backward()
+    optimizer.close()
+
+
+def test_a_thread_for_activations_is_started_when_there_are_threads_again(all_are_set_aside, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    expected = gradients(Model(lambda block, y: y), {}, lambda parameter: parameter.grad)
+    model, store, optimizer = on_nvme(streams=SimulatedStreams)
+    activations = offload_activations(model, store, "nvme")
+    advice = r"close what offload_activations returned, free threads \(ulimit -u\), and call offload_activations again"
+    with monkeypatch.context() as patch, pytest.raises(OffloadError, match=f"could not be started.*{advice}"):
+        patch.setattr(threading.Thread, "start", start)
+        gradients(model, {}, zero_core.full_gradient)
+    activations.close()
+    with offload_activations(model, store, "nvme"):
+        found = gradients(model, {}, zero_core.full_gradient)
+    optimizer.close()
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_an_input_is_changed_out_of_place_or_kept_where_torch_allows_it():
+    def train(change, policy="recompute"):
+        model = Model(lambda block, y: y)
+        model.layers[0].layer.requires_grad_(False)  # so that autograd does not need the block's input
+        optimizer = zero_core.shard(model, torch.optim.SGD([*model.stem.parameters()], lr=0.1))
+        with offload_activations(model, None, policy):
+            x = model.stem(torch.ones(BATCH, TOKENS, WIDTH))
+            y = model.layers[0](x)
+            with torch.no_grad():
+                change(x)
+            y.sum().backward()
+        optimizer.close()
+
+    with pytest.raises(RuntimeError, match="out of place, or, if plain torch allows it, keep its activations"):
+        train(lambda x: x.add_(1))
+    train(lambda x: x.add(1))
+    train(lambda x: x.add_(1), {"layers.1": "recompute"})
