@@ -8,6 +8,7 @@ from torch import nn
 
 import zero_core
 import zero_offload
+import zero_optim_cpu
 from zero_offload import CompressedByteStore, Hardware, MemoryByteStore, TieredStore, plan
 
 
@@ -83,6 +84,18 @@ def test_a_tier_gets_the_room_that_a_plan_asks_for(small, advice, large):
         plan([1 << 20] * 4, Hardware(host_gib=8, **small), **where)
     assert advice in str(raised.value)
     plan([1 << 20] * 4, Hardware(host_gib=8, **large), **where)
+
+
+def test_a_step_that_does_not_know_the_optimizer_is_changed_for_one_that_does():
+    def sharded(step):
+        net = nn.Sequential(nn.Linear(4, 4))
+        return net, zero_core.shard(net, torch.optim.Adagrad(net.parameters()), store=TieredStore(step=step))
+
+    with pytest.raises(TypeError, match=r"TorchStep does not know torch.optim.*Adagrad; .* bring an UpdateStep th"):
+        sharded(zero_offload.TorchStep())
+    net, optimizer = sharded(zero_optim_cpu.CpuStep(threads=1))
+    backward(net)
+    optimizer.step()
 
 
 def test_a_store_is_attached_once_and_is_awake():

@@ -104,7 +104,7 @@ def test_edits_with_a_device_apart(placement: Any) -> None:
 @pytest.mark.parametrize("placement", ["host", "nvme", "device", HALF], ids=str)
 def test_sixteen_bit_gradients_take_fp32_values_where_there_is_room(placement: Any) -> None:
     """The first gradient of a step is kept in bf16; with memory for one micro-batch there is no more room for it."""
-    for accumulate in (None, 1):
+    for accumulate in (None, 1, 2):
         with simulated.simulated_device(), small_chunks():
             torch.manual_seed(0)
             model = Model(64, 1)
@@ -122,6 +122,9 @@ def test_sixteen_bit_gradients_take_fp32_values_where_there_is_room(placement: A
                 ):
                     set_full_gradient(weight, found * 0.3)
                 assert torch.equal(full_gradient(weight), found * 0.5)
+                rounded = (found * 0.3).to(torch.bfloat16)
+                set_full_gradient(weight, rounded)
+                assert torch.equal(full_gradient(weight), rounded.float())
             else:
                 set_full_gradient(weight, found * 0.3)
                 assert torch.equal(full_gradient(weight), found * 0.3)

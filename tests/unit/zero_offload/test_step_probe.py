@@ -166,3 +166,39 @@ def _with_buffer():
 
     Bound.__name__ = "TorchStep"
     return Bound()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_change_that_is_refused_is_set_back_or_given_before_shard(step):
+    def made(store, **changed):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        groups = [{"params": [model.weight], "momentum": 0.9}, {"params": [model.bias], "dampening": 0.5, **changed}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        return model, optimizer if store is None else zero_core.shard(model, optimizer, store=store)
+
+    def train(model, optimizer):
+        model(torch.ones(2, 4)).square().sum().mul(0.1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def same(ours, plain):
+        with zero_core.gathered(ours):
+            torch.testing.assert_close(ours.bias.detach(), plain.bias.detach(), rtol=1e-4, atol=1e-5)
+
+    (plain, theirs), (model, optimizer) = made(None), made(TieredStore(step=STEPS[step]()))
+    train(plain, theirs)
+    train(model, optimizer)
+    optimizer.param_groups[1]["momentum"] = 0.9
+    with pytest.raises(UnsupportedOptimizerError, match="Set it back; to train with the new value, give it to the opt"):
+        train(model, optimizer)
+    optimizer.param_groups[1]["momentum"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad()
+    train(plain, theirs)
+    same(model, plain)
+    (plain, theirs), (model, optimizer) = made(None, momentum=0.9), made(TieredStore(step=STEPS[step]()), momentum=0.9)
+    for _ in range(3):
+        train(plain, theirs)
+        train(model, optimizer)
+    same(model, plain)

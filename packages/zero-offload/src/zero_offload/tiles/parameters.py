@@ -140,8 +140,8 @@ class ParameterStore:
             names = ", ".join(sorted(unit.spec.name for j, unit in enumerate(self._plan.units) if j in held))
             raise BudgetError(
                 f"unit {self._plan.units[i].spec.name} wants a unit slot and all {len(held)} are held, by {names}; "
-                "raise prefetch_bytes (there are prefetch + 2 slots), use stage 3 with resident_bytes=0, "
-                'or put parameters on the "host"'
+                "raise prefetch_bytes to the bytes of all units that are held together (with create_graph=True all in "
+                'the graph), or put parameters on the "host"'
             )
 
     # -- the update thread --------------------------------------------------------------------------------------
