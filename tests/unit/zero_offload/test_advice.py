@@ -1,5 +1,8 @@
 """What an error says when memory runs out in a step. Fails if it names no key, or one that would not help."""
 
+import ast
+import re
+
 import pytest
 import torch
 
@@ -47,7 +50,8 @@ def test_it_says_what_was_asked_what_there_is_and_what_the_plan_gave():
     ],
 )
 def test_activations_go_one_further_down(activations, first):
-    text = str(raised(plan(LLAMA, GPU, **HOST, activations=activations, tokens=32768), full()))
+    given = {**HOST, "tokens": 32768, "prefetch_bytes": 1 << 30}
+    text = str(raised(plan(LLAMA, GPU, **given, activations=activations), full()))
     assert text.split("lower it with ")[1].startswith(first)
     assert "or prefetch_bytes=0" in text
     assert "parameters=" not in text  # they are not on the device
@@ -56,9 +60,30 @@ def test_activations_go_one_further_down(activations, first):
 def test_states_that_lie_on_the_device_are_named_with_what_they_are_worth():
     planned = plan(LLAMA, GPU, **dict.fromkeys(HOST, "device"), activations="recompute", tokens=2048)
     ways = str(raised(planned, full())).split("lower it with ")[1].split(", or ")
-    kinds = ("optimizer", "parameters", "gradients")  # the last two are as large, in 16 bits
-    held = [planned.bytes_of("device", kind) / 2**30 for kind in kinds]
-    assert ways[:3] == [f'{kind}="host" ({n:.1f} GiB)' for kind, n in zip(kinds, held, strict=True)]
+    states, all_of_them = 'optimizer="host" and gradients="host"', 'parameters="host" and optimizer="host" and gra'
+    held = [planned.bytes_of("device", kind) / 2**30 for kind in ("optimizer", "gradients", "parameters")]
+    assert ways[0].startswith(all_of_them) and ways[0].endswith(f"({sum(held):.1f} GiB)")
+    assert ways[1] == f"{states} ({sum(held[:2]):.1f} GiB)"  # a gradient is where its states are
+    assert not any("gradients" in way for way in ways[2:])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict.fromkeys(HOST, "device") | {"activations": "keep", "tokens": 32768},
+        HOST | {"activations": "keep", "tokens": 32768, "prefetch_bytes": 1 << 30},
+        HOST | {"activations": "recompute", "tokens": 32768, "resident_bytes": 1 << 30},
+        HOST | {"activations": "host", "tokens": 32768},
+    ],
+)
+def test_each_way_out_takes_bytes_from_the_tier_when_it_is_followed(given):
+    before = plan(LLAMA, GPU, **given)
+    ways = re.sub(r" \([^)]*\)", "", str(raised(before, full())).split("lower it with ")[1]).split(", or ")
+    for way in ways:
+        arguments = [each.split("=") for each in way.split(" and ") if "=" in each]
+        change = {name: ast.literal_eval(value) for name, value in arguments} or {"tokens": given["tokens"] // 2}
+        assert arguments or way == "half the tokens a micro-batch"
+        assert plan(LLAMA, GPU, **given | change).total("device") < before.total("device"), way
 
 
 def test_fragments_that_would_hold_it_come_first():

@@ -23,28 +23,33 @@ ROOT = UnitSizes(
 NORM = UnitSizes("norm", (ParameterSizes("weight", 1000),), is_block=False)
 
 
+def unsharded(sizes, shape):
+    whole = [unit.nbytes(shape.parameter_dtype) for unit in sizes.units]
+    return unsharded_bytes(whole, [unit.encloses for unit in sizes.units], shape)
+
+
 @pytest.mark.parametrize(
     ("prefetch_bytes", "units"), [(0, 2), (8 * MI - 1, 2), (8 * MI, 2), (16 * MI, 3), (24 * MI, 4), (1 << 40, 6)]
 )
 def test_the_unit_in_use_and_those_that_are_fetched_ahead(prefetch_bytes, units):
     sizes = ModelSizes(tuple(block(i) for i in range(6)))
-    assert unsharded_bytes(sizes, Shape(prefetch_bytes=prefetch_bytes)) == units * 8 * MI
+    assert unsharded(sizes, Shape(prefetch_bytes=prefetch_bytes)) == units * 8 * MI
 
 
 def test_what_encloses_the_others_is_open_beside_them():
     sizes = ModelSizes((ROOT, *(block(i) for i in range(4)), NORM))
-    assert unsharded_bytes(sizes, Shape()) == 2 * 8 * MI + 8 * MI + 2000
+    assert unsharded(sizes, Shape()) == 2 * 8 * MI + 8 * MI + 2000
 
 
 def test_the_largest_two_in_a_row_count_not_the_largest_twice():
     sizes = ModelSizes((block(0), block(1, 16 * MI), block(2), block(3)))
-    assert unsharded_bytes(sizes, Shape()) == (16 + 4) * 2 * MI
+    assert unsharded(sizes, Shape()) == (16 + 4) * 2 * MI
 
 
 def test_what_may_stay_is_added_up_to_the_whole_model():
     sizes = ModelSizes(tuple(block(i) for i in range(6)))
-    assert unsharded_bytes(sizes, Shape(resident_bytes=8 * MI)) == 3 * 8 * MI
-    assert unsharded_bytes(sizes, Shape(resident_bytes=1 << 40)) == 6 * 8 * MI
+    assert unsharded(sizes, Shape(resident_bytes=8 * MI)) == 3 * 8 * MI
+    assert unsharded(sizes, Shape(resident_bytes=1 << 40)) == 6 * 8 * MI
 
 
 def test_a_device_apart_has_two_units_two_landing_buffers_and_the_gradient_just_made():

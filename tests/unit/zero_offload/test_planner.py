@@ -107,6 +107,14 @@ def test_a_refusal_says_which_budget_how_much_is_missing_and_what_to_change():
     assert 'lower it with optimizer="nvme"' in str(error)
 
 
+def test_states_that_leave_a_device_apart_take_their_gradients_along():
+    small = Hardware(device="cuda", device_reserved_gib=0, device_gib=1, host_gib=64)
+    whole = dict.fromkeys(("parameters", "gradients", "optimizer"), "device")
+    with pytest.raises(PlanError, match='lower it with optimizer="host" and gradients="host", or'):
+        plan(LLAMA, small, **whole)
+    plan(LLAMA, small, **whole | {"optimizer": "host", "gradients": "host"})
+
+
 def test_gradients_that_wait_are_told_with_the_argument_that_reduces_them():
     two = Hardware(host_gib=0.5, ranks_per_node=2, host_reserved_gib=0)
     for stage, no_sync, way in ((1, False, "stage=2"), (0, True, "no_sync=False"), (3, True, "no_sync=False")):

@@ -91,6 +91,7 @@ def test_arguments_of_siblings_are_told_as_keys():
         return planning.keyed(text, config.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *overrides]))
 
     assert told('optimizer="nvme", or no_sync=False', "offload=host") == "offload.optimizer=nvme, or zero.no_sync=false"
+    assert told('lower it with optimizer="host" and gradients="host"', "offload=none") == "lower it with offload=host"
     assert told('activations="nvme"', "offload=none") == "offload.activations=nvme with offload=host"
     assert told("slots=3 and resident_bytes=0", "offload=host") == "offload.slots=3 and zero.resident_bytes=0"
     assert told("no_sync=False", "task=sft", "model.path=x") == "zero.stage=2"

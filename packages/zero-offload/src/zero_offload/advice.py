@@ -9,13 +9,17 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
+from zero_core.store import lent_bytes
+
 from .errors import OffloadError, gib
-from .planning.budgets import contents
+from .planning.accounting import Shape
+from .planning.budgets import contents, moved, unsharded_bytes
 from .planning.planner import Plan
-from .tiles.footprint import KINDS, STATE_KINDS
+from .tiles.footprint import KINDS, STATE_KINDS, slots_of_units
 
 __all__ = ["OutOfMemoryError", "explained"]
 
@@ -95,20 +99,37 @@ def _ways(plan: Plan, tiers: tuple[str, ...], said: Mapping[str, int]) -> list[s
     """What to change, the largest gain first; what it is worth where the plan knows."""
     gains: list[tuple[int, str]] = []
     below = {"device": "host", "host": "nvme"}[tiers[-1]]
+    held = {kind: sum(plan.bytes_of(tier, kind) for tier in tiers) for kind in STATE_KINDS}
     for kind in STATE_KINDS:
-        held = sum(plan.bytes_of(tier, kind) for tier in tiers)
-        gains.append((held, f'{kind}="{below}" ({gib(held)})'))
+        kinds, arguments = moved(kind, below, held, apart=tiers == ("device",))
+        gain = sum(held[each] for each in kinds)
+        gains.append((gain if held[kind] else 0, f"{arguments} ({gib(gain)})"))
     activations = sum(plan.bytes_of(tier, "activations") for tier in tiers)
     gains.append((activations // 2, f"half the tokens a micro-batch ({gib(activations // 2)})"))
     slower = _next_policy(plan, tiers)
     if slower:  # worth more than half where blocks are kept
         gains.append((activations // 2 + 1, f'activations="{slower}"'))
-    gains.append((plan.shape.prefetch_bytes if plan.bytes_of("device", "buffers") else 0, "prefetch_bytes=0"))
+    gains.append((_prefetched_bytes(plan, tiers), "prefetch_bytes=0"))
     gains.append((plan.shape.resident_bytes, f"resident_bytes=0 ({gib(plan.shape.resident_bytes)})"))
-    ways = [text for gain, text in sorted(gains, key=lambda each: -each[0]) if gain > 0]
+    ways = list(dict.fromkeys(text for gain, text in sorted(gains, key=lambda each: -each[0]) if gain > 0))
     if said.get("fragments", 0) > said.get("asked", 0) > 0:
         ways.insert(0, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, as the fragments would hold it")
     return ways or ["more ranks with stage=3, or smaller units (TiledLinear)"]
+
+
+def _prefetched_bytes(plan: Plan, tiers: tuple[str, ...]) -> int:
+    """What `prefetch_bytes=0` saves: of units that are gathered ahead, and of their slots on the host."""
+    units, shards = plan.store.units, plan.shape.shard_count
+    nbytes = [unit.spec.numel * shards * unit.spec.dtype.itemsize for unit in units]
+
+    def held(shape: Shape) -> int:
+        gathered = unsharded_bytes(nbytes, [unit.spec.encloses for unit in units], shape)
+        ahead = lent_bytes(nbytes, shape.prefetch_bytes, shape.resident_bytes, shards)
+        own, shared, largest = slots_of_units(units, ahead // shards)
+        slots = sum(units[i].parameter_bytes for i in own) + shared * largest
+        return gathered * bool(plan.bytes_of("device", "buffers")) + slots * ("host" in tiers)
+
+    return held(plan.shape) - held(replace(plan.shape, prefetch_bytes=0))
 
 
 def _next_policy(plan: Plan, tiers: tuple[str, ...]) -> str:

@@ -160,7 +160,8 @@ def keyed(text: str, config: Config) -> str:
     if config.task.kind != "pretrain":  # the Trainer decides when to reduce
         text = text.replace("no_sync=False", "stage=2")
     text = text.replace("tokens a micro-batch", "tokens a micro-batch (run.micro_batch, data.sequence_length)")
-    return re.sub(r"""(?<![\w./-])(?P<name>[a-z_]+)=(?P<value>"\w+"|'\w+'|\w*)""", key, text)
+    text = re.sub(r"""(?<![\w./-])(?P<name>[a-z_]+)=(?P<value>"\w+"|'\w+'|\w*)""", key, text)
+    return re.sub(r"(\boffload=\w+)(?: and \1)+\b", r"\1", text)  # one key places all kinds
 
 
 def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int = 0) -> str:

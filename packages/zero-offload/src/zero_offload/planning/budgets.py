@@ -72,13 +72,13 @@ def held_back_bytes(plan: StorePlan, shape: Shape) -> int:
     return numel * shape.shard_count * shape.element.gradient(shape.accumulate)
 
 
-def unsharded_bytes(sizes: ModelSizes, shape: Shape) -> int:
+def unsharded_bytes(nbytes: Sequence[int], encloses: Sequence[bool], shape: Shape) -> int:
     """Most bytes of units in memory of their own at once: one in use, those ahead (one at least), those that may stay.
 
-    The root, and a unit as small as a norm, are open all along. On several ranks one more may not be free yet.
+    nbytes: of each whole unit. The units that enclose others, and those as small as a norm, are open all along. On
+    several ranks one more may not be free yet.
     """
-    nbytes = [unit.nbytes(shape.parameter_dtype) for unit in sizes.units]
-    passing = [not unit.encloses and size > SMALL_UNIT_BYTES for unit, size in zip(sizes.units, nbytes, strict=True)]
+    passing = [not around and size > SMALL_UNIT_BYTES for around, size in zip(encloses, nbytes, strict=True)]
     large = [size for size, passes in zip(nbytes, passing, strict=True) if passes]
     most = 0
     for order in (large, large[::-1]):
@@ -155,6 +155,18 @@ def check(held: Held, held_back: int, budgets: Budgets, hardware: Hardware, stag
             raise PlanError(tier, needed, budget, contents(kinds), ways)
 
 
+def moved(kind: str, below: str, held: Mapping[str, int], *, apart: bool) -> tuple[tuple[str, ...], str]:
+    """The kinds that leave a tier with `kind`, and the arguments that place them `below`. `held`: bytes there by kind.
+
+    On a device apart a tile's gradient is where its states are, and these are nowhere without their parameters.
+    """
+    states = ("optimizer", "gradients")
+    together: tuple[str, ...] = (kind,)
+    if apart and any(held.get(each) for each in states):
+        together = states if kind in states else (kind, *states)
+    return together, " and ".join(f'{each}="{below}"' for each in together)
+
+
 def contents(kinds: Mapping[str, int]) -> str:
     """Returns "optimizer 12.0 GiB, buffers 1.0 GiB", the largest first, from bytes by kind."""
     ranked = sorted(((nbytes, kind) for kind, nbytes in kinds.items() if nbytes), reverse=True)
@@ -185,7 +197,8 @@ def _ways_out(
     ways = []
     if kinds[largest]:
         there = below == "host" or budgets.nvme > 0
-        ways.append(f'{largest}="{below}"' + ("" if there else ", which needs nvme (hardware.nvme_gib is 0)"))
+        arguments = moved(largest, below, kinds, apart=tier == "device" and not budgets.shared)[1]
+        ways.append(arguments + ("" if there else ", which needs nvme (hardware.nvme_gib is 0)"))
     if kinds["activations"]:
         ways.append("fewer tokens a micro-batch")
     if reducing:

@@ -100,7 +100,8 @@ class Trial:
         else:
             device += max(pooled, max((unit.numel for unit in trained), default=0) * element.gradient(1))
         if shape.stage == 3 and swaps_in:
-            device += unsharded_bytes(sizes, shape)
+            nbytes = [unit.nbytes(shape.parameter_dtype) for unit in sizes.units]
+            device += unsharded_bytes(nbytes, [unit.encloses for unit in sizes.units], shape)
         if not below and not shape.apart:  # zero-core's own store widens a gradient
             device += element.widened * max((unit.spec.numel for unit in units if unit.trainable), default=0)
         if summed := sizes.summed(self.policies, self._batch):

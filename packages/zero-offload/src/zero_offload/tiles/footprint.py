@@ -284,7 +284,7 @@ class Shards:
                 if tile.trainable and gradient.stored:
                     gradients[round_up(tile.numel * self._gradient_itemsize, self._alignment)] += run.count
         units = [run.unit for run in runs for _ in range(run.count)]
-        own, shared, largest = _unit_slots(units, self._prefetch_bytes)
+        own, shared, largest = slots_of_units(units, self._prefetch_bytes)
         plan = StorePlan(
             runs=tuple(runs),
             tile_numel=self._tile_numel,
@@ -421,7 +421,7 @@ def _apart(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePlan:
     )
 
 
-def _unit_slots(units: Sequence[UnitPlan], prefetch_bytes: int) -> tuple[tuple[int, ...], int, int]:
+def slots_of_units(units: Sequence[UnitPlan], prefetch_bytes: int) -> tuple[tuple[int, ...], int, int]:
     """Streamed units with a slot of their own; how many slots the others share, those prefetched and two; their bytes.
 
     A final norm open during the whole forward would otherwise take a slot as large as a block's, and so would each
