@@ -127,8 +127,8 @@ FOLLOWED: dict[str, str] = {
     "is cut short or damaged": FILES + "test_a_damaged_file_is_copied_or_saved_anew",
     "longer than its record. Copy it anew": FILES + "test_a_damaged_file_is_copied_or_saved_anew",
     "Save the checkpoint anew with a current DeepSpeed": FILES + "test_a_damaged_file_is_copied_or_saved_anew",
-    "(zero-hf convert --inert module.Class)": FILES
-    + "test_a_class_of_the_clients_is_named_when_the_checkpoint_is_converted",
+    "zero-hf convert FOLDER OUT --inert module.Class": FILES
+    + "test_a_class_of_the_clients_is_named_when_a_trainers_checkpoint_is_converted",
 }
 
 EXEMPT: dict[str, str] = {

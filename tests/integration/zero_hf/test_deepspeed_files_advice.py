@@ -8,8 +8,10 @@ import zipfile
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 import zero_core
+import zero_hf
 from tests.unit.zero_hf.deepspeed.written import STATES, Net, classes, write
 from zero_core.errors import CheckpointError
 from zero_hf import ConfigError, deepspeed
@@ -191,7 +193,7 @@ def test_swap_files_of_all_ranks_are_copied_to_one_place(tmp_path):
 
 def test_a_class_of_the_clients_is_named_when_the_checkpoint_is_converted(tmp_path, capsys):
     write(tmp_path / "theirs", 2, 2, client={"settings": Settings()})
-    refused(tmp_path / "theirs", "(zero-hf convert --inert module.Class) reads its objects as dicts")
+    refused(tmp_path / "theirs", "zero-hf convert FOLDER OUT --inert module.Class, which reads its objects as dicts")
     name = f"{Settings.__module__}.Settings"
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours" / TAG), "--inert", name]) == 0
     engine = made()
@@ -201,6 +203,41 @@ def test_a_class_of_the_clients_is_named_when_the_checkpoint_is_converted(tmp_pa
     found = load_checkpoint(tmp_path / "theirs", engine.module, engine.optimizer, inert=[name])
     assert found.client_state["settings"] == {"depth": 3}
     engine.destroy()
+
+
+class Learner(Net):
+    def forward(self, x):
+        return {"loss": self.head(torch.tanh(self.a(x))).square().mean()}
+
+
+def resumed(folder):
+    """The weights after the step that follows a Trainer's checkpoint."""
+    arguments = transformers.TrainingArguments(
+        str(folder.parent), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", max_steps=11,
+        weight_decay=0.1, remove_unused_columns=False, lr_scheduler_type="constant",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    trainer = zero_hf.sharded(transformers.Trainer)(Learner(), arguments, train_dataset=[{"x": torch.ones(5)}] * 8)
+    trainer.train(resume_from_checkpoint=str(folder))
+    assert trainer.state.global_step == 11
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def test_a_class_of_the_clients_is_named_when_a_trainers_checkpoint_is_converted(tmp_path):
+    """Fails if a Trainer, which takes no list of classes, does not go on from what the error says to make."""
+    plain, folder = tmp_path / "plain" / "checkpoint-10", tmp_path / "run" / "checkpoint-10"
+    for each, client in ((plain, {}), (folder, {"settings": Settings()})):
+        write(each, 2, 2, client=client)
+        state = transformers.TrainerState(global_step=10, max_steps=11, train_batch_size=8)
+        state.save_to_json(str(each / "trainer_state.json"))
+        schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(Net().groups(), lr=1e-2), lambda _: 1.0)
+        torch.save(schedule.state_dict(), each / "scheduler.pt")
+    with pytest.raises(FilesError, match="for a Trainer's checkpoint-N, OUT is checkpoint-N/zero"):
+        resumed(folder)
+    name = f"{Settings.__module__}.Settings"
+    assert main(["convert", str(folder), str(folder / "zero"), "--inert", name]) == 0
+    wanted, found = resumed(plain), resumed(folder)
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
 def test_the_weights_of_another_optimizer_are_loaded_or_the_same_optimizer_is_built(tmp_path):

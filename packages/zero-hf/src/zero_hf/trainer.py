@@ -297,10 +297,8 @@ class _Sharded(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and _is_deepspeeds(checkpoint):
-            self._load_deepspeeds(checkpoint)
-            return
-        if checkpoint is None or not (Path(checkpoint) / STATE).is_dir():
+        ours = checkpoint is not None and (Path(checkpoint) / STATE).is_dir()  # also where DeepSpeed's was converted
+        if checkpoint is None or not (ours or _is_deepspeeds(checkpoint)):
             if checkpoint is not None and not (Path(checkpoint) / _OPTIMIZER).is_file():
                 warnings.warn(
                     f"{checkpoint} has neither {STATE} nor {_OPTIMIZER}: training goes on with new optimizer states",
@@ -308,14 +306,13 @@ class _Sharded(Trainer):
                 )
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        run = self._trained_run()
-        zero_core.checkpoint.load(Path(checkpoint) / STATE, self.model, run.optimizer, random_state=False)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
-
-    def _load_deepspeeds(self, checkpoint: str) -> None:
-        """Reads what a stock Trainer with DeepSpeed saved: DeepSpeed's folder, and the schedule beside or in it."""
         run, beside = self._trained_run(), Path(checkpoint) / _SCHEDULER
-        load_checkpoint(checkpoint, run.model, run.optimizer, scheduler=None if beside.is_file() else self.lr_scheduler)
+        scheduler = None if beside.is_file() else self.lr_scheduler  # then DeepSpeed's files hold its state
+        if ours:
+            where = Path(checkpoint) / STATE
+            zero_core.checkpoint.load(where, self.model, run.optimizer, scheduler=scheduler, random_state=False)
+        else:
+            load_checkpoint(checkpoint, run.model, run.optimizer, scheduler=scheduler)
         if beside.is_file():
             self.lr_scheduler.load_state_dict(torch.load(beside, weights_only=True))
 

@@ -120,8 +120,9 @@ def read_plain(path: Path, inert: Iterable[str] = ()) -> Any:
 def _refusal(path: Path, wanted: str) -> FilesError:
     return FilesError(
         f"{path} wants to call {wanted}, and nothing of it was executed. A checkpoint of DeepSpeed needs no such call. "
-        "If you know it as a class whose objects were in your client_state, name it: inert=['module.Class'] "
-        "(zero-hf convert --inert module.Class) reads its objects as dicts, still without executing anything"
+        "If you know it as a class whose objects were in your client_state, convert the checkpoint with "
+        "zero-hf convert FOLDER OUT --inert module.Class, which reads its objects as dicts, still without executing "
+        "anything; for a Trainer's checkpoint-N, OUT is checkpoint-N/zero"
     )
 
 
