@@ -240,6 +240,9 @@ def test_answers_that_cannot_be_marked_are_refused_with_their_line(model, tmp_pa
     said = capsys.readouterr().err
     assert f"the answers of {data}, line 5: it has no {{% generation %}}" in said and "message 2" in said
     assert main([*given, "task.loss_on=everything"]) == 0
+    pairs = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
+    data.write_text("".join(json.dumps({"prompt": m[:1], "completion": m[1:2]}) + "\n" for m in pairs))
+    assert main(given) == 0
     assert not (tmp_path / "run").exists()
 
 
@@ -341,6 +344,7 @@ def test_a_tokenizer_without_a_chat_template_takes_texts_and_no_messages(model, 
     data = chats(tmp_path / "chats.jsonl")
     assert main(words(plain, data, tmp_path / "run", "offload=host")) == 2
     assert "its tokenizer has no chat template" in capsys.readouterr().err
+    assert main(words(model, data, tmp_path / "run", "offload=host", "run.dry=true")) == 0
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{i} is followed by {i + 1}"}) + "\n" for i in range(40)))
     assert main(words(plain, texts, tmp_path / "run", "offload=host")) == 0

@@ -1,8 +1,12 @@
 """Advice of zero-train that is followed: each test makes a mistake, does what the error says, and that works."""
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import re
+import sys
+import types
 
 import pytest
 
@@ -12,11 +16,11 @@ pytest.importorskip("zero_hf")
 import torch
 
 from zero_train import (
+    app,
     checks,
     config,
-    conversations,
-    data,
     deepspeed,
+    engine,
     finetune,
     generate,
     loop,
@@ -24,13 +28,11 @@ from zero_train import (
     planning,
     pretrained,
     resume,
-    row_files,
-    rows,
     run_folder,
 )
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
-from zero_train.schema import DataConfig, ModelConfig
+from zero_train.schema import ModelConfig
 
 
 def composed(*words):
@@ -47,6 +49,10 @@ def packages(*words):
 
 def nvme(*words):
     checks.nvme(composed("io.allow_memory=true", *words), 0)
+
+
+def run_dir(*words):
+    checks.run_folder(composed(*words))
 
 
 def here(*words):
@@ -82,11 +88,28 @@ def bare(*words):
             "give a number, dynamic, null, or arguments of zero_core.LossScale",
             [f"precision.loss_scale={each}" for each in ("1024", "dynamic", "null", "{hysteresis: 2}")],
         ),
+        (
+            values,
+            "adapter.targets=[]",
+            "change adapter.targets",
+            ["adapter.targets=[q_proj]", "adapter.targets=q_proj"],
+        ),
+        (
+            values,
+            "optim=sgd optim.lr=0.5 optim.weight_decay=4",
+            "lower one of them",
+            ["optim=sgd optim.lr=0.1 optim.weight_decay=4", "optim=sgd optim.lr=0.5 optim.weight_decay=1"],
+        ),
+        (values, "offload.optimizer={host:0.5,nvme:0.4}", "change offload", ["offload.optimizer={host:0.5,nvme:0.5}"]),
+        (run_dir, "run.dir=/proc/version", "name another folder with run.dir", ["run.dir=x"]),
         (values, "optim.max_grad_norm=0", "set it to null for no clipping", ["optim.max_grad_norm=null"]),
         (values, "hardware.device=abacus", "choose cpu, cuda, xpu", [f"hardware.device={d}" for d in ("cpu", "cuda")]),
         (here, "hardware.device=cuda", "or run on this one with hardware=detect", ["hardware=detect"]),
         (here, "hardware.nodes=2", "or run on this machine with hardware=detect", ["hardware=detect"]),
         (nvme, "offload=nvme offload.nvme_paths=[/nowhere]", "name a writable folder", ["offload=host", "here"]),
+        (bare, "run=5", "run is a section; change one of its keys with run.KEY=VALUE", ["run.steps=5"]),
+        (bare, "run.steps=many", "change run.steps", ["run.steps=3"]),
+        (bare, "run.steps=???", "run.steps has no value; give one with run.steps=…", ["run.steps=3"]),
         (bare, "run.seed=???", "run.seed has no value; give one with run.seed=…", ["run.seed=3"]),
         (bare, "run.resume=auto", "name a folder with run.dir=…", ["run.resume=auto run.dir=x"]),
         (bare, "data.path=a{b", "write KEY=VALUE, with quotes around text", ["data.path='a{b'"]),
@@ -139,128 +162,41 @@ def test_a_run_without_a_package_chooses_what_an_error_names(monkeypatch, missin
     packages("offload=none", way)
 
 
+@pytest.mark.parametrize("module", checks.EXTRAS)
+def test_a_package_that_does_not_load_is_installed_again(monkeypatch, module):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module, None)
+        with pytest.raises(ConfigError, match="reinstall it with pip install --force-reinstall") as raised:
+            checks.loaded(module)
+    extra = re.search(r"'zero-train\[(\w+)\]'", str(raised.value))[1]
+    brought = [r for r in importlib.metadata.requires("zero-train") if f"extra == {extra!r}" in r.replace('"', "'")]
+    assert any(r.startswith(module.replace("_", "-")) for r in brought)
+    pytest.importorskip(module)
+    checks.loaded(module)  # as after the installation
+
+
+@pytest.mark.parametrize(
+    ("missing", "wrong", "advice"),
+    [
+        ("trl", "tracker=none", "task=sft needs trl, which is not installed; pip install 'zero-train[finetune]'"),
+        ("wandb", "tracker=wandb", "tracker=wandb needs wandb, which is not installed; pip install wandb"),
+        ("tensorboard", "tracker=tensorboard", "which is not installed; pip install tensorboard"),
+    ],
+)
+def test_fine_tuning_without_a_package_passes_when_it_is_installed(monkeypatch, missing, wrong, advice):
+    real = importlib.util.find_spec
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else real(name))
+        with pytest.raises(ConfigError, match=re.escape(advice)):
+            tuned(wrong)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: real("json" if name == missing else name))
+    tuned(wrong)
+
+
 def test_auto_plans_with_nvme_where_a_folder_on_a_disk_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(checks, "memory_filesystem", lambda folder: "tmpfs")
     assert "is in memory (tmpfs)" in checks.auto_without_nvme(composed("offload=auto"))
     assert checks.uses_nvme(composed("offload=auto", f"offload.nvme_paths=[{tmp_path}]"))
-
-
-# -- data --------------------------------------------------------------------------------------------------------------
-
-CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-
-
-def lines(path, *found):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in found))
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("given", "advice", "ways"),
-    [
-        ({"kind": "jsonl"}, "data=text, stdlib or synthetic", [{"kind": "text"}, {"kind": "synthetic"}]),
-        ({"sequence_length": 500}, "or lower data.sequence_length", [{"sequence_length": 4}, {"path": "long.txt"}]),
-        ({"pattern": "*.txt"}, "chooses nothing; leave one out", [{}, {"path": ".", "pattern": "*.txt"}]),
-        ({"path": "zeros"}, "name a text file", [{}]),
-        ({"path": "nowhere"}, "name text that exists with data.path", [{}]),
-        ({"path": ".", "pattern": "*.c"}, "change data.path or data.pattern", [{"path": "."}, {}]),
-    ],
-)
-def test_text_that_an_error_asks_for_is_read(monkeypatch, tmp_path, given, advice, ways):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("some text " * 40)
-    (tmp_path / "long.txt").write_text("some text " * 4000)
-    (tmp_path / "zeros").write_bytes(bytes(1000))
-    base = {"kind": "text", "path": "a.txt", "sequence_length": 4, "validation_fraction": 0.2}
-    with pytest.raises(ConfigError, match=re.escape(advice)):
-        data.load(DataConfig(**base | given), 0)
-    for way in ways:
-        length = {"sequence_length": given["sequence_length"]} if "path" in way and "sequence_length" in given else {}
-        data.load(DataConfig(**base | length | way), 0)
-
-
-@pytest.mark.parametrize(
-    ("content", "advice", "fixed"),
-    [
-        (b'{"a": 1}\n\n{"a": 2}\n', "is empty; delete it", b'{"a": 1}\n{"a": 2}\n'),
-        (b'{"a": "\xe9"}\n', "save it as UTF-8", b'{"a": "\xc3\xa9"}\n'),
-    ],
-)
-def test_lines_that_are_corrected_are_read(tmp_path, content, advice, fixed):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(content)
-    assert any(advice in str(row) for _, row in row_files.jsonl(path))
-    path.write_bytes(fixed)
-    assert all(isinstance(row, dict) for _, row in row_files.jsonl(path))
-
-
-def test_empty_lines_of_a_csv_file_are_deleted_and_a_pattern_goes_with_a_folder(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("text\na\n\nb\n")
-    assert any("is empty; delete it" in str(row) for _, row in row_files.csv_rows(path))
-    path.write_text("text\na\nb\n")
-    assert [row for _, row in row_files.csv_rows(path)] == [{"text": "a"}, {"text": "b"}]
-    with pytest.raises(ConfigError, match="chooses nothing; leave one out"):
-        row_files.found("data.path", str(path), "csv", "a*")
-    assert row_files.found("data.path", str(path), "csv", "*") == [path]
-    assert row_files.found("data.path", str(tmp_path), "csv", "a*") == [path]
-
-
-@pytest.mark.parametrize(
-    ("found", "advice", "fixed"),
-    [
-        ("a", "write one object with", {"text": "a"}),
-        ({"prompt": CHAT["messages"][:1], "completion": "b"}, "write both alike", {"prompt": "a", "completion": "b"}),
-        ({"text": "a\ud800"}, "which is no character; remove it", {"text": "a"}),
-    ],
-)
-def test_rows_that_are_corrected_are_read(found, advice, fixed):
-    with pytest.raises(rows.Mistake, match=advice):
-        rows.read(found, "sft")
-    rows.read(fixed, "sft")
-
-
-@pytest.mark.parametrize(
-    ("given", "advice", "ways"),
-    [
-        ({"path": None}, "name what to train on with data.path=…", [{}]),
-        ({"validation_path": "two"}, "name other rows, or leave it out", [{"validation_path": "other"}, {}]),
-        ({"validation_path": "texts"}, "write both alike", [{"validation_path": "other"}]),
-        ({"path": "mixed"}, "write all rows alike", [{}]),
-        ({"path": "none"}, "write at least one, or change data.path", [{}]),
-        (
-            {"path": "one"},
-            "write more, or set data.validation_fraction=0",
-            [{}, {"path": "one", "validation_fraction": 0}],
-        ),
-        ({"kind": "datasets"}, "choose another data", [{"kind": "jsonl"}]),
-        ({"kind": "datasets", "path": "splits"}, "name one, such as", [{"kind": "datasets", "path": "splits/train"}]),
-    ],
-)
-def test_rows_that_an_error_asks_for_are_converted(monkeypatch, tmp_path, given, advice, ways):
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    monkeypatch.chdir(tmp_path)
-    chats = [{**CHAT, "id": number} for number in range(2)]
-    found = {"two": chats, "other": [*chats, CHAT], "texts": [{"text": "a"}] * 2, "one": [CHAT], "none": []}
-    for name, written in {**found, "mixed": [CHAT, {"text": "a"}]}.items():
-        lines(tmp_path / name, *written)
-    part = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
-    datasets.DatasetDict(train=part, test=part).save_to_disk("splits")
-    base = {"kind": "jsonl", "path": "two", "validation_fraction": 0.5}
-    with pytest.raises(ConfigError, match=advice):
-        conversations.load(DataConfig(**base | given), "sft", tmp_path / "cache")
-    for way in ways:
-        conversations.load(DataConfig(**base | way), "sft", tmp_path / "cache")
-
-
-def test_a_cache_that_cannot_be_written_is_another_folder(tmp_path):
-    pytest.importorskip("datasets")
-    given = DataConfig(kind="jsonl", path=lines(tmp_path / "a", CHAT, CHAT), validation_fraction=0)
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="make some, or use a folder with more"):
-        conversations.load(given, "sft", tmp_path / "file" / "cache")
-    conversations.load(given, "sft", tmp_path / "cache")
 
 
 # -- models, folders and commands --------------------------------------------------------------------------------------
@@ -274,6 +210,15 @@ def test_models_that_an_error_asks_for_are_built(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="set model.vocab_size=256"):
         models.build(ModelConfig(kind="llama", vocab_size=100, **sizes), 16)
     models.build(ModelConfig(kind="llama", vocab_size=256, **sizes), 16)
+    odd = {**sizes, "vocab_size": 256}
+    for wrong, advice, ways in (
+        ({"hidden_size": 30}, "model.heads=4; change one", ({"hidden_size": 32}, {"hidden_size": 30, "heads": 3})),
+        ({"key_value_heads": 3}, "key_value_heads=3; change one", ({"key_value_heads": 2}, {"heads": 16})),
+    ):
+        with pytest.raises(ConfigError, match=advice):
+            models.build(ModelConfig(kind="llama", **odd | wrong), 16)
+        for way in ways:
+            models.build(ModelConfig(kind="llama", **odd | way), 16)
     (tmp_path / "empty").mkdir()
     LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=256).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="name a folder saved by save_pretrained"):
@@ -294,6 +239,26 @@ def test_models_of_bytes_are_named_or_data_is_given_as_bytes(tmp_path):
         models._byte_level(tmp_path, 1000, False)
     models._byte_level(tmp_path, 256, False)
     models._byte_level(tmp_path, 1000, True)
+
+
+def test_the_embeddings_are_as_many_as_the_tokens_or_the_tokenizer_is_the_models_own(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 4}
+    small, large = (ModelConfig(kind="llama", vocab_size=size, **sizes) for size in (256, 400))
+    with pytest.raises(ConfigError, match="the tokenizer has 400 tokens; set model.vocab_size=400"):
+        models.check_vocabulary(models.build(small, 16), small, 400)
+    models.check_vocabulary(models.build(large, 16), large, 400)
+    own = ModelConfig(kind="hf", path=str(tmp_path))
+    models.build(small, 16).config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="name its own tokenizer"):
+        models.check_vocabulary(models.build(own, 16), own, 400)
+    models.check_vocabulary(models.build(own, 16), own, 256)
+
+
+def test_a_command_line_has_keys_or_asks_for_help(capsys):
+    assert app.main(["frobnicate"]) == 2
+    assert "write KEY=VALUE, or see zero-train --help" in capsys.readouterr().err
+    assert app.main(["--help"]) == 0
+    config.jobs(["run.steps=3"], False)
 
 
 def test_folders_that_an_error_asks_for_are_taken(tmp_path):
@@ -318,6 +283,7 @@ def test_folders_that_an_error_asks_for_are_taken(tmp_path):
     [
         ("hello", "cannot read 'hello': write zero-train generate run.dir=FOLDER", "run.dir=x generate.prompt=hello"),
         ("generate.prompt=hello", "run.dir is not given: write zero-train generate run.dir", "run.dir=x"),
+        ("run.dir=x generate.tokens=many", "is not a number; change generate.tokens", "run.dir=x generate.tokens=9"),
         ("run.dir=x generate.tokens=0", "set it to 1, for instance", "run.dir=x generate.tokens=1"),
     ],
 )
@@ -332,6 +298,21 @@ def test_a_question_is_asked_as_an_error_says(wrong, advice, way):
     [
         ({"torch_autocast": {"enabled": True}}, "write bf16 instead", {"bf16": {"enabled": True}}),
         ({"scheduler": {"type": "StepLR", "params": {"step_size": 2}}}, "takes DeepSpeed's own schedules only", {}),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 1}},
+            "zero-train shards over all ranks: leave it out",
+            {"zero_optimization": {"stage": 3, "mics_shard_size": -1}},
+        ),
+        (
+            {"optimizer": {"type": "RMSprop"}},
+            "zero-train has adamw, adam, lion, adagrad, sgd: take one of them",
+            {"optimizer": {"type": "Adagrad"}},
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}},
+            "zero-train has no key for it: leave it out",
+            {"optimizer": {"type": "AdamW"}},
+        ),
     ],
 )
 def test_a_file_of_deepspeed_is_written_as_its_table_says(tmp_path, wrong, advice, fixed):
@@ -344,10 +325,66 @@ def test_a_file_of_deepspeed_is_written_as_its_table_says(tmp_path, wrong, advic
     deepspeed.read(str(path), ())
 
 
+def test_a_file_of_deepspeed_for_two_ranks_is_started_on_two(monkeypatch, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}')
+    with pytest.raises(deepspeed.Refused) as raised:
+        deepspeed.read(str(path), ())
+    assert "or start as many ranks with torchrun" in raised.value.table
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    deepspeed.read(str(path), ())
+
+
+def test_a_file_of_deepspeed_is_read_when_zero_hf_is_installed(monkeypatch, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_micro_batch_size_per_gpu": 1}')
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "zero_hf.deepspeed.translation", None)
+        with pytest.raises(ConfigError, match=re.escape("pip install 'zero-train[hf]'")):
+            deepspeed.read(str(path), ())
+    deepspeed.read(str(path), ())
+
+
 def test_one_file_of_deepspeed_is_named():
     with pytest.raises(ConfigError, match="write deepspeed=ds_config.json once"):
         deepspeed.split(["deepspeed=a.json", "deepspeed=b.json"])
     assert deepspeed.split(["deepspeed=ds_config.json"]) == ([], "ds_config.json")
+
+
+def test_other_rows_are_brought_back_or_learned_from_on_purpose(tmp_path):
+    def continued(digest, how="auto"):
+        run = finetune.FineTune(composed("task=sft", "model.path=x", f"run.resume={how}"), Ranks(), None, None)
+        run._same_data(types.SimpleNamespace(digest=lambda: digest), tmp_path)
+
+    (tmp_path / "data.json").write_text('{"digest": "a"}')
+    with pytest.raises(ConfigError, match="bring them back, or continue on purpose with run.resume="):
+        continued("b")
+    continued("a")
+    continued("b", tmp_path)
+
+
+def test_a_run_folder_that_cannot_be_made_is_another(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match="cannot be made and locked: .*; change run.dir"),
+        run_folder.claimed(tmp_path / "file" / "run"),
+    ):
+        pass
+    with run_folder.claimed(tmp_path / "run"):
+        pass
+
+
+def test_a_tier_that_cannot_be_made_is_another():
+    plan = types.SimpleNamespace(total=lambda name: 1)
+
+    def tiers(target):
+        with contextlib.ExitStack() as stack:
+            given = composed(f"+offload.tiers.x={{_target_: {target}}}")
+            return engine.make_tiers(given, plan, Ranks(), stack)
+
+    with pytest.raises(ConfigError, match="offload.tiers.x: .*; change offload.tiers.x"):
+        tiers("zero_offload.Nowhere")
+    assert set(tiers("zero_offload.MemoryByteStore")) == {"x"}
 
 
 def test_a_folder_in_use_is_not_taken_twice(tmp_path):

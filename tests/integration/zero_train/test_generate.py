@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 import torch
 from omegaconf import OmegaConf
 
+from tests.integration.zero_train.helpers import COMMON
 from zero_train import app
 from zero_train.generate import Speaker
 
@@ -74,9 +75,11 @@ def test_an_adapter_answers_over_the_model_that_the_run_names(tiny, tmp_path):
         with adapted.disable_adapter():
             assert not torch.equal(loaded.model(tokens).logits, adapted(tokens).logits)
 
-    (tmp_path / "base" / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"adapts the model in .*base, which has no config.json"):
+    (tmp_path / "base" / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"adapts the model in .*base, which has no config.json; bring it back"):
         Speaker.of(run)
+    (tmp_path / "config.json").rename(tmp_path / "base" / "config.json")
+    Speaker.of(run)
 
 
 def test_a_model_of_bytes_continues_the_text(tmp_path, capsys):
@@ -89,6 +92,20 @@ def test_a_model_of_bytes_continues_the_text(tmp_path, capsys):
     assert code == 0
     assert text.startswith("def")
     assert len(text) > len("def \n")
+
+
+@pytest.mark.parametrize("saved", [(), ("run.checkpoint_every=2",)])
+def test_the_command_of_a_run_is_repeated_to_be_asked(saved, tmp_path, capsys):
+    """Fails if what the error says is refused: a run that left no checkpoint, for instance, as its folder is used."""
+    run = tmp_path / "run"
+    command = [*COMMON, "offload=none", "run.steps=2", *saved]
+    asked = [f"run.dir={run}", "generate.prompt=def", "generate.tokens=2"]
+    assert "is no run folder: it has no config.yaml; name one that a run has left" in said(capsys, *asked)[2]
+    assert app.main([*command, f"run.dir={run}"]) == 0
+    way = f"run.dir={run} run.export=true run.resume=auto"
+    assert f"repeat its command with {way}, which begins anew" in said(capsys, *asked)[2]
+    assert app.main([*command, *way.split()]) == 0
+    assert said(capsys, *asked)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("zero_optim_cpu")
 
 from tests.integration.zero_train.helpers import COMMON, left, trained
-from zero_train import app, loop
+from zero_train import app, config, engine, loop, planning
 from zero_train.errors import RunError
+from zero_train.ranks import Ranks
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. "
@@ -53,6 +54,30 @@ def test_a_run_says_what_the_plan_gave_and_leaves_what_it_has_done(full_at, tmp_
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     assert "timeline.json" in left(tmp_path / "run")
+
+
+WAYS = ("run.micro_batch=1", "data.sequence_length=16", "offload.activations=recompute", "offload=nvme")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_that_runs_out_before_the_first_step_has_ways_out_that_need_less(monkeypatch, tmp_path, way):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError(MESSAGE)
+
+    def memory(*words):
+        given = config.compose([*COMMON, f"run.dir={tmp_path / 'run'}", "offload=none", *words])
+        plan = planning.make(given, engine.model_of(given), Ranks(), None)
+        return plan.total("device") + plan.total("host")
+
+    with monkeypatch.context() as patch, pytest.raises(RunError) as caught:
+        patch.setattr(engine, "make_store", full)
+        trained(tmp_path / "run", "offload=none", "run.micro_batch=4")
+    assert str(caught.value).endswith(
+        "; lower run.micro_batch or data.sequence_length, set offload.activations=recompute, or put more on nvme with "
+        "offload=nvme"
+    )
+    assert memory("run.micro_batch=4", way) < memory("run.micro_batch=4")
+    assert trained(tmp_path / "other", "offload=none", "run.micro_batch=4", way).losses
 
 
 def test_the_command_ends_with_one_line_and_exit_code_1(full_at, tmp_path, capsys):

@@ -136,9 +136,14 @@ def test_another_text_under_the_same_name_is_told(tmp_path, capsys):
     options = (*RUN, "data=text", f"data.path={tmp_path / 'text'}")
     trained(tmp_path / "run", *options)
     (tmp_path / "text").write_text("four five six " * 200)
-    with pytest.raises(ConfigError, match=r"run\.resume=auto: the text differs .*on purpose with run\.resume="):
+    with pytest.raises(
+        ConfigError, match=r"run\.resume=auto: the text differs .*bring that text back, .*on purpose with run\.resume="
+    ):
         trained(tmp_path / "run", *options, "run.resume=auto", "run.steps=5")
-    trained(tmp_path / "run", *options, f"run.resume={tmp_path / 'run'}", "run.steps=5")
+    (tmp_path / "text").write_text("one two three " * 200)
+    trained(tmp_path / "run", *options, "run.resume=auto", "run.steps=5")
+    (tmp_path / "text").write_text("four five six " * 200)
+    trained(tmp_path / "run", *options, f"run.resume={tmp_path / 'run'}", "run.steps=6")
     assert "the text differs from the saved run's" in capsys.readouterr().out
 
 

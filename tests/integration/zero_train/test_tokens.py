@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from zero_train import conversations, data, tokens
 from zero_train.app import main
 from zero_train.config import compose
+from zero_train.errors import ConfigError
 
 LINES = [f"line {i} says größer things about {i * i}, and then no more" for i in range(400)]
 USUAL = ["recipe=tiny", "precision=fp32", "run.steps=6", "offload=host", "run.plots=false", "optim.lr=1e-2"]
@@ -125,6 +126,16 @@ def test_a_run_learns_resumes_exports_and_is_asked(tmp_path, reader, capsys):
     assert went_on == pytest.approx(losses[-1], abs=0.5) and went_on < losses[0] - 0.3
     (folder / "0.txt").write_text("something else\n" * 9)
     assert main([*words, f"run.dir={tmp_path / 'run'}", "run.resume=auto", "run.steps=7"]) == 2
+
+
+def test_tokens_that_find_no_room_go_to_the_folder_that_is_named(tmp_path, reader, monkeypatch):
+    words = [f"data.path={text(tmp_path)}", f"data.tokenizer={reader}", "data.sequence_length=16"]
+    (tmp_path / "full").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
+    with pytest.raises(ConfigError, match="make room, or name a folder with more by XDG_CACHE_HOME"):
+        corpus(words)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert corpus(words).unit == "token"
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,9 @@ def test_fractions_fp16_and_what_stays_on_the_device(tmp_path):
         ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "amsgrad"),
         ({"scheduler": {"type": "StepLR", "params": {"step_size": 1}}}, "scheduler.type"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 1}}, "zero_optimization.mics_shard_size"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": "many"}}, "zero_optimization.mics_shard_size"),
+        ({"gradient_cliping": "auto"}, "gradient_cliping"),
     ],
 )
 def test_what_cannot_be_followed_ends_with_2_after_the_table(tmp_path, capsys, file, key):

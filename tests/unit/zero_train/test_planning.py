@@ -1,5 +1,6 @@
 """The plan: machine's facts filled in, tiers too small refused, and the text that is printed."""
 
+import dataclasses
 import re
 
 import pytest
@@ -9,6 +10,7 @@ pytest.importorskip("zero_offload")
 
 import zero_core
 import zero_offload
+from zero_offload.arena import Arena
 from zero_train import checks, config, models, planning, unused_keys
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
@@ -86,6 +88,18 @@ def test_what_a_plan_that_does_not_fit_names_are_keys_that_help(monkeypatch, giv
         assert error.__cause__.missing_bytes < caught.value.__cause__.missing_bytes
 
 
+@pytest.mark.parametrize("way", ["offload.parameters=nvme", "offload.optimizer=nvme", "zero.stage=3", "model.layers=2"])
+def test_an_arena_that_cannot_be_mapped_is_smaller_where_an_error_says(way):
+    ranks = Ranks(0, 2, 0, 2)
+    given = ("offload=host", "zero.stage=0", "hardware.host_gib=20", "hardware.nvme_gib=100")
+    composed, plan = planned(*given, ranks=ranks)
+    with pytest.raises(MemoryError, match="cannot be mapped") as raised:
+        Arena(1 << 50)
+    text = planning.refusal(raised.value, composed)
+    assert text.endswith("change offload.parameters, offload.optimizer, zero.stage or the model's size")
+    assert planned(*given, way, ranks=ranks)[1].total("host") < plan.total("host")
+
+
 def test_arguments_of_siblings_are_told_as_keys():
     def told(text, *overrides):
         return planning.keyed(text, config.compose(["recipe=tiny", "precision=bf16", "run.dir=runs/x", *overrides]))
@@ -93,6 +107,7 @@ def test_arguments_of_siblings_are_told_as_keys():
     assert told('optimizer="nvme", or no_sync=False', "offload=host") == "offload.optimizer=nvme, or zero.no_sync=false"
     assert told('lower it with optimizer="host" and gradients="host"', "offload=none") == "lower it with offload=host"
     assert told('activations="nvme"', "offload=none") == "offload.activations=nvme with offload=host"
+    assert told("or smaller units (TiledLinear)") == "or a model of smaller layers"
     assert told("slots=3 and resident_bytes=0", "offload=host") == "offload.slots=3 and zero.resident_bytes=0"
     assert told("no_sync=False", "task=sft", "model.path=x") == "zero.stage=2"
     assert told("a.rows=3 /rows=3 width=3", "offload=host") == "a.rows=3 /rows=3 width=3"
@@ -180,7 +195,11 @@ def test_checkpoints_and_slab_need_room_on_the_disk_of_the_run_folder(overrides,
         with pytest.raises(ConfigError, match=rf"room for .* but {files} more checkpoints of 1\.4. GB each") as caught:
             planning.room_for_files(plan, composed, Ranks(), done, there)
         assert ("of the slab" in str(caught.value)) == (tier == "nvme")
-        assert ("keep fewer with" in str(caught.value)) == ("keep_checkpoints=1" not in overrides)
+        assert ("keep fewer with run.keep_checkpoints=1" in str(caught.value)) == (files == 3)  # else it frees nothing
+        ways = [{"checkpoint_every": 0}, *([{"keep_checkpoints": 1}] if files == 3 else [])]
+        for way in ways:
+            run = dataclasses.replace(composed.run, **way)
+            planning.room_for_files(plan, dataclasses.replace(composed, run=run), Ranks(), done, there)
 
 
 def test_rows_are_planned_and_printed():

@@ -81,6 +81,86 @@ def test_keys_that_are_used_pass(words):
     assert jobs(words)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "advice", "ways"),
+    [
+        (
+            "model=hf model.layers=7",
+            "leave model.layers out, or choose model=llama, gpt2 or moe (model=hf takes its sizes from its folder)",
+            ["model=hf", "model=llama model.layers=7", "model=gpt2 model.layers=7", "model=moe model.layers=7"],
+        ),
+        ("adapter=lora", "choose task=sft or task=dpo", ["adapter=lora task=sft", "adapter=lora task=dpo"]),
+        (
+            "offload=none offload.optimizer=nvme",
+            "choose offload=host or nvme, whose placements these keys change",
+            ["offload=host offload.optimizer=nvme", "offload=nvme offload.optimizer=nvme"],
+        ),
+        (
+            "offload=host tier=compressed",
+            "place something there, for instance with offload=host offload.optimizer=NAME",
+            ["tier=compressed offload=host offload.optimizer=compressed"],
+        ),
+        (
+            "offload=none precision.states=fp32",
+            "choose offload=host, nvme or auto",
+            [f"offload={place} precision.states=fp32" for place in ("host", "nvme", "auto")],
+        ),
+        (
+            "offload=host offload.nvme_paths=[/x]",
+            "choose offload=nvme or auto",
+            ["offload=nvme offload.nvme_paths=[/x]", "offload=auto offload.nvme_paths=[/x]"],
+        ),
+        (
+            "optim.lr=1e-2 optim.base_lr=1e-3",
+            "leave optim.lr out, which base_lr decides if it is not given",
+            ["optim.base_lr=1e-3", "optim.lr=1e-2"],
+        ),
+        (
+            "optim.final_fraction=0.5 optim.schedule={type:WarmupLR}",
+            "leave optim.schedule out",
+            ["optim.final_fraction=0.5"],
+        ),
+        (
+            "optim.lr=1e-2 optim.schedule={type:WarmupLR,params:{warmup_max_lr:1e-3}}",
+            "give the schedule this rate, such as params: {warmup_max_lr: …}",
+            ["optim.lr=1e-2 optim.schedule={type:WarmupLR,params:{warmup_max_lr:1e-2}}"],
+        ),
+        (
+            "optim.base_lr=1e-2 optim.schedule={type:WarmupDecayLR,params:{total_num_steps:9}}",
+            "give the schedule this rate",
+            ["optim.base_lr=1e-2 optim.schedule={type:WarmupDecayLR,params:{total_num_steps:9,warmup_max_lr:1e-2}}"],
+        ),
+        (
+            "optim.warmup_steps=5 optim.schedule={type:WarmupLR}",
+            "give the schedule these steps, such as params: {warmup_num_steps: …}",
+            ["optim.warmup_steps=5 optim.schedule={type:WarmupLR,params:{warmup_num_steps:5}}"],
+        ),
+        (
+            "run.keep_checkpoints=5",
+            "set run.checkpoint_every to a number of steps",
+            ["run.keep_checkpoints=5 run.checkpoint_every=3"],
+        ),
+        (
+            "run.evaluate_every=0 run.evaluate_batches=5",
+            "set run.evaluate_every to a number of steps",
+            ["run.evaluate_every=3 run.evaluate_batches=5"],
+        ),
+        (
+            "run.sample_bytes=0 run.sample_prompt=a",
+            "set run.sample_bytes to a length",
+            ["run.sample_bytes=9 run.sample_prompt=a"],
+        ),
+        ("optim.momentum=0.8", "choose optim=sgd", ["optim=sgd optim.momentum=0.8"]),
+    ],
+)
+def test_the_way_out_that_is_named_uses_the_key(wrong, advice, ways):
+    with pytest.raises(ConfigError) as caught:
+        jobs(wrong)
+    assert advice in str(caught.value)
+    for way in ways:
+        assert jobs(way)
+
+
 def test_a_sweep_may_carry_keys_for_one_of_its_jobs():
     assert len(jobs("model=llama,moe model.experts=4,8", sweep=True)) == 4
     with pytest.raises(ConfigError, match=r"model\.experts .* model=gpt2 or model=llama"):

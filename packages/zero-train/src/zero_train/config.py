@@ -128,7 +128,7 @@ def keys_of(words: Sequence[str]) -> list[str]:
 
 def to_config(composed: DictConfig) -> Config:
     """Returns the dataclasses behind what Hydra composed. Raises ConfigError for keys at `???` or unknown ones."""
-    if missing := sorted(OmegaConf.missing_keys(composed)):
+    if missing := sorted(_missing(OmegaConf.to_container(composed, resolve=False))):
         raise ConfigError(f"{missing[0]} has no value; give one with {missing[0]}=…")
     values = cast(dict[str, Any], OmegaConf.to_container(composed))
     try:  # a `+` on the command line adds keys that no dataclass has, which the merge refuses
@@ -140,6 +140,15 @@ def to_config(composed: DictConfig) -> Config:
             "run.resume=auto looks into run.dir, and the default run.dir is new each time; name a folder with run.dir=…"
         )
     return config
+
+
+def _missing(value: Any, name: str = "") -> Iterator[str]:
+    """Yields the keys at `???`, and not those whose values follow from one."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _missing(item, f"{name}.{key}" if name else str(key))
+    elif value == "???" or (isinstance(value, list) and "???" in value):
+        yield name
 
 
 def save(config: Config, path: Path) -> None:

@@ -151,7 +151,7 @@ def _converted(
     except OSError as error:
         raise ConfigError(
             f"{key}={given}: cannot write the converted rows to {cache}: {error.strerror or error}; they need about as "
-            "much room as the file: make some, or use a folder with more"
+            "much room as the file: make some, or name a folder with more by XDG_CACHE_HOME"
         ) from error
 
 

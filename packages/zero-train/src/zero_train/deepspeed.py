@@ -16,6 +16,8 @@ WORD = "deepspeed"
 _FORMATS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "Lion": "lion", "Adagrad": "adagrad", "SGD": "sgd"}
 _ZERO = "zero_optimization."
+_AUTO = 'nothing resolves "auto"'  # in zero-hf, and here the run's own keys do
+_RANKS = ("say the ranks with world_size=", "start as many ranks with torchrun")
 _PLACES = {
     "parameters": (f"{_ZERO}offload_param.device", f"{_ZERO}offload_param.max_in_cpu", f"{_ZERO}cpu_offload_param"),
     "optimizer": (f"{_ZERO}offload_optimizer.device", f"{_ZERO}offload_optimizer.ratio", f"{_ZERO}cpu_offload"),
@@ -68,9 +70,10 @@ class _Words:
 
     def __init__(self, found: Any, given: Collection[str]) -> None:
         self.found, self.given, self.words = found, given, list[str]()
-        self.rows = {row.key: row for row in found.rows}
-        for row in found.rows:
-            if row.value == "auto" and row.kind != "needless":
+        told = [dataclasses.replace(row, remark=row.remark.replace(*_RANKS)) for row in found.rows]
+        self.rows = {row.key: row for row in told}
+        for row in told:
+            if row.value == "auto" and (row.kind == "mapped" or _AUTO in row.remark):
                 self._say(row.key, "the run's own", kind="mapped")
         self._zero()
         self._offload()
@@ -86,8 +89,9 @@ class _Words:
             self._set("zero.prefetch_bytes", zero.prefetch_bytes, f"{_ZERO}stage3_prefetch_bucket_size", only=True)
             for key in ("stage3_max_live_parameters", "stage3_max_reuse_distance"):
                 self._set("zero.resident_bytes", zero.resident_bytes, f"{_ZERO}{key}", only=True)
-        if self.found.shard_size is not None:
-            self._refuse(f"{_ZERO}mics_shard_size", "zero-train shards over all ranks: leave it out")
+        groups = self.rows.get(f"{_ZERO}mics_shard_size")
+        if groups is not None and groups.value not in (-1, None, "auto"):
+            self._refuse(groups.key, "zero-train shards over all ranks: leave it out")
 
     def _offload(self) -> None:
         zero = self.found.zero

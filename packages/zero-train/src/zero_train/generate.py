@@ -148,7 +148,7 @@ def _exported(folder: Path) -> Path:
     if not any((weights / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ConfigError(
             f"run.dir={folder} has no exported model, as the run did not end or had run.export=false; repeat its "
-            "command with run.export=true, and with run.resume=auto if it left checkpoints"
+            f"command with run.dir={folder} run.export=true run.resume=auto, which begins anew if it left no checkpoint"
         )
     return weights
 

@@ -159,6 +159,7 @@ def keyed(text: str, config: Config) -> str:
 
     if config.task.kind != "pretrain":  # the Trainer decides when to reduce
         text = text.replace("no_sync=False", "stage=2")
+    text = text.replace("smaller units (TiledLinear)", "a model of smaller layers")
     text = text.replace("tokens a micro-batch", "tokens a micro-batch (run.micro_batch, data.sequence_length)")
     text = re.sub(r"""(?<![\w./-])(?P<name>[a-z_]+)=(?P<value>"\w+"|'\w+'|\w*)""", key, text)
     return re.sub(r"(\boffload=\w+)(?: and \1)+\b", r"\1", text)  # one key places all kinds
@@ -265,7 +266,11 @@ def room_for_files(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: 
         ConfigError: the disk has less room. It names the figures and the keys to change.
     """
     folder, keep = Path(config.run.dir), config.run.keep_checkpoints
-    new = max(0, min(there + _checkpoints(config, done), max(there, keep) + 1) - there)
+
+    def more(kept: int) -> int:
+        return max(0, min(there + _checkpoints(config, done), max(there, kept) + 1) - there)
+
+    new = more(keep)
     if not new:
         return
     each, free = each_checkpoint_bytes(plan, config, ranks), checks.free_bytes(folder)
@@ -276,7 +281,7 @@ def room_for_files(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: 
         slab += plan.total("nvme") * beside // len(paths)
     if new * each + slab > free:
         also = f", beside {bytes_shown(slab)} of the slab" if slab else ""
-        fewer = "keep fewer with run.keep_checkpoints=1, " if keep > 1 else ""
+        fewer = "keep fewer with run.keep_checkpoints=1, " if more(1) * each + slab <= free else ""
         raise ConfigError(
             f"run.dir={folder} has room for {bytes_shown(free)}, but {new} more checkpoints of {bytes_shown(each)} "
             f"each lie there at a time (run.keep_checkpoints={keep}, and a new one before an old one is deleted)"

@@ -60,7 +60,7 @@ def load(config: Config, tokenizer: Any, folder: Path, say: Callable[[str], None
     except OSError as error:
         raise ConfigError(
             f"{name}: cannot write its tokens to {cache}: {error.strerror or error}; they need 4 bytes each: make "
-            "room, or use a folder with more"
+            "room, or name a folder with more by XDG_CACHE_HOME"
         ) from error
     training, validation = (_mapped(made / part, count) for part, count in zip(_PARTS, counts, strict=True))
     end = "" if tokenizer.eos_token_id is not None else "; the tokenizer has no end of text, so documents are joined"
