@@ -1,38 +1,20 @@
-"""What errors of building, sharding and loading a model advise: each test makes the mistake, follows the advice, and
-that works.
-"""
+"""What errors of building and sharding a model advise: each test does what one says, and that works."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zero_core
 from tests.integration.zero_core import test_parts as parts
+from tests.integration.zero_core.following import same, sgd, trains
 from tests.unit.test_followed_advice import adamw, advised, model, step
 from zero_core import checkpoint
-
-
-def sgd(net):
-    return torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
-
-
-def trains(net, optimizer=None, width=4, **options):
-    """One step changes the first trained parameter."""
-    optimizer = zero_core.shard(net, optimizer or sgd(net), **options)
-    name, parameter = next((n, p) for n, p in net.named_parameters() if p.requires_grad)
-    before = parameter.detach().clone()
-    step(net, optimizer, width)
-    assert not torch.equal(net.get_parameter(name).detach(), before)
-    return optimizer
 
 
 def deferred(build=model):
@@ -342,6 +324,30 @@ def test_a_class_of_parameters_that_cannot_be_cut_is_converted():
     trains(net)
 
 
+class Half(nn.Module):
+    """Two layers, of which the second one has three rows of the first one's weight."""
+
+    def __init__(self, indexed):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.bias, self.rows = nn.Linear(4, 4), nn.Parameter(torch.ones(3)), None
+        if not indexed:
+            self.rows = nn.Parameter(self.a.weight.data[1:])
+
+    def forward(self, x):
+        return nn.functional.linear(self.a(x), self.a.weight[1:] if self.rows is None else self.rows, self.bias)
+
+
+def test_one_of_two_parameters_is_kept_and_indexed_in_the_forward():
+    net, plain, ours = Half(False), Half(True), Half(True)
+    with advised("To train one tied weight, keep one, and index it in forward(), before you build the optimizer"):
+        zero_core.shard(net, sgd(net))
+    optimizers = sgd(plain), zero_core.shard(ours, sgd(ours))
+    for each, optimizer in zip((plain, ours), optimizers, strict=True):
+        step(each, optimizer)
+    same(ours, plain)
+
+
 # ---- shard -----------------------------------------------------------------------------------------------------------
 
 
@@ -429,170 +435,6 @@ def test_a_device_that_is_not_there_is_left_out():
     with advised("leave device out to compute on the CPU"):
         zero_core.shard(net, sgd(net), device=missing)
     trains(net)
-
-
-# ---- checkpoints and pretrained weights ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """A folder with a model and its optimizer after a step, and a copy of it."""
-    net = model()
-    optimizer = trains(net, adamw(net))
-    checkpoint.save(tmp_path / "saved", net, optimizer)
-    shutil.copytree(tmp_path / "saved", tmp_path / "copy")
-    return tmp_path / "saved"
-
-
-def loads(folder, net=None, optimizer=None, **options):
-    net = net or model()
-    if optimizer is not False:
-        optimizer = zero_core.shard(net, optimizer or adamw(net))
-    else:
-        zero_core.shard(net, adamw(net))
-    return checkpoint.load(folder, net, optimizer or None, **options)
-
-
-def test_a_checkpoint_without_a_scheduler_is_loaded_without_one(saved):
-    net = model()
-    optimizer = zero_core.shard(net, adamw(net))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with advised("load it with scheduler=None"):
-        checkpoint.load(saved, net, optimizer, scheduler=scheduler)
-    assert checkpoint.load(saved, net, optimizer, scheduler=None).step == 1
-
-
-def test_a_model_is_sharded_before_it_loads_or_read_by_torch(saved):
-    net = model()
-    with advised("call zero_core.shard first (any stage), or use torch.distributed.checkpoint with its state dict"):
-        checkpoint.load(saved, net)
-    state = {"model": net.state_dict()}
-    dcp.load(state, checkpoint_id=saved, no_dist=True)
-    net.load_state_dict(state["model"])
-    for stage in range(4):
-        other = model()
-        zero_core.shard(other, adamw(other), stage=stage)
-        checkpoint.load(saved, other, other.__dict__["_zero_handle"].optimizer)
-        assert torch.equal(other[0].weight.detach(), net[0].weight)
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_a_file_that_is_lost_or_cut_is_copied_anew(saved, cut):
-    (path,) = saved.glob("*.distcp")
-    if cut:
-        os.truncate(path, path.stat().st_size - 1)
-    else:
-        path.unlink()
-    with advised("copy it anew", "is cut short" if cut else "is not there"):
-        loads(saved)
-    shutil.copyfile(saved.parent / "copy" / path.name, path)
-    assert loads(saved).step == 1
-
-
-def test_a_folder_with_other_keys_is_loaded_by_them(tmp_path):
-    net = model()
-    optimizer = trains(net, adamw(net))
-    states = optimizer.full_state_dict()
-    named = {
-        f"opt.state.{n}.{k}": v
-        for n, each in zip(dict(net.named_parameters()), states["state"].values(), strict=True)
-        for k, v in each.items()
-    }
-    weights = {f"net.{n}": v.detach().clone() for n, v in net.state_dict().items()}
-    dcp.save(weights | named, checkpoint_id=tmp_path, no_dist=True)
-    with advised("its names begin with net, opt: pass model_key= and optimizer_key="):
-        loads(tmp_path)
-    loads(tmp_path, model_key="net", optimizer_key="opt")
-
-
-def test_weights_that_were_saved_alone_are_loaded_alone(tmp_path):
-    net = model()
-    zero_core.shard(net, adamw(net))
-    checkpoint.save(tmp_path, net)
-    with advised("it was saved without its optimizer; load it without one"):
-        loads(tmp_path)
-    loads(tmp_path, optimizer=False)
-
-
-def test_groups_are_those_that_were_saved(tmp_path):
-    def grouped(net):
-        return torch.optim.AdamW([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.5}])
-
-    net = model()
-    optimizer = trains(net, grouped(net))
-    checkpoint.save(tmp_path, net, optimizer)
-    with advised("build the optimizer with the groups it was saved with"):
-        loads(tmp_path)
-    net = model()
-    assert loads(tmp_path, net, grouped(net)).step == 1
-
-
-def test_names_that_differ_are_renamed_or_left_out(tmp_path):
-    from safetensors.torch import save_file
-
-    file = tmp_path / "model.safetensors"
-    save_file({f"old.{n}": v + 1 for n, v in model().state_dict().items()}, file)
-    net = model()
-    with advised("pass rename= where names differ, or strict=False to go on without"):
-        zero_core.load_pretrained(net, tmp_path)
-    zero_core.load_pretrained(net, tmp_path, strict=False)
-    assert torch.equal(net[0].weight, model()[0].weight)
-    zero_core.load_pretrained(net, tmp_path, rename=lambda name: f"old.{name}")
-    assert torch.equal(net[0].weight, model()[0].weight + 1)
-
-
-def test_a_safetensors_file_that_is_cut_is_fetched_again(tmp_path):
-    net = model()
-    zero_core.shard(net)
-    zero_core.save_pretrained(net, tmp_path)
-    (file,) = tmp_path.glob("*.safetensors")
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-4])
-    with advised("is cut short", "fetch it again"):
-        zero_core.load_pretrained(model(), tmp_path)
-    file.write_bytes(whole)
-    zero_core.load_pretrained(model(), tmp_path)
-
-
-def test_a_folder_of_pickles_is_saved_again_by_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    net = transformers.GPT2Model(transformers.GPT2Config(vocab_size=7, n_positions=4, n_embd=4, n_layer=1, n_head=1))
-    torch.save(net.state_dict(), tmp_path / "pytorch_model.bin")
-    with advised("save_pretrained() of transformers writes them"):
-        zero_core.load_pretrained(net, tmp_path)
-    net.save_pretrained(tmp_path)
-    zero_core.load_pretrained(net, tmp_path)
-
-
-def test_a_disk_without_room_gets_it_or_another_folder_is_named(tmp_path, monkeypatch):
-    net, folder = model(), tmp_path / "full"
-    zero_core.shard(net)
-    real, full = os.pwrite, [True]
-
-    def pwrite(fd, *args):
-        if full and str(folder) in os.readlink(f"/proc/self/fd/{fd}"):
-            raise OSError(28, "No space left on device")
-        return real(fd, *args)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    with advised("What was there before is as it was: make room, or name another folder"):
-        zero_core.save_pretrained(net, folder)
-    zero_core.save_pretrained(net, tmp_path / "other")
-    full.clear()
-    zero_core.save_pretrained(net, folder)
-    for each in (folder, tmp_path / "other"):
-        zero_core.load_pretrained(model(), each)
-
-
-def test_two_sharded_models_are_saved_apart(tmp_path):
-    net = nn.Sequential(model(), model())
-    for each in net:
-        zero_core.shard(each)
-    with advised("has parameters of 2 sharded models: save each apart"):
-        zero_core.save_pretrained(net, tmp_path)
-    for k, each in enumerate(net):
-        zero_core.save_pretrained(each, tmp_path / str(k))
-        zero_core.load_pretrained(model(), tmp_path / str(k))
 
 
 def test_an_optimizer_that_memory_does_not_know_is_given_as_a_number_or_a_name():

@@ -323,6 +323,7 @@ def test_names_and_shapes_are_checked():
     toys.loss_of(model, toys.data(0, 0)).backward()
     with pytest.raises(ZeroError, match=r"'step'\) of head.bias: the optimizer keeps master, exp_avg, exp_avg_sq"):
         full_state(model.head.bias, "step")
+    assert [steps for unit in zero_core.units(model) for steps in unit.steps] == [0] * len(list(model.parameters()))
     with pytest.raises(ZeroError, match=r"values of shape \(1,\) for head.bias of shape \(3,\): give"):
         set_full_gradient(model.head.bias, torch.zeros(1))
     with pytest.raises(ZeroError, match=r"complex64 values of shape \(3,\) for head.bias"):

@@ -1,0 +1,46 @@
+"""What the tests of followed advice share: a model that is sharded, and where a call is made."""
+
+from __future__ import annotations
+
+import torch
+
+import zero_core
+from tests.unit.test_followed_advice import adamw, backward, model, step
+
+X = torch.ones(2, 4)
+
+
+def sgd(net):
+    return torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+
+
+def sharded(make=adamw, **options):
+    net = model()
+    return net, zero_core.shard(net, make(net), **options)
+
+
+def same(net, other):
+    ours, theirs = net.state_dict(), other.state_dict()
+    assert all(torch.allclose(value, theirs[name], atol=1e-6) for name, value in ours.items())
+
+
+def trains(net, optimizer=None, width=4, **options):
+    """One step changes the first trained parameter."""
+    optimizer = zero_core.shard(net, optimizer or sgd(net), **options)
+    name, parameter = next((n, p) for n, p in net.named_parameters() if p.requires_grad)
+    before = parameter.detach().clone()
+    step(net, optimizer, width)
+    assert not torch.equal(net.get_parameter(name).detach(), before)
+    return optimizer
+
+
+def inside(net, call, where):
+    """Call it in a forward or in a backward."""
+    if where == "forward":
+        hook = net[0].register_forward_hook(lambda *_: call())
+    else:
+        hook = net[0].weight.register_hook(lambda _: call())
+    try:
+        backward(net)
+    finally:
+        hook.remove()
