@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import zero_core
+import zero_offload
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim import options as options_module
 from zero_core.optim.device_store import DeviceStore
@@ -81,6 +82,17 @@ def test_a_change_that_torch_cannot_make_is_refused_before_the_step(kind, change
     optimizer.step()
     assert optimizer.step_count == 3
     assert not torch.equal(weight_of(model), before_it)
+
+
+def test_of_a_scheduler_that_brings_a_momentum_only_the_momentum_is_named():
+    """OneCycleLR also notes initial_lr, max_momentum and more in the group, which no optimizer reads."""
+    model, optimizer = make("SGD")
+    optimizer = zero_core.shard(model, optimizer, store=zero_offload.TieredStore())
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=8)
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"^param group 0 changed momentum from 0 to 0\.95 during the run"
+    ):
+        train(model, optimizer, {}, steps=1)
 
 
 def test_a_switch_that_makes_an_optimizer_look_at_whole_parameters_is_refused():

@@ -87,8 +87,9 @@ def _switch(value: Any) -> Any:
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], number: int) -> str:
-    changed = [k for k, v in after.items() if k not in before or _switch(before[k]) != _switch(v)]
-    told = (f"{k} from {_shown(before.get(k))} to {_shown(after[k])}" for k in changed if k != "lr")
+    changed = [k for k, v in after.items() if k in before and k != "lr" and _switch(before[k]) != _switch(v)]
+    changed = changed or [k for k in after if k not in before]  # else a scheduler's notes, such as initial_lr
+    told = (f"{k} from {_shown(before.get(k))} to {_shown(after[k])}" for k in changed)
     return f"param group {number} changed {', '.join(told)} during the run"
 
 
