@@ -124,6 +124,46 @@ def test_ctrl_c_at_the_end_of_a_block_leaves_the_modes_of_autograd_as_they_were(
     optimizer.close()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_follows_ctrl_c_in_an_encoder_that_is_evaluated_is_as_if_it_had_not_begun(stage):
+    """Fails if a unit whose gather was interrupted is taken for one that has memory, or stays in use."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(1)
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        return nn.Sequential(nn.TransformerEncoder(layer, 1), nn.Linear(4, 2)).eval()
+
+    plain, model = made(), made()
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return model[0](x)  # the encoder alone is no unit: its hooks hold those inside of it
+
+    with torch.no_grad():
+        wanted, whole = plain[0](x), plain(x)
+    run()
+    inside, stopped = [], []
+    for k, line in enumerate(lines_of(run)):
+        if "fast_paths.py" in line or (inside[-1:] == [k - 1] and "hooks.py" not in line):
+            inside.append(k)
+    for k in inside[::5]:
+        try:
+            with interrupted(k):
+                run()
+        except KeyboardInterrupt as error:  # elsewhere than before, if less has to be gathered
+            stopped.append(str(error))
+        assert torch.allclose(run(), wanted, atol=1e-6), stopped
+        if "calls.py" not in stopped[-1]:  # between two hooks, the units of the encoder stay in use until a step
+            assert not any(unit.users for unit in zero_core.units(model)), stopped
+        with torch.no_grad():
+            assert torch.allclose(model(x), whole, atol=1e-6), stopped
+        zero_core.handle(model).settle()
+    assert len(stopped) > 10
+    optimizer.close()
+
+
 @pytest.mark.parametrize(("store", "stage"), [("device", 0), ("device", 3), ("nvme", 3)])
 def test_after_ctrl_c_in_a_step_it_was_made_or_was_not_or_everything_refuses(store, stage):
     plain, stock = built()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .attaching import Node
+from .calls import Calls, mended
 from .outputs import not_traced, outside_transforms, tensors_of
 from .unit import Unit
 from .uses import Uses
@@ -23,8 +24,8 @@ __all__ = ["FastPaths"]
 class FastPaths:
     """Of one sharded model. in_pass: whether a forward of it is under way."""
 
-    def __init__(self, units: Sequence[Unit], uses: Uses, in_pass: Callable[[], bool]) -> None:
-        self._units, self._uses, self._in_pass = units, uses, in_pass
+    def __init__(self, units: Sequence[Unit], uses: Uses, calls: Calls, in_pass: Callable[[], bool]) -> None:
+        self._units, self._uses, self.calls, self._in_pass = units, uses, calls, in_pass
         self._holding: list[nn.Module] = []
 
     def attach(self, model: nn.Module, nodes: Sequence[Node]) -> Iterator[Any]:
@@ -34,6 +35,7 @@ class FastPaths:
             yield module.register_forward_pre_hook(before, with_kwargs=True)
             yield module.register_forward_hook(after, always_call=True)
 
+    @mended
     @outside_transforms
     def _hold(self, units: Sequence[int], module: nn.Module, args: Any, kwargs: Any) -> None:
         """Where there will be a graph the module takes no fast path, and what it uses has to be noted as used from
@@ -48,13 +50,14 @@ class FastPaths:
             self._uses.bring(self._units[u])
             self._units[u].enter()
 
+    @mended
     def _release(self, units: Sequence[int], module: nn.Module, args: Any, output: Any) -> None:
         if self._holding and self._holding[-1] is module:
             self._holding.pop()
             self._uses.release(units)
 
     def forget(self) -> None:
-        """The forward failed, and nothing is held any more."""
+        """The forward failed or was interrupted, and nothing is held any more."""
         self._holding.clear()
 
 

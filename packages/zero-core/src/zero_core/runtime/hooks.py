@@ -81,14 +81,14 @@ class Engine:
         self._pass: Pass | None = None
         self._live: list[Pass] = []  # passes with a graph, for recomputations that no output hook announced
         self._backward: _Backward | None = None
-        self._fast_paths = FastPaths(units, self.uses, in_pass=lambda: bool(self._stack))
+        self.calls = Calls(name)
+        self._fast_paths = FastPaths(units, self.uses, self.calls, in_pass=lambda: bool(self._stack))
         self._inside = Recomputations(units, self.uses, self.reducer)
         self.writes = self.uses.writes
         self.factors = Factors()
         self.exchange = Exchange(units, context, self.reducer, self.writes)
         self.gathered = 0  # how many `gathered` blocks are open
         self.plans: dict[int, list[int]] = {}  # `rounds` learns them
-        self.calls = Calls(name)
         self.copies = Copies(units, self.uses, self.calls)
         self._attachment = Attachment(model, units, optimized)
 
@@ -406,6 +406,7 @@ class Engine:
                 f"{self.ranks.size}, where {others}: end all processes, and resume from the last checkpoint"
             )
         self._stack.clear()
+        self._fast_paths.forget()
         self._leave_pass()
         self._backward = None
         self.calls.end("backward")
