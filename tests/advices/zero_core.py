@@ -279,11 +279,4 @@ EXEMPT: dict[str, str] = {
     "faulty, restore a checkpoint": "a drive that returns wrong bytes is replaced, not configured",
 }
 
-NOT_FOLLOWED: dict[str, int] = {
-    "zero_core/building/overlaps.py": 2,
-    "zero_core/full_values.py": 1,
-    "zero_core/runtime/held.py": 1,
-    "zero_core/runtime/parameter.py": 1,
-    "zero_core/runtime/place.py": 2,
-    "zero_core/sleeping.py": 1,
-}
+NOT_FOLLOWED: dict[str, int] = {}
