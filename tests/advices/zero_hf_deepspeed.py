@@ -7,6 +7,7 @@ FILES = "integration/zero_hf/test_deepspeed_files_advice.py::"
 
 FOLLOWED: dict[str, str] = {
     # ---- the keys of the JSON
+    "call gc.disable() in the script": JSON + "test_garbage_is_collected_by_the_script_or_not_at_all",
     "DeepSpeed has removed it, too: leave it out": JSON + "test_the_keys_that_a_refusal_names_are_left_out",
     "all ranks are data parallel; leave it out": JSON + "test_the_keys_that_a_refusal_names_are_left_out",
     "parameters are sharded instead: leave it out": JSON + "test_the_keys_that_a_refusal_names_are_left_out",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import re
 import sys
@@ -79,6 +80,18 @@ def advised(part, config, **given):
     """The file is refused for one thing, by a message with this part."""
     [row] = translate(merged(BASE, config), **given).refused
     assert part in row.remark, row.remark
+
+
+def test_garbage_is_collected_by_the_script_or_not_at_all():
+    config = {"disable_python_gc": True}
+    [row] = [row for row in translate(merged(BASE, config)).rows if "disable_python_gc" in str(row)]
+    assert "call gc.disable() in the script" in row.remark
+    gc.disable()
+    try:
+        trains(config)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 # What each refused key is given, of those whose way out is to leave it out.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import zero_core
 import zero_hf
@@ -133,6 +134,60 @@ def test_one_of_two_optimizers_is_left_out(left, tmp_path):
     made, logs = train(Sharded, tmp_path, max_steps=2, **chosen)
     assert len(logs.losses) == 2
     made.end()
+
+
+def _later(**given):
+    """TrainingArguments with what is set after they are built: some would look for devices or packages then."""
+
+    def arguments(*args, **options):
+        made = TrainingArguments(*args, **options)
+        for name, value in given.items():
+            setattr(made, name, value)
+        return made
+
+    return arguments
+
+
+def test_a_file_of_deepspeed_is_given_to_arguments_that_follow_it_or_zero_is(tmp_path, stock):
+    config = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}
+    with advised(
+        "write TrainingArguments = zero_hf.sharded(TrainingArguments), and the JSON is followed here; or zero="
+    ):
+        trainer(Sharded, tmp_path, arguments_class=_later(deepspeed=config))
+    assert trains(tmp_path, stock, arguments_class=Arguments, deepspeed=config).zero_config.stage == 2
+    assert trains(tmp_path, stock, zero={"stage": 2}).zero_config.stage == 2
+
+
+def test_bf16_takes_the_place_of_fp8(tmp_path, stock):
+    with advised("mixed_precision=fp8 does not go with zero_hf.sharded: use bf16=True"):
+        trainer(Sharded, tmp_path, arguments_class=_later(mixed_precision="fp8"))
+    trains(tmp_path, stock, bf16=True, rel=1e-2)
+
+
+class _Spread(LlamaForCausalLM):
+    """As transformers leaves a model that it has loaded over two devices."""
+
+    hf_device_map: ClassVar[dict] = {"model": 0, "lm_head": 1}
+
+
+class _Distributed(LlamaForCausalLM):
+    """As transformers leaves a model that it has sharded itself."""
+
+    is_distributed_loading_by_transformers = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        (_Spread, "load it without device_map"),
+        (_Distributed, "load it without distributed_config, zero= says which stage"),
+    ],
+)
+def test_a_model_is_loaded_without_what_distributes_it(kind, advice, tmp_path, stock):
+    llama().save_pretrained(tmp_path / "model")
+    with advised(advice):
+        trainer(Sharded, tmp_path, kind.from_pretrained(tmp_path / "model"))
+    trains(tmp_path, stock, model=LlamaForCausalLM.from_pretrained(tmp_path / "model"))
 
 
 def test_a_trainer_that_evaluates_first_has_a_dataset_or_trains_first(tmp_path, stock):
@@ -302,6 +357,29 @@ def test_a_save_that_was_cut_short_is_left_for_another(tmp_path):
         script.accelerator.load_state(str(tmp_path / "one"))
         assert len(script.train()) == 4
         script.accelerator.free_memory()
+
+
+def test_the_models_that_were_saved_are_prepared(tmp_path):
+    def prepared(count):
+        layers = [nn.Linear(2, 2) for _ in range(count)]
+        return acc.prepare(*layers, *map(sgd, layers))
+
+    with launched():
+        acc = accelerator({})
+        first, second, *_ = prepared(2)
+        wanted = [layer.weight.detach().clone() for layer in (first, second)]
+        acc.save_state(str(tmp_path / "state"))
+        acc.free_memory()
+        prepared(1)
+        with advised("prepare the same models in the same order as the run that saved it", error=CheckpointError):
+            acc.load_state(str(tmp_path / "state"))
+        acc.free_memory()
+        first, second, *_ = prepared(2)
+        acc.load_state(str(tmp_path / "state"))
+        assert [torch.equal(layer.weight, old) for layer, old in zip((first, second), wanted, strict=True)] == [
+            True
+        ] * 2
+        acc.free_memory()
 
 
 def test_states_of_stock_accelerate_are_saved_as_safetensors(tmp_path):
