@@ -1,4 +1,4 @@
-"""A device whose module registers no host memory trains over memory that torch pins, to the same bits."""
+"""Host memory that is registered in blocks, or that torch pins where nothing registers it: the same bits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 
 import zero_core
 from zero_offload import MemoryByteStore, TieredStore
+from zero_offload import device as vendors
 
 
 def trained(device: torch.device, placement: str, *, sleeps: bool = False) -> tuple[list[float], str]:
@@ -43,3 +44,14 @@ def test_memory_that_torch_pins_serves_as_well(
     found, told = trained(device, placement, sleeps=True)
     assert found == expected
     assert device.type == "cpu" or "torch pinned it" in told
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_memory_that_is_registered_in_blocks_serves_as_well(
+    device: torch.device, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a copy goes beyond its block, which the device refuses, or if a part of one is left out."""
+    expected, _ = trained(device, placement)
+    monkeypatch.setattr(vendors, "BLOCK_BYTES", 12 << 12)
+    found, _ = trained(device, placement, sleeps=True)
+    assert found == expected

@@ -18,7 +18,7 @@ compute stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Literal, Protocol
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .arena import Arena
-from .device import event, register, registers, unregister
+from .device import event, parts, register, registers, unregister
 from .errors import OffloadError
 from .host_budget import HostBudget
 
@@ -130,8 +130,20 @@ class DeviceStreams:
         # Also the device: leaving a stream sets the thread's former one, which for a thread made here is device 0's,
         # and setting that would give this process a context there.
         with self._module.device(self.device), self._module.stream(stream), torch.no_grad():
-            into.copy_(source, non_blocking=True)
+            for into_part, source_part in self._in_blocks(into, source):
+                into_part.copy_(source_part, non_blocking=True)
         return _Event(stream)
+
+    def _in_blocks(self, into: Tensor, source: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """The two, or parts of them whose host memory was registered in one piece."""
+        host = into if into.device.type == "cpu" else source
+        for memory in list(self._registered.values()):
+            if 0 <= host.data_ptr() - memory.data_ptr() < memory.nbytes:
+                cuts = list(parts(host, memory))
+                if len(cuts) > 1:
+                    into, source = into.view(-1), source.view(-1)
+                    return [(into[start:stop], source[start:stop]) for start, stop in cuts]
+        return [(into, source)]
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)

@@ -203,6 +203,15 @@ bool is_pinned(const void* pointer) {
   return it != m.blocks.end() && it->second.live;
 }
 
+bool pinned_in_one_piece(const void* pointer, size_t bytes) {
+  const auto begin = uintptr_t(pointer), end = begin + bytes;
+  Locked locked;
+  auto& m = memory(locked);
+  if (auto it = around(m.registered, begin); it != m.registered.end()) return end <= it->first + it->second.size;
+  auto it = around(m.blocks, begin);
+  return it != m.blocks.end() && end <= it->first + it->second.size;
+}
+
 bool touches_pinned(uintptr_t begin, uintptr_t end) {
   if (forked() || begin >= end || end <= g_lowest || begin >= g_highest) return false;
   std::vector<std::pair<uintptr_t, uintptr_t>> parts;

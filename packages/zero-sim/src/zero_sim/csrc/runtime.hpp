@@ -143,6 +143,7 @@ bool pinned_record(void*, StreamIndex);
 int host_register(void*, size_t bytes);  // 0, or the number cudaHostRegister would return
 int host_unregister(void*);
 bool is_pinned(const void*);
+bool pinned_in_one_piece(const void*, size_t bytes);  // all of it in one registered range, or in one pinned block
 bool touches_pinned(uintptr_t begin, uintptr_t end);
 
 // -- options ------------------------------------------------------------------------------------------------------

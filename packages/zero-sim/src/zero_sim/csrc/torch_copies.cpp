@@ -48,6 +48,9 @@ void across(const Tensor& into, const Tensor& from, bool non_blocking) {
   std::vector<Extent> extents;
   add_extents(up ? into : from, up, extents);
   if (is_pinned) {
+    TORCH_CHECK(pinned_in_one_piece(host.const_data_ptr(), host.nbytes()), "sim: a ", what, " of ", host.nbytes(),
+                " bytes begins in host memory that is registered and ends beyond the piece that was registered. CUDA "
+                "answers with an invalid argument. Cut the copy where a piece ends.");
     add_extents(host, !up, extents);
     Mirror seen(at::kCPU);
     // Over raw pointers: the copy in flight keeps pinned memory no more alive than the device's.
