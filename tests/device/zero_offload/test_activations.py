@@ -49,7 +49,7 @@ def test_a_buffer_is_free_after_the_copy_out_of_it(device: torch.device) -> None
     spill = HostSpill(streams)
     first, second = module.Stream(device), module.Stream(device)
     seen = []
-    for number, numel in enumerate([8000, 8000, 16000]):  # the same buffer, then a larger one in its place
+    for number, numel in enumerate([8000, 8000, 16000]):  # the same buffer, then another piece beside it
         with module.stream((first, second)[number % 2]):
             packed = spill.pack(torch.full((numel,), float(number), device=device), str(number))
             module._sleep(50_000_000)  # the copy up is still queued when the next one needs memory

@@ -229,6 +229,32 @@ def test_host_buffers_of_many_lengths_take_the_room_of_the_longest(lengths):
     spill.close()
 
 
+def test_host_memory_is_registered_once_also_where_batches_grow():
+    """Fails if a longer batch registers again what a shorter one had registered."""
+    asked = []
+
+    class Counting(SimulatedStreams):
+        def host(self, nbytes):
+            asked.append(nbytes)
+            return super().host(nbytes)
+
+        def give_back(self, memory):
+            raise AssertionError("given back while training goes on")
+
+    streams = Counting(torch.empty(0, dtype=torch.uint8), 0)
+    spill = HostSpill(streams)
+    for length in (1000, 1500, 1200, 4000):
+        packed = [spill.pack(torch.full((length,), float(k)), "unit") for k in range(3)]
+        for k in (2, 1, 0):
+            assert packed[k].load().eq(k).all()
+        del packed
+    assert sum(asked) == spill.host_bytes == 3 * 4 * 4000
+    Counting.give_back = SimulatedStreams.give_back
+    spill.close()
+    assert spill.host_bytes == 0
+    streams.close()
+
+
 class HeldStreams(SimulatedStreams):
     """Copies out are not made before `compute` has come to where they were queued."""
 

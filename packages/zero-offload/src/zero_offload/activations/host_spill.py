@@ -8,14 +8,15 @@ Owns the host buffers and the order of copies. How a tensor lies in memory is `s
     backward   load 2, begins 1 | load 1, begins 0 | ...
     swap_in    H2D 2 | H2D 1    | H2D 0
 A buffer is used again in the order of the lanes; nobody waits on the host. A tensor's buffer is free when the graph
-that wanted it dies; one that is too small for the next tensor makes room for a larger one.
+that wanted it dies. One that is too small for the next tensor gets another piece, because to register memory anew would
+stop the step. So a buffer is of one piece, and of more after longer batches.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +30,31 @@ __all__ = ["HostSpill"]
 
 
 @dataclass(eq=False)
+class _Buffer:
+    """Pieces of host memory (uint8), one after another."""
+
+    pieces: list[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.numel() for piece in self.pieces)
+
+    def beside(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The memory for values (uint8) that are no more than its bytes, and the values, part by part."""
+        start = 0
+        for piece in self.pieces:
+            part = values[start : start + piece.numel()]
+            if part.numel():
+                yield piece[: part.numel()], part
+            start += piece.numel()
+
+
+@dataclass(eq=False)
 class _OnHost(Aside):
     """`buffer`: begins with its values as bytes, complete after `copied`."""
 
     nbytes: int
-    buffer: Tensor
+    buffer: _Buffer
     copied: Mark
 
     def __del__(self) -> None:
@@ -47,10 +68,10 @@ class HostSpill(ApartSpill):
         """`owned`: the streams end with it."""
         super().__init__(streams)
         self._owned = owned
-        self._unused: list[tuple[Tensor, Mark]] = []
+        self._unused: list[tuple[_Buffer, Mark]] = []
         self._last: Callable[[], Any] = lambda: None
         self.host_bytes = 0
-        self.dropped: deque[tuple[Tensor, Mark, deque[Crossing]]] = deque()
+        self.dropped: deque[tuple[_Buffer, Mark, deque[Crossing]]] = deque()
 
     def pack(self, tensor: Tensor, what: str) -> Spilled:
         """Begin to copy the tensor; its memory may be used anew in stream order."""
@@ -58,7 +79,9 @@ class HostSpill(ApartSpill):
         form = Form.of(tensor)
         values = form.flatten(tensor)
         buffer, after = self._buffer(values.numel())
-        copied = self._streams.copy("swap_out", buffer[: values.numel()], values, (self._streams.mark(), *after))
+        copied = made = self._streams.mark()
+        for piece, part in buffer.beside(values):
+            copied = self._streams.copy("swap_out", piece, part, (made, *after))
         spilled = _OnHost(self, what, form, self._last, values.numel(), buffer, copied)
         self._last = weakref.ref(spilled)
         self._leave(spilled, Crossing(values, values._version, copied))
@@ -77,29 +100,33 @@ class HostSpill(ApartSpill):
         if self._owned:
             self._streams.close()
 
-    def _buffer(self, nbytes: int) -> tuple[Tensor, tuple[Mark, ...]]:
-        """The smallest unused one that is large enough, with its last copy; or a new one in the place of all unused."""
-        sizes = [(buffer.numel(), place) for place, (buffer, _) in enumerate(self._unused) if buffer.numel() >= nbytes]
-        if sizes:
-            buffer, used = self._unused.pop(min(sizes)[1])
-            return buffer, (used,)
-        self._give_back_unused()
-        buffer = self._streams.host(nbytes)
-        self.host_bytes += nbytes
-        return buffer, ()
+    def _buffer(self, nbytes: int) -> tuple[_Buffer, tuple[Mark, ...]]:
+        """The smallest unused one that is large enough, or the largest one and another piece; with its last copy."""
+        self._unused.sort(key=lambda each: each[0].nbytes)
+        fits = (place for place, (buffer, _) in enumerate(self._unused) if buffer.nbytes >= nbytes)
+        place = next(fits, max(0, len(self._unused) - 1))
+        buffer, *after = self._unused[place] if self._unused else (_Buffer([]),)
+        if missing := max(0, nbytes - buffer.nbytes):
+            buffer.pieces.append(self._streams.host(missing))
+            self.host_bytes += missing
+        del self._unused[place : place + 1]
+        return buffer, tuple(after)
 
     def _give_back_unused(self) -> None:
         while self._unused:
             buffer, used = self._unused.pop()
             used.wait()
-            self._streams.give_back(buffer)
-            self.host_bytes -= buffer.numel()
+            for piece in buffer.pieces:
+                self._streams.give_back(piece)
+                self.host_bytes -= piece.numel()
 
     def _ask(self, spilled: _OnHost) -> None:
         nbytes = spilled.nbytes
         values = self._streams.empty(nbytes, torch.uint8)
         # The caller's stream has followed the copy into the buffer, or it could not use these values.
-        arrived = self._streams.copy("swap_in", values, spilled.buffer[:nbytes], (self._streams.mark(),))
+        arrived = made = self._streams.mark()
+        for piece, part in spilled.buffer.beside(values):
+            arrived = self._streams.copy("swap_in", part, piece, (made,))
         spilled.arriving.append(Crossing(values, 0, arrived))
         spilled.copied = arrived  # the buffer is free after this, and it is after the copy into it
 
