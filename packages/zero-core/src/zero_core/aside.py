@@ -2,6 +2,13 @@
 
 Owns the extent and the transfers, a few at a time. Whose tensors they are, and what becomes of their memory meanwhile,
 is the caller's.
+
+[Note: two stages]
+A piece on a device apart passes through pinned memory, so that its copy and the keeper's transfer of another piece are
+under way at the same time. The host waits for the copy of a piece only when later ones have been begun.
+
+    write    copy 0 | copy 1 | copy 2, write 0 | copy 3, write 1 | ...
+    read     read 0 | read 1 | read 2, copy 0  | read 3, copy 1  | ...
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ from torch import Tensor
 __all__ = ["Aside", "HostMemory", "Keeper", "give_memory", "take_memory"]
 
 PIECE_BYTES = 16 << 20
-PIECES = 4  # under way at a time; from a device each has a buffer of host memory
+PIECES = 4  # under way at a time; from a device each has a buffer of pinned memory
 
 
 class Keeper(Protocol):
@@ -121,28 +128,78 @@ def _pieces(tensors: Sequence[Tensor], alignment: int) -> Iterator[tuple[int, Te
         first += _rounded(tensor.nbytes, alignment)
 
 
+class _Copied:
+    """What the current stream of a device has queued so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        module = torch.get_device_module(device)
+        self._event = module.Event()
+        self._event.record(module.current_stream(device))
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class _Piece:
+    """One piece on its way. `pinned`: what it passes through, of PIECE_BYTES; None: it is in host memory itself."""
+
+    def __init__(
+        self, keeper: Keeper, extent: Any, offset: int, piece: Tensor, pinned: Tensor | None, *, write: bool
+    ) -> None:
+        self._keeper, self._extent, self._offset, self._write = keeper, extent, offset, write
+        self._piece, self.pinned = piece, pinned
+        self._buffer = piece if pinned is None else pinned[: piece.numel()]
+        self._halfway = pinned is None
+        self._ticket: Any = self._transfer() if self._halfway or not write else self._copy()
+
+    def go_on(self) -> None:
+        """Wait for the first of two stages, and begin the second."""
+        if not self._halfway:
+            self._ticket.wait()
+            self._halfway = True
+            self._ticket = self._transfer() if self._write else self._copy()
+
+    def end(self) -> None:
+        self.go_on()
+        self._ticket.wait()
+
+    def abandon(self) -> None:
+        """Return when nothing of it is under way any more."""
+        with suppress(Exception):
+            self._ticket.wait()
+
+    def _transfer(self) -> Any:
+        return (self._keeper.write if self._write else self._keeper.read)(self._extent, self._buffer, self._offset)
+
+    def _copy(self) -> _Copied:
+        into, source = (self._buffer, self._piece) if self._write else (self._piece, self._buffer)
+        into.copy_(source, non_blocking=True)
+        return _Copied(self._piece.device)
+
+
 def _move(keeper: Keeper, extent: Any, tensors: Sequence[Tensor], *, write: bool) -> None:
     """Return when everything is written, or read. When it raises, nothing is under way any more."""
-    moving: deque[tuple[Any, Tensor, Tensor]] = deque()
+    moving: deque[_Piece] = deque()
+    spare: list[Tensor] = []  # pinned buffers that nothing uses
 
     def end_one() -> None:
-        ticket, buffer, piece = moving[0]
-        ticket.wait()
-        if not write and buffer is not piece:
-            piece.copy_(buffer)
-        moving.popleft()
+        moving[0].end()
+        ended = moving.popleft()
+        if ended.pinned is not None:
+            spare.append(ended.pinned)
 
     try:
         for offset, piece in _pieces(tensors, keeper.alignment):
             if len(moving) == PIECES:
                 end_one()
-            buffer = piece
+            pinned = None
             if piece.device.type != "cpu":
-                buffer = piece.cpu() if write else torch.empty(piece.numel(), dtype=torch.uint8)
-            moving.append(((keeper.write if write else keeper.read)(extent, buffer, offset), buffer, piece))
+                pinned = spare.pop() if spare else torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            moving.append(_Piece(keeper, extent, offset, piece, pinned, write=write))
+            for earlier in list(moving)[: -PIECES // 2]:
+                earlier.go_on()
         while moving:
             end_one()
     finally:
-        for ticket, _, _ in moving:
-            with suppress(Exception):
-                ticket.wait()
+        for left in moving:
+            left.abandon()
