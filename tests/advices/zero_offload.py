@@ -35,7 +35,7 @@ FOLLOWED: dict[str, str] = {
     "Use it there, or attach another store here": "unit/zero_offload/test_faults.py::"
     "test_a_forked_child_that_uses_the_store_is_told_so",
     "put more on nvme, take fewer slots": _WAYS + "test_memory_that_the_machine_refuses_is_made_less",
-    "take fewer slots or put more on nvme": _WAYS + "test_memory_that_the_machine_refuses_is_made_less",
+    "may have one of its own: put more on nvme": _WAYS + "test_memory_that_the_machine_refuses_is_made_less",
     "make room there, or give sleep(to=) another": _WAYS + "test_a_store_sleeps_where_there_is_room",
     "raise capacity_gib, or place less here": _WAYS + "test_a_full_compressed_store_gets_more_room_or_less",
     "close() of one of them gives its bytes back": _WAYS + "test_a_shared_budget_is_given_back",

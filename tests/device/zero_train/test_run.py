@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
 
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import app, progress
+from zero_train import app, loop, progress
 from zero_train.errors import RunError
 
 SIZES = ("model.hidden_size=128", "model.intermediate_size=256", "model.layers=6", "model.heads=4", "run.steps=4")
@@ -74,6 +76,33 @@ def test_every_step_says_what_the_device_holds_and_it_does_not_grow(run, device,
     assert held[-1] > 0
     if offload == "none":
         assert held[-1] > run("offload=host")[1][-1]["device_bytes"]
+
+
+@pytest.mark.parametrize("offload", ["none", "host", "nvme"])
+def test_the_host_waits_for_the_device_once_a_step(on, device, needs_device, tmp_path, monkeypatch, offload):
+    """Fails if a batch or a loss is waited for: the one wait is the norm's, which decides how much is clipped.
+
+    transformers waits once more in each forward, where it looks for packed sequences in the positions.
+    """
+    needs_device("its waits")
+    module, step, waits = torch.get_device_module(device), loop.Loop._step, []
+
+    def counted(self, number):
+        module.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found = step(self, number)
+        finally:
+            module.set_sync_debug_mode("default")
+        waits.append(Counter(Path(each.filename).name for each in caught if "synchroniz" in str(each.message)))
+        return found
+
+    monkeypatch.setattr(loop.Loop, "_step", counted)
+    trained(tmp_path, *on, f"offload={offload}", "run.accumulate=2")
+    theirs = [each.pop("masking_utils.py", 0) for each in waits]
+    assert [each.total() for each in waits[1:]] == [1, 1, 1], waits
+    assert set(theirs) == {2}
 
 
 @pytest.mark.parametrize("offload", ["none", "host", "nvme"])

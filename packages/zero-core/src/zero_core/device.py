@@ -1,4 +1,4 @@
-"""What torch knows of a kind of device: which of them is meant, and over what its ranks meet. Owns no tensor.
+"""What torch knows of a kind of device: which of them is meant, over what its ranks meet, and how the host goes on.
 
 The CPU is the host. Every other device has streams, and torch finds its module by its type: `torch.cuda` (also on
 ROCm), `torch.xpu`, or what a package registered when it was imported.
@@ -6,14 +6,16 @@ ROCm), `torch.xpu`, or what a package registered when it was imported.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .errors import ZeroError
 
-__all__ = ["backend_in", "backend_of", "has_streams", "indexed"]
+__all__ = ["backend_in", "backend_of", "has_streams", "indexed", "later", "sent"]
 
 
 def has_streams(device: torch.device) -> bool:
@@ -26,6 +28,28 @@ def indexed(device: torch.device) -> torch.device:
     if device.index is not None or not has_streams(device):
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """`values` of the host on the device. The host does not wait for it: from memory that is not pinned, it would."""
+    return values.pin_memory().to(device, non_blocking=True) if has_streams(device) else values.to(device)
+
+
+def later(values: Tensor) -> Callable[[], list[float]]:
+    """What reads `values` (n,) on the host, which then waits for what is queued by now and for nothing after it."""
+    if not has_streams(values.device):
+        return values.tolist
+    module = torch.get_device_module(values.device)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = module.Event()
+    copied.record(module.current_stream(values.device))
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
 
 
 def backend_in(group: Any, device: torch.device) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import zero_core
+from zero_core.device import later, sent
 from zero_train import checks, models
 from zero_train.data import Corpus
 from zero_train.engine import Assembled
@@ -115,7 +116,7 @@ class Loop:
         run, engine, ranks = self._config.run, self._engine, self._ranks
         self._phases = Phases(number)
         begun = time.perf_counter()
-        losses = [self._gradient(number, micro) for micro in range(run.accumulate)]
+        losses = later(torch.stack([self._gradient(number, micro) for micro in range(run.accumulate)]))
         rate = self._set_rate(number)
         with self._phase("optimizer"):
             engine.optimizer.step()
@@ -129,7 +130,7 @@ class Loop:
         rows = run.micro_batch * run.accumulate * ranks.world_size
         return Step(
             step=number,
-            loss=ranks.mean(sum(loss.item() for loss in losses) / len(losses)),
+            loss=ranks.mean(sum(losses()) / run.accumulate),
             grad_norm=float(engine.optimizer.grad_norm),
             learning_rate=rate,
             step_seconds=seconds,
@@ -161,7 +162,7 @@ class Loop:
             tokens, targets = self._corpus.batch(
                 turn * run.micro_batch, run.micro_batch, self._config.data.sequence_length, run.seed
             )
-            tokens, targets = tokens.to(ranks.device), targets.to(ranks.device)
+            tokens, targets = sent(tokens, ranks.device), sent(targets, ranks.device)
         waits = holds_back(self._config) and micro + 1 < run.accumulate
         with zero_core.no_sync(model) if waits else nullcontext():
             with self._phase("forward"):
@@ -186,7 +187,7 @@ class Loop:
             rows = self._engine.rows or len(tokens)  # units do not cut a batch where nothing is kept for backward
             with torch.no_grad():
                 for part, wanted in zip(tokens.split(rows), targets.split(rows), strict=True):
-                    loss = loss_of(model, part.to(ranks.device), wanted.to(ranks.device)).item()
+                    loss = loss_of(model, sent(part, ranks.device), sent(wanted, ranks.device)).item()
                     total += loss * (len(part) / len(tokens))
             if signal := ranks.most(self._interrupt.signal):
                 break

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..device import backend_in, has_streams
+from ..device import backend_in, sent
 from ..errors import CollectiveError, StageError
 from ..pool import Pool
 from ..streams import Side
@@ -166,26 +166,8 @@ class Ranks:
             return self._over(self.replicate).all_reduce(values, tag)
 
     def numbers(self, values: Sequence[float]) -> Tensor:
-        """(n,) float64 on the device. The host does not wait for it: from memory that is not pinned, it would."""
-        if not has_streams(self.device):
-            return torch.tensor(values, dtype=torch.float64, device=self.device)
-        return torch.tensor(values, dtype=torch.float64, pin_memory=True).to(self.device, non_blocking=True)
-
-    def later(self, values: Tensor) -> Callable[[], list[float]]:
-        """What reads `values` (n,) on the host, which then waits for what is queued by now and for nothing after it."""
-        if not has_streams(self.device):
-            return values.tolist
-        module = torch.get_device_module(self.device)
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        copied = module.Event()
-        copied.record(module.current_stream(self.device))
-
-        def read() -> list[float]:
-            copied.synchronize()
-            return host.tolist()
-
-        return read
+        """(n,) float64 on the device. The host does not wait for it."""
+        return sent(torch.tensor(values, dtype=torch.float64), self.device)
 
     def sum_everywhere(self, values: Tensor, what: str) -> Tensor:
         """values <- their sum over all ranks of the mesh, in place."""

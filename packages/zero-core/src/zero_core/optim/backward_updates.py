@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device import later
 from ..errors import GradientError
 from ..runtime.context import UnitContext
 from ..runtime.gradient import Leftover
@@ -40,7 +41,7 @@ class UpdatesInBackward:
         flags = None
         if self._ranks.size > 1:
             mine = self._ranks.numbers([float(flag) for flag in unit.gradient.used])
-            flags = self._ranks.later(self._ranks.sum_everywhere(mine, unit.name))
+            flags = later(self._ranks.sum_everywhere(mine, unit.name))
         return partial(self._update, unit, flags)
 
     @torch.no_grad()
