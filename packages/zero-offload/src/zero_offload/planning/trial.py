@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zero_core.memory import FP32_BYTES
+from zero_core.runtime import residency
 from zero_core.runtime.rehearsal import Rehearsal, UnitSize
 
 from ..placement import Placement
@@ -76,8 +77,9 @@ class Trial:
         sizes, shape, element = self.sizes, self.shape, self.shape.element
         held, units, below = dict(plan.held), [run.unit for run in plan.runs], plan.below
         swaps_in = below and shape.apart
+        own = swaps_in or not residency.CAN_SWAP  # units have memory of their own
         whole = 0  # bytes of parameters that stages 0 to 2 keep unsharded, where that is not the store's own memory
-        if shape.stage < 3 and (shape.shard_count > 1 or swaps_in):
+        if shape.stage < 3 and (shape.shard_count > 1 or own):
             whole = sum(run.count * run.unit.parameter_bytes for run in plan.runs) * shape.shard_count
             # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
             rounded = (
@@ -88,7 +90,7 @@ class Trial:
                 + plan.bytes_of("device", "parameters")
                 - sum(run.count * run.unit.parameter_bytes for run in rounded)
             )
-        pooled = self._pool(plan, swaps_in) - (0 if swaps_in else whole)
+        pooled = self._pool(plan, own) - (0 if own else whole)
         device = plan.bytes_of("device", "buffers")
         trained = [unit for unit in sizes.units if unit.trained]
         if shape.apart and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
@@ -99,7 +101,7 @@ class Trial:
                 device += max(sums, default=0) * shape.shard_count * element.gradient(1)
         else:
             device += max(pooled, max((unit.numel for unit in trained), default=0) * element.gradient(1))
-        if shape.stage == 3 and swaps_in:
+        if shape.stage == 3 and own:
             nbytes = [unit.nbytes(shape.parameter_dtype) for unit in sizes.units]
             device += unsharded_bytes(nbytes, [unit.encloses for unit in sizes.units], shape)
         if not below and not shape.apart:  # zero-core's own store widens a gradient
@@ -114,8 +116,8 @@ class Trial:
         activations = activation_bytes(sizes, self.policies, self._batch, on_heap=not shape.apart)
         return held | {(tier, "activations"): nbytes for tier, nbytes in activations.items()}
 
-    def _pool(self, plan: StorePlan, swaps_in: bool) -> int:
-        """Bytes of zero-core's pool. `swaps_in`: units have memory of their own."""
+    def _pool(self, plan: StorePlan, own: bool) -> int:
+        """Bytes of zero-core's pool. own: units have memory of their own."""
         shape = self.shape
         tiers = {tier for run in plan.runs for tier in run.unit.gradient_tiers}
         if shape.apart and tiers - {Tier.DEVICE}:
@@ -124,13 +126,13 @@ class Trial:
             lends = int(shape.arriving == 1 or shape.reduce_dtype.itemsize == FP32_BYTES)
         else:
             lends = int(not any(tier.stored for tier in tiers))
-        if (swaps_in, lends) not in self._pooled:
+        if (own, lends) not in self._pooled:
             units = []
             for run in self._shards.cut:
                 spec = run.unit.spec
                 size = UnitSize(spec.numel * shape.shard_count, spec.dtype.itemsize, run.unit.trainable, spec.encloses)
                 units += [size] * min(run.count, self._most_in_a_row(size))
-            self._pooled[swaps_in, lends] = Rehearsal(
+            self._pooled[own, lends] = Rehearsal(
                 units,
                 shape.stage,
                 shard_count=shape.shard_count,
@@ -141,10 +143,10 @@ class Trial:
                 prefetch_bytes=shape.prefetch_bytes,
                 resident_bytes=shape.resident_bytes,
                 lends=lends,
-                gathers=not swaps_in,
+                gathers=not own,
                 exchanges=not shape.apart,
             ).pooled_bytes()
-        return self._pooled[swaps_in, lends]
+        return self._pooled[own, lends]
 
     def _most_in_a_row(self, size: UnitSize) -> int:
         """How many units of one size to rehearse: where nothing is kept, the pool is as large for any more of them."""
