@@ -115,6 +115,18 @@ def device(session: nox.Session) -> None:
     session.run("pytest", "tests/device", "--device", "sim", "-m", "not device_full", *session.posargs, env=late)
 
 
+@nox.session(name="no-swap")
+def no_swap(session: nox.Session) -> None:
+    """Integration and device tests as on torch before 2.12, where units have memory of their own."""
+    everything(session, *DEVELOPMENT, extras=("pytest-xdist",))
+    old = {"ZERO_CORE_SWAP": "0"}
+    session.run(
+        "pytest", *(session.posargs or ["tests/integration", "--ignore=tests/integration/zero_sim", *TWO]), env=old
+    )
+    if not session.posargs:
+        session.run("pytest", "tests/device", *TWO, "--device", "sim", "-m", "not device_full", env=old)
+
+
 @nox.session
 def fuzz(session: nox.Session) -> None:
     """Random programs, sharded and on plain torch: `-- --minutes 60 --seed N`, or `-- --mutants`."""

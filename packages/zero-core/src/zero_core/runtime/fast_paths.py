@@ -22,10 +22,12 @@ __all__ = ["FastPaths"]
 
 
 class FastPaths:
-    """Of one sharded model. in_pass: whether a forward of it is under way."""
+    """Of one sharded model. mend: the engine's. in_pass: whether a forward of it is under way."""
 
-    def __init__(self, units: Sequence[Unit], uses: Uses, calls: Calls, in_pass: Callable[[], bool]) -> None:
-        self._units, self._uses, self.calls, self._in_pass = units, uses, calls, in_pass
+    def __init__(
+        self, units: Sequence[Unit], uses: Uses, calls: Calls, mend: Callable[[str], None], in_pass: Callable[[], bool]
+    ) -> None:
+        self._units, self._uses, self.calls, self._mend, self._in_pass = units, uses, calls, mend, in_pass
         self._holding: list[nn.Module] = []
 
     def attach(self, model: nn.Module, nodes: Sequence[Node]) -> Iterator[Any]:
@@ -45,6 +47,8 @@ class FastPaths:
         used = (*tensors_of((args, kwargs)), *(p for u in units for p in self._units[u].parameters))
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in used):
             return
+        if self.calls.interrupted:  # no hook of a unit has been called yet, which would mend it
+            self._mend("forward")
         self._holding.append(module)
         for u in units:
             self._uses.bring(self._units[u])

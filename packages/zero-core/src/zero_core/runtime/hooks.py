@@ -82,7 +82,7 @@ class Engine:
         self._live: list[Pass] = []  # passes with a graph, for recomputations that no output hook announced
         self._backward: _Backward | None = None
         self.calls = Calls(name)
-        self._fast_paths = FastPaths(units, self.uses, self.calls, in_pass=lambda: bool(self._stack))
+        self._fast_paths = FastPaths(units, self.uses, self.calls, self.mend, in_pass=lambda: bool(self._stack))
         self._inside = Recomputations(units, self.uses, self.reducer)
         self.writes = self.uses.writes
         self.factors = Factors()

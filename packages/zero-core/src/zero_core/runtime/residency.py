@@ -32,6 +32,7 @@ the unit's memory, which is also the gather's input. Which stream each of them i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -49,7 +50,8 @@ from .states import moved
 
 __all__ = ["TRANSITIONS", "Residency", "UnitMemory"]
 
-CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # torch >= 2.12; tests turn it off
+# torch >= 2.12. ZERO_CORE_SWAP=0 turns it off, to see what older versions do.
+CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_") and os.environ.get("ZERO_CORE_SWAP") != "0"
 
 
 class Residency(Enum):
