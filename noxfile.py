@@ -49,6 +49,11 @@ README_EXAMPLES = {  # package: what its README's example needs besides, and the
     "zero-train": ([], "-m", "zero_train", "recipe=tiny", "run.steps=3", "run.dir=out"),
 }
 TWO = ["-n", "2", "--dist", "loadfile"]  # processes: what a file's tests share is made once
+BEFORE_2_12 = {"ZERO_CORE_SWAP": "0"}  # as on older torch, which cannot put memory under a storage
+ALSO_BEFORE_2_12 = (
+    ["zero_core/test_parity.py", "zero_core/test_failed_gathers.py", "zero_offload/test_plan_holds.py"],  # integration
+    ["zero_core/test_bits.py", "zero_offload/test_bits.py"],  # device
+)
 ON_SIM = ["tests/device", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/zero_sim"))]
 
 
@@ -81,10 +86,10 @@ def finetune(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests of all packages, none of them twice: a test that fails once has failed.
+    """All tests of all packages. A test that fails once has failed.
 
     Those of a third of tests/device run on zero-sim's simulated device, in a process of their own: the others must not
-    find it. `nox -s device` runs all of them.
+    find it. `nox -s device` runs all of them. Some run once more as on torch before 2.12, and `nox -s no-swap` all.
     """
     everything(session, *DEVELOPMENT, extras=("pytest-xdist",))
     if session.posargs:
@@ -92,6 +97,10 @@ def tests(session: nox.Session) -> None:
         return
     session.run("pytest", "tests", "--ignore=tests/device", *TWO)
     session.run("pytest", *ON_SIM, *TWO, "--device", "sim", "-m", "not device_full")
+    here, on_sim = ALSO_BEFORE_2_12
+    session.run("pytest", *(f"tests/integration/{name}" for name in here), *TWO, env=BEFORE_2_12)
+    device = [f"tests/device/{name}" for name in on_sim]
+    session.run("pytest", *device, *TWO, "--device", "sim", "-m", "not device_full", env=BEFORE_2_12)
 
 
 @nox.session
@@ -119,12 +128,12 @@ def device(session: nox.Session) -> None:
 def no_swap(session: nox.Session) -> None:
     """Integration and device tests as on torch before 2.12, where units have memory of their own."""
     everything(session, *DEVELOPMENT, extras=("pytest-xdist",))
-    old = {"ZERO_CORE_SWAP": "0"}
-    session.run(
-        "pytest", *(session.posargs or ["tests/integration", "--ignore=tests/integration/zero_sim", *TWO]), env=old
-    )
-    if not session.posargs:
-        session.run("pytest", "tests/device", *TWO, "--device", "sim", "-m", "not device_full", env=old)
+    if session.posargs:
+        session.run("pytest", *session.posargs, env=BEFORE_2_12)
+        return
+    integration = ["tests/integration", "--ignore=tests/integration/zero_sim"]
+    session.run("pytest", *integration, *TWO, env=BEFORE_2_12)
+    session.run("pytest", "tests/device", *TWO, "--device", "sim", "-m", "not device_full", env=BEFORE_2_12)
 
 
 @nox.session

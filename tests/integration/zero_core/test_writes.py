@@ -14,6 +14,7 @@ from torch import nn
 
 import zero_core
 from tests.integration.zero_core import swapping, toys
+from tests.swap import needs_swap
 from zero_core.errors import ChangedParameterError
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
@@ -266,6 +267,7 @@ def test_writes_into_memory_that_a_store_lent_reach_its_tier(dtype):
     clamped_over_nvme(dtype)
 
 
+@needs_swap
 def test_writes_through_data_are_kept_where_the_parameter_is_the_master():
     train(UnseenInside, {})
 

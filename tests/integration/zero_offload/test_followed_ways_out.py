@@ -14,6 +14,7 @@ from torch import nn
 
 import zero_core
 from tests.chunks import TILE
+from tests.swap import needs_swap
 from tests.unit.zero_offload import simulated
 from zero_core import checkpoint
 from zero_offload import (
@@ -226,6 +227,7 @@ def test_memory_that_the_machine_refuses_is_made_less(monkeypatch, memory):
     sharded(**many, **options)
 
 
+@needs_swap
 def test_units_that_a_graph_holds_get_slots_or_are_on_the_host():
     """The gradient penalty: the first backward keeps every unit until the step, also at stage 3."""
 

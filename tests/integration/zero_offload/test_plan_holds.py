@@ -355,6 +355,7 @@ def test_memory_of_every_stage_and_accumulation_is_what_was_planned(ranks, size,
     """To the byte over tiers. More is planned without a store, on one rank (a gradient that autograd makes), and at
     stage 3 for units that have memory of their own, because small ones count as open all along.
     """
+    swaps = swaps and residency.CAN_SWAP
     for found in ranks(size).run(all_planned_and_used, size, swaps):
         for case, (planned, used) in found.items():
             exact = size == 2 and "none" not in case and (swaps or case[0] < 3)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from zero_core.memory import FP32_BYTES, ElementBytes
+from zero_core.runtime import residency
 from zero_core.store import lent_bytes
 
 from ..protocols import Field
@@ -159,7 +160,8 @@ def account(plan: StorePlan, shape: Shape) -> Account:
                 records += count * state.stored
     stay = resident_slots(plan.state_slots, plan.state_slot_bytes, records)
     moved, resident = {}, stay * plan.state_slot_bytes  # those of the first tiers
-    ahead = shape.apart or shape.ranks > 1  # there a unit that is read ahead has taken one of the slots
+    # Where units are copied out of their slots, one that is read ahead has taken one of these.
+    ahead = shape.apart or shape.ranks > 1 or not residency.CAN_SWAP
     last = _least(passing, max(0, plan.unit_slots - ahead) if shape.stage == 3 else 0)
     for tier in plan.tiers:
         if tier.stored:
