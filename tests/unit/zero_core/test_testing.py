@@ -33,6 +33,19 @@ def test_results_come_by_rank(ranks):
     assert ranks(2).run(total, 1.0) == [(0, 3.0), (1, 3.0)]
 
 
+def seed_left() -> tuple[int, float]:
+    """The seed that this call began with, and a number. Leaves another seed on each rank."""
+    began = torch.initial_seed(), float(torch.rand(()))
+    torch.manual_seed(dist.get_rank())
+    return began
+
+
+def test_every_call_begins_with_the_same_seed(ranks):
+    """Fails if ranks differ because of a test that ran before."""
+    found = [*ranks(2).run(seed_left), *ranks(2).run(seed_left)]
+    assert {seed for seed, _ in found} == {0} and len(set(found)) == 1
+
+
 def test_an_error_names_the_rank_and_the_pool_recovers(ranks):
     with pytest.raises(RankError, match=r"rank 1 of 2 raised:[\s\S]*rank one says no"):
         ranks(2).run(fail_on_one)

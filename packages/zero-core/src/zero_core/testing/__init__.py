@@ -51,7 +51,8 @@ class LocalRank:
 class RankPool:
     """`size` processes joined in a group, kept across calls; any failure ends them, the next call makes new ones.
 
-    Every rank runs one thread. Functions and arguments travel by pickle, so functions are module-level; so do results.
+    Every rank runs one thread, and each call begins with torch's seed at 0. Functions and arguments travel by pickle,
+    so functions are module-level; so do results.
     device: "cpu", or another type that torch knows: rank r computes on its device r and on no other. imports: modules
     that each rank imports before it joins, such as one that registers the device.
     backend: as for `torch.distributed.init_process_group`; None: gloo for the CPU and torch's default for the device.
@@ -166,6 +167,7 @@ def _serve(pipe: Connection, backend: str | None, group: dict[str, Any], device:
         if message is None:
             break
         function, args = message
+        torch.manual_seed(0)  # whatever an earlier call has left
         try:
             answer = pickle.dumps((True, function(*args)))
         except BaseException:
