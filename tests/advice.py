@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import importlib
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +46,6 @@ FOLLOWED = {
 
 # Advices that no test can follow here, and why.
 EXEMPT = {part: reason for table in TABLES for part, reason in table.EXEMPT.items()}
-
-# How many advices of each module are checked for the names in them alone: nobody has followed these yet. It is a debt.
-# A module may not get more; where a test follows one, its number goes down. `python -m tests.advice` counts.
-NOT_FOLLOWED = {module: count for table in TABLES for module, count in table.NOT_FOLLOWED.items()}
 
 _VERBS = (
     "add|allow|ask|assign|bring|build|call|cast|change|check|choose|close|compile|continue|convert|copy|cut|delete|"
@@ -275,8 +270,6 @@ def _sources() -> Sources:
 
 if __name__ == "__main__":
     left = unfollowed()
-    for module, count in sorted(Counter(advice.module for advice in left).items()):
-        print(f'    "{module}": {count},')
     print(f"{len(advices())} advices, of which no test follows {len(left)}")
     for advice in left:
         print(f"{advice.module}:{advice.line}: {' '.join(advice.text.split())}")

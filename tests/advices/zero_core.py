@@ -278,5 +278,3 @@ EXEMPT: dict[str, str] = {
     "parameters on {}: move the model to one device": "needs a second device",
     "faulty, restore a checkpoint": "a drive that returns wrong bytes is replaced, not configured",
 }
-
-NOT_FOLLOWED: dict[str, int] = {}

@@ -109,5 +109,3 @@ FOLLOWED: dict[str, str] = {
 EXEMPT: dict[str, str] = {
     "start a process for each of them, with torchrun": "needs two GPUs",
 }
-
-NOT_FOLLOWED: dict[str, int] = {}

@@ -140,5 +140,3 @@ EXEMPT: dict[str, str] = {
     "run ds_to_universal again": "ds_to_universal is DeepSpeed's own command",
     "save it with one group of all ranks": "DeepSpeed has to save it anew",
 }
-
-NOT_FOLLOWED: dict[str, int] = {}

@@ -33,5 +33,3 @@ EXEMPT: dict[str, str] = {
     "MiB x {}: read {}, write {}": "figures that are printed",
     "set /sys/kernel/mm/transparent_hugepage/enabled": "changes the machine for everyone on it",
 }
-
-NOT_FOLLOWED: dict[str, int] = {}

@@ -60,5 +60,3 @@ EXEMPT: dict[str, str] = {
     "a device that torch has streams for, not on {}; leave": "needs a device without streams, such as mps",
     "so its memory is not given back. End the process": "ends the process that would follow it",
 }
-
-NOT_FOLLOWED: dict[str, int] = {}

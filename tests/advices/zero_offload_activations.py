@@ -39,5 +39,3 @@ FOLLOWED: dict[str, str] = {
 }
 
 EXEMPT: dict[str, str] = {}
-
-NOT_FOLLOWED: dict[str, int] = {}

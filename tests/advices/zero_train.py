@@ -184,5 +184,3 @@ EXEMPT: dict[str, str] = {
     "nor at the root of its repository; reinstall": "needs a broken installation",
     "cannot run on the CPU: {}; change one": "no optim and precision.states of today are refused: it guards later ones",
 }
-
-NOT_FOLLOWED: dict[str, int] = {}
