@@ -108,4 +108,5 @@ FOLLOWED: dict[str, str] = {
 
 EXEMPT: dict[str, str] = {
     "start a process for each of them, with torchrun": "needs two GPUs",
+    "pip install 'transformers>=5.23,<6'": "installs another version of transformers",
 }

@@ -4,7 +4,7 @@ A name is imported when it is first used: transformers takes seconds, in which t
 answer Ctrl-C.
 """
 
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,19 @@ _HOMES = {
 }
 
 
+def _check_transformers() -> None:
+    """Raises ImportError for a version of transformers that pyproject.toml does not allow."""
+    found = metadata.version("transformers")
+    if not (5, 23) <= tuple(map(int, found.split(".")[:2])) < (6,):
+        raise ImportError(
+            f"zero-hf {__version__} needs transformers>=5.23,<6, and {found} is installed: "
+            "pip install 'transformers>=5.23,<6'"
+        )
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        _check_transformers()
         value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
         return value
     if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
