@@ -186,6 +186,8 @@ def test_after_ctrl_c_in_a_step_it_was_made_or_was_not_or_everything_refuses(sto
             assert "load the last checkpoint" in str(error)
             with pytest.raises(ZeroError, match="some parameters are updated and some are not"):
                 model(BATCHES[0])
+            with pytest.raises(ZeroError, match="some parameters are updated and some are not"):
+                optimizer.step()  # and not "call zero_grad()", which would refuse
             ends.append("refused")
         else:
             assert any(same(values(model), each) for each in allowed), lines[k]

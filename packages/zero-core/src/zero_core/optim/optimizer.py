@@ -91,9 +91,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._refuse_while_busy()
             self._options.check()
-            engine.exchange.refuse_stepped()
             engine.writes.check_given(stepping=True)
             engine.settle()
+            engine.exchange.refuse_stepped()
             engine.reducer.reduce_kept()
             if self._updates is not None:
                 self.grad_norm = engine.exchange.norm(self._updates.squared)
