@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .errors import OffloadError, gib
 
-__all__ = ["BLOCK_BYTES", "event", "parts", "register", "registers", "unregister"]
+__all__ = ["BLOCK_BYTES", "divided", "event", "parts", "register", "registers", "unregister"]
 
 BLOCK_BYTES = 16 << 30  # drivers take 64 GiB, and a block is what progress is told by
 TELL_SECONDS = 5.0  # until it is told how much of the memory is registered
@@ -65,6 +65,11 @@ def unregister(host: Tensor, device: torch.device) -> None:
     """The inverse; no copy is under way."""
     if status := _unregister(host, device):
         raise OffloadError(f"cudaHostUnregister of {gib(host.nbytes)} failed with status {status} of {device}")
+
+
+def divided(host: Tensor) -> bool:
+    """Whether `register` makes more than one block of it."""
+    return host.nbytes > BLOCK_BYTES
 
 
 def parts(memory: Tensor, registered: Tensor) -> Iterator[tuple[int, int]]:

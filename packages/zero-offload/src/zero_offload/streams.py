@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .arena import Arena
-from .device import event, parts, register, registers, unregister
+from .device import divided, event, parts, register, registers, unregister
 from .errors import OffloadError
 from .host_budget import HostBudget
 
@@ -104,6 +104,7 @@ class DeviceStreams:
         self._module = torch.get_device_module(device)
         self._lanes = {lane: self._module.Stream(device) for lane in ("swap_in", "swap_out")}
         self._registered: dict[int, Tensor] = {}  # by address; kept alive until they are unregistered
+        self._divided: list[Tensor] = []  # those of them that have several blocks
         self._registers = registers(device)
         self.register(host)
 
@@ -111,6 +112,8 @@ class DeviceStreams:
         if self._registers and host.nbytes:
             register(host, self.device)
             self._registered[host.data_ptr()] = host
+            if divided(host):
+                self._divided = [*self._divided, host]
 
     def enter_thread(self) -> None:
         self._module.set_device(self.device)
@@ -137,7 +140,7 @@ class DeviceStreams:
     def _in_blocks(self, into: Tensor, source: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """The two, or parts of them whose host memory was registered in one piece."""
         host = into if into.device.type == "cpu" else source
-        for memory in list(self._registered.values()):
+        for memory in self._divided:
             if 0 <= host.data_ptr() - memory.data_ptr() < memory.nbytes:
                 cuts = list(parts(host, memory))
                 if len(cuts) > 1:
@@ -154,8 +157,10 @@ class DeviceStreams:
         return memory[:nbytes]
 
     def give_back(self, memory: Tensor) -> None:
-        if self._registered.pop(memory.data_ptr(), None) is not None:
-            unregister(memory, self.device)
+        host = self._registered.pop(memory.data_ptr(), None)
+        if host is not None:
+            self._divided = [each for each in self._divided if each is not host]
+            unregister(host, self.device)
 
     def drain(self) -> None:
         for stream in self._lanes.values():
