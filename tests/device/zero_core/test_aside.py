@@ -14,41 +14,38 @@ from torch import Tensor
 from tests.device.zero_core import runs
 from zero_core import aside
 from zero_core.aside import Aside, HostMemory
+from zero_core.device import queued
 
 
 class Recording(HostMemory):
     """Says how many pieces were begun before each transfer."""
 
     def __init__(self) -> None:
+        self.copies = 0
         self.begun: list[int] = []
         self.pinned: list[bool] = []
+
+    def queued(self, device: torch.device) -> Any:
+        self.copies += 1
+        return queued(device)
 
     def read(self, extent: Tensor, buffer: Tensor, offset: int = 0) -> Any:
         self.pinned.append(buffer.is_pinned())
         return super().read(extent, buffer, offset)
 
     def write(self, extent: Tensor, buffer: Tensor, offset: int = 0) -> Any:
-        self.begun.append(len(_Counted.made))
+        self.begun.append(self.copies)
         self.pinned.append(buffer.is_pinned())
         return super().write(extent, buffer, offset)
-
-
-class _Counted(aside._Copied):
-    made: list[_Counted] = []
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.made.append(self)
 
 
 def test_a_piece_is_written_while_later_ones_are_copied(device, needs_device, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_device("pinned memory")
     monkeypatch.setattr(aside, "PIECE_BYTES", 1 << 12)
-    monkeypatch.setattr(aside, "_Copied", _Counted)
-    _Counted.made.clear()
     values = [torch.randn(5000, device=device), torch.arange(33, device=device), torch.ones(9)]
     expected = [value.clone() for value in values]
     keeper, kept = Recording(), Aside()
+    monkeypatch.setattr(aside, "queued", keeper.queued)
     with runs.NormMayWait(device).refusing():
         kept.put(keeper, values)
         for value in values:

@@ -14,12 +14,14 @@ under way at the same time. The host waits for the copy of a piece only when lat
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from .device import queued
 
 __all__ = ["Aside", "HostMemory", "Keeper", "give_memory", "take_memory"]
 
@@ -128,18 +130,6 @@ def _pieces(tensors: Sequence[Tensor], alignment: int) -> Iterator[tuple[int, Te
         first += _rounded(tensor.nbytes, alignment)
 
 
-class _Copied:
-    """What the current stream of a device has queued so far."""
-
-    def __init__(self, device: torch.device) -> None:
-        module = torch.get_device_module(device)
-        self._event = module.Event()
-        self._event.record(module.current_stream(device))
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
 class _Piece:
     """One piece on its way. `pinned`: what it passes through, of PIECE_BYTES; None: it is in host memory itself."""
 
@@ -150,31 +140,34 @@ class _Piece:
         self._piece, self.pinned = piece, pinned
         self._buffer = piece if pinned is None else pinned[: piece.numel()]
         self._halfway = pinned is None
-        self._ticket: Any = self._transfer() if self._halfway or not write else self._copy()
+        self._wait = self._transfer() if self._halfway or not write else self._copy()
 
     def go_on(self) -> None:
         """Wait for the first of two stages, and begin the second."""
         if not self._halfway:
-            self._ticket.wait()
+            self._wait()
             self._halfway = True
-            self._ticket = self._transfer() if self._write else self._copy()
+            self._wait = self._transfer() if self._write else self._copy()
 
     def end(self) -> None:
         self.go_on()
-        self._ticket.wait()
+        self._wait()
 
     def abandon(self) -> None:
         """Return when nothing of it is under way any more."""
         with suppress(Exception):
-            self._ticket.wait()
+            self._wait()
 
-    def _transfer(self) -> Any:
-        return (self._keeper.write if self._write else self._keeper.read)(self._extent, self._buffer, self._offset)
+    def _transfer(self) -> Callable[[], Any]:
+        """Begin the keeper's part. What waits for it."""
+        begin = self._keeper.write if self._write else self._keeper.read
+        wait: Callable[[], Any] = begin(self._extent, self._buffer, self._offset).wait
+        return wait
 
-    def _copy(self) -> _Copied:
+    def _copy(self) -> Callable[[], Any]:
         into, source = (self._buffer, self._piece) if self._write else (self._piece, self._buffer)
         into.copy_(source, non_blocking=True)
-        return _Copied(self._piece.device)
+        return queued(self._piece.device)
 
 
 def _move(keeper: Keeper, extent: Any, tensors: Sequence[Tensor], *, write: bool) -> None:

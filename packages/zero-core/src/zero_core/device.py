@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .errors import ZeroError
 
-__all__ = ["backend_in", "backend_of", "has_streams", "indexed", "later", "sent"]
+__all__ = ["backend_in", "backend_of", "has_streams", "indexed", "later", "queued", "sent"]
 
 
 def has_streams(device: torch.device) -> bool:
@@ -39,17 +39,24 @@ def later(values: Tensor) -> Callable[[], list[float]]:
     """What reads `values` (n,) on the host, which then waits for what is queued by now and for nothing after it."""
     if not has_streams(values.device):
         return values.tolist
-    module = torch.get_device_module(values.device)
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
-    copied = module.Event()
-    copied.record(module.current_stream(values.device))
+    wait = queued(values.device)
 
     def read() -> list[float]:
-        copied.synchronize()
+        wait()
         return host.tolist()
 
     return read
+
+
+def queued(device: torch.device) -> Callable[[], None]:
+    """What waits, on the host, for what the current stream of the device has queued by now."""
+    module = torch.get_device_module(device)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    wait: Callable[[], None] = event.synchronize
+    return wait
 
 
 def backend_in(group: Any, device: torch.device) -> str:

@@ -116,7 +116,7 @@ def _refused(what: str, status: int, done: int, nbytes: int, device: torch.devic
     return (
         f"{what} failed with status {status} for {device}, after {gib(done)} of {gib(nbytes)}. All of it must fit in "
         f"memory and below the limit of locked memory (ulimit -l), which is {limit}; the driver may have one of its "
-        "own: put more on nvme, take fewer slots, or raise the limit, in a container the container's"
+        "own: put more on nvme, take fewer slots, or raise the limit (in a container, that of the container)"
     )
 
 
