@@ -40,6 +40,26 @@ def interpreter():
     interpreters.close()
 
 
+@pytest.fixture(autouse=True)
+def _no_process_group_stays():
+    """A group that a test leaves in this process would be found by the tests after it, which fail in its place."""
+    yield
+    if (distributed := sys.modules.get("torch.distributed")) is None or not distributed.is_initialized():
+        return
+    distributed.destroy_process_group()
+    pytest.fail("the test left its process group: destroy_process_group() belongs at its end")
+
+
+@pytest.fixture
+def process_group_ends():
+    """For tests of what starts a process group of one rank, as `zero_hf.deepspeed.initialize()` does."""
+    yield
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def small_chunks():
     """A tile may have `tests.chunks.TILE` elements, 64 times fewer than there are in use."""

@@ -23,20 +23,13 @@ from zero_hf.deepspeed.optimizers import REFUSED
 from zero_hf.deepspeed.schedules import make
 from zero_hf.deepspeed.translation import translate
 
+pytestmark = pytest.mark.usefixtures("process_group_ends")
+
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 BASE = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAMW, "zero_optimization": {"stage": 3}}
 SECTION = "zero_optimization"
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 4}}
 STEP = {"type": "StepLR", "params": {"step_size": 1}}
-
-
-@pytest.fixture(autouse=True)
-def _one_rank():
-    """initialize() starts a process group of one rank; other tests are to find none."""
-    alone = not dist.is_initialized()
-    yield
-    if alone and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def net():

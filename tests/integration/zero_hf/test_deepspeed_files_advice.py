@@ -7,7 +7,6 @@ import zipfile
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 
 import zero_core
@@ -20,6 +19,8 @@ from zero_hf.deepspeed.checkpoint import load_checkpoint
 from zero_hf.deepspeed.convert import convert_weights
 from zero_hf.deepspeed.files import FilesError, open_checkpoint
 
+pytestmark = pytest.mark.usefixtures("process_group_ends")
+
 TAG = "global_step10"
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAMW, "zero_optimization": {"stage": 3}}
@@ -30,15 +31,6 @@ class Settings:
 
     def __init__(self):
         self.depth = 3
-
-
-@pytest.fixture(autouse=True)
-def _one_rank():
-    """initialize() starts a process group of one rank; other tests are to find none."""
-    alone = not dist.is_initialized()
-    yield
-    if alone and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def made(model=None, **more):

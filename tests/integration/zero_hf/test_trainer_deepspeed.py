@@ -114,6 +114,7 @@ def test_what_contradicts_or_cannot_be_followed_is_refused_before_anything_is_al
         zero_hf.sharded(TrainingArguments, zero={"stage": 2})
 
 
+@pytest.mark.usefixtures("process_group_ends")
 def test_what_the_refusal_of_fp16_says_to_do_works(tmp_path):
     """Fails if the Trainer or the loop that the error names is refused, too."""
     half = AUTO | {"fp16": {"enabled": True}}

@@ -111,6 +111,21 @@ def test_a_folder_on_a_drive_that_is_not_there_is_refused_and_nothing_is_made(tm
         assert not os.path.exists(name)
 
 
+def test_ranks_may_make_the_folder_of_a_drive_at_once(tmp_path, monkeypatch):
+    """Fails if a rank takes the folder that another has just made for a mistake."""
+    mkdir = os.mkdir
+
+    def second(path, *more):
+        mkdir(path, *more)  # as the other rank does between this one's look and its call
+        mkdir(path, *more)
+
+    net = model()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "mkdir", second)
+        run = shard(net, torch.optim.AdamW(net.parameters()), ZeroConfig(offload="nvme", nvme_paths=(tmp_path / "d",)))
+    run.close()
+
+
 def test_the_plan_says_in_which_folder_states_are(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     net = model()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -248,13 +248,17 @@ def _slab(config: ZeroConfig, stack: ExitStack) -> Any:
                     "name a folder on a disk, or write offload: host"
                 )
         for path in _paths(config):
-            if not os.path.isdir(path):
+            try:
                 os.mkdir(path)  # not the folders above it: where they are missing, the drive is not mounted
                 made.append(path)
+            except FileExistsError:  # from before, or another rank of this machine has just made it
+                if not os.path.isdir(path):
+                    raise
         return stack.enter_context(nvme.Slab(_paths(config)))
     except OSError as error:
         for path in made:
-            os.rmdir(path)
+            with suppress(OSError):  # another rank has files in it
+                os.rmdir(path)
         raise ConfigError(
             f"no slab on nvme_paths={_paths(config)}: {error}. Name a folder on a mounted drive; a folder is made if "
             "the one above it is there"

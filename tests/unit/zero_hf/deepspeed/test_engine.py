@@ -8,7 +8,6 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -16,17 +15,11 @@ import zero_core
 from zero_core.errors import CheckpointError
 from zero_hf import ConfigError, deepspeed
 
+pytestmark = pytest.mark.usefixtures("process_group_ends")
+
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 3, "warmup_type": "linear"}}
 HOST = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-
-
-@pytest.fixture(autouse=True)
-def _one_rank():
-    """initialize() starts a process group of one rank; other tests are to find none."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def net():
