@@ -13,17 +13,21 @@ import torch
 from . import annotate, collectives, device_module, host_threads, recurrent  # noqa: F401 (two register themselves)
 from .annotate import Meeting, Task, begin, host_access
 from .build import ZeroSimError, native
+from .counting import Counts, Wait, counts
 from .races import Party, Race, RaceError, detect, take_races
 
 __all__ = [
+    "Counts",
     "Meeting",
     "Party",
     "Race",
     "RaceError",
     "Task",
+    "Wait",
     "ZeroSimError",
     "begin",
     "configure",
+    "counts",
     "detect",
     "host_access",
     "take_races",

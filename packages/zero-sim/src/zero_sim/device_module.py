@@ -100,7 +100,7 @@ _maybe_exchange_device = _exchange_device
 
 def synchronize(device: Device = None) -> None:
     """Waits for all streams of a device, and raises what a kernel raised."""
-    native.wait_for_device(_index(device))
+    torch.accelerator.synchronize(_index(device))
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,6 @@ void bind_runtime(py::module_& m) {
   m.def("spin", &spin);
   m.def("kernels_run", &kernels_run);
   m.def("wait_for_stream", &wait_for_stream, released());
-  m.def("wait_for_device", &wait_for_device, released());
   m.def("stop", &stop, released());
   m.def("install_fault_handler", &install_fault_handler);
 

@@ -26,9 +26,11 @@ void bind_device(py::module_& m) {
   m.def("set_sync_debug_mode", [](int mode) { waiting = Waiting(mode); });
   m.def("counts", [] {
     const Counts c = counts();
-    return std::map<std::string, uint64_t>{{"queued", c.queued}, {"waited", c.waited}, {"unlike_cuda", c.unlike_cuda}};
+    std::vector<std::tuple<std::string, std::string, int, uint64_t>> waits;
+    for (const auto& [of, times] : c.waits)
+      waits.emplace_back(std::get<0>(of), describe_python_site(std::get<1>(of)), std::get<2>(of), times);
+    return std::make_tuple(c.queued, c.unlike_cuda, c.copies, waits);
   });
-  m.def("waited_operations", &waited_operations);
   m.def("extents", [](const at::Tensor& t, bool write) {
     std::vector<Extent> found;
     add_extents(t, write, found);

@@ -72,6 +72,7 @@ struct SimWork final : c10d::Work {
   void synchronize() override {
     stream_waits(current_stream(device_.index()), done_);
     if (blocks_host_) {
+      count_wait("barrier");
       WithoutGil release;
       wait_for_event(done_);
     }

@@ -30,7 +30,9 @@ void within(const Tensor& into, const Tensor& from) {
   std::vector<Extent> extents;
   add_extents(from, false, extents);
   add_extents(into, true, extents);
-  queue_copy(stream, peers ? "copy between devices" : "copy on the device", into, from, extents);
+  const char* what = peers ? "copy between devices" : "copy on the device";
+  count_copy(what, false, into.nbytes());
+  queue_copy(stream, what, into, from, extents);
   if (peers) {
     Event done;
     record(done, stream);
@@ -47,6 +49,7 @@ void across(const Tensor& into, const Tensor& from, bool non_blocking) {
   const char* what = up ? "copy to the device" : "copy to the host";
   std::vector<Extent> extents;
   add_extents(up ? into : from, up, extents);
+  count_copy(what, !is_pinned, host.nbytes());
   if (is_pinned) {
     TORCH_CHECK(pinned_in_one_piece(host.const_data_ptr(), host.nbytes()), "sim: a ", what, " of ", host.nbytes(),
                 " bytes begins in host memory that is registered and ends beyond the piece that was registered. CUDA "
@@ -64,6 +67,7 @@ void across(const Tensor& into, const Tensor& from, bool non_blocking) {
     if (up && non_blocking) return;
   }
   if (non_blocking) {
+    count_wait("copy to pageable memory of the host");
     WithoutGil release;
     wait_for_stream(stream);
   } else {

@@ -57,6 +57,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   DeviceIndex deviceCount() const noexcept override { return DeviceIndex(devices()); }
   void synchronizeDevice(const DeviceIndex d) const override {
+    count_wait("device synchronize");
     WithoutGil release;
     wait_for_device(d < 0 ? t_device : d);
   }
@@ -90,6 +91,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override { return !event || query(*static_cast<Event*>(event)); }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
+    count_wait("event synchronize");
     WithoutGil release;
     wait_for_event(*static_cast<Event*>(event));
   }

@@ -7,7 +7,9 @@
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -59,12 +61,15 @@ void queue(StreamIndex, const std::string& what, const std::vector<Extent>&, std
 // The host waits where CUDA's would: counted, and refused under set_sync_debug_mode("error").
 void wait_as_cuda(StreamIndex, const char* what);
 void about_to_wait(const char* what);
+void count_wait(const char* what);  // one that CUDA's set_sync_debug_mode does not see, or that was asked for
+void count_copy(const char* what, bool pageable, size_t bytes);
 enum class Waiting { kIgnore, kWarn, kError };
 extern std::atomic<Waiting> waiting;
-struct Counts {
-  uint64_t queued = 0, waited = 0, unlike_cuda = 0;  // the last: the host waited although CUDA's would not
+struct Counts {  // since the process began
+  uint64_t queued = 0, unlike_cuda = 0;  // the last: the host waited although CUDA's would not
+  std::map<std::pair<std::string, bool>, std::pair<uint64_t, uint64_t>> copies;  // kind, pageable: how many, bytes
+  std::map<std::tuple<std::string, Site, int>, uint64_t> waits;  // what, where, in which thread of the system
 };
 Counts counts();
-std::vector<std::pair<std::string, uint64_t>> waited_operations();
 
 }  // namespace sim

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
+#include <unistd.h>
 
 #include <future>
 #include <map>
@@ -27,9 +28,9 @@ std::atomic<Waiting> waiting{Waiting::kIgnore};
 
 // -- the queue, and waiting for it ----------------------------------------------------------------------------------
 namespace {
-std::atomic<uint64_t> queued{0}, waited{0}, unlike_cuda{0};
-std::mutex waited_lock;
-std::map<std::string, uint64_t> waited_for;
+std::atomic<uint64_t> queued{0}, unlike_cuda{0};
+std::mutex counts_lock;
+Counts counted;
 
 // The same bits whatever torch.set_num_threads says, and no more threads than streams.
 const bool one_thread_a_stream = [] {
@@ -39,18 +40,23 @@ const bool one_thread_a_stream = [] {
   };
   return true;
 }();
-
-void count_wait(const char* what, std::atomic<uint64_t>& total) {
-  total++;
-  std::lock_guard<std::mutex> lock(waited_lock);
-  waited_for[what]++;
-}
 }  // namespace
 
-Counts counts() { return {queued, waited, unlike_cuda}; }
-std::vector<std::pair<std::string, uint64_t>> waited_operations() {
-  std::lock_guard<std::mutex> lock(waited_lock);
-  return {waited_for.begin(), waited_for.end()};
+Counts counts() {
+  std::lock_guard<std::mutex> lock(counts_lock);
+  counted.queued = queued;
+  counted.unlike_cuda = unlike_cuda;
+  return counted;
+}
+void count_wait(const char* what) {
+  const Site site = capture_site ? capture_site() : 0;
+  std::lock_guard<std::mutex> lock(counts_lock);
+  counted.waits[{what, site, gettid()}]++;
+}
+void count_copy(const char* what, bool pageable, size_t bytes) {
+  std::lock_guard<std::mutex> lock(counts_lock);
+  auto& [times, total] = counted.copies[{what, pageable}];
+  times++, total += bytes;
 }
 
 void queue(StreamIndex stream, const std::string& what, const std::vector<Extent>& extents, std::function<void()> run) {
@@ -66,7 +72,7 @@ void queue(StreamIndex stream, const std::string& what, const std::vector<Extent
 }
 
 void about_to_wait(const char* what) {
-  count_wait(what, waited);
+  count_wait(what);
   const Waiting mode = waiting;
   TORCH_CHECK(mode != Waiting::kError, "called a synchronizing operation of the device: ", what);
   if (mode == Waiting::kWarn) TORCH_WARN("called a synchronizing operation of the device: ", what);
@@ -232,7 +238,7 @@ class Call {
     if (data_dependent_) {
       wait_as_cuda(stream_, op_.schema().name().c_str());
     } else {  // a wait that the detector must not take for an order
-      count_wait(op_.schema().name().c_str(), unlike_cuda);
+      unlike_cuda++;
       WithoutGil release;
       end.wait();
     }

@@ -1,0 +1,61 @@
+"""Reads what the host has asked of the devices: how many launches, copies and bytes, and where it waited for them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .build import native
+
+
+class Wait(NamedTuple):
+    """The host stood still until a device had done something, or asked whether it had and would have stood still."""
+
+    what: str  # "event synchronize", "copy to the host", "aten::nonzero"
+    place: str  # "train.py:12 in step < train.py:40 in main", the innermost frame first
+    thread: str  # its name; empty for a thread that torch made, such as autograd's
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was asked of all devices. `after - before` is what was asked in between.
+
+    launches: operations that were queued and are no copies. A GPU may take several kernels for one of them.
+    copies, bytes: by kind, such as "copy to the device" and "copy to the device, pageable".
+    waits: how often each place waited. Copies that block are among them.
+    unlike_cuda: operations without a Meta kernel, for which the host waits here and would not on CUDA.
+    """
+
+    launches: int
+    copies: Counter[str]
+    bytes: Counter[str]
+    waits: Counter[Wait]
+    unlike_cuda: int
+
+    def __sub__(self, before: Counts) -> Counts:
+        return Counts(
+            self.launches - before.launches,
+            self.copies - before.copies,
+            self.bytes - before.bytes,
+            self.waits - before.waits,
+            self.unlike_cuda - before.unlike_cuda,
+        )
+
+
+def counts() -> Counts:
+    """Returns what was asked of the devices since the process began."""
+    queued, unlike_cuda, copies, waits = native.counts()
+    started = {t.native_id: t.name for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
+    seen: Counter[Wait] = Counter()
+    for what, place, thread, times in waits:
+        seen[Wait(what, place, started.get(thread, ""))] += times
+    named = {(f"{what}, pageable" if pageable else what): found for (what, pageable), found in copies.items()}
+    return Counts(
+        queued - sum(times for times, _ in named.values()),
+        Counter({what: times for what, (times, _) in named.items()}),
+        Counter({what: nbytes for what, (_, nbytes) in named.items()}),
+        seen,
+        unlike_cuda,
+    )
