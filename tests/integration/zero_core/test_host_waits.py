@@ -132,6 +132,30 @@ def test_one_rank_reads_nothing_else_off_the_beaten_track_either(make):
     assert seen == ["tolist"] * 2 + ["__float__", "_local_scalar_dense"] * (STEPS - 2)
 
 
+class Counted(Watch):
+    """Refuses nothing."""
+
+    def saw(self, what: str) -> None:
+        self.read.append(what)
+
+
+def test_clipping_as_torch_does_it_reads_three_numbers_however_many_parameters_there_are():
+    """The norm, the factor that torch computes from it, and in step() the norm once more."""
+    for blocks in (1, 4):
+        model, watch = toys.Stack(blocks), Counted()
+        optimizer = zero_core.shard(model, sgd(model.parameters()))
+        for step in range(STEPS):
+            toys.loss_of(model, toys.data(step, 0)).backward()
+            with Operators(watch):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+            optimizer.zero_grad()
+            if step + 1 < STEPS:  # visits 1 and 2 leave a flag beside the norm
+                watch.read.clear()
+        optimizer.close()
+        assert watch.read == ["_local_scalar_dense"] * 3
+
+
 def test_a_read_elsewhere_would_be_refused():
     model = toys.Stack()
     watch = Watch()

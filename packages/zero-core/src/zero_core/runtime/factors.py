@@ -16,23 +16,39 @@ __all__ = ["Factors"]
 Key = tuple[int, int]  # a unit's index, and the number of a parameter in it
 
 
+class _Given:
+    """A factor that the user gave as a tensor. The host waits for the device when it reads it first, and then knows."""
+
+    def __init__(self, factor: Tensor) -> None:
+        self.values = factor.detach().clone().reshape(())
+        self._number: float | None = None
+
+    def __float__(self) -> float:
+        if self._number is None:
+            self._number = float(self.values)
+        return self._number
+
+
 class Factors:
     """Of each parameter the factors since its gradient was last written, in order; fp32 numbers or the user's own."""
 
     def __init__(self) -> None:
-        self._of: dict[Key, tuple[Tensor | float, ...]] = {}
-        self._copied: tuple[Tensor, int, Tensor] | None = None  # one tensor multiplies all parameters, mostly
+        self._of: dict[Key, tuple[_Given | float, ...]] = {}
+        self._copied: tuple[Tensor, int, _Given] | None = None  # one tensor multiplies all parameters, mostly
 
     def __bool__(self) -> bool:
         return bool(self._of)
 
     def multiply(self, key: Key, factor: Tensor | float) -> None:
         """factor: a number, or a tensor of one element, which the user may change afterwards."""
+        given: _Given | float
         if isinstance(factor, Tensor):
             if self._copied is None or self._copied[0] is not factor or self._copied[1] != factor._version:
-                self._copied = factor, factor._version, factor.detach().clone().reshape(())
-            factor = self._copied[2]
-        self._of[key] = (*self._of.get(key, ()), factor)
+                self._copied = factor, factor._version, _Given(factor)
+            given = self._copied[2]
+        else:
+            given = factor
+        self._of[key] = (*self._of.get(key, ()), given)
 
     def keys(self) -> list[Key]:
         return list(self._of)
@@ -40,7 +56,7 @@ class Factors:
     def apply(self, key: Key, values: Tensor) -> Tensor:
         """Multiply `values`, of the parameter's gradient, in place, and return them."""
         for factor in self._of.get(key, ()):
-            values.mul_(factor.to(values.device) if isinstance(factor, Tensor) else factor)
+            values.mul_(factor.values.to(values.device) if isinstance(factor, _Given) else factor)
         return values
 
     def forget(self, key: Key | None = None) -> None:
@@ -55,14 +71,7 @@ class Factors:
         """What all of these are multiplied by; None if it is not the same. Waits for the device."""
         if not self._of:
             return 1.0
-        numbers: dict[int, float] = {}
-
-        def number(factor: Tensor | float) -> float:
-            if id(factor) not in numbers:
-                numbers[id(factor)] = float(factor)
-            return numbers[id(factor)]
-
-        found = {tuple(number(factor) for factor in self._of.get(key, ())) for key in keys}
+        found = {tuple(float(factor) for factor in self._of.get(key, ())) for key in keys}
         return math.prod(found.pop(), start=1.0) if len(found) == 1 else 1.0 if not found else None
 
     def numbers(self) -> Tensor:

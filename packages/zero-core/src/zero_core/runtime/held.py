@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..device import sent
 from ..errors import GradientError
 from .memoryless import METADATA, name_of
 
@@ -207,7 +208,7 @@ def _norm(order: float, parts: Sequence[Any], device: torch.device) -> Tensor:
         total = math.nan if any(map(math.isnan, [found, *known])) else max([found, *known])
     else:
         total = (found + math.fsum(number**order for number in known)) ** (1.0 / order)
-    return torch.tensor(total, dtype=torch.float32, device=device)
+    return sent(torch.tensor(total, dtype=torch.float32), device)
 
 
 def _listed(given: Any) -> Sequence[Any]:
