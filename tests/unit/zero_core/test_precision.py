@@ -69,7 +69,7 @@ def test_squares_that_overflow_fp32_do_not():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("numel", [0, 5, CHUNK_NUMEL, 8 * CHUNK_NUMEL, 9 * CHUNK_NUMEL + 7])
 def test_chunk_squares_are_those_of_each_chunk(dtype, numel):
-    """What `sum_of_squares` adds up off the CPU, over the edge of its scratch and with a chunk that is not whole."""
+    """`sum_of_squares` adds up such chunks off the CPU, of another size. The last may not be whole."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = [float(chunk.double().square().sum()) for chunk in values.split(CHUNK_NUMEL) if numel]
     assert chunk_squares(values).tolist() == pytest.approx(expected, rel=1e-12)
@@ -83,9 +83,10 @@ def test_a_chunk_that_is_not_finite_says_so_and_the_others_are_untouched(poison)
     assert (first, third) == (CHUNK_NUMEL, 4.0) and not math.isfinite(second)
 
 
-def test_widening_multiplies_in_fp32():
+@pytest.mark.parametrize("scale", [0.3, 1.0, 1e-30])
+def test_widening_multiplies_in_fp32(scale):
     values = torch.randn(1000).bfloat16()
-    assert torch.equal(widen_scaled(values, 0.3, torch.empty(1000)), values.float() * 0.3)
+    assert torch.equal(widen_scaled(values, scale, torch.empty(1000)), values.float() * scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from .store import CHUNK_NUMEL
 
-__all__ = ["FLOATS", "as_bytes", "chunk_squares", "fits", "mean_of_rows", "round_to", "sum_of_squares", "widen_scaled"]
+__all__ = [
+    "FLOATS",
+    "as_bytes",
+    "chunk_squares",
+    "fits",
+    "mean_of_rows",
+    "round_to",
+    "round_traffic",
+    "sum_of_squares",
+    "widen_scaled",
+]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What a model is trained in, and what every backend's collectives take."""
@@ -45,6 +55,14 @@ def round_to(master: Tensor, out: Tensor) -> None:
         out[start : start + step].copy_(marked)
 
 
+def round_traffic(dtype: torch.dtype) -> int:
+    """Bytes of memory that `round_to` reads and writes for one fp32 element and its `dtype` outside of a CPU's caches.
+
+    To bf16: the clamp and the bit read and write fp32 each, and then the copy reads it.
+    """
+    return (5 if dtype == torch.bfloat16 else 1) * torch.float32.itemsize + dtype.itemsize
+
+
 def fits(values: Tensor, dtype: torch.dtype) -> bool:
     """Whether fp32 `values` keep all their bits in `dtype`. Waits for the device."""
     return dtype == torch.float32 or torch.equal(values.to(dtype).float().view(torch.int32), values.view(torch.int32))
@@ -54,10 +72,11 @@ def fits(values: Tensor, dtype: torch.dtype) -> bool:
 def sum_of_squares(values: Tensor) -> Tensor:
     """() float64: chunks of CHUNK_NUMEL elements, each summed in double, then added. Not finite if any value is.
 
-    On the CPU the chunks are added in order; elsewhere by one kernel, in an order that is the same every time.
+    On the CPU the chunks are added in order. Elsewhere they have the size of eight, so that few are started, and are
+    added in an order that is the same every time.
     """
     if values.device.type != "cpu":
-        return chunk_squares(values).sum()
+        return chunk_squares(values, _DEVICE_NUMEL).sum()
     step = _SQUARE_NUMEL
     scratch = torch.empty(min(step, values.numel()), dtype=torch.float64, device=values.device)
     total = torch.zeros((), dtype=torch.float64, device=values.device)
@@ -73,31 +92,30 @@ def sum_of_squares(values: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def chunk_squares(values: Tensor) -> Tensor:
-    """(chunks,) float64: of every CHUNK_NUMEL elements of `values` (n,) the sum of squares. Two launches per 8 Mi.
+def chunk_squares(values: Tensor, chunk_numel: int = CHUNK_NUMEL) -> Tensor:
+    """(chunks,) float64: of every `chunk_numel` elements of `values` (n,) the sum of squares.
 
-    The square of a norm in double: within 2 ULP of the sum itself, and one pass less.
+    The square of a norm in double: within 2 ULP of the sum itself. CUDA reads each value once, in its own dtype. A
+    device that has no kernel for many norms widens a chunk at a time to float64.
     """
-    numel = values.numel()
-    norms = torch.empty(-(-numel // CHUNK_NUMEL), dtype=torch.float64, device=values.device)
-    scratch = torch.empty(min(_DEVICE_NUMEL, numel), dtype=torch.float64, device=values.device)
-    whole = numel // CHUNK_NUMEL * CHUNK_NUMEL
-    for start in range(0, whole, _DEVICE_NUMEL):
-        part = values[start : min(start + _DEVICE_NUMEL, whole)]
-        rows = scratch[: part.numel()].copy_(part).view(-1, CHUNK_NUMEL)
-        first = start // CHUNK_NUMEL
-        torch.linalg.vector_norm(rows, dim=1, out=norms[first : first + len(rows)])
-    if whole < numel:
-        torch.linalg.vector_norm(scratch[: numel - whole].copy_(values[whole:]), out=norms[-1])
-    return norms.square_()
+    if not values.numel():
+        return torch.zeros(0, dtype=torch.float64, device=values.device)
+    return torch.stack(torch._foreach_norm(values.split(chunk_numel), 2, dtype=torch.float64)).square_()
 
 
 @torch.no_grad()
 def widen_scaled(values: Tensor, scale: float, out: Tensor) -> Tensor:
-    """out (n,) fp32 <- scale * values (n,), multiplied in fp32, in pieces that stay in the cache; returns `out`."""
-    step = _ROUND_NUMEL if values.device.type == "cpu" else max(values.numel(), 1)
-    for start in range(0, values.numel(), step):
-        part = out[start : start + step].copy_(values[start : start + step])
+    """out (n,) fp32 <- scale * values (n,), multiplied in fp32; returns `out`.
+
+    A CPU takes pieces that stay in its cache. Elsewhere each value is read once and each product written once.
+    """
+    if values.device.type != "cpu":
+        if scale == 1.0:
+            return out.copy_(values)
+        # One dimension, or the product would be rounded to the dtype of the values.
+        return torch.mul(values, torch.full((1,), scale, dtype=torch.float32, device=values.device), out=out)
+    for start in range(0, values.numel(), _ROUND_NUMEL):
+        part = out[start : start + _ROUND_NUMEL].copy_(values[start : start + _ROUND_NUMEL])
         if scale != 1.0:
             part.mul_(scale)
     return out

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from zero_core.memory import FP32_BYTES, ElementBytes
+from zero_core.optim.device_store import step_traffic
 from zero_core.runtime import residency
 from zero_core.store import lent_bytes
 
@@ -133,7 +134,7 @@ def account(plan: StorePlan, shape: Shape) -> Account:
     """Add up what a step moves of the store's plan."""
     updated, extents, records = Counter[str](), Counter[tuple[str, str]](), 0
     align = plan.alignment
-    on_device = device_update_bytes(shape, plan.state_values)
+    on_device = step_traffic(replace(shape.element, states=plan.state_values), shape.gradient_itemsize)
     own, first = set(plan.own_slots), 0
     passing: list[tuple[Counter[Tier], int]] = []  # extents of a unit that shares slots, and how many are like it
     for run in plan.runs:
@@ -192,13 +193,6 @@ def _least(passing: Sequence[tuple[Counter[Tier], int]], slots: int) -> Counter[
             found[tier] += min(count, slots) * extent
         slots -= min(count, slots)
     return found
-
-
-def device_update_bytes(shape: Shape, states: int) -> int:
-    """Of one element on a device apart, with fp32 `states` and a master; a 16-bit gradient is widened there first."""
-    kept, states_and_master = shape.gradient_itemsize, replace(shape.element, states=states).optimizer
-    widened = kept + FP32_BYTES if kept < FP32_BYTES else 0
-    return 2 * states_and_master + 2 * shape.parameter_dtype.itemsize + FP32_BYTES + widened
 
 
 def update_bytes(shape: Shape, numel: int) -> int:
