@@ -21,7 +21,8 @@ def test_a_resumed_run_draws_the_numbers_that_the_first_one_did(device: torch.de
     optimizer.close()
 
 
-def test_the_state_of_another_type_of_device_is_left_alone(device: torch.device) -> None:
+def test_the_state_of_another_type_of_device_is_left_alone(device: torch.device, needs_device) -> None:
+    needs_device("a random state beside the CPU's")
     state = checkpoint.random_state_of(device)
     state["device"] = ("another", torch.zeros(16, dtype=torch.uint8))
     before = torch.get_device_module(device).get_rng_state(device)
