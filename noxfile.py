@@ -326,8 +326,11 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(name="bench-gpu", venv_backend="none")
 def bench_gpu(session: nox.Session) -> None:
-    """The GPU's tables in ten minutes, or with `-- --largest` the largest models; in the environment that stands."""
-    session.run("python", "-m", "tests.benchmarks.test_gpu", *session.posargs, external=True)
+    """What a GPU does, in stages of which each call of ten minutes runs some; `-- --dry` tries them on a CPU.
+
+    It runs in the environment that stands, and needs no network.
+    """
+    session.run("python", "-m", "tests.benchmarks.gpu", *session.posargs, external=True)
 
 
 def sources() -> str:

@@ -4,7 +4,8 @@
 
 It says what it is in one line of JSON, then answers each line on stdin with another: `turn N [ROWS]` times N steps of
 as many rows (micro_batch where left out), after one that is not timed, and waits for what runs in the background;
-`trace FILE [ROWS]` writes torch's profile of two steps; `end` leaves. Between turns it does nothing, so that others can
+`trace FILE [ROWS]` writes torch's profile of two steps; `predict ROWS SECONDS` says what the planner predicts of `host`
+where forward and backward take these seconds; `end` leaves. Between turns it does nothing, so that others can
 take theirs. A step is timed from the return of one `optimizer.step()` to that of the next, so it holds exactly one
 update, wherever that hides.
 """
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -25,10 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
-SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-KINDS = ("parameters", "gradients", "optimizer")
-PREFETCH_BYTES = 64 << 20  # zero-train's default
+from tests.benchmarks.step_model import Batch, Missing, model_of, numel_of, repeat_values, skip_first_values
+from tests.benchmarks.step_plan import KINDS, PREFETCH_BYTES, automatic, predicted
+
 NVME = {"optimizer": "nvme"}  # what is not named lies on host
 TIERS: dict[str, dict[str, Any]] = {
     "host": {},
@@ -47,64 +47,11 @@ DEEPSPEED = {
 }
 
 
-class Missing(Exception):
-    """The configuration cannot run here; the text says why."""
-
-
-class Batch:
-    """Tokens of a step, (rows, sequence): as many rows as were asked for last."""
-
-    def __init__(self, arguments: dict[str, Any], device: str) -> None:
-        self._length = 32 if arguments.get("tiny") else arguments.get("length", 256)
-        self._device = device
-        self.take(arguments["micro_batch"])
-
-    def take(self, rows: int) -> None:
-        self.tokens = torch.randint(0, 256, (rows, self._length), device=self._device)
-
-
-def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, Batch]:
-    """The 119.6 M Llama, or one of `sizes`, in the benchmark's dtype, and its batch.
-
-    `device` is where both are made; `length` the sequence's; `checkpointing` recomputes each block.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    tiny, device = arguments.get("tiny"), arguments.get("device", "cpu")
-    sizes = TINY if tiny else arguments.get("sizes", SIZES)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, arguments.get("dtype", "float32")))
-    try:
-        with torch.device(device):
-            made = LlamaForCausalLM(LlamaConfig(vocab_size=256 if tiny else 8192, use_cache=False, **sizes))
-    finally:
-        torch.set_default_dtype(default)
-    if arguments.get("checkpointing"):
-        made.gradient_checkpointing_enable({"use_reentrant": False})
-    made.train()
-    return made, Batch(arguments, device)
-
-
-def skip_first_values() -> None:
-    """Models of this process begin with whatever is in memory: one core draws three billion numbers for a minute."""
-    import transformers
-
-    transformers.PreTrainedModel._init_weights = lambda self, module: None
-    for kind in (nn.Linear, nn.Embedding):
-        kind.reset_parameters = lambda self: None  # type: ignore[method-assign]
-
-
-def repeat_values(model: nn.Module) -> None:
-    """The same four million random numbers in every matrix, over and over."""
-    values = torch.randn(1 << 22) * 0.02
-    for matrix in (p.data.view(-1) for p in model.parameters() if p.dim() > 1):
-        for part in matrix.split(values.numel()):
-            part.copy_(values[: part.numel()])
-
-
-def backward(model: nn.Module, batch: Batch) -> None:
-    model(input_ids=batch.tokens, labels=batch.tokens).loss.backward()
+def backward(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Forward, too. Returns the loss, which is not waited for."""
+    loss = model(input_ids=batch.tokens, labels=batch.tokens).loss
+    loss.backward()
+    return loss.detach()
 
 
 def floor(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
@@ -112,10 +59,11 @@ def floor(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[],
     model, batch = model_of(arguments)
     tiles: list[Any] = []
 
-    def step() -> None:
-        backward(model, batch)
+    def step() -> torch.Tensor:
+        loss = backward(model, batch)
         for parameter in model.parameters():
             parameter.grad = None
+        return loss
 
     if arguments.get("device") == "cuda":
         return {"step": step, "rows": batch.take}
@@ -165,41 +113,76 @@ def choices(name: str) -> tuple[dict[str, str], str, int | None, int]:
     return dict.fromkeys(KINDS, "host") | tiers, layout, slots, prefetch_bytes
 
 
+def plain(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
+    """torch alone: fp32 parameters, autocast to `dtype`, fused AdamW, clipping. 16 bytes a parameter, and the casts."""
+    model, batch = model_of(arguments | {"dtype": "float32"})
+    device, dtype = arguments.get("device", "cpu"), getattr(torch, arguments.get("dtype", "float32"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def train() -> torch.Tensor:
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            loss = model(input_ids=batch.tokens, labels=batch.tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return {"step": train, "rows": batch.take}
+
+
 def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], Any]]:
-    """zero_core.shard, with a TieredStore where the name is one of TIERS."""
+    """zero_core.shard: with a TieredStore where the name is one of TIERS, with what the planner says for `auto`."""
     import zero_core
     import zero_nvme
     import zero_offload
     import zero_optim_cpu
 
+    name, device, deferred = arguments["name"], arguments.get("device", "cpu"), arguments.get("deferred")
+    store, told, prefetch_bytes, plan = None, dict[str, Any](), PREFETCH_BYTES, None
+
+    def slab() -> Any:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments["folder"]))
+        return stack.enter_context(zero_nvme.Slab([folder], allow_memory=bool(arguments.get("tiny"))))
+
+    tile = {"tile_numel": arguments["tile_numel"]} if arguments.get("tile_numel") else {}
+    if name == "auto":
+        step = zero_optim_cpu.CpuStep(layout=arguments.get("layout", "split"), cores=beside_gpu(arguments))
+        plan, sizes = automatic(arguments, step, tile)
+        arguments = arguments | {"sizes": sizes}
+        told = {"layers": sizes.get("num_hidden_layers"), "predicted_seconds": plan.step_seconds}
+        told["planned_bytes"] = {tier: plan.total(tier) for tier in ("device", "host", "nvme")}
+        if plan.needs_store:
+            store = zero_offload.TieredStore(plan=plan, nvme=slab() if plan.total("nvme") else None, step=step)
+    elif name != "none":
+        placed, layout, slots, prefetch_bytes = choices(name)
+        step = zero_optim_cpu.CpuStep(layout=layout, cores=beside_gpu(arguments))
+        on_nvme = slab() if "nvme" in placed.values() else None
+        store = zero_offload.TieredStore(**placed, nvme=on_nvme, step=step, slots=slots, accumulate=1, **tile)
     model, batch = model_of(arguments)
     dtype = next(model.parameters()).dtype
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=arguments["name"] == "none")
-    store, prefetch_bytes = None, PREFETCH_BYTES
-    if arguments["name"] != "none":
-        placed, layout, slots, prefetch_bytes = choices(arguments["name"])
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments["folder"]))
-        slab = stack.enter_context(zero_nvme.Slab([folder])) if "nvme" in placed.values() else None
-        step = zero_optim_cpu.CpuStep(layout=layout, cores=beside_gpu(arguments))
-        tile = {"tile_numel": arguments["tile_numel"]} if "tile_numel" in arguments else {}
-        store = zero_offload.TieredStore(**placed, nvme=slab, step=step, slots=slots, accumulate=1, **tile)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=name in ("none", "auto"))
     optimizer = zero_core.shard(
         model, optimizer, stage=3, max_grad_norm=1.0, store=store, prefetch_bytes=prefetch_bytes,
-        param_dtype=None if dtype == torch.float32 else dtype,
+        param_dtype=None if dtype == torch.float32 else dtype, device=device if deferred else None,
     )  # fmt: skip
     stack.callback(optimizer.close)
-    if arguments.get("device", "cpu") == "cpu":
+    if device == "cpu":
         zero_core.keep_freed_memory()
 
-    def train() -> None:
-        backward(model, batch)
-        optimizer.step()
-        optimizer.zero_grad()
+    def train() -> torch.Tensor:
+        with zero_offload.explained(plan) if plan is not None else nullcontext():
+            loss = backward(model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
 
+    parts: dict[str, Any] = {"step": train, "rows": batch.take, "told": told | {"numel": numel_of(model)}}
+    if name == "host":
+        parts["predict"] = lambda rows, seconds: predicted(arguments, rows, seconds)
     if store is None:
-        return {"step": train, "rows": batch.take}
-    exposed = {"exposed": lambda: store.stats()["exposed_seconds"]}
-    return {"step": train, "rows": batch.take, "wait": store.wait} | exposed
+        return parts
+    return parts | {"wait": store.wait, "exposed": lambda: store.stats()["exposed_seconds"]}
 
 
 def beside_gpu(arguments: dict[str, Any]) -> tuple[int, ...] | None:
@@ -245,9 +228,11 @@ def deepspeed(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable
     except Exception as error:
         raise Missing(f"DeepSpeed does not start: {type(error).__name__}: {str(error)[:400]}") from error
 
-    def train() -> None:
-        engine.backward(engine(input_ids=batch.tokens, labels=batch.tokens).loss)
+    def train() -> torch.Tensor:
+        loss = engine(input_ids=batch.tokens, labels=batch.tokens).loss
+        engine.backward(loss)
         engine.step()
+        return loss.detach()
 
     return {"step": train, "rows": batch.take}
 
@@ -319,11 +304,12 @@ def fsdp2(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[],
     batch = Batch(arguments, "cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def train() -> None:
-        backward(model, batch)
+    def train() -> torch.Tensor:
+        loss = backward(model, batch)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        return loss
 
     return {"step": train, "rows": batch.take}
 
@@ -338,17 +324,20 @@ def turn(parts: dict[str, Callable[..., Any]], count: int, rows: int | None = No
         parts["rows"](rows)
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-    parts["step"]()
+    losses = [parts["step"]()]
     wait_for_kernels()
     before, begin = exposed(), time.perf_counter()
     for _ in range(count):
-        parts["step"]()
+        losses.append(parts["step"]())
     wait_for_kernels()
     seconds, hidden_not = (time.perf_counter() - begin) / count, (exposed() - before) / count
     parts.get("wait", lambda: None)()
     answer = {"seconds": seconds, "exposed_seconds": hidden_not, "peak_rss_bytes": peak_rss_bytes(os.getpid())}
+    answer["losses"] = [loss.item() for loss in losses]
     if torch.cuda.is_initialized():
+        held = torch.cuda.memory_stats()
         answer["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+        answer |= {"reserved_bytes": held["reserved_bytes.all.peak"], "retries": held["num_alloc_retries"]}
         answer["peak_rss_bytes"] += pinned_beside_rss()
         torch.cuda.empty_cache()  # the others want the room
     if "extra" in parts:  # after the peak was read: these states are not the floor's
@@ -423,18 +412,22 @@ def main() -> None:
         answers.flush()
 
     name = arguments["name"]
-    build = {"floor": floor, FSDP2: fsdp2, **dict.fromkeys(DEEPSPEED, deepspeed)}.get(name, ours)
+    build = {"floor": floor, "plain": plain, FSDP2: fsdp2, **dict.fromkeys(DEEPSPEED, deepspeed)}.get(name, ours)
     with ExitStack() as stack:
+        begun = time.monotonic()
         try:
             parts = build(arguments, stack)
         except Missing as reason:
             say({"missing": str(reason)})
             return
-        say({"name": name})
+        say({"name": name, "setup_seconds": time.monotonic() - begun} | parts.pop("told", {}))
         for line in sys.stdin:
             word, *rest = line.split()
             if word == "end":
                 break
+            if word == "predict":
+                say(parts["predict"](int(rest[0]), float(rest[1])))
+                continue
             rows = int(rest[1]) if len(rest) > 1 else None
             say(trace(parts, rest[0], rows) if word == "trace" else turn(parts, int(rest[0]), rows))
 

@@ -17,14 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-import select
 import shutil
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -37,6 +32,8 @@ import torch
 
 from tests.benchmarks import step_worker
 from tests.benchmarks.intervals import interval_of_median
+from tests.benchmarks.step_model import model_of
+from tests.benchmarks.worker import Worker
 
 BOUNDS = {  # of the ratio, by micro-batch
     "host": {2: 1.03, 8: 1.03},
@@ -49,83 +46,6 @@ PEERS = {"host": "deepspeed-host", "nvme": "deepspeed-nvme", "everything-nvme": 
 PEER_BOUNDS = {2: 0.45, 8: 0.65}  # of the peer's step time
 PEER_RSS = 0.35  # of the peer's peak, at micro-batch 2
 PREDICTION = 0.2
-
-
-class Worker:
-    """One configuration's process. `missing`: why it is not there."""
-
-    def __init__(self, name: str, options: dict[str, Any], limit_seconds: float | None = None) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self.name: str = name
-        self.answers: list[dict[str, Any]] = []
-        self.missing: str | None = None
-        self._limit_seconds = limit_seconds  # for an answer
-        self._errors = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            [sys.executable, step_worker.__file__, json.dumps({"name": name, "port": port, **options})],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if os.environ.get("STEP_DEBUG") else self._errors,
-            text=True,
-            env=environment,
-        )
-
-    def ready(self) -> Worker:
-        """Waits for its first word."""
-        self.missing = self._answer().get("missing")
-        return self
-
-    def turn(self, count: int, rows: int | None = None) -> None:
-        self.answers.append(self.ask(f"turn {count}" + ("" if rows is None else f" {rows}")))
-
-    def ask(self, line: str) -> dict[str, Any]:
-        """Its answer to a line; {"missing": …} where it is gone."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(f"{line}\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # its end is what it answers
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], self._limit_seconds)[0]:
-            self._process.kill()
-            return {"missing": f"no answer within {self._limit_seconds} s{self._last_words()}"}
-        line = self._process.stdout.readline()
-        if line:
-            return json.loads(line)
-        return {"missing": f"the process ended ({self._process.wait()}){self._last_words()}"}
-
-    def _last_words(self) -> str:
-        """The end of what it wrote to stderr."""
-        self._errors.seek(0)
-        words = self._errors.read()[-600:].strip()
-        return f": {words}" if words else ""
-
-    def leave(self) -> None:
-        """Tell it to end; do not wait."""
-        assert self._process.stdin is not None
-        if self._process.poll() is None and self.missing is None:
-            self._process.stdin.write("end\n")
-            self._process.stdin.flush()
-        self.missing = self.missing or "it was told to leave"
-
-    def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self.leave()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._errors.close()
 
 
 Round = dict[str, dict[str, Any]]  # what each process said of its turn, by name
@@ -213,7 +133,7 @@ def sizes_of(micro_batch: int, tiny: bool) -> tuple[Any, int]:
     """What the planner knows of the model, and tokens of a step."""
     import zero_offload
 
-    model, batch = step_worker.model_of({"micro_batch": micro_batch, "tiny": tiny})
+    model, batch = model_of({"micro_batch": micro_batch, "tiny": tiny})
     return zero_offload.ModelSizes.of(model), batch.tokens.numel()
 
 

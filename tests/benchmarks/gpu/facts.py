@@ -1,0 +1,252 @@
+"""What the machine is and does. Each part fails alone, and says why.
+
+Figures of copies are GB/s, the best of several; those of memory are GiB. The part `probe` is what the planner is given.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tests.benchmarks.gpu.stage import GIB, Missing, Piece
+
+PACKAGES = (
+    "torch transformers accelerate triton deepspeed hydra-core omegaconf aiofiles zstandard pybind11 pytest "
+    "pytest-xdist pytest-timeout matplotlib"
+).split()
+MOST_REGISTERED_GIB = 48  # three blocks
+ROUNDS = 5
+
+
+def run(piece: Piece) -> None:
+    for part in (versions, memory, device, arithmetic, host_stream, device_update, link, registration, probe):
+        piece.attempt(part.__name__, partial(part, piece))
+
+
+def versions(piece: Piece) -> dict[str, Any]:
+    import torch
+
+    def of(name: str) -> str | None:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {name: of(name) for name in PACKAGES} | {
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "machine": _line("/proc/cpuinfo", "model name"),
+        "cpus": len(os.sched_getaffinity(0)),
+        "cuda": torch.version.cuda,
+        "swaps_storages": hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
+        "commit": revision.stdout.strip() or None,
+    }
+
+
+def memory(piece: Piece) -> dict[str, Any]:
+    """GiB. A virtual machine may show less than it is given once it is used: `registration` says what is free then."""
+    import resource
+    import shutil
+
+    import zero_offload
+
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return {
+        "available_gib": zero_offload.available_host_bytes() / GIB,
+        "total": _line("/proc/meminfo", "MemTotal"),
+        "huge_pages": _line("/sys/kernel/mm/transparent_hugepage/enabled", ""),
+        "may_be_locked_gib": None if locked == resource.RLIM_INFINITY else locked / GIB,
+        "free_for_slabs_gib": shutil.disk_usage(piece.options["folder"]).free / GIB,
+    }
+
+
+def _line(path: str, begin: str) -> str | None:
+    """The rest of the first line that begins so."""
+    try:
+        with open(path) as file:
+            found = next((line for line in file if line.startswith(begin)), None)
+    except OSError:
+        return None
+    return found and found.removeprefix(begin).strip(" :\t\n")
+
+
+def device(piece: Piece) -> dict[str, Any]:
+    import torch
+
+    _needs_device(piece)
+    properties, (free, total) = torch.cuda.get_device_properties(0), torch.cuda.mem_get_info()
+    return {
+        "name": properties.name,
+        "total_gib": total / GIB,
+        "free_gib": free / GIB,  # without this process's context
+        "processors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+    }
+
+
+def _needs_device(piece: Piece) -> None:
+    if piece.options["device"] == "cpu":
+        raise Missing("this is a CPU")
+
+
+def _seconds(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
+    """The least of several, after one that is not timed."""
+    from tests.benchmarks.step_worker import wait_for_kernels
+
+    times = []
+    for _ in range(rounds + 1):
+        wait_for_kernels()
+        begun = time.perf_counter()
+        work()
+        wait_for_kernels()
+        times.append(time.perf_counter() - begun)
+    return min(times[1:])
+
+
+def arithmetic(piece: Piece) -> dict[str, float]:
+    """TFLOP/s of one product, GB/s of a copy inside of the device, microseconds of a launch."""
+    import torch
+
+    width, numel, where = (256, 1 << 20, "cpu") if piece.dry else (8192, 1 << 29, "cuda")
+    dtype = getattr(torch, piece.options["dtype"])
+    x, y = (torch.randn(width, width, device=where, dtype=dtype) for _ in range(2))
+    big, out, small = torch.randn(numel, device=where), torch.empty(numel, device=where), torch.ones(8, device=where)
+
+    def launches() -> None:
+        for _ in range(1000):
+            small.add_(1)
+
+    return {
+        "product_tflops": 2 * width**3 / _seconds(lambda: x @ y) / 1e12,
+        "copy_inside_gbps": 2 * big.nbytes / _seconds(lambda: out.copy_(big)) / 1e9,
+        "launch_us": 1e3 * _seconds(launches),
+    }
+
+
+def host_stream(piece: Piece) -> dict[str, float]:
+    """GB/s of a + b -> c on the host, by threads."""
+    import torch
+
+    before, cpus = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    a, b, c = (torch.ones(1 << 20 if piece.dry else 1 << 28) for _ in range(3))
+    found = {}
+    for threads in sorted({1, 2, 4, 8, cpus // 2, cpus} - {0}):
+        if threads <= cpus:
+            torch.set_num_threads(threads)
+            found[str(threads)] = 3 * c.nbytes / _seconds(lambda: torch.add(a, b, out=c)) / 1e9
+    torch.set_num_threads(before)
+    return found
+
+
+def device_update(piece: Piece) -> dict[str, float]:
+    """Nanoseconds an element of what an update and a norm on the device are made of."""
+    import torch
+
+    from zero_core.precision import chunk_squares, round_to, widen_scaled
+
+    numel, where = (1 << 16, "cpu") if piece.dry else (1 << 27, "cuda")
+    master, wide = torch.randn(numel, device=where), torch.empty(numel, device=where)
+    narrow, gradient = (torch.randn(numel, device=where).bfloat16() for _ in range(2))
+    parameter = torch.nn.Parameter(master.clone())
+    parameter.grad = torch.randn(numel, device=where)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    parts: dict[str, Callable[[], Any]] = {
+        "round_to": lambda: round_to(master, narrow),
+        "widen_scaled": lambda: widen_scaled(gradient, 0.5, wide),
+        "chunk_squares": lambda: chunk_squares(gradient),
+        "fused_adamw": optimizer.step,
+    }
+    return {name: _seconds(work) / numel * 1e9 for name, work in parts.items()}
+
+
+def link(piece: Piece) -> dict[str, float]:
+    """GB/s between host and device: of registered memory, as the stores have it, of torch's pinned, and of pageable."""
+    import torch
+
+    from zero_offload.arena import Arena
+    from zero_offload.device import register, unregister
+
+    _needs_device(piece)
+    nbytes, where = 512 << 20, torch.device("cuda", 0)
+    arena = Arena(2 * nbytes)
+    host = arena.whole()
+    register(host, where)
+    up, down = host.split(nbytes)
+    pinned, pageable = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.ones(nbytes, dtype=torch.uint8)
+    first, second = (torch.empty(nbytes, dtype=torch.uint8, device=where) for _ in range(2))
+    lanes = [torch.cuda.Stream() for _ in range(2)]
+
+    def to_device(piece_bytes: int = nbytes) -> None:
+        with torch.cuda.stream(lanes[0]):
+            for start in range(0, nbytes, piece_bytes):
+                part = slice(start, start + piece_bytes)
+                first[part].copy_(up[part], non_blocking=True)
+
+    def to_host() -> None:
+        with torch.cuda.stream(lanes[1]):
+            down.copy_(second, non_blocking=True)
+
+    def both() -> None:
+        to_device()
+        to_host()
+
+    def rate(work: Callable[[], Any], moved: int = nbytes) -> float:
+        return moved / _seconds(work) / 1e9
+
+    found = {"to_device": rate(to_device), "to_host": rate(to_host), "both_summed": rate(both, 2 * nbytes)}
+    found |= {f"to_device_by_{mib}_mib": rate(partial(to_device, mib << 20)) for mib in (1, 8, 64)}
+    found["pinned_to_device"] = rate(lambda: first.copy_(pinned, non_blocking=True))
+    found |= {"pageable_to_device": rate(lambda: first.copy_(pageable)), "pageable_to_host": rate(first.cpu)}
+    unregister(host, where)
+    return found
+
+
+def registration(piece: Piece) -> dict[str, Any]:
+    """Seconds a GiB of each block, as the stores register them: pages that are not there yet, then the same again."""
+    import torch
+
+    import zero_offload
+    from zero_offload.arena import Arena
+    from zero_offload.device import BLOCK_BYTES, register, unregister
+
+    _needs_device(piece)
+    where = torch.device("cuda", 0)
+    arena = Arena(int(min(MOST_REGISTERED_GIB * GIB, zero_offload.available_host_bytes() // 2)))
+    blocks, found = arena.whole().split(BLOCK_BYTES), dict[str, Any]()
+
+    def each(work: Callable[[Any, Any], None]) -> list[float]:
+        times = []
+        for block in blocks:
+            begun = time.perf_counter()
+            work(block, where)
+            times.append(round((time.perf_counter() - begun) / (block.nbytes / GIB), 4))
+        return times
+
+    found["gib"] = arena.nbytes / GIB
+    for name in ("brought_in_and_registered", "registered"):
+        found[name] = each(register)
+        found["free_beside_gib"] = zero_offload.available_host_bytes() / GIB
+        found["unregistered"] = each(unregister)
+    return found
+
+
+def probe(piece: Piece) -> dict[str, Any]:
+    """zero_offload.probe, with the host's update on the cores that it has beside a GPU. It binds this process."""
+    import torch
+
+    import zero_offload
+    import zero_optim_cpu
+    from tests.benchmarks.step_worker import beside_gpu
+
+    where, dtype = piece.options["device"], getattr(torch, piece.options["dtype"])
+    step = zero_optim_cpu.CpuStep("split", cores=beside_gpu({"device": where}))
+    width, tokens = (64, 64) if piece.dry else (2560, 2048)
+    found = zero_offload.probe(device=where, step=step, parameter_dtype=dtype, hidden_size=width, tokens=tokens)
+    return dict(found.to_dict())

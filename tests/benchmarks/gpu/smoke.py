@@ -1,0 +1,65 @@
+"""Five steps of the 119.6 M Llama: nothing offloaded, on the host, states on nvme. The losses, and the host's waits.
+
+Where the host waits for the device, torch's sync debug mode warns; two steps are counted by place.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+from tests.benchmarks.gpu.stage import Piece
+from tests.benchmarks.gpu.tables import worker_options
+
+NAMES = ("none", "host", "nvme")
+ROWS, LENGTH = 4, 512
+BEFORE, COUNTED = 3, 2  # steps
+NEAR = 1e-2  # of a loss: the device's update rounds in another order than the host's
+
+
+def run(piece: Piece) -> None:
+    options = worker_options(piece) | {"sizes": {}, "length": LENGTH, "micro_batch": ROWS}
+    every = os.sched_getaffinity(0)
+    for name in NAMES:
+        os.sched_setaffinity(0, every)  # the one before bound this process to a part of them
+        piece.attempt(name, lambda name=name: steps(options | {"name": name}))
+    losses = {name: piece.found[name].get("losses", []) for name in NAMES}
+    if piece.failed:
+        return
+    same = losses["host"] == losses["nvme"]
+    near = all(abs(a - b) <= NEAR * abs(b) for a, b in zip(losses["host"], losses["none"], strict=True))
+    piece.keep(host_equals_nvme=same, host_near_none=near)
+    piece.failed += [] if same else ["host and nvme have different losses"]
+    piece.failed += [] if near else [f"a loss of host is more than {NEAR:.0%} from that of none"]
+
+
+def steps(options: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from tests.benchmarks import step_worker
+
+    on_gpu = options["device"] == "cuda"
+    with ExitStack() as stack:
+        parts = step_worker.ours(options, stack)
+        losses = [parts["step"]() for _ in range(BEFORE)]
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            if on_gpu:
+                torch.cuda.set_sync_debug_mode("warn")
+            losses += [parts["step"]() for _ in range(COUNTED)]
+            if on_gpu:
+                torch.cuda.set_sync_debug_mode("default")
+        parts.get("wait", lambda: None)()
+        return {"losses": [loss.item() for loss in losses], f"waits_of_{COUNTED}_steps": by_place(told)}
+
+
+def by_place(told: list[warnings.WarningMessage]) -> dict[str, int]:
+    """How often torch warned of a wait, by file and line."""
+    found: Counter[str] = Counter()
+    for each in told:
+        if "synchroni" in str(each.message):
+            found[f"{'/'.join(each.filename.split('/')[-3:])}:{each.lineno}"] += 1
+    return dict(found.most_common())

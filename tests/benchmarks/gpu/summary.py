@@ -1,0 +1,120 @@
+"""Makes summary.md, the pictures and the archive of whatever results there are. Measures nothing, waits for nothing."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks import trace
+from tests.benchmarks.gpu import largest, tables
+from tests.benchmarks.gpu.stage import read
+
+MOST_BYTES = 16 << 20  # of a file in the archive: a trace may have more
+
+
+def make(out: Path) -> None:
+    """OUT/summary.md, pictures beside it, and OUT.tar.gz. What fails leaves the reason in the summary."""
+    results = read(out / "results.json")
+    notes = list(filter(None, [_drawn(out, name, draw) for name, draw in _pictures(out, results["pieces"]).items()]))
+    large = [path.name for path in sorted(out.iterdir()) if path.stat().st_size > MOST_BYTES]
+    notes += [f"{name} is larger than {MOST_BYTES >> 20} MiB, so the archive leaves it out" for name in large]
+    (out / "summary.md").write_text(text(results, notes))
+    new = out.with_name(f"{out.name}.new")
+    with tarfile.open(new, "w:gz") as archive:
+        for path in sorted(out.iterdir()):
+            if path.name not in large:
+                archive.add(path, f"{out.name}/{path.name}")
+    new.replace(out.with_name(f"{out.name}.tar.gz"))
+
+
+def text(results: dict[str, Any], notes: list[str]) -> str:
+    """The summary in Markdown."""
+    pieces = results["pieces"]
+    lines = [
+        f"# {'Toy sizes on a CPU' if results['dry'] else 'A GPU'}",
+        "",
+        "| stage | | s | ended |",
+        "|---" * 4 + "|",
+    ]
+    for name, record in results["stages"].items():
+        told = record["told"].replace("|", "/")
+        lines.append(f"| {name} | {told} | {record['seconds']:.0f} | {record['date']} |")
+    lines += ["", *(f"- {note}" for note in notes)]
+    for stage in tables.STAGES:
+        lines += _of_tables(stage, pieces.get(stage, {}))
+    if rows := pieces.get("largest", {}).get("rows"):
+        lines += ["", "## The largest models", "", largest.table(rows)]
+    smoke = {name: each for name, each in pieces.get("smoke", {}).items() if name in ("none", "host", "nvme")}
+    titles = {"facts": "The machine", "train": "zero-train", "device": "tests/device", "timeline": "Two steps"}
+    for name, found in [("smoke", smoke), *((name, pieces.get(name)) for name in titles)]:
+        if found:
+            dumped = json.dumps(found, indent=1, default=str)[:6000]
+            lines += ["", f"## {titles.get(name, 'Losses, and where the host waited')}", "", "```", dumped, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _of_tables(stage: str, found: dict[str, Any]) -> list[str]:
+    if not found.get("turns") and not found.get("missing"):
+        return []
+    lines = [
+        "",
+        f"## {stage.capitalize()}",
+        "",
+        tables.table(found["rows"]),
+        "",
+        tables.exposed_table(found["rows"]),
+        "",
+    ]
+    lines += ["| | tokens | step, s | HBM, reserved, GB | retries | setup, s | planned: step, s |", "|---" * 7 + "|"]
+    for name, tokens, last in _last_turns(found):
+        told = found["told"].get(name, {})
+        held = ", ".join(f"{last.get(key, 0) / 1e9:.1f}" for key in ("peak_device_bytes", "reserved_bytes"))
+        cells = [name, tokens, f"{last['seconds']:.3f}", held, last.get("retries", "-")]
+        cells += [f"{told.get('setup_seconds', 0):.0f}", told.get("predicted_seconds") or "-"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return [*lines, "", *(f"- {name}: {' '.join(why.split())[-400:]}" for name, why in found["missing"].items())]
+
+
+def _last_turns(found: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    turns = [(name, tokens, turns[-1]) for name, each in found["turns"].items() for tokens, turns in each.items()]
+    return sorted(turns, key=lambda turn: (int(turn[1]), turn[2]["seconds"]))
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def _pictures(out: Path, pieces: dict[str, Any]) -> dict[str, Callable[[Path], None]]:
+    """What can be drawn by now, by the name of its file."""
+    found: dict[str, Callable[[Path], None]] = {}
+    for stage in tables.STAGES:
+        if turns := _last_turns(pieces.get(stage) or {"turns": {}}) if pieces.get(stage, {}).get("turns") else []:
+            found[f"{stage}.png"] = lambda path, turns=turns: _bars(turns, path)
+    if pieces.get("timeline", {}).get("kernels"):
+        lanes = trace.lanes(trace.read(out / pieces["timeline"]["file"]))
+        found["timeline.png"] = lambda path: trace.draw(lanes, path, "two steps with everything on the host")
+    return found
+
+
+def _drawn(out: Path, name: str, draw: Callable[[Path], None]) -> str | None:
+    """Why it is not drawn; None where it is."""
+    try:
+        draw(out / name)
+    except ImportError as error:
+        return f"{name} is not drawn, as matplotlib cannot be imported: {error}"
+    return None
+
+
+def _bars(turns: list[tuple[str, str, dict[str, Any]]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    counts = sorted({int(tokens) for _, tokens, _ in turns})
+    figure = Figure(figsize=(5 * len(counts), 3.5), layout="constrained")
+    for axes, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
+        chosen = [(name, turn["seconds"]) for name, tokens, turn in turns if int(tokens) == count]
+        axes.barh([name for name, _ in chosen], [seconds for _, seconds in chosen], color="#4c72b0")
+        axes.invert_yaxis()
+        axes.set(title=f"{count} tokens a step", xlabel="seconds a step")
+    figure.savefig(path, dpi=100)

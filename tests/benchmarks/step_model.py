@@ -1,0 +1,90 @@
+"""The Llama that a step is measured with: its sizes, its first values, and the tokens of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+class Missing(Exception):
+    """The configuration cannot run here; the text says why."""
+
+
+class Batch:
+    """Tokens of a step, (rows, sequence): as many rows as were asked for last."""
+
+    def __init__(self, arguments: dict[str, Any], device: str) -> None:
+        self._length = 32 if arguments.get("tiny") else arguments.get("length", 256)
+        self._device = device
+        self.take(arguments["micro_batch"])
+
+    def take(self, rows: int) -> None:
+        self.tokens = torch.randint(0, 256, (rows, self._length), device=self._device)
+
+
+def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, Batch]:
+    """The 119.6 M Llama, or one of `sizes`, in the benchmark's dtype, and its batch.
+
+    `device` is where both are made; `length` the sequence's; `checkpointing` recomputes each block. `deferred`: the
+    model has no memory yet, and begins with constants.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if deferred := arguments.get("deferred"):
+        from zero_core import deferred_init
+
+        begin_with_constants()
+
+    torch.manual_seed(0)
+    tiny, device = arguments.get("tiny"), arguments.get("device", "cpu")
+    sizes = (TINY if tiny else SIZES) | arguments.get("sizes", {})
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, arguments.get("dtype", "float32")))
+    try:
+        with deferred_init() if deferred else torch.device(device):
+            made = LlamaForCausalLM(LlamaConfig(vocab_size=256 if tiny else 8192, use_cache=False, **sizes))
+    finally:
+        torch.set_default_dtype(default)
+    if arguments.get("checkpointing"):
+        made.gradient_checkpointing_enable({"use_reentrant": False})
+    made.train()
+    return made, Batch(arguments, device)
+
+
+def skip_first_values() -> None:
+    """Models of this process begin with whatever is in memory: one core draws three billion numbers for a minute."""
+    import transformers
+
+    transformers.PreTrainedModel._init_weights = lambda self, module: None
+    for kind in (nn.Linear, nn.Embedding):
+        kind.reset_parameters = lambda self: None  # type: ignore[method-assign]
+
+
+def begin_with_constants() -> None:
+    """As above, for a model whose losses are to be finite."""
+    import transformers
+
+    skip_first_values()
+
+    def first_values(self: Any, module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, 1.0 if "norm" in type(module).__name__.lower() else 0.01)
+
+    transformers.PreTrainedModel._init_weights = first_values
+
+
+def repeat_values(model: nn.Module) -> None:
+    """The same four million random numbers in every matrix, over and over."""
+    values = torch.randn(1 << 22) * 0.02
+    for matrix in (p.data.view(-1) for p in model.parameters() if p.dim() > 1):
+        for part in matrix.split(values.numel()):
+            part.copy_(values[: part.numel()])
+
+
+def numel_of(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,89 @@
+"""What the planner says of the step benchmark's model: where it may lie, how much of it fits, how long a step takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.benchmarks.step_model import Missing, model_of
+
+KINDS = ("parameters", "gradients", "optimizer")
+PREFETCH_BYTES = 64 << 20  # zero-train's default
+GIB = 1 << 30
+RESERVED_GIB = {"device": 2.0, "host": 5.0}  # for workspaces and fragments; interpreter, torch with CUDA, transformers
+ENOUGH = 0.93  # of host memory that is free: the kernel's lists of pinned pages, pages of files, fragments
+MOST_LAYERS = 400
+
+
+def planned(arguments: dict[str, Any], hardware: dict[str, Any], rows: int, step: Any, placed: dict[str, Any]) -> Any:
+    """The planner's plan of the model. Raises zero_offload.PlanError where it does not fit."""
+    import zero_offload
+
+    model, batch = model_of(arguments | {"device": "meta", "micro_batch": rows, "deferred": False})
+    step.bind(torch.optim.AdamW([torch.zeros(1)]))
+    dtype = getattr(torch, arguments.get("dtype", "float32"))
+    return zero_offload.plan(
+        zero_offload.ModelSizes.of(model, dtype=dtype), zero_offload.Hardware(**hardware), step=step,
+        activations="recompute" if arguments.get("checkpointing") else "keep", tokens=batch.tokens.numel(),
+        parameter_dtype=dtype, prefetch_bytes=PREFETCH_BYTES, **placed,
+    )  # fmt: skip
+
+
+def automatic(arguments: dict[str, Any], step: Any, tile: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """(plan, sizes) for what is free here. `fill`: as many layers as the planner accepts, else those of `sizes`."""
+    import zero_offload
+
+    hardware, rows = free_here(arguments), arguments.get("most_rows", arguments["micro_batch"])
+    sizes = dict(arguments.get("sizes", {}))
+    if not arguments.get("fill"):
+        return planned(arguments, hardware, rows, step, tile), sizes
+
+    def plan_of(layers: int) -> Any:
+        options = arguments | {"sizes": sizes | {"num_hidden_layers": layers}}
+        try:
+            return planned(options, hardware, rows, step, tile)
+        except zero_offload.PlanError:
+            return None
+
+    low, high = 0, 1
+    while high <= MOST_LAYERS and plan_of(high) is not None:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if plan_of(middle) is not None else (low, middle)
+    if not low:
+        raise Missing(f"not even one layer fits in {hardware}")
+    return plan_of(low), sizes | {"num_hidden_layers": low}
+
+
+def free_here(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the planner is given: the figures of `probe`, and the memory that is free now, or that `arguments` say."""
+    import zero_offload
+
+    figures = arguments.get("probe", {}).items()
+    found: dict[str, Any] = {key: value for key, value in figures if key == "tflops" or key.endswith("gbps")}
+    if arguments.get("device") == "cuda":
+        found |= {"device": "cuda", "device_gib": torch.cuda.mem_get_info()[0] / GIB}
+        found["device_reserved_gib"] = RESERVED_GIB["device"]
+    found["host_gib"] = arguments.get("host_gib") or zero_offload.available_host_bytes() / GIB
+    found["host_reserved_gib"] = 0.0
+    if not arguments.get("tiny"):
+        found |= {"host_gib": ENOUGH * found["host_gib"], "host_reserved_gib": RESERVED_GIB["host"]}
+    return found | {"nvme_gib": arguments.get("nvme_gib", 0.0)}
+
+
+def predicted(arguments: dict[str, Any], rows: int, floor_seconds: float) -> dict[str, Any]:
+    """The planner's step of `host`, with the figures of `probe` and the TFLOP/s of this floor; {} without figures."""
+    import zero_optim_cpu
+
+    figures, step = arguments.get("probe"), zero_optim_cpu.CpuStep("split")
+    if not figures:
+        return {}
+    on_host = dict.fromkeys(KINDS, "host")
+    at_one = planned(arguments, figures | {"tflops": 1.0}, rows, step, on_host).prediction
+    if at_one is None:
+        return {}
+    plan = planned(arguments, figures | {"tflops": at_one.compute_seconds / floor_seconds}, rows, step, on_host)
+    seconds = {"seconds": plan.step_seconds, "exposed_seconds": plan.exposed_seconds}
+    return seconds | {f"{tier}_bytes": plan.total(tier) for tier in ("device", "host")}
