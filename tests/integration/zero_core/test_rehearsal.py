@@ -37,12 +37,12 @@ def sizes(model):
     ]
 
 
-def held(stage, accumulate, no_sync, dtype, ahead):
+def held(stage, accumulate, no_sync, dtype, ahead, stays):
     """(bytes of the run's pool, bytes rehearsed) after two steps."""
     torch.manual_seed(0)
     model = Uneven()
     trained = [p for p in model.parameters() if p.requires_grad]
-    options = {"prefetch_bytes": ahead, "resident_bytes": ahead}
+    options = {"prefetch_bytes": ahead, "resident_bytes": stays}
     optimizer = zero_core.shard(model, torch.optim.SGD(trained, lr=0.1), stage=stage, param_dtype=dtype, **options)
     for _ in range(2):
         for micro in range(accumulate):
@@ -67,7 +67,8 @@ FACTORS = {
     "accumulate": (1, 2, 4),
     "no_sync": (False, True),
     "dtype": (torch.float32, torch.bfloat16),
-    "ahead": (0, 30_000, 1 << 30),
+    "ahead": (0, 30_000, 150_000, 1 << 30),
+    "stays": (0, 30_000, 1 << 30),
 }
 
 

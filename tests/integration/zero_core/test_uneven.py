@@ -166,7 +166,9 @@ def test_a_forward_that_gathers_what_the_last_one_did_costs_one_all_reduce(ranks
 def whole_at_once(ahead):
     """Most units with memory, on a rank that runs five forwards and on one that serves them."""
     model, _ = sharded(functools.partial(toys.Stack, 8))
-    zero_core.handle(model).engine.prefetch_bytes = ahead * max(unit.nbytes for unit in zero_core.units(model))
+    zero_core.handle(model).engine.uses.turn.prefetch_bytes = ahead * max(
+        unit.nbytes for unit in zero_core.units(model)
+    )
     with torch.no_grad(), counting_units() as count, zero_core.uneven(model):
         for _ in range(5 if world()[0] == 0 else 0):
             model(toys.data(0, 0))

@@ -321,7 +321,7 @@ def test_two_ranks_send_and_save_only_adapters(ranks: Any, tmp_path: Path) -> No
     before, after = results[0][4:]
     for step, saved, trained, whole, *_ in results:
         assert step["reduce_scatter"] == sum(trained) // 2 and numel <= sum(trained) <= 1.1 * numel
-        assert sum(whole) // 2 < step["all_gather"] <= 2 * sum(whole) // 2  # for the forward and for the backward
+        assert step["all_gather"] == sum(whole) // 2  # for the forward: it is small enough to stay for the backward
         assert set(saved) == {"all_gather"} and saved["all_gather"] <= sum(trained) * 2
     assert (tmp_path / WEIGHTS).stat().st_size < 4 * numel + 4096
     assert torch.equal(logits(PeftModel.from_pretrained(base(), tmp_path)), before)

@@ -7,7 +7,8 @@ With Psi parameters and N shards, between uses and up to the padding of a unit:
     0       whole        whole                    whole              2 Psi a micro-batch (one all-reduce)
     1       whole        whole until the step     shard              2 Psi (reduce-scatter, all-gather)
     2       whole        shard                    shard              Psi, and Psi a micro-batch
-    3       shard        shard                    shard              3 Psi a micro-batch (all-gather twice)
+    3       shard        shard                    shard              3 Psi a micro-batch (all-gather twice), less the
+                                                                     units that backward finds whole
 
 Gradients are in the reduce dtype, sums of several micro-batches in fp32. A 16-bit parameter has an fp32 master among
 the states. In 16 bits with Adam this is table 1 of Rajbhandari et al., "ZeRO", 2020, bytes a parameter:
@@ -209,8 +210,9 @@ def estimate(
     bytes and no more: `frozen_dtype`, or `param_dtype` if it is None; elements of a packed 4-bit weight are uint8, of
     two values each. largest_unit_numel: the unit that is whole while it computes. reduce_dtype: `param_dtype` unless
     given. accumulate: backwards added up in a step. no_sync: all of them but the last are inside `zero_core.no_sync`.
-    This is a `DeviceStore`'s account; zero_offload.plan has that of a store with tiers. Raises StageError for a stage
-    other than 0, 1, 2, 3.
+    What stage 3 sends is an upper bound: it counts no unit that stays from a forward to its backward within
+    `prefetch_bytes`. This is a `DeviceStore`'s account; zero_offload.plan has that of a store with tiers. Raises
+    StageError for a stage other than 0, 1, 2, 3.
 
     Examples:
         >>> import torch, zero_core

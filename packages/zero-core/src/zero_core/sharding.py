@@ -130,7 +130,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     loss_scale: "dynamic", a number, a LossScale, or None.
     max_grad_norm: gradients are clipped to this norm of all of them, exactly; None: they are not.
     resident_bytes: stage 3 keeps that much unsharded between uses.
-    prefetch_bytes: how much is gathered ahead; 0: nothing.
+    prefetch_bytes: how much is gathered ahead, or stays at the end of a forward for its backward; 0: nothing.
     update_in_backward: a unit is updated when its gradient arrives; not with clipping, loss scaling or stage 1.
     store: where shards are kept between uses; None: a DeviceStore.
     observer: is told of every span of work.

@@ -70,9 +70,11 @@ class Engine:
         """optimized: ids of the parameters in the optimizer's groups, whether trained or not."""
         self.model, self.units = model, units
         self.ranks, self.store, self.pool, self._context = context.ranks, context.store, context.pool, context
-        self.prefetch_bytes, self.loss_scale, self.max_grad_norm = prefetch_bytes, loss_scale, max_grad_norm
+        self.loss_scale, self.max_grad_norm = loss_scale, max_grad_norm
         name, keeps = type(model).__name__, stage.keeps_parameters
-        self.uses = Uses(name, units, context, keeps=keeps, resident_bytes=resident_bytes)
+        self.uses = Uses(
+            name, units, context, keeps=keeps, prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes
+        )
         self.reducer = Reducer(units, context, keeps=stage.keeps_gradients, begin_update=begin_update)
         self.nodes: list[Node] = []
         self.forecasts: dict[tuple[int, bool], Forecast] = {}
@@ -127,7 +129,7 @@ class Engine:
             self._forecast.used(u)
             self._pass.started.append(u)
         self._stack.append(visit)
-        self.uses.prefetch(self._forecast.upcoming(), self.prefetch_bytes)
+        self.uses.prefetch(self._forecast.upcoming())
 
     @mended
     def _after(self, node: Node, module: nn.Module, args: Any, output: Any) -> Any:
@@ -146,7 +148,7 @@ class Engine:
             hooked = hook_outputs(output, visit.sequence, partial(self._before_backward, current, visit))
             if hooked or visit.followed or any(self.units[u].trainable for u in node.units) or not node.units:
                 current.complete(visit)
-        self.uses.release(node.units)
+        self.uses.release(node.units, turning=current.grad, outermost=not self._stack)
         if self._stack:
             return None
         self._end_pass()
@@ -156,6 +158,7 @@ class Engine:
         self.mend("forward")
         self.calls.begin("forward")
         self.abandon_backward()
+        self.uses.let_all_go()  # what stayed for a backward that did not come
         if node.module is self.model:
             self._attachment.check()
         self.writes.check_given(stepping=False)
@@ -180,8 +183,9 @@ class Engine:
         if self.uses.rounds is not None:
             self.uses.rounds.finish()
         self._forecast.learn(self._pass.started)
+        turning = self._pass.grad
         self._leave_pass()
-        self.uses.let_all_go()
+        self.uses.let_all_go(turning=turning)
 
     def _abandon_forward(self) -> None:
         if self.uses.rounds is not None:
@@ -263,7 +267,7 @@ class Engine:
             self._close(current, earlier)
         current.open.append(visit)
         upcoming = (u for k in range(visit.index - 1, -1, -1) for u in current.visits[k].units)
-        self.uses.prefetch(upcoming, self.prefetch_bytes)
+        self.uses.prefetch(upcoming)
 
     def _close(self, current: Pass, visit: Visit) -> None:
         for u in visit.units:
@@ -379,6 +383,10 @@ class Engine:
             self.uses.leave_uneven()
 
     # -- around a step -----------------------------------------------------------------------------------------------
+
+    @property
+    def prefetch_bytes(self) -> int:
+        return self.uses.turn.prefetch_bytes
 
     @property
     def busy(self) -> bool:

@@ -72,16 +72,16 @@ def outside_transforms(method: Callable[..., Any]) -> Callable[..., Any]:
     between ranks is not the user's arithmetic, and what it makes there is written later."""
 
     @functools.wraps(method)
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **options: Any) -> Any:
         if torch.is_inference_mode_enabled():
             with torch._C._InferenceMode(False), torch.no_grad():
-                return run(*args)
+                return run(*args, **options)
         if not torch._C._are_functorch_transforms_active():
-            return method(*args)
+            return method(*args, **options)
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
         with temporarily_clear_interpreter_stack():
-            return method(*args)
+            return method(*args, **options)
 
     return run
 

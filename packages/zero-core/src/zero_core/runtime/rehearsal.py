@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from ..pool import Buffer, Shelf
-from .residents import Residents
+from .residents import Residents, Turn
 from .stages import STAGES
 
 __all__ = ["Rehearsal", "UnitSize"]
@@ -72,7 +72,7 @@ class Rehearsal:
     def pooled_bytes(self) -> int:
         """Most bytes of the rank's pool."""
         self.size, self.row = self.shard_count * self.replicas, STAGES[self.stage]
-        self.residents = Residents(self.resident_bytes)
+        self.residents, self.turn = Residents(self.resident_bytes), Turn(self.prefetch_bytes)
         self.units = [_Unit(size) for size in self.sizes]
         self.roots = [unit for unit in self.units if unit.size.encloses]
         self.passing = [unit for unit in self.units if not unit.size.encloses]
@@ -90,17 +90,16 @@ class Rehearsal:
 
     def forward(self, *, foreseen: bool) -> None:
         """`foreseen`: a pass went before, so that units can be gathered ahead."""
+        order = self.passing if foreseen else []
         for unit in self.roots:
             self.enter(unit)
-        if foreseen:
-            self.prefetch(self.passing, 0)
+        self.prefetch(order, 0)
         for number, unit in enumerate(self.passing):
             self.enter(unit)
-            if foreseen:
-                self.prefetch(self.passing, number + 1)
-            self.leave(unit)
+            self.prefetch(order, number + 1)
+            self.leave(unit, turning=True)
         for unit in self.roots:
-            self.leave(unit)
+            self.leave(unit, turning=True, outermost=True)
 
     def backward(self, *, held_back: bool) -> None:
         for unit in self.roots:
@@ -143,23 +142,29 @@ class Rehearsal:
 
     def prefetch(self, order: Sequence[_Unit], following: int) -> None:
         """Units of `order` from number `following` on, as many as the bytes allow and one at least."""
-        budget = self.prefetch_bytes
+        budget, self.turn.spare_bytes = self.prefetch_bytes, 0
         while self.gathers and self.shard_count > 1 and self.sharded and following < len(order):
-            unit, following = order[following], following + 1
+            unit: Any = order[following]
+            following += 1
             if unit.ready:
+                budget -= self.turn.ahead_bytes(unit)
                 continue
             if budget <= 0 or (budget < unit.nbytes and budget < self.prefetch_bytes):
                 return
             budget -= unit.nbytes
             self.gather(unit)
+        self.turn.spare_bytes = budget
 
-    def leave(self, unit: Any) -> None:  # as much of a zero_core.runtime.unit.Unit as Residents asks for
+    def leave(self, unit: Any, *, turning: bool = False, outermost: bool = False) -> None:
         unit.users -= 1
         if not self.row.keeps_parameters:
+            self.turn.discard(unit)
+            evicted: Any  # as much of a zero_core.runtime.unit.Unit as these ask for
             leaving: Any
-            for leaving in self.residents.admit(unit, evict=True):
-                if leaving.users == 0:
-                    self.reshard(leaving)
+            for evicted in self.residents.admit(unit, evict=True):
+                for leaving in self.turn.admit(evicted, outermost=outermost) if turning else [evicted]:
+                    if leaving.users == 0:
+                        self.reshard(leaving)
 
     def reshard(self, unit: _Unit) -> None:
         unit.ready = False

@@ -50,8 +50,10 @@ class Member(Protocol):
     nodes: list[Node]
     ranks: Ranks
     store: ShardStore
-    prefetch_bytes: int
     plans: dict[int, list[int]]  # node -> units that its last pass gathered, the same on every rank
+
+    @property
+    def prefetch_bytes(self) -> int: ...
 
 
 class Rounds:

@@ -14,7 +14,7 @@ from ..errors import CollectiveError, ZeroError
 from .context import UnitContext
 from .outputs import outside_transforms
 from .residency import Residency
-from .residents import Residents
+from .residents import Residents, Turn
 from .rounds import Rounds
 from .unit import Unit
 from .writes import Writes
@@ -25,17 +25,25 @@ __all__ = ["Uses"]
 class Uses:
     """Of the units of one sharded model, whose class is called `model`.
 
-    keeps: memory stays between uses (stages 0 to 2). resident_bytes: of units that stay though nothing uses them.
+    keeps: memory stays between uses (stages 0 to 2). prefetch_bytes: of units that are gathered ahead of their use.
+    resident_bytes: of units that stay though nothing uses them.
     """
 
     def __init__(
-        self, model: str, units: Sequence[Unit], context: UnitContext, *, keeps: bool, resident_bytes: int
+        self,
+        model: str,
+        units: Sequence[Unit],
+        context: UnitContext,
+        *,
+        keeps: bool,
+        prefetch_bytes: int,
+        resident_bytes: int,
     ) -> None:
         self._model, self._units, self._ranks, self._store = model, units, context.ranks, context.store
         self._keeps = keeps
         self.keeping = keeps  # also at stage 3, until the step, once a graph holds parameters
         self.evicts = True  # False in a pass without a backward, see `residents`
-        self._residents = Residents(resident_bytes)
+        self._residents, self.turn = Residents(resident_bytes), Turn(prefetch_bytes)
         self.writes = Writes(context.ranks)
         self.uneven = False  # inside `zero_core.uneven`
         self.rounds: Rounds | None = None  # between ranks whose forwards may differ
@@ -51,35 +59,40 @@ class Uses:
                 "so ranks that are done would not gather it: name all, zero_core.uneven(a, b)"
             )
 
-    def prefetch(self, upcoming: Iterable[int], budget_bytes: int) -> None:
+    def prefetch(self, upcoming: Iterable[int]) -> None:
         """Start the units that come next, as many as the bytes allow, one at least; the store hears of one more.
 
         To gather ahead is to wait for that unit's own update first: when it is done differs between ranks, and ranks
         that decided by it would cross. What the store has to read for the gather after it may begin meanwhile.
         """
-        left = budget_bytes
+        left, self.turn.spare_bytes = self.turn.prefetch_bytes, 0
         for u in upcoming:
             unit = self._units[u]
             if unit.residency.whole:
+                left -= self.turn.ahead_bytes(unit)
                 continue
-            if left <= 0 or (left < unit.nbytes and left < budget_bytes):
-                if budget_bytes > 0:
+            if left <= 0 or (left < unit.nbytes and left < self.turn.prefetch_bytes):
+                if self.turn.prefetch_bytes > 0:
                     self._store.prefetch(u)
                 return
             left -= unit.nbytes
             unit.prefetch()
+        self.turn.spare_bytes = left
 
     def hold(self, units: Iterable[int]) -> None:
         """Units that are unsharded, or may be, stay so until `release`."""
         for u in units:
             self._units[u].enter()
 
-    def release(self, units: Iterable[int]) -> None:
-        """One use fewer of each. A unit that nothing uses was given up by a failed forward or backward."""
+    def release(self, units: Iterable[int], *, turning: bool = False, outermost: bool = False) -> None:
+        """One use fewer of each. A unit that nothing uses was given up by a failed forward or backward.
+
+        turning: in a forward that a backward may follow, `outermost` by the module that was called first.
+        """
         for u in units:
             if self._units[u].users:
                 self.leave(self._units[u])
-            self.let_go(self._units[u])
+            self.let_go(self._units[u], turning=turning, outermost=outermost)
 
     @outside_transforms
     def leave(self, unit: Unit) -> None:
@@ -96,19 +109,26 @@ class Uses:
                     unit.unshard(copy=True)
 
     @outside_transforms
-    def let_go(self, unit: Unit) -> None:
-        """Nothing uses the unit now: stage 3 takes its memory away."""
+    def let_go(self, unit: Unit, *, turning: bool = False, outermost: bool = False) -> None:
+        """Nothing uses the unit now: stage 3 takes its memory away, unless it is used again soon."""
         if unit.users == 0 and not self.keeping and unit.residency is not Residency.SHARDED:
+            self.turn.discard(unit)
             for evicted in self._residents.admit(unit, evict=self.evicts):
-                if evicted.users == 0:
-                    evicted.reshard()
+                stays = turning and evicted.residency is not Residency.LENT  # what the store lends is no copy
+                for leaving in self.turn.admit(evicted, outermost=outermost) if stays else [evicted]:
+                    if leaving.users == 0:
+                        leaving.reshard()
 
-    def let_all_go(self) -> None:
-        """What was gathered ahead and not used goes; what the budget keeps stays."""
+    def let_all_go(self, *, turning: bool = False) -> None:
+        """What was gathered ahead and not used goes; what the budget keeps stays, and if `turning` what a backward uses
+        first."""
         if self.keeping:
             return
+        if not turning:
+            self.turn.clear()
         for unit in self._units:
-            if unit.residency is not Residency.SHARDED and unit.users == 0 and unit not in self._residents:
+            stays = unit in self._residents or unit in self.turn
+            if unit.residency is not Residency.SHARDED and unit.users == 0 and not stays:
                 unit.reshard()
 
     def settle(self) -> None:
@@ -121,6 +141,7 @@ class Uses:
     def forget(self) -> None:
         """What stays unsharded from here on is decided anew."""
         self._residents.clear()
+        self.turn.clear()
         self.keeping = self._keeps
 
     # -- inside `zero_core.uneven`, see [Note: ranks that differ] -----------------------------------------------------

@@ -7,7 +7,7 @@ would build from.
     optimizer    the record of every trained tile is written once, and read once unless it stays in a slot
     parameters   read for each forward and each backward (stage 3), trained tiles written once by the update. The units
                  that forward used last are still in the unit slots when backward begins with them. Others may be, too,
-                 such as one that was just updated, so the reads are an upper bound
+                 such as one that was just updated, so the reads are an upper bound. Slots hold no fewer than `stays`
     gradients    the first that arrives in a step writes the reduce dtype, each later one reads what is there and writes
                  fp32; the update reads the last form, but for the few tiles that are still in slots
     setup        writes parameters and records once
@@ -35,7 +35,7 @@ from ..tiles.footprint import Shards, StorePlan, resident_slots
 from ..tiles.tile import round_up
 from .sizes import ModelSizes, UnitSizes
 
-__all__ = ["Account", "AdamLayout", "Held", "Shape", "account", "shards_of", "update_bytes"]
+__all__ = ["Account", "AdamLayout", "Held", "Shape", "account", "shards_of", "stays", "update_bytes"]
 
 Held = Mapping[tuple[str, str], int]  # bytes by tier and kind
 
@@ -136,6 +136,11 @@ def account(plan: StorePlan, shape: Shape) -> Account:
     align = plan.alignment
     on_device = step_traffic(replace(shape.element, states=plan.state_values), shape.gradient_itemsize)
     own, first = set(plan.own_slots), 0
+    copied = shape.apart or shape.ranks > 1 or not residency.CAN_SWAP  # out of their slots
+    turning = copied and shape.stage == 3 and shape.prefetch_bytes > 0
+    around = Counter[
+        Tier
+    ]()  # extents of units in whose copies the others are used: they stay for backward, see `stays`
     passing: list[tuple[Counter[Tier], int]] = []  # extents of a unit that shares slots, and how many are like it
     for run in plan.runs:
         unit, count = run.unit, run.count
@@ -149,7 +154,9 @@ def account(plan: StorePlan, shape: Shape) -> Account:
         for tier, extent in stored.items():
             extents[tier, "all parameters"] += count * extent
             extents[tier, "streamed"] += streamed * extent
-        if stored and streamed:
+        if stored and streamed and unit.spec.encloses and turning:
+            around.update(stored)
+        elif stored and streamed:
             passing.append((stored, streamed))
         for tile, record, parameter, gradient, state in unit.rows():
             if tile.trainable:
@@ -161,9 +168,8 @@ def account(plan: StorePlan, shape: Shape) -> Account:
                 records += count * state.stored
     stay = resident_slots(plan.state_slots, plan.state_slot_bytes, records)
     moved, resident = {}, stay * plan.state_slot_bytes  # those of the first tiers
-    # Where units are copied out of their slots, one that is read ahead has taken one of these.
-    ahead = shape.apart or shape.ranks > 1 or not residency.CAN_SWAP
-    last = _least(passing, max(0, plan.unit_slots - ahead) if shape.stage == 3 else 0)
+    # Where units are copied out of their slots and no copies stay, one that is read ahead has taken a slot.
+    last = around + _least(passing, max(0, plan.unit_slots - (copied and not turning)) if shape.stage == 3 else 0)
     for tier in plan.tiers:
         if tier.stored:
             kinds = ("all parameters", "streamed", "parameters", "reduced", "summed")
@@ -183,6 +189,25 @@ def account(plan: StorePlan, shape: Shape) -> Account:
                 "setup": whole + optimizer,
             }
     return Account(moved, {where: n for where, n in updated.items() if n})
+
+
+def stays(nbytes: Sequence[int], encloses: Sequence[bool], shape: Shape) -> list[bool]:
+    """For each whole unit whether its copy stays from a forward to its backward: `zero_core.runtime.residents.Turn`.
+
+    No other unit than one that is copied or gathered does. `nbytes`, `encloses`: of each, in forward order.
+    """
+    copied = shape.apart or shape.shard_count > 1 or not residency.CAN_SWAP
+    if shape.stage < 3 or not copied or not shape.prefetch_bytes:
+        return [False] * len(nbytes)
+    found, left = list(encloses), shape.prefetch_bytes
+    for place in reversed(range(len(nbytes))):
+        if encloses[place]:
+            continue
+        if left < nbytes[place] and left < shape.prefetch_bytes:
+            break
+        found[place] = True
+        left -= nbytes[place]
+    return found
 
 
 def _least(passing: Sequence[tuple[Counter[Tier], int]], slots: int) -> Counter[Tier]:

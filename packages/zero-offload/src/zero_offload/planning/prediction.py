@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 from zero_core.memory import FP32_BYTES
 
 from ..tiles.footprint import LANDING_BUFFERS, StorePlan
-from .accounting import Account, Held, Shape
+from .accounting import Account, Held, Shape, stays
 from .hardware import Hardware
 from .sizes import Batch, ModelSizes
 from .timetable import UnitWork, backward_seconds, forward_seconds
@@ -178,17 +179,20 @@ class _Step:
         """Seconds of each resource in the first forward, a later one and a backward, and what slips to backward."""
         shape, accumulate, away = self.shape, self.shape.accumulate, self.below("activations")
         share = (shape.shard_count - 1) / shape.shard_count  # of what is gathered or reduced, from other ranks
-        gather = sum(unit.nbytes(shape.parameter_dtype) for unit in self.sizes.units) * share
+        nbytes = [unit.nbytes(shape.parameter_dtype) for unit in self.sizes.units]
+        staying = stays(nbytes, [unit.encloses for unit in self.sizes.units], shape)
+        gather, gather_again = sum(nbytes) * share, (sum(nbytes) - sum(compress(nbytes, staying))) * share
         reduction = sum(unit.trained_numel for unit in self.sizes.units) * shape.reduce_dtype.itemsize * share
         arrived = shape.arriving / accumulate  # the share of backwards that end in a reduction
         narrow = shape.reduce_dtype.itemsize / shape.gradient_itemsize
         parameters = self.below("parameters")
-        up, down = parameters + away, self.below("gradients") * narrow * arrived  # bytes of a backward
+        up = parameters - sum(compress(self._units_below("parameters", nbytes), staying)) + away
+        down = self.below("gradients") * narrow * arrived  # bytes of a backward, as `up`
         mixed = self.hardware.rank_rate("link_mixed_gbps") or float("inf")
         forward = {"link": max(parameters / self.link, away / self.link_out), "network": gather / self.network}
         backward = {
             "link": max(up / self.link, down / self.link_out, (up + down) / mixed),  # full duplex
-            "network": (gather + arrived * reduction) / self.network,
+            "network": (gather_again + arrived * reduction) / self.network,
         }
         first, slipped = dict(forward), dict[str, float]()
         for tier, moved in self.account.moved.items():
@@ -216,7 +220,9 @@ class _Step:
         share = 1 / max(1, sizes.compute_numel)
         works = [unit.compute_numel * (INPUT_FLOP + WEIGHT_FLOP * unit.trained) for unit in sizes.units]
         back_share = 1 / max(1, sum(works))
-        parameters = self._units_below("parameters", [unit.nbytes(shape.parameter_dtype) for unit in sizes.units])
+        nbytes = [unit.nbytes(shape.parameter_dtype) for unit in sizes.units]
+        staying = stays(nbytes, [unit.encloses for unit in sizes.units], shape)
+        parameters = self._units_below("parameters", nbytes)
         trained = [unit.trained_numel for unit in sizes.units]
         gradients, states = self._units_below("gradients", trained), self._units_below("optimizer", trained)
         element = self.account.updated.get("host", 0) / self.host_update / max(1.0, sum(states))
@@ -231,13 +237,13 @@ class _Step:
                 update=element * updated,
                 # What lives on the device and is updated below crosses after its update, as what lives below does.
                 upload=max(used, updated * itemsize) / self.link,
-                upload_again=(used + aside * unit.is_block) / self.link / slower,
+                upload_again=(used * (not stay) + aside * unit.is_block) / self.link / slower,
                 download=arrived * reduces * reduced / self.link_out / slower,
                 add=reduces * added / self.host_update,
-                nbytes=unit.nbytes(shape.parameter_dtype),
+                nbytes=size,
             )
-            for unit, work, used, reduces, updated in zip(
-                sizes.units, works, parameters, gradients, states, strict=True
+            for unit, size, stay, work, used, reduces, updated in zip(
+                sizes.units, nbytes, staying, works, parameters, gradients, states, strict=True
             )
         ]
         units = _opened(units, sizes)
