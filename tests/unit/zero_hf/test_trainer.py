@@ -86,6 +86,16 @@ def test_an_argument_that_cannot_be_followed_is_refused_before_anything_is_alloc
         sharded(Trainer)(Model(), given)
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_batches_in_pinned_memory_are_sent_without_waiting(tmp_path, pinned):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    given = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])  # which pins nothing
+    given.dataloader_pin_memory = pinned
+    trainer = sharded(Trainer)(Model(), given)
+    assert trainer.accelerator.non_blocking is pinned
+    assert trainer.args.accelerator_config.non_blocking is False  # what is saved with a checkpoint stays the user's
+
+
 def test_two_that_recompute_blocks_are_refused(tmp_path):
     AcceleratorState._reset_state(reset_partial_state=True)
     given = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], activation_checkpointing=True)

@@ -28,6 +28,28 @@ def test_scores_are_causal_and_of_the_vocabularys_size(kind):
     assert not torch.equal(scores[:, 8:], changed[:, 8:])
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "moe"])
+def test_attention_without_masks_has_the_bits_of_transformers_own(kind, tmp_path):
+    """Scores and gradients; and nothing of it is in the model's configuration."""
+    made = config(kind, hidden_size=32, intermediate_size=48, layers=2, heads=4)
+    torch.manual_seed(0)
+    model = models.build(made, 16)
+    tokens = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(1))
+
+    def seen():
+        model.zero_grad()
+        scores = models.logits(model, tokens)
+        scores.square().mean().backward()
+        return [scores, *(p.grad.clone() for p in model.parameters())]
+
+    assert model.config._attn_implementation != "sdpa"
+    ours = seen()
+    model.config.save_pretrained(tmp_path)
+    assert "zero_train" not in (tmp_path / "config.json").read_text()
+    model.set_attn_implementation("sdpa")
+    assert all(map(torch.equal, ours, seen()))
+
+
 def test_the_default_model_has_about_25_million_parameters():
     with torch.device("meta"):
         model = models.build(ModelConfig(kind="llama"), 256)

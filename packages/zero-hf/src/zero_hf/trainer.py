@@ -115,6 +115,8 @@ class _Sharded(Trainer):
         if deepspeed_of(self.args) is not None:
             self._follow_deepspeed()
         super().create_accelerator_and_postprocess()
+        if self.args.dataloader_pin_memory:  # else accelerate waits until each tensor of a batch is on the device
+            self.accelerator.dataloader_config.non_blocking = True
         for name in ("deepspeed_plugin", "fsdp_plugin"):
             if getattr(self.accelerator.state, name, None) is not None:
                 raise ConfigError(

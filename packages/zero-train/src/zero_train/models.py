@@ -36,6 +36,8 @@ def build(
     model: Any = BUILDERS[config.kind](config, sequence_length)
     if config.kind == "hf":
         _byte_level(Path(str(config.path)), model.config.get_text_config().vocab_size, as_bytes)
+    else:
+        _without_masks(model)
     model.config.use_cache = False
     if config.checkpointing and may_checkpoint:
         enable = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5
@@ -135,6 +137,19 @@ def _hf(config: ModelConfig, sequence_length: int) -> nn.Module:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(f"model.path={config.path} is not a causal language model: {error}") from error
+
+
+def _without_masks(model: Any) -> None:
+    """Lets every token see those before it in its row, which is all that attention needs where rows are whole.
+
+    transformers makes no mask for an attention of this name. For "sdpa", which computes the same, it reads from the
+    device in each forward whether the positions are of one sequence.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("zero_train_whole_rows", sdpa_attention_forward)
+    model.set_attn_implementation("zero_train_whole_rows")
 
 
 def _byte_level(folder: Path, vocabulary: int, as_bytes: bool) -> None:

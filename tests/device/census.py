@@ -1,0 +1,244 @@
+"""Counts what a training step asks of a device, through zero-core, zero-train and transformers' Trainer.
+
+    python -m tests.device.census            the table of docs/benchmarks.md ("What a step asks of a device")
+    python -m tests.device.census --waits    and the place of every wait
+
+Each way in trains a Llama of two layers on zero-sim's simulated device, in bf16 with fp32 masters, with two
+micro-batches a step and clipping. The third step is counted, from its first batch on until all that it queued is done.
+Updates of the second step have ended by then, as those of the third have at the end. With PYTHONPATH at the `src`
+folders of another commit it counts that commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+COUNTED = 3  # the step; the ones before make states and find memory
+ACCUMULATE = 2
+PLACES = ("none", "host")  # stage 0 with everything on the device; stage 3 with everything in host memory
+KINDS = ("copy to the device", "copy to the host", "copy on the device")
+
+
+@dataclass(frozen=True)
+class Census:
+    """What one step asked for.
+
+    waits: of the training thread and autograd's, by place: "exchange.py:50 in _read".
+    beside: how often threads of the store's own waited.
+    copies: by kind, how many and how many bytes; pageable ones are counted under their kind, and apart.
+    """
+
+    waits: Counter[str]
+    beside: int
+    launches: int
+    copies: dict[str, tuple[int, int]]
+    pageable: int
+    unlike_cuda: int
+
+    def row(self) -> str:
+        copies = " | ".join(f"{times} ({nbytes:,})" for times, nbytes in self.copies.values())
+        return f"{self.waits.total()} | {self.launches} | {copies} | {self.pageable} | {self.beside}"
+
+
+class Counting:
+    """Counts from `begin` to `end`, whose own waits are left out. store: what updates in the background, if anything"""
+
+    def begin(self, store: Any) -> None:
+        import zero_sim
+
+        _settled(store)
+        self._before = zero_sim.counts()
+
+    def end(self, store: Any) -> Census:
+        import zero_sim
+
+        _settled(store)
+        found = zero_sim.counts() - self._before
+        waits, beside = Counter[str](), 0
+        for wait, times in found.waits.items():
+            if wait.thread not in ("", "MainThread"):
+                beside += times
+            elif " in _settled" not in wait.place:
+                waits[wait.place.split(" < ")[0]] += times
+        pageable = [f"{kind}, pageable" for kind in KINDS]
+        assert set(found.copies) <= {*KINDS, *pageable}, found.copies
+        copies = {
+            kind: (found.copies[kind] + found.copies[slow], found.bytes[kind] + found.bytes[slow])
+            for kind, slow in zip(KINDS, pageable, strict=True)
+        }
+        slow = sum(found.copies[kind] for kind in pageable)
+        return Census(waits, beside, found.launches, copies, slow, found.unlike_cuda)
+
+
+def _settled(store: Any) -> None:
+    if store is not None:
+        store.wait()
+    torch.get_device_module("sim").synchronize()
+
+
+def through_zero_core(place: str, folder: Path) -> Census:
+    """`zero_core.shard`, and a loop that sends its batches without waiting and reads no loss."""
+    import zero_core
+    from tests.integration.zero_hf.trainers import llama, rows
+    from zero_offload import TieredStore, TorchStep
+
+    device = torch.device("sim:0")
+    model, kinds = llama().train(), ("parameters", "gradients", "optimizer")
+    store = None if place == "none" else TieredStore(**dict.fromkeys(kinds, place), step=TorchStep("fp32"))
+    options: dict[str, Any] = {"param_dtype": torch.bfloat16, "max_grad_norm": 1.0, "stage": 3 if store else 0}
+    optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store, device=device, **options)
+    batch, counting = torch.stack([row["input_ids"] for row in rows(2)]), Counting()
+    for step in range(1, COUNTED + 1):
+        if step == COUNTED:
+            counting.begin(store)
+        for _ in range(ACCUMULATE):
+            tokens = batch.pin_memory().to(device, non_blocking=True)
+            loss: Any = model(input_ids=tokens, labels=tokens).loss / ACCUMULATE
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = counting.end(store)
+    optimizer.close()
+    return found
+
+
+def through_zero_train(place: str, folder: Path) -> Census:
+    """A run of zero-train over synthetic data."""
+    from tests.integration.zero_train.helpers import trained
+    from zero_train.loop import Loop
+
+    counting, step, found = Counting(), Loop._step, []
+
+    def counted(self: Any, number: int) -> Any:
+        if number == COUNTED:
+            counting.begin(self._engine.store)
+        line = step(self, number)
+        if number == COUNTED:
+            found.append(counting.end(self._engine.store))
+        return line
+
+    sizes = ("model.hidden_size=32", "model.intermediate_size=64", "model.layers=2", "model.heads=4")
+    stage = f"zero.stage={0 if place == 'none' else 3}"
+    steps = (f"run.accumulate={ACCUMULATE}", f"run.steps={COUNTED}", "run.micro_batch=2", "data.sequence_length=16")
+    with mock.patch.object(Loop, "_step", counted), _quiet():
+        trained(folder, *sizes, *steps, stage, f"offload={place}", "hardware.device=sim")
+    return found[0]
+
+
+def through_trainer(place: str, folder: Path, **arguments: Any) -> Census:
+    """A Trainer of transformers, made by `zero_hf.sharded`. arguments: of TrainingArguments, or a model."""
+    from transformers import TrainerCallback
+
+    from tests.integration.zero_hf.trainers import Sharded, train
+
+    class Steps(TrainerCallback):
+        """A period from one step's beginning to the next's: the batches of a step are sent before it begins."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            store = made["trainer"].zero_run.store
+            if state.global_step == COUNTED - 1:
+                counting.begin(store)
+            elif state.global_step == COUNTED:
+                found.append(counting.end(store))
+
+    class Known(Sharded):  # type: ignore[misc]
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            made["trainer"] = self
+
+    made: dict[str, Any] = {}
+    counting, found = Counting(), []
+    zero = {"stage": 0 if place == "none" else 3, "offload": place, "param_dtype": "bf16"}
+    usual = {"max_steps": COUNTED + 1, "gradient_accumulation_steps": ACCUMULATE, "logging_steps": 10}
+    with on_sim():
+        trainer, _ = train(Known, folder, zero=zero, callbacks=[Steps()], **usual | {"use_cpu": False} | arguments)
+        trainer.end()
+    return found[0]
+
+
+def without_masks() -> Any:
+    """A Llama whose rows are never padded on the left nor packed, so that attention needs no mask but the causal one.
+
+    transformers makes no mask for an attention that it has no kind of mask for, and looks at no positions.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from tests.integration.zero_hf.trainers import llama
+
+    AttentionInterface.register("sdpa_without_masks", sdpa_attention_forward)
+    model = llama()
+    model.set_attn_implementation("sdpa_without_masks")
+    return model
+
+
+@contextlib.contextmanager
+def on_sim() -> Iterator[None]:
+    """accelerate takes the simulated device, and forgets it at the end."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    with mock.patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": "sim:0"}):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+def as_advised(place: str, folder: Path) -> Census:
+    """A Trainer without transformers' own waits."""
+    return through_trainer(place, folder, model=without_masks(), logging_nan_inf_filter=False)
+
+
+THROUGH: dict[str, Callable[[str, Path], Census]] = {
+    "zero-core": through_zero_core,
+    "zero-train": through_zero_train,
+    "Trainer": through_trainer,
+    "Trainer, as advised": as_advised,
+}
+
+
+def _quiet() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--waits", action="store_true", help="also print the place of every wait")
+    waits = parser.parse_args().waits
+    from tests.device import simulation
+
+    if simulation.missing:
+        sys.exit(simulation.missing)
+    import zero_sim
+
+    zero_sim.configure(latency_us=0, jitter_us=0)
+    torch.set_num_threads(1)
+    sys.stdout.write(f"| way in | offload | waits | launches | {' | '.join(KINDS)} | pageable | waits beside |\n")
+    sys.stdout.write("|---|---|---|---|---|---|---|---|---|\n")
+    for way, through in THROUGH.items():
+        for place in PLACES:
+            with tempfile.TemporaryDirectory() as folder:
+                found = through(place, Path(folder))
+            assert not found.unlike_cuda
+            sys.stdout.write(f"| {way} | {place} | {found.row()} |\n")
+            if waits:
+                sys.stdout.writelines(f"    {times} {where}\n" for where, times in found.waits.items())
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
