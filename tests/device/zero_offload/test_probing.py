@@ -42,3 +42,17 @@ def test_a_round_ends_when_its_copies_have(device, needs_device, small, monkeypa
     monkeypatch.setattr(probing_device, "best", once)
     probing_device.device_figures(device)
     assert idle[-1]  # the others copy on streams of their own
+
+
+def test_a_reserve_has_what_others_hold_and_not_what_this_process_has_allocated(device, needs_device):
+    """A simulated device has no context and no workspaces: there they are nothing."""
+    needs_device("memory of its own")
+    before = probing_device.device_reserves(device, torch.bfloat16)
+    kept = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    after = probing_device.device_reserves(device, torch.bfloat16)
+    assert after == pytest.approx(before, abs=0.02)
+    del kept
+    total = torch.get_device_module(device).mem_get_info(device)[1] / (1 << 30)
+    assert sum(before.values()) >= 0.5 + 0.05 * total
+    if device.type == "sim":
+        assert (before["context"], before["workspaces"]) == (0, 0)

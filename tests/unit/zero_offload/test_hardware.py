@@ -26,6 +26,18 @@ def test_a_device_without_memory_of_its_own_shares_the_hosts():
     assert Hardware(device="cuda", device_gib=24, device_reserved_gib=2).device_bytes == 22 * GIB
 
 
+def test_a_device_keeps_a_reserve_that_is_given_or_grows_with_its_memory():
+    """2 GiB and 5 % where nothing is given: then a described card of 80 GiB is not planned to its edge."""
+    card = Hardware(device="cuda", device_gib=80)
+    assert card.device_bytes == 74 * GIB and card.reserved == "6.0 GiB: context and libraries 2, fragments 4"
+    assert Hardware.from_dict(card.to_dict() | {"device_gib": 20}).device_bytes == 17 * GIB
+    measured = Hardware(device="cuda", device_gib=80, device_reserved_gib={"context": 0.5, "fragments": 4})
+    assert measured.device_bytes == 75.5 * GIB and measured.reserved == "4.5 GiB: context 0.5, fragments 4"
+    assert Hardware.from_dict(measured.to_dict()) == measured
+    assert Hardware(device="cuda", device_gib=80, device_reserved_gib=0).device_bytes == 80 * GIB
+    assert Hardware(host_gib=24).device_bytes == 0
+
+
 def test_the_dict_form_comes_back_and_leaves_out_what_is_not_known():
     node = Hardware(name="laptop", host_gib=24, tflops=0.65)
     values = node.to_dict()
@@ -53,6 +65,7 @@ def test_tiers_are_data_and_come_back_from_the_dict_form():
         ({"nodes": 0}, "nodes is 0; it is a count of at least 1"),
         ({"nodes": 1.5}, "nodes is 1.5"),
         ({"host_gib": -1}, "host_gib is -1"),
+        ({"device_reserved_gib": {"context": -1}}, "device_reserved_gib is -1"),
         ({"tflops": 0}, "tflops is 0; give the figure, or leave it out"),
         ({"tflops": {"bf16": 0}}, r"tflops\.bf16 is 0"),
         ({"tflops": {"bfloat16": 1}}, "tflops has no format 'bfloat16'; known: fp32, bf16, fp16"),

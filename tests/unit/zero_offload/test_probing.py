@@ -5,6 +5,7 @@ import torch
 
 from zero_offload import Hardware, MemoryByteStore, TorchStep, plan, probe
 from zero_offload.planning import probing, probing_device
+from zero_offload.planning.hardware import GIB
 
 from .simulated import SimulatedStreams
 
@@ -88,10 +89,42 @@ def test_the_link_is_measured_each_way_and_both_at_once_from_registered_memory(m
 
 
 def test_beside_a_gpu_the_nodes_update_is_that_of_all_its_ranks(small, monkeypatch):
-    monkeypatch.setattr(probing, "device_figures", lambda _: {"device_gib": 80.0, "link_gbps": 50.126})
+    monkeypatch.setattr(probing, "device_figures", lambda *_: {"device_gib": 80.0, "link_gbps": 50.126})
     monkeypatch.setattr(probing, "compute_tflops", lambda *_: 400.0)
     monkeypatch.setattr(probing, "SERVER_TILES", 2)
     monkeypatch.setattr(probing, "update_gbps", lambda step, dtype, count: 50.0 * count)
     found = probe(step=TorchStep(), device="cuda:0", ranks_per_node=4)
     assert (found.device, found.device_gib, found.link_gbps) == ("cuda", 80, 50.1)
     assert found.update_gbps == 400 and found.rank_rate("update_gbps") == 100e9
+
+
+class Accelerator:
+    """A device of 80 GiB: 3 GiB belong to others or to the context, 8 to this process."""
+
+    def memory_reserved(self, _):
+        return 8 * GIB
+
+    def mem_get_info(self, _):
+        return (80 - 3 - 8) * GIB, 80 * GIB
+
+
+@pytest.mark.parametrize(
+    ("settings", "expandable"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128, expandable_segments : true"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+    ],
+)
+def test_what_is_reserved_is_measured_and_fragments_depend_on_the_allocator(monkeypatch, settings, expandable):
+    for name in probing_device.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Accelerator())
+    monkeypatch.setattr(probing_device, "_workspace_bytes", lambda *_: GIB // 16)
+    found = dict(probing_device.device_reserves(torch.device("cuda", 0), torch.bfloat16))
+    fragments = found.pop("fragments" if expandable else "fragments without expandable_segments")
+    assert fragments == (4 if expandable else 8)
+    assert found == {"context": 3, "workspaces": 1 / 16, "libraries later": 0.5}

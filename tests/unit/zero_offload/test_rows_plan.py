@@ -146,7 +146,7 @@ def test_auto_takes_all_rows_where_they_fit_and_fewer_where_the_device_is_small(
 def test_auto_cuts_where_the_memory_hides_more_than_the_sums_cost():
     """States that the placement leaves to the planner take what fewer rows leave on the device."""
     free = dict.fromkeys(NVME, "auto")
-    tight = Hardware(**GPU.to_dict() | {"device_gib": 12, "host_gib": 8})
+    tight = Hardware(**GPU.to_dict() | {"device_gib": 12, "device_reserved_gib": 1, "host_gib": 8})
     by_rows = {
         rows: planned(tight, "host", placements=free, rows=rows).step_seconds for rows in (None, 32, 16, 8, 4, 2, 1)
     }

@@ -16,6 +16,7 @@ from torch import nn
 
 import zero_offload
 from zero_offload.planning.hardware import bytes_shown
+from zero_offload.planning.probing_device import device_reserves
 from zero_train import checks, formats
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
@@ -35,10 +36,14 @@ def hardware(config: Config, ranks: Ranks) -> zero_offload.Hardware:
     facts.setdefault("device", ranks.device.type)
     facts.setdefault("ranks_per_node", ranks.local_world_size)
     facts.setdefault("nodes", max(1, ranks.world_size // int(facts["ranks_per_node"])))
-    free_bytes = torch.get_device_module(ranks.device).mem_get_info(ranks.device)[0] if on_gpu else 0
-    facts.setdefault("device_gib", free_bytes / GIB)
-    if on_gpu:  # what is free excludes the context already; this is for the allocator's fragments and workspaces
-        facts.setdefault("device_reserved_gib", 2.0)
+    if on_gpu and "device_gib" not in facts:
+        free, total = torch.get_device_module(ranks.device).mem_get_info(ranks.device)
+        if "device_reserved_gib" in facts:  # what is free excludes the context already
+            facts["device_gib"] = free / GIB
+        else:
+            dtype = formats.DTYPES.get(config.precision.parameters, torch.bfloat16)  # "auto" before it is settled
+            facts |= {"device_gib": total / GIB, "device_reserved_gib": device_reserves(ranks.device, dtype)}
+    facts.setdefault("device_gib", 0.0)
     facts.setdefault("host_gib", zero_offload.available_host_bytes() / GIB)
     if checks.uses_nvme(config):
         paths = checks.nvme_paths(config, ranks.local_rank)
@@ -192,6 +197,8 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
             f"predicted step: {plan.step_seconds:.3g} s, {plan.exposed_seconds or 0:.3g} s of it exposed; "
             f"{steps} steps: {_duration(plan.step_seconds * steps)}"
         )
+    if plan.hardware is not None and not plan.hardware.shares_host:
+        lines.append(f"reserved of each device: {plan.hardware.reserved} (hardware.device_reserved_gib)")
     if plan.rows:
         lines.append(f"blocks that recompute take {plan.rows} of {config.run.micro_batch} rows at a time")
     if plan.held_back:

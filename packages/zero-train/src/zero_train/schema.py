@@ -325,7 +325,8 @@ class HardwareConfig:
     device_gib: Optional[float] = _gib()
     """Memory of one device. 0: the device tier is host memory. null: ask the device."""
     device_reserved_gib: Optional[float] = _gib()
-    """Memory of one device that tiers cannot use: context, libraries, fragments."""
+    """Memory of one device that tiers cannot use: context, workspaces, libraries, fragments. null: measured where
+    device_gib is null too, and else 2 GiB and 5 % of device_gib."""
     host_gib: Optional[float] = _gib()
     """Memory of one host that runs may use. null: what is available now."""
     host_reserved_gib: Optional[float] = _gib()

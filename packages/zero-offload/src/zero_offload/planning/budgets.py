@@ -13,7 +13,7 @@ from ..errors import BudgetError, gib
 from ..tier import TIERS
 from ..tiles.footprint import SMALL_UNIT_BYTES, STATE_KINDS, StorePlan
 from .accounting import Held, Shape
-from .hardware import GIB, Hardware, TierFigures
+from .hardware import FRAGMENTS, GIB, Hardware, TierFigures
 from .sizes import Batch, ModelSizes
 
 POLICIES = ("keep", "recompute", "host", "nvme")
@@ -186,11 +186,15 @@ def _ways_out(
     if tier in budgets.tiers:
         return f"give it more room (hardware.tiers.{tier}.gib), or place less there"
     if not getattr(hardware, f"{tier}_bytes"):
-        reserved, ranks = getattr(hardware, f"{tier}_reserved_gib"), hardware.ranks_per_node if tier == "host" else 1
-        least = math.ceil(100 * ranks * (reserved + sum(kinds.values()) / GIB)) / 100
+        ranks, reserved, grows = hardware.ranks_per_node, hardware.host_reserved_gib, 0.0
+        if tier == "device":  # of a larger one more is reserved
+            ranks, reserved = 1, hardware.reserved_gib
+            grows = FRAGMENTS if hardware.device_reserved_gib is None else 0.0
+        needed = reserved - grows * hardware.device_gib + sum(kinds.values()) / GIB
+        least = math.ceil(100 * ranks * needed / (1 - grows)) / 100
         return (
             f"hardware.{tier}_gib={getattr(hardware, f'{tier}_gib'):g} leaves nothing beside "
-            f"hardware.{tier}_reserved_gib={reserved:g} of each rank, which libraries take; {least:g} would do"
+            f"hardware.{tier}_reserved_gib={reserved:.3g} of each rank, which libraries take; {least:g} would do"
         )
     below = "host" if tier == "device" else "nvme"
     largest = max(STATE_KINDS, key=lambda kind: kinds[kind])

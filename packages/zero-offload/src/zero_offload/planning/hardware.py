@@ -10,6 +10,7 @@ memory is free. It measures no speed (`probing` does) and makes no choice (the p
     nvme     capacity and bandwidth are given for one path. With at least as many paths as ranks a rank has
              ``paths // ranks`` of its own; with fewer, the ranks that share a path share its figures too.
     With ``device_gib=0`` the ranks compute on the CPU: their device tier *is* host memory, and both draw on one budget.
+    With one, a part of a device's memory is not planned: `Hardware.reserves`.
 Units: GiB is 2**30 bytes, GB/s is 1e9 bytes a second, as the data sheets have it.
 """
 
@@ -29,6 +30,8 @@ from ..tier import Tier
 
 GIB = 1 << 30
 GB = 10**9
+UNMEASURED_GIB = 2.0  # of a device's memory: a context, workspaces and what libraries load. A guess
+FRAGMENTS = 0.05  # of it: what an allocator with expandable segments leaves unused. A guess, no run has shown it
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by the name that `tflops` has them
 
 
@@ -105,7 +108,8 @@ class Hardware:
     ranks_per_node: int = 1
     device: str = "cpu"  # torch device type that the ranks compute on
     device_gib: float = 0.0  # a rank; 0: the device tier is host memory
-    device_reserved_gib: float = 1.0  # a rank: context, libraries, the allocator's fragments
+    # A rank: what tiers cannot use. A number, or numbers by cause. None: see `reserves`.
+    device_reserved_gib: float | Mapping[str, float] | None = None
     host_gib: float = 0.0  # a node
     host_reserved_gib: float = 0.6  # a rank: interpreter, torch, libraries
     nvme_gib: float = 0.0  # a path
@@ -136,6 +140,9 @@ class Hardware:
                     if name not in FORMATS:
                         raise HardwareError(f"tflops has no format {name!r}; known: {', '.join(FORMATS)}")
                     _quantity(f"tflops.{name}", figure)
+            elif field.name == "device_reserved_gib" and isinstance(value, Mapping):
+                for figure in value.values():
+                    _quantity(field.name, figure)
             elif field.name not in ("name", "device", "tiers") and (value is not None or field.default is not None):
                 _quantity(field.name, value)
         self._set_tiers()
@@ -169,9 +176,30 @@ class Hardware:
         return self.device_gib == 0
 
     @property
+    def reserves(self) -> Mapping[str, float]:
+        """GiB of a rank's device that tiers cannot use, by cause: what is given, or what is assumed unmeasured."""
+        given = self.device_reserved_gib
+        if isinstance(given, Mapping):
+            return given
+        if given is not None:
+            return {"as given": given}
+        return {"context and libraries": UNMEASURED_GIB, "fragments": FRAGMENTS * self.device_gib}
+
+    @property
+    def reserved_gib(self) -> float:
+        """The sum of `reserves`."""
+        return sum(self.reserves.values())
+
+    @property
+    def reserved(self) -> str:
+        """`reserves` to print, such as "5.9 GiB: context and libraries 2.0, fragments 3.9"."""
+        causes = ", ".join(f"{cause} {figure:.2g}" for cause, figure in self.reserves.items())
+        return f"{self.reserved_gib:.1f} GiB: {causes}"
+
+    @property
     def device_bytes(self) -> int:
         """A rank's device budget, what is reserved taken off; 0 where the device tier is host memory."""
-        return max(0, int((self.device_gib - self.device_reserved_gib) * GIB))
+        return max(0, int((self.device_gib - self.reserved_gib) * GIB))
 
     @property
     def host_bytes(self) -> int:

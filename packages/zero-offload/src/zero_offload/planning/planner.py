@@ -163,6 +163,8 @@ class Plan:
             ("nvme written per step", f"{self.write_bytes_per_step / GIB:.2f} GiB"),
             ("nvme written by setup", f"{self.setup_write_bytes / GIB:.2f} GiB"),
         ]
+        if self.hardware is not None and not self.hardware.shares_host:
+            rows.insert(0, ("reserved of a device", self.hardware.reserved))
         if self.rows:
             rows.append(("rows at a time in a unit", f"{self.rows} of {self.batch.micro_batch}"))
         for tier in self.account.moved:

@@ -59,6 +59,7 @@ def probe(
     """
     where = indexed(torch.device(device))
     apart = where.type != "cpu"
+    measured = device_figures(where, parameter_dtype) if apart else {}  # before libraries have workspaces
     figures: dict[str, Any] = {
         "name": name or platform.node() or "this machine",
         "ranks_per_node": ranks_per_node,
@@ -70,9 +71,7 @@ def probe(
             if dtype in (parameter_dtype, *dtypes)
         },
     }
-    if apart:
-        measured = device_figures(where)
-        figures |= {k: round(v, 2) if k.endswith("_gib") else _figure(v) for k, v in measured.items()}
+    figures |= {k: round(v, 2) if k.endswith("_gib") else _figure(v) for k, v in measured.items()}
     if step is not None:
         gbps = update_gbps(step, parameter_dtype, SERVER_TILES if apart else UPDATE_TILES)
         # Beside a GPU a rank's update has its share of the cores only: the node's figure is that of all ranks.

@@ -11,25 +11,71 @@ microseconds. Rounds are repeated until the clocks of an idle device and of its 
 
 from __future__ import annotations
 
+import functools
+import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from ..streams import DeviceStreams, Lane, Streams
-from .hardware import GB, GIB
+from .hardware import FRAGMENTS, GB, GIB
 
 COPY_BYTES = 512 << 20
 DEVICE_COPIES = 16  # a round: 16 GiB read and written, as long as the device's memory takes milliseconds for
 WARM_SECONDS = 0.3
 ROUNDS = 5
+LATER_GIB = 0.5  # of kernels that load when they are first called, and of communicators: not there at start-up. A guess
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def device_figures(device: torch.device) -> dict[str, float]:
+def device_reserves(device: torch.device, dtype: torch.dtype) -> Mapping[str, float]:
+    """GiB of a device's memory by cause that a run cannot place anything in, for `Hardware.device_reserved_gib`.
+
+    context: what no allocation of this process's torch explains, other processes included. workspaces: what products of
+    `dtype` keep, in forward and in backward. Both are measured, on a simulated device too, where they are nothing. The
+    rest is assumed: `LATER_GIB`, and of the whole memory a share for fragments, twice `FRAGMENTS` where the allocator
+    has no expandable segments. Waits for the device.
+    """
+    workspaces = _workspace_bytes(device, dtype)
+    module = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
+    found = {
+        "context": max(0, total - free - module.memory_reserved(device)) / GIB,
+        "workspaces": workspaces / GIB,
+        "libraries later": LATER_GIB,
+    }
+    if device.type == "cuda" and not expandable_segments():
+        return found | {"fragments without expandable_segments": 2 * FRAGMENTS * total / GIB}
+    return found | {"fragments": FRAGMENTS * total / GIB}
+
+
+def expandable_segments() -> bool:
+    """Whether the environment turns on what CUDA's allocator has against fragments."""
+    settings = [os.environ.get(name, "") for name in ALLOCATOR_VARIABLES]
+    return any(re.search(r"\bexpandable_segments\s*:\s*true\b", each, re.IGNORECASE) for each in settings)
+
+
+@functools.cache  # they are kept once they are there
+def _workspace_bytes(device: torch.device, dtype: torch.dtype) -> int:
+    """Memory that stays allocated after a product. A backward has a thread of its own, whose library has its own."""
+    module = torch.get_device_module(device)
+    before = module.memory_allocated(device)
+    with torch.enable_grad():
+        values = torch.ones(256, 256, dtype=dtype, device=device, requires_grad=True)
+        torch.autograd.grad((values @ values).sum(), values)
+    module.synchronize(device)
+    del values
+    return max(0, module.memory_allocated(device) - before)
+
+
+def device_figures(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
     """`device_gib`, `device_reserved_gib`, `device_gbps` and the three of the link, of one device."""
-    free, total = torch.get_device_module(device).mem_get_info(device)
-    figures = {"device_gib": total / GIB, "device_reserved_gib": max(1.0, (total - free) / GIB)}
+    total = torch.get_device_module(device).mem_get_info(device)[1]
+    reserved = sum(device_reserves(device, dtype).values())
+    figures = {"device_gib": total / GIB, "device_reserved_gib": reserved}
     streams = DeviceStreams(device, torch.empty(0, dtype=torch.uint8))
     try:
         return figures | rates(device, streams)
