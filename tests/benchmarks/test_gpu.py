@@ -51,7 +51,7 @@ def test_every_stage_runs_at_toy_size(tmp_path, monkeypatch):
     told = (tmp_path / "out" / "summary.md").read_text()
     assert "| 8192 | none | " in told and "| exact | split | " in told
     drawn = (tmp_path / "out" / "placements.png").exists()
-    assert drawn or "placements.png is not drawn, as matplotlib cannot be imported" in told
+    assert drawn or "placements.png is not drawn: ModuleNotFoundError" in told
     with tarfile.open(tmp_path / "out.tar.gz") as archive:
         names = {Path(name).name for name in archive.getnames()}
     assert {"results.json", "summary.md", timeline.FILE, *(f"{name}.log" for name in NAMES)} <= names
@@ -160,12 +160,26 @@ def test_waits_are_counted_by_place():
     assert found[0].startswith("tests/benchmarks/test_gpu.py:") and found[1] == 2
 
 
-def test_a_timeline_is_drawn_where_kernels_ran(tmp_path):
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "out"
+def made(out, pieces):
+    """The summary of these."""
     out.mkdir()
-    (out / "trace.json").write_text(json.dumps({"traceEvents": EVENTS}))
-    pieces = {"timeline": {"kernels": 3, "file": "trace.json"}}
     (out / "results.json").write_text(json.dumps({"dry": False, "stages": {}, "pieces": pieces}))
     summary.make(out)
-    assert (out / "timeline.png").stat().st_size > 1000
+    return (out / "summary.md").read_text()
+
+
+def test_a_timeline_is_drawn_where_kernels_ran(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": EVENTS}))
+    made(tmp_path / "out", {"timeline": {"kernels": 3, "file": "../trace.json"}})
+    assert (tmp_path / "out" / "timeline.png").stat().st_size > 1000
+
+
+def test_what_no_summary_can_be_made_of_is_sent_back_all_the_same(tmp_path):
+    told = made(
+        tmp_path / "out", {"largest": {"rows": [{"name": "exact"}]}, "timeline": {"kernels": 3, "file": "none"}}
+    )
+    assert "No summary" in told and "KeyError: 'missing'" in told
+    told = made(tmp_path / "other", {"timeline": {"kernels": 3, "file": "none"}})
+    assert "timeline.png is not drawn: FileNotFoundError" in told
+    assert (tmp_path / "out.tar.gz").exists() and (tmp_path / "other.tar.gz").exists()

@@ -21,7 +21,11 @@ def make(out: Path) -> None:
     notes = list(filter(None, [_drawn(out, name, draw) for name, draw in _pictures(out, results["pieces"]).items()]))
     large = [path.name for path in sorted(out.iterdir()) if path.stat().st_size > MOST_BYTES]
     notes += [f"{name} is larger than {MOST_BYTES >> 20} MiB, so the archive leaves it out" for name in large]
-    (out / "summary.md").write_text(text(results, notes))
+    try:
+        told = text(results, notes)
+    except Exception as error:  # what was found is to be sent back in any case, and other stages are to run
+        told = f"# No summary\n\n{type(error).__name__}: {error}. The figures are in results.json.\n"
+    (out / "summary.md").write_text(told)
     new = out.with_name(f"{out.name}.new")
     with tarfile.open(new, "w:gz") as archive:
         for path in sorted(out.iterdir()):
@@ -33,12 +37,8 @@ def make(out: Path) -> None:
 def text(results: dict[str, Any], notes: list[str]) -> str:
     """The summary in Markdown."""
     pieces = results["pieces"]
-    lines = [
-        f"# {'Toy sizes on a CPU' if results['dry'] else 'A GPU'}",
-        "",
-        "| stage | | s | ended |",
-        "|---" * 4 + "|",
-    ]
+    title = "Toy sizes on a CPU" if results["dry"] else "A GPU"
+    lines = [f"# {title}", "", "| stage | | s | ended |", "|---" * 4 + "|"]
     for name, record in results["stages"].items():
         told = record["told"].replace("|", "/")
         lines.append(f"| {name} | {told} | {record['seconds']:.0f} | {record['date']} |")
@@ -90,11 +90,11 @@ def _pictures(out: Path, pieces: dict[str, Any]) -> dict[str, Callable[[Path], N
     """What can be drawn by now, by the name of its file."""
     found: dict[str, Callable[[Path], None]] = {}
     for stage in tables.STAGES:
-        if turns := _last_turns(pieces.get(stage) or {"turns": {}}) if pieces.get(stage, {}).get("turns") else []:
-            found[f"{stage}.png"] = lambda path, turns=turns: _bars(turns, path)
+        if pieces.get(stage, {}).get("turns"):
+            found[f"{stage}.png"] = lambda path, piece=pieces[stage]: _bars(_last_turns(piece), path)
     if pieces.get("timeline", {}).get("kernels"):
-        lanes = trace.lanes(trace.read(out / pieces["timeline"]["file"]))
-        found["timeline.png"] = lambda path: trace.draw(lanes, path, "two steps with everything on the host")
+        file, title = out / pieces["timeline"]["file"], "two steps with everything on the host"
+        found["timeline.png"] = lambda path: trace.draw(trace.lanes(trace.read(file)), path, title)
     return found
 
 
@@ -102,8 +102,8 @@ def _drawn(out: Path, name: str, draw: Callable[[Path], None]) -> str | None:
     """Why it is not drawn; None where it is."""
     try:
         draw(out / name)
-    except ImportError as error:
-        return f"{name} is not drawn, as matplotlib cannot be imported: {error}"
+    except Exception as error:  # matplotlib is missing, or a stage was ended while it wrote
+        return f"{name} is not drawn: {type(error).__name__}: {error}"
     return None
 
 
