@@ -63,7 +63,7 @@ def _places(waits: Counter[str]) -> dict[str, int]:
 def test_through_zero_core(tmp_path):
     pytest.importorskip("zero_offload")
     check(census.through_zero_core("none", tmp_path), {NORM: 1}, 678, 2, 1)
-    check(census.through_zero_core("host", tmp_path), {NORM: 1}, 592, 23, 11)
+    check(census.through_zero_core("host", tmp_path), {NORM: 1}, 592, 13, 11)
 
 
 def test_through_zero_train(tmp_path):
@@ -72,13 +72,13 @@ def test_through_zero_train(tmp_path):
         pytest.importorskip(name)
     waits = {NORM: 1, "zero_core/device.py in read": 1}
     check(census.through_zero_train("none", tmp_path / "none"), waits, 627, 4, 2)
-    check(census.through_zero_train("host", tmp_path / "host"), waits, 567, 25, 12)
+    check(census.through_zero_train("host", tmp_path / "host"), waits, 567, 15, 12)
 
 
 def test_through_a_trainer(tmp_path):
     waits = {**CLIPPED, MASKS: 2, LOSSES: 4}
     check(census.through_trainer("none", tmp_path), waits, 677, 5, 9)
-    check(census.through_trainer("host", tmp_path), waits, 617, 26, 19)
+    check(census.through_trainer("host", tmp_path), waits, 617, 16, 19)
 
 
 def test_each_wait_of_transformers_can_be_avoided(tmp_path):
