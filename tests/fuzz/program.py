@@ -115,8 +115,14 @@ def sound(program: Program) -> bool:
     """Whether plain torch and shard() can be compared.
 
     With update_in_backward, every backward is a step of its own; a deferred model cannot be trained before shard(), nor
-    can its tensors be changed.
+    can its tensors be changed. Torch's recipe for steps in backward has updated a part of what an interrupted backward
+    is about, and the twin is not interrupted. Which gradients an edit finds differs where ranks choose other experts.
     """
+    names = {op.name for op in program.loop}
+    if "interrupt" in names and any(op.how == "recipe" for op in (*program.before, *program.loop)):
+        return False
+    if "grad" in names and program.config.ranks > 1 and any(b.kind == "experts" for b in program.model.blocks):
+        return False
     if program.config.deferred and (program.config.warm or program.before or program.model.shares):
         return False
     uses = [op for op in program.loop if op.name in ("backward", "step") or op.how == "backward"]
