@@ -72,9 +72,9 @@ def by_hand(name, tokens):
     forward, backward = 2 * (layers * block + head) * flop, (6 * layers * block + 4 * head) * flop
     update = 26 * (layers * block + root) / 150e9
     first = update + 2 * block / 50e9 + 2 * (block + head) * flop  # the last block's copy, its forward, the head's
-    again = 2 * root / (50e9 * 0.85)  # the root's copy
+    # A backward begins with the root and the last block, which are there.
     tail = 2 * (block + root) / (50e9 * 0.85) + 2 * root / 150e9  # the first block's gradient, its own, and the sums
-    return first + again + backward + tail, forward + backward
+    return first + backward + tail, forward + backward
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -87,12 +87,13 @@ def test_the_step_of_few_tokens_is_the_update_the_backward_and_the_ends(models, 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_with_many_tokens_only_the_ends_are_exposed(models, h200, name):
-    """An update of 300 GB/s is shorter than the forward: what is left is the root's and the first block's."""
+    """An update of 300 GB/s is shorter than the forward: what is left is the root's and the first block's, updated and
+    copied at the beginning, and their gradients at the end."""
     fast = dataclasses.replace(h200, host_gib=1000, update_gbps=300)
     found = planned(models[name], fast, 32768).prediction
     root, block = 2 * VOCABULARY * SIZES[name][0], max(unit.numel for unit in models[name].units)
     first = 26 * (root + block) / 300e9 + 2 * block / 50e9
-    last = 2 * (root + block + root) / (50e9 * 0.85) + 2 * root / 300e9
+    last = 2 * (block + root) / (50e9 * 0.85) + 2 * root / 300e9
     assert found.exposed_seconds == pytest.approx(first + last, rel=0.01)
     assert found.exposed_seconds < 0.03 * found.compute_seconds
 
