@@ -11,7 +11,7 @@ from tests.benchmarks.step_model import Missing, model_of
 KINDS = ("parameters", "gradients", "optimizer")
 PREFETCH_BYTES = 64 << 20  # zero-train's default
 GIB = 1 << 30
-RESERVED_GIB = {"device": 2.0, "host": 5.0}  # for workspaces and fragments; interpreter, torch with CUDA, transformers
+RESERVED_GIB = 5.0  # of the host: interpreter, torch with CUDA, transformers
 ENOUGH = 0.93  # of host memory that is free: the kernel's lists of pinned pages, pages of files, fragments
 MOST_LAYERS = 400
 
@@ -60,16 +60,19 @@ def automatic(arguments: dict[str, Any], step: Any, tile: dict[str, Any]) -> tup
 def free_here(arguments: dict[str, Any]) -> dict[str, Any]:
     """What the planner is given: the figures of `probe`, and the memory that is free now, or that `arguments` say."""
     import zero_offload
+    from zero_offload.planning.probing_device import device_reserves
 
     figures = arguments.get("probe", {}).items()
     found: dict[str, Any] = {key: value for key, value in figures if key == "tflops" or key.endswith("gbps")}
     if arguments.get("device") == "cuda":
-        found |= {"device": "cuda", "device_gib": torch.cuda.mem_get_info()[0] / GIB}
-        found["device_reserved_gib"] = RESERVED_GIB["device"]
+        device = torch.device("cuda", torch.cuda.current_device())
+        dtype = getattr(torch, arguments.get("dtype", "float32"))
+        found |= {"device": "cuda", "device_gib": torch.cuda.mem_get_info()[1] / GIB}
+        found["device_reserved_gib"] = device_reserves(device, dtype)
     found["host_gib"] = arguments.get("host_gib") or zero_offload.available_host_bytes() / GIB
     found["host_reserved_gib"] = 0.0
     if not arguments.get("tiny"):
-        found |= {"host_gib": ENOUGH * found["host_gib"], "host_reserved_gib": RESERVED_GIB["host"]}
+        found |= {"host_gib": ENOUGH * found["host_gib"], "host_reserved_gib": RESERVED_GIB}
     return found | {"nvme_gib": arguments.get("nvme_gib", 0.0)}
 
 

@@ -123,6 +123,7 @@ def test_ranks_may_make_the_folder_of_a_drive_at_once(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "mkdir", second)
         run = shard(net, torch.optim.AdamW(net.parameters()), ZeroConfig(offload="nvme", nvme_paths=(tmp_path / "d",)))
+    assert (tmp_path / "d").is_dir() and run.plan.total("nvme")
     run.close()
 
 

@@ -76,6 +76,16 @@ class Shape:
         return self.shard_count * self.replicas
 
     @property
+    def copies(self) -> bool:
+        """Whether a unit in use is a copy of what the store has: on a device, gathered, or under a fixed storage."""
+        return self.apart or self.shard_count > 1 or not residency.CAN_SWAP
+
+    @property
+    def turns(self) -> bool:
+        """Whether copies stay from a forward to its backward."""
+        return self.stage == 3 and self.copies and self.prefetch_bytes > 0
+
+    @property
     def arriving(self) -> int:
         """Gradients of a unit that reach the store in a step: one where they are added up on their rank before."""
         return 1 if self.ranks > 1 and (self.no_sync or self.stage == 1) else self.accumulate
@@ -136,11 +146,7 @@ def account(plan: StorePlan, shape: Shape) -> Account:
     align = plan.alignment
     on_device = step_traffic(replace(shape.element, states=plan.state_values), shape.gradient_itemsize)
     own, first = set(plan.own_slots), 0
-    copied = shape.apart or shape.ranks > 1 or not residency.CAN_SWAP  # out of their slots
-    turning = copied and shape.stage == 3 and shape.prefetch_bytes > 0
-    around = Counter[
-        Tier
-    ]()  # extents of units in whose copies the others are used: they stay for backward, see `stays`
+    around = Counter[Tier]()  # extents of units that enclose others, whose copies stay for backward, see `stays`
     passing: list[tuple[Counter[Tier], int]] = []  # extents of a unit that shares slots, and how many are like it
     for run in plan.runs:
         unit, count = run.unit, run.count
@@ -154,7 +160,7 @@ def account(plan: StorePlan, shape: Shape) -> Account:
         for tier, extent in stored.items():
             extents[tier, "all parameters"] += count * extent
             extents[tier, "streamed"] += streamed * extent
-        if stored and streamed and unit.spec.encloses and turning:
+        if stored and streamed and unit.spec.encloses and shape.turns:
             around.update(stored)
         elif stored and streamed:
             passing.append((stored, streamed))
@@ -169,7 +175,8 @@ def account(plan: StorePlan, shape: Shape) -> Account:
     stay = resident_slots(plan.state_slots, plan.state_slot_bytes, records)
     moved, resident = {}, stay * plan.state_slot_bytes  # those of the first tiers
     # Where units are copied out of their slots and no copies stay, one that is read ahead has taken a slot.
-    last = around + _least(passing, max(0, plan.unit_slots - (copied and not turning)) if shape.stage == 3 else 0)
+    taken = shape.copies and not shape.turns
+    last = around + _least(passing, max(0, plan.unit_slots - taken) if shape.stage == 3 else 0)
     for tier in plan.tiers:
         if tier.stored:
             kinds = ("all parameters", "streamed", "parameters", "reduced", "summed")
@@ -194,10 +201,9 @@ def account(plan: StorePlan, shape: Shape) -> Account:
 def stays(nbytes: Sequence[int], encloses: Sequence[bool], shape: Shape) -> list[bool]:
     """For each whole unit whether its copy stays from a forward to its backward: `zero_core.runtime.residents.Turn`.
 
-    No other unit than one that is copied or gathered does. `nbytes`, `encloses`: of each, in forward order.
+    `nbytes`, `encloses`: of each, in forward order.
     """
-    copied = shape.apart or shape.shard_count > 1 or not residency.CAN_SWAP
-    if shape.stage < 3 or not copied or not shape.prefetch_bytes:
+    if not shape.turns:
         return [False] * len(nbytes)
     found, left = list(encloses), shape.prefetch_bytes
     for place in reversed(range(len(nbytes))):
