@@ -1,13 +1,13 @@
-"""The device tier of a device apart, simulated: whole tiles have DeviceStore's bits, the others the host's.
+"""The tier of a discrete device, simulated: whole units have DeviceStore's bits, the others the host's.
 
-Gradients depend on their own unit's parameters and nothing is clipped, so that one tile's tier does not reach another's
+Gradients depend on their own unit's parameters and nothing is clipped, so that one unit's tier does not reach another's
 bits through the norm.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -56,7 +56,7 @@ def of_all(**shares: float) -> dict[str, Any]:
 
 
 def whole_numels(driver: Driver) -> list[int]:
-    return [unit.whole_numel for unit in driver.store.describe().units]
+    return [unit.spec.numel * unit.whole for unit in driver.store.describe().units]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -70,7 +70,7 @@ def whole_numels(driver: Driver) -> list[int]:
     ],
     ids=str,
 )
-def test_whole_tiles_are_device_stores_and_the_rest_the_hosts(placement: Any, accumulate: int) -> None:
+def test_whole_units_are_device_stores_and_the_rest_the_hosts(placement: Any, accumulate: int) -> None:
     host, device = train(unclipped("host"), accumulate), train(device_store(), accumulate)
     with simulated_device(seed=accumulate):
         driver = unclipped(placement, slots=3)
@@ -79,9 +79,8 @@ def test_whole_tiles_are_device_stores_and_the_rest_the_hosts(placement: Any, ac
         found = train(driver, accumulate)
     for (i, name), values in found.items():
         frozen = i in driver.frozen
-        for part, expected in ((slice(0, whole[i]), device), (slice(whole[i], None), host)):
-            if name in host or not frozen or name == "parameter":
-                assert torch.equal(values[part], expected[i, name][part]), (i, name, part)
+        if name in host or not frozen or name == "parameter":
+            assert torch.equal(values, (device if whole[i] else host)[i, name]), (i, name)
 
 
 @pytest.mark.parametrize("layout", ["split", "fp32"])
@@ -178,11 +177,12 @@ def test_a_segment_that_is_skipped_keeps_its_values(layout: str) -> None:
         assert same(run({"parameters": "device", "gradients": "host", "optimizer": "host"}), expected)
 
 
-def test_values_are_read_and_written_across_tiers() -> None:
+@pytest.mark.parametrize("i", [0, 1])
+def test_values_are_read_and_written_on_either_side(i: int) -> None:
     with simulated_device():
         driver = make(of_all(device=0.5, host=0.5))
-        i = next(i for i, numel in enumerate(whole_numels(driver)) if 0 < numel < NUMELS[i])
-        boundary = whole_numels(driver)[i]
+        assert [numel > 0 for numel in whole_numels(driver)] == [True, False, False, False]
+        boundary = TILE - 100
         for name in reversed(driver.store.state_names()):
             values = torch.arange(1000.0).remainder(97)  # exact in bf16
             driver.store.write_state(i, name, boundary - 300, values)
@@ -212,7 +212,8 @@ def test_a_gradient_is_dropped_on_both_sides_and_the_norm_is_of_both() -> None:
         driver.forward()
         driver.backward()
         before = float(driver.store.gradient_norm_squared())
-        driver.store.discard_gradient(1, TILE - 100, TILE + 100)
+        for i in (0, 1):
+            driver.store.discard_gradient(i, TILE - 100, TILE + 100)
         after = float(driver.store.gradient_norm_squared())
         driver.store.discard_gradients()
         assert float(driver.store.gradient_norm_squared()) == 0.0
@@ -234,9 +235,8 @@ def test_what_is_held_is_what_was_planned() -> None:
             plan, stats = driver.store.describe(), driver.store.stats()
             assert stats["host_bytes"] == plan.arena_bytes
             kinds = ("parameters", "gradients", "optimizer", "buffers")
-            assert plan.bytes_of("device", "parameters") == 2 * sum(
-                unit.device_numel(unit.parameter_tiers) for unit in plan.units
-            )
+            there = (unit.spec.numel for unit in plan.units if unit.whole or unit.home)
+            assert plan.bytes_of("device", "parameters") == 2 * sum(there)
             whole = sum(whole_numels(driver))
             assert plan.bytes_of("device", "optimizer") == 12 * whole  # master and two moments
             held = sum(plan.bytes_of("host", kind) for kind in kinds)
@@ -275,5 +275,36 @@ def test_a_frozen_unit_on_the_device_has_no_master() -> None:
         tile_numel=TILE,
         landing_dtype=torch.bfloat16,
     )
-    assert [unit.whole_numel for unit in plan.units] == [0, 0, NUMELS[2], NUMELS[3]]
+    assert [unit.whole for unit in plan.units] == [False, False, True, True]
     assert plan.bytes_of("device", "optimizer") == 12 * (NUMELS[2] + NUMELS[3])
+
+
+def test_a_share_of_a_discrete_device_counts_whole_units() -> None:
+    """A unit is there if its middle is within the share, and the tiles of the others begin on the tier behind it."""
+    step = TorchStep()
+    step.bind(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
+
+    def tiers(device: float, **others: float) -> list[str]:
+        shares = of_all(device=device, **others)
+        specs = make_specs(torch.bfloat16, (2 * TILE, 2 * TILE))
+        plan = plan_store(specs, step, **shares, tile_numel=TILE, landing_dtype=torch.bfloat16)
+        found = plan_store(specs, step, **shares, tile_numel=TILE)
+        assert [tier for unit in found.units for tier in unit.state_tiers].count("device") == round(4 * device)
+        return [str(tier) for unit in plan.units for tier in unit.state_tiers]
+
+    assert tiers(0.25, host=0.75) == ["host"] * 4
+    assert tiers(0.5, host=0.5) == tiers(0.3, host=0.7) == ["device"] * 2 + ["host"] * 2
+    assert tiers(0.75, nvme=0.25) == ["device"] * 2 + ["nvme"] * 2
+    assert tiers(0.3, host=0.4, nvme=0.3) == ["device"] * 2 + ["host", "nvme"]
+    assert tiers(0.2, host=0.1, nvme=0.7) == ["host"] + ["nvme"] * 3
+
+
+def test_a_unit_with_states_on_the_device_has_its_parameters_there() -> None:
+    """Half of all elements ends in the frozen units, before half of the trained ones begins."""
+    step = TorchStep()
+    step.bind(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
+    specs = [replace(spec, trained=i > 1) for i, spec in enumerate(make_specs(torch.bfloat16, frozen=(0, 1)))]
+    shares = of_all(device=0.5, host=0.5)
+    plan = plan_store(specs, step, **shares, tile_numel=TILE, landing_dtype=torch.bfloat16)
+    assert [unit.whole for unit in plan.units] == [False, False, True, False]
+    assert [unit.parameter_tiers[0] for unit in plan.units] == ["device", "host", "device", "host"]

@@ -37,7 +37,7 @@ def test_an_explicit_placement_is_taken_as_it_is():
 
 
 def test_what_does_not_fit_on_the_device_leaves_it_from_the_end_states_and_gradients_together():
-    small = Hardware(device="cuda", device_gib=3, host_gib=512, nvme_gib=1000)
+    small = Hardware(device="cuda", device_gib=3.5, host_gib=512, nvme_gib=1000)
     found = plan(LLAMA, small, tokens=2048)
     shares = {kind: found.placements[kind].get("device", 0.0) for kind in STATES}
     assert 0 < shares["optimizer"] == shares["gradients"] < shares["parameters"] == 1.0

@@ -90,7 +90,7 @@ def test_devices_memory_is_gone_too() -> None:
         device = driver.store._link.device
         driver.store.sleep()
         landings = [slot.memory for slot in driver.store._link.down._shared]
-        tensors = [*landings, *device._homes, *device.values()]
+        tensors = [*landings, *device._homes.values(), *device.values()]
         assert tensors and not any(tensor.untyped_storage().nbytes() for tensor in tensors)
         assert not streams[0].registered
         assert driver.store.stats()["device_bytes"] == 0

@@ -63,8 +63,8 @@ class TieredStore:
     tiers: more ByteStores, each by the name that placements give it, from fast to slow. They come between "host" and
         "nvme". A store that is slower than nvme follows "nvme", which is given here then.
 
-    On the CPU the device tier is host memory. On a device apart a tile's gradient is on the device iff its states are;
-    its update then runs there, by torch's own optimizer, and has that one's bits, not the step's.
+    On the CPU the device tier is host memory. A discrete device has whole units, and a unit's gradient iff it has the
+    states; the update then runs there, by torch's own optimizer, and has that one's bits, not the step's.
 
     Examples:
         >>> import torch, zero_core, zero_offload
@@ -316,32 +316,26 @@ class TieredStore:
         self._wait_for(i)
         self._landed()
         with torch.no_grad(), self._guard():
-            self._gradients.zero(i, start, stop)
-            if self._link is not None:
-                self._link.device.zero(i, start, stop)
+            (self._whole(i) or self._gradients).zero(i, start, stop)
 
     def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
-        above = self._settle_gradient(i, start, stop)
+        self._settle_gradient(i, start, stop)
         with torch.no_grad(), self._guard():
-            values = self._gradients.read(i, above, stop)
-            if self._link is None or start == above:
-                return values
-            return torch.cat([self._link.device.read_gradient(i, start, above), values])
+            device = self._whole(i)
+            return self._gradients.read(i, start, stop) if device is None else device.read_gradient(i, start, stop)
 
     def write_gradient(self, i: int, start: int, values: Tensor) -> None:
-        above = self._settle_gradient(i, start, start + values.numel())
+        self._settle_gradient(i, start, start + values.numel())
         self._gradients.check_fits(i, values)
         with torch.no_grad(), self._guard():
-            if self._link is not None and start < above:
-                self._link.device.write_gradient(i, start, values[: above - start])
-            self._gradients.write(i, above, values[above - start :])
+            device = self._whole(i)
+            (self._gradients.write if device is None else device.write_gradient)(i, start, values)
 
-    def _settle_gradient(self, i: int, start: int, stop: int) -> int:
-        """Wait for what is under way; the element of [start, stop] before which they are on a device apart."""
+    def _settle_gradient(self, i: int, start: int, stop: int) -> None:
+        """Wait for what is under way of elements [start, stop)."""
         self._check_range(i, "master", start, stop)
         self._wait_for(i)
         self._landed()
-        return self._whole_until(i, start, stop)
 
     def gradient_norm_squared(self) -> Tensor:
         self._monitor.check()
@@ -365,8 +359,7 @@ class TieredStore:
             if taken is None:
                 continue
             unit = self._plan.units[i]
-            below = [tile for tile in unit.tiles if tile.start >= unit.whole_numel]
-            found = [(tile, segment_steps(tile, unit.spec.segments, steps[i], groups)) for tile in below]
+            found = [(tile, segment_steps(tile, unit.spec.segments, steps[i], groups)) for tile in unit.tiles]
             found = [(tile, segments) for tile, segments in found if segments]
             tasks += [
                 TileTask(tile, segments, taken, tile is found[-1][0], self._reads(unit, tile, segments))
@@ -435,24 +428,17 @@ class TieredStore:
             return self._read(i, name, start, stop)
 
     def _read(self, i: int, name: str, start: int, stop: int) -> Tensor:
-        above = self._whole_until(i, start, stop)
-        values = self._values.read(i, name, above, stop)
-        if self._link is None or start == above:
-            return values
-        return torch.cat([self._link.device.read(i, name, start, above), values])
+        return (self._whole(i) or self._values).read(i, name, start, stop)
 
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
         self._check_range(i, name, start, start + values.numel())
         with torch.no_grad(), self._guard():
             self._pipeline.wait()
-            above = self._whole_until(i, start, start + values.numel())
-            if self._link is not None and start < above:
-                self._link.device.write(i, name, start, values[: above - start])
-            self._values.write(i, name, above, values[above - start :])
+            (self._whole(i) or self._values).write(i, name, start, values)
 
-    def _whole_until(self, i: int, start: int, stop: int) -> int:
-        """The element of [start, stop] before which they are whole on a device apart."""
-        return min(stop, max(start, self._plan.units[i].whole_numel))
+    def _whole(self, i: int) -> DeviceTier | None:
+        """Where unit i's values are, if they are all on a discrete device."""
+        return self._link.device if self._link is not None and self._plan.units[i].whole else None
 
     def _check_range(self, i: int, name: str, start: int, stop: int) -> None:
         self._monitor.check()

@@ -228,7 +228,8 @@ class OffloadConfig:
     kind: str = _one_of("none", "placed", "auto")
     """none: keep all on the device. placed: use the next three keys. auto: let the planner choose the tiers."""
     parameters: Any = "host"
-    """device, host, nvme or one of offload.tiers, or fractions of the tiles: {host: 0.37, nvme: 0.63}."""
+    """device, host, nvme or one of offload.tiers, or fractions of the tiles: {host: 0.37, nvme: 0.63}. On a
+    discrete device fractions count whole units."""
     gradients: Any = "host"
     """device, host, nvme or one of offload.tiers, or fractions."""
     optimizer: Any = "host"

@@ -152,7 +152,7 @@ def account(plan: StorePlan, shape: Shape) -> Account:
         unit, count = run.unit, run.count
         streamed = count - sum(i in own for i in range(first, first + count))  # the others stay where they are read
         first += count
-        updated["device"] += count * unit.whole_numel * on_device
+        updated["device"] += count * unit.spec.numel * on_device if unit.whole else 0
         size = unit.spec.dtype.itemsize
         stored = Counter(
             {tier: round_up((stop - start) * size, align) for tier, start, stop in unit.stored(unit.parameter_tiers)}

@@ -10,6 +10,7 @@ the optimizer go down first, then the gradients, the parameters last; of a kind,
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
 from ..placement import Placement, device_share
@@ -30,11 +31,13 @@ def choose(
     given: Mapping[str, Placement],
     budgets: Budgets | None,
     tile: float,
+    units: Mapping[str, Sequence[float]],
     cost: Callable[[Mapping[str, Placement]], Held],
 ) -> dict[str, Placement]:
     """Placements of all kinds: those `given`, the others as fast as the budgets allow.
 
-    `tile`: the share of a tile in all elements. `cost(placements)`: what is held by tier and kind.
+    `tile`: the share of a tile in all elements. `units`: by kind, where whole units end, in order, if a discrete device
+    has none but those. `cost(placements)`: what is held by tier and kind.
     Where nothing fits, the lowest placement, for the caller to refuse.
     """
     if budgets is None:
@@ -57,7 +60,7 @@ def choose(
         for tier, total in needed_bytes(held, budgets).items():
             over = total - (budgets.of(tier) or 0)
             if over > 0 and (tier == "device" or (tier == "host" and budgets.nvme > 0)):
-                moved = _demote(held, ends, tier, over, tile, tied if tier == "device" else ()) or moved
+                moved = _demote(held, ends, tier, over, tile, units, tied if tier == "device" else ()) or moved
         if not moved:
             break
     return placements()
@@ -69,9 +72,15 @@ def _fractions(device: float, host: float) -> dict[str, float]:
 
 
 def _demote(
-    held: Held, ends: dict[str, dict[str, float]], tier: str, over: int, tile: float, tied: Sequence[str]
+    held: Held,
+    ends: dict[str, dict[str, float]],
+    tier: str,
+    over: int,
+    tile: float,
+    units: Mapping[str, Sequence[float]],
+    tied: Sequence[str],
 ) -> bool:
-    """Let the last tiles that are on `tier`, worth `over` bytes, go one down. Returns whether there were any.
+    """Let the last tiles, or units, on `tier`, worth `over` bytes, go one down. Returns whether there were any.
 
     `tied`: kinds that leave it together.
     """
@@ -83,9 +92,13 @@ def _demote(
         if over <= 0 or end <= begin:
             continue
         # A tile moves when its middle is beyond the end, so half a tile more moves no less than `over`.
-        share = (end - begin) * over / moving + tile / 2 if moving else 1.0
+        share = (end - begin) * over / moving if moving else 1.0
+        if tier == "device" and units[kind]:
+            lower = units[kind][max(0, bisect_right(units[kind], end - share) - 1)]
+        else:
+            lower = end - share - tile / 2
         for each in together:
-            ends[each][tier] = end - share if share < end - begin else begin
+            ends[each][tier] = max(begin, lower)
         over -= moving
         moved = True
     return moved

@@ -58,9 +58,10 @@ class Trial:
     def best(self, slots: int | None) -> tuple[StorePlan, dict[str, Placement]]:
         """The fastest placement that fits, and with it as many slots as do, up to a quarter of what is stored."""
         least = slots if slots is not None or self.budgets is None else MINIMUM_SLOTS
-        tile = self.shape.tile_numel / max(1, self._shards.numel)
-        place = self._shards.place
-        placements = choose(self.given, self.budgets, tile, lambda tried: self.held(place(tried, least)))
+        place, shards = self._shards.place, self._shards
+        tile = self.shape.tile_numel / max(1, shards.numel)
+        ends = {kind: shards.ends(trained=kind != "parameters") if self.shape.apart else () for kind in STATE_KINDS}
+        placements = choose(self.given, self.budgets, tile, ends, lambda tried: self.held(place(tried, least)))
         plan = place(placements, least)
         if slots is not None or self.budgets is None:
             return plan, placements
@@ -97,8 +98,8 @@ class Trial:
             made = max((p.numel for unit in trained for p in unit.parameters), default=0)
             device += pooled + made * shape.parameter_dtype.itemsize
             if shape.arriving > 1:  # what is added to a sum on the device comes in other memory than the sum's
-                sums = (unit.spec.numel for unit in units if unit.trainable and unit.whole_numel == unit.spec.numel)
-                device += max(sums, default=0) * shape.shard_count * element.gradient(1)
+                largest = max((unit.spec.numel for unit in units if unit.whole), default=0)
+                device += largest * shape.shard_count * element.gradient(1)
         else:
             device += max(pooled, max((unit.numel for unit in trained), default=0) * element.gradient(1))
         if shape.stage == 3 and own:

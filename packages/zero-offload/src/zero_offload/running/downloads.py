@@ -40,7 +40,7 @@ class _Download:
     """One gradient (shard_numel,) on the device, complete after `ready`."""
 
     unit: int
-    source: Tensor  # from the unit's `whole_numel` on
+    source: Tensor
     ready: Mark
     landing: Slot[Tensor] | None  # what it lies in; None: the caller's memory
     into: Tensor | None = None  # where it is kept, if it goes there straight
@@ -87,7 +87,7 @@ class Downloads:
     def accept(self, i: int, gradient: Tensor) -> None:
         """Take a gradient (shard_numel,) on the device; it may be overwritten afterwards in stream order."""
         unit = self._plan.units[i]
-        if not unit.trainable or unit.whole_numel == unit.spec.numel:
+        if not unit.trainable:
             return
         lent = self.lend(i)
         landing = self._lent.pop(i, None)
@@ -95,7 +95,7 @@ class Downloads:
             if lent.data_ptr() != gradient.data_ptr():
                 lent.copy_(gradient)
             gradient = lent
-        download = _Download(i, gradient[unit.whole_numel :], self._streams.mark(), landing)
+        download = _Download(i, gradient, self._streams.mark(), landing)
         with self._monitor.condition:
             if not self._under_way[i]:  # else the thread is about to change what is kept of it
                 self._begin(download)
@@ -204,7 +204,6 @@ class _Pieces:
     def __init__(self, downloads: Downloads, download: _Download) -> None:
         self._downloads, self._download = downloads, download
         self._waiting = deque((tile.start, tile.stop) for tile in downloads._gradients.kept(download.unit))
-        self._above = downloads._plan.units[download.unit].whole_numel
         self._staging = Slots(downloads._staging)
         self._ahead: deque[Slot[Block]] = deque()
         self._held: Slot[Block] | None = None
@@ -230,5 +229,5 @@ class _Pieces:
 
     def _fill(self, slot: Slot[Block]) -> None:
         start, stop = slot.key
-        source = self._download.source[start - self._above : stop - self._above]
+        source = self._download.source[start:stop]
         slot.filling.append(self._downloads._copy(self._download, self._values(slot), source))

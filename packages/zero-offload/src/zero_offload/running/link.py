@@ -1,4 +1,4 @@
-"""A compute device apart from the host: what stays there, and the way of the rest: units up, gradients down.
+"""A discrete compute device: what stays there, and the way of the rest: units up, gradients down.
 
 Owns the wiring of these and what `parameters` lends. On the CPU there is no link.
 """
@@ -55,13 +55,11 @@ class Link:
 
     def gradient_buffer(self, i: int) -> Tensor | None:
         self.up.poll()
-        return self.device.lend(i) if self.device.has_all(i) else self.down.lend(i)
+        return (self.device if self._plan.units[i].whole else self.down).lend(i)
 
     def accept(self, i: int, gradient: Tensor) -> None:
-        """The leading elements stay, the others go down."""
-        if self.device.has(i):
-            self.device.accept(i, gradient)
-        self.down.accept(i, gradient)
+        """A whole unit's stays, another's is copied to the host."""
+        (self.device if self._plan.units[i].whole else self.down).accept(i, gradient)
 
     def discard(self) -> None:
         """Forget every gradient that is on the device."""

@@ -38,7 +38,7 @@ class Arrival:
 
 
 class Uploads:
-    """Copies of whole shards, one arrival each: what is on the device already, then the rest. `nbytes`: of the rest."""
+    """Copies of whole shards, one arrival each. `nbytes`: of those that come from the host."""
 
     def __init__(
         self, streams: Streams, parameters: ParameterStore, device: DeviceTier, plan: StorePlan, monitor: Monitor
@@ -98,10 +98,9 @@ class Uploads:
     def _copy(self, arrival: Arrival, source: Tensor) -> None:
         """The caller has the condition."""
         self._waiting.pop(arrival, None)
-        copied = self._device.copy_into(arrival.unit, arrival.out, arrival.after) or arrival.after
-        if source.numel():
-            into = arrival.out[arrival.out.numel() - source.numel() :]
-            copied = self._streams.copy("swap_in", into, source, (arrival.after,))
+        copied = self._device.copy_into(arrival.unit, arrival.out, arrival.after)
+        if copied is None:
+            copied = self._streams.copy("swap_in", arrival.out, source, (arrival.after,))
             self._parameters.leaving(arrival.unit, copied)
             self.nbytes += source.nbytes
         arrival.copied = copied

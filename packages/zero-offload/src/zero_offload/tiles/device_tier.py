@@ -1,13 +1,13 @@
-"""The device tier where the compute device is apart from the host: tiles that stay there, and what updates them.
+"""The device tier of a discrete device: units that stay there, and what updates them.
 
-Owns two sorts of leading tiles of a unit, and nothing of the others:
+Owns two sorts of units, and nothing of the others:
 
-    | whole: parameter, gradient, states | home: the parameter alone | ... on host or nvme |
-      updated there by zero-core's         its states are below: the update thread changes a mirror on the host and
-      DeviceStore, in stream order         copies it up
+    whole   parameters, gradient and states: updated there by zero-core's DeviceStore, in stream order
+    home    the parameters alone: the states are on a slower tier, and the update thread changes a mirror on the host
+            and copies it up
 
 [Note: homes and mirrors]
-The home of a tile is its parameter on the device. Its mirror is a slot of host memory in which the update thread
+The home of a unit is its parameters on the device. A tile's mirror is a slot of host memory in which the update thread
 changes it. Only copies of the swap_in lane write a home, and the copies from it into a unit's memory, for forward and
 backward, are in the same lane, so these happen one after another. An update that writes the whole tile needs no old
 values. If it leaves elements out, or reads the parameter because that is the master or a part of it, the home is first
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zero_core.aside import give_memory, take_memory
 from zero_core.optim.device_store import DeviceStore
-from zero_core.store import GroupStep, ShardSpec, StoreContext
+from zero_core.store import GroupStep, StoreContext
 
 from ..arena import Block
 from ..slots import Slot, Slots
@@ -37,69 +37,47 @@ __all__ = ["DeviceTier"]
 
 
 class DeviceTier:
-    """What one store keeps on a device apart. The training thread's, but for homes: the update thread changes them."""
+    """What one store keeps on a discrete device. The training thread's; but the update thread changes homes."""
 
     def __init__(self, streams: Streams, plan: StorePlan, mirrors: Sequence[Block]) -> None:
         self._streams, self._plan = streams, plan
         self._whole = DeviceStore()
         self._place: dict[int, int] = {}  # unit -> its number in the DeviceStore
-        self._segments: dict[int, list[int]] = {}  # unit -> which of its segments are there
-        self._left: dict[int, Mark] = {}  # unit -> the last copy out of what is whole
-        self._homes: list[Tensor] = []
-        for unit in plan.units:
-            numel = unit.device_numel(unit.parameter_tiers) - unit.whole_numel
-            self._homes.append(streams.empty(numel, unit.spec.dtype))
+        self._left: dict[int, Mark] = {}  # unit -> the last copy out of one that is whole
+        self._homes = {i: streams.empty(u.spec.numel, u.spec.dtype) for i, u in enumerate(plan.units) if u.home}
         # By unit, the last copy into its home; at first what had been queued when the allocator gave it its memory.
-        allocated = streams.mark()
-        self._fresh: dict[int, Mark] = {i: allocated for i, home in enumerate(self._homes) if home.numel()}
+        self._fresh = dict.fromkeys(self._homes, streams.mark())
         self._mirrors = Slots(mirrors)
         self.up_bytes = self.down_bytes = 0
 
-    # -- whole tiles --------------------------------------------------------------------------------------------
+    # -- whole units --------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: torch.optim.Optimizer, master: Callable[[int], Tensor], context: StoreContext) -> None:
-        """`master(i)`: fp32 (shard_numel,) of unit i, asked for in order, for the units with whole tiles."""
-        specs: list[ShardSpec] = []
-        for i, unit in enumerate(self._plan.units):
-            if unit.whole_numel:
-                kept = [k for k, segment in enumerate(unit.spec.segments) if segment.start < unit.whole_numel]
-                clipped = (unit.spec.segments[k] for k in kept)
-                cut = tuple(replace(part, stop=min(part.stop, unit.whole_numel)) for part in clipped)
-                self._place[i], self._segments[i] = len(specs), kept
-                specs.append(replace(unit.spec, numel=unit.whole_numel, segments=cut))
-        if specs:
-            units = list(self._place)
+        """`master(i)`: fp32 (shard_numel,) of unit i, asked for in order, for the whole units."""
+        whole = [i for i, unit in enumerate(self._plan.units) if unit.whole]
+        self._place = {i: place for place, i in enumerate(whole)}
+        if whole:
             self._whole.attach(
-                specs,
+                [self._plan.units[i].spec for i in whole],
                 optimizer,
-                lambda place: master(units[place])[: specs[place].numel].clone(),
+                lambda place: master(whole[place]),
                 context=replace(context, keeps_parameters=False),  # what units are copied from stays
             )
 
-    def has(self, i: int) -> bool:
-        """Whether unit i has whole tiles."""
-        return i in self._place
-
-    def has_all(self, i: int) -> bool:
-        """Whether all of unit i's tiles are whole."""
-        return i in self._place and self._plan.units[i].whole_numel == self._plan.units[i].spec.numel
-
     def lend(self, i: int) -> Tensor | None:
-        """The memory of the gradient of a unit that is all here."""
+        """The memory of a whole unit's gradient."""
         return self._whole.gradient_buffer(self._place[i])
 
     def accept(self, i: int, gradient: Tensor) -> None:
-        """Add the leading elements of unit i's gradient."""
-        self._whole.accept_gradient(self._place[i], gradient[: self._plan.units[i].whole_numel])
+        """Add a whole unit's gradient."""
+        self._whole.accept_gradient(self._place[i], gradient)
 
     def discard(self) -> None:
         if self._place:
             self._whole.discard_gradients()
 
     def zero(self, i: int, start: int, stop: int) -> None:
-        stop = min(stop, self._plan.units[i].whole_numel)
-        if start < stop:
-            self._whole.discard_gradient(self._place[i], start, stop)
+        self._whole.discard_gradient(self._place[i], start, stop)
 
     def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
         return self._whole.read_gradient(self._place[i], start, stop).to("cpu")
@@ -114,14 +92,13 @@ class DeviceTier:
     def update(
         self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
     ) -> None:
-        """Queue the updates of whole tiles on the caller's stream."""
+        """Queue the updates of whole units on the caller's stream."""
         here = [i for i in order if i in self._place]
         for i in here:
             if i in self._left:
                 self._streams.follow(self._left.pop(i))
-        mine = [[steps[i][k] for k in kept] for i, kept in self._segments.items()]
         if here:
-            self._whole.update(groups, scale, [self._place[i] for i in here], mine)
+            self._whole.update(groups, scale, [self._place[i] for i in here], [steps[i] for i in self._place])
 
     def switch_options(self, group: int, before: Sequence[Mapping[str, Any]], what: str) -> None:
         if self._place:
@@ -138,16 +115,11 @@ class DeviceTier:
     # -- units on their way into use ----------------------------------------------------------------------------
 
     def copy_into(self, i: int, out: Tensor, after: Mark) -> Mark | None:
-        """Queue copies of what unit i has here to the beginning of `out`; the last one's mark."""
-        unit, mark = self._plan.units[i], None
-        start = unit.whole_numel
-        if start:
-            mark = self._streams.copy("swap_in", out[:start], self._whole.parameters(self._place[i]), (after,))
-            self._left[i] = mark
-        stop = start + self._homes[i].numel()
-        if start < stop:
-            mark = self._streams.copy("swap_in", out[start:stop], self._homes[i], (after,))
-        return mark
+        """Queue a copy of unit i to `out`, and return its mark; None: its parameters are not here."""
+        if i in self._place:
+            self._left[i] = self._streams.copy("swap_in", out, self._whole.parameters(self._place[i]), (after,))
+            return self._left[i]
+        return self._streams.copy("swap_in", out, self._homes[i], (after,)) if i in self._homes else None
 
     # -- the update thread: homes -------------------------------------------------------------------------------
 
@@ -192,17 +164,17 @@ class DeviceTier:
 
     def values(self) -> list[Tensor]:
         """Every tensor on the device whose values are nowhere else, in a fixed order. Every lane is empty."""
-        return [*(home for home in self._homes if home.numel()), *self._whole.values()]
+        return [*self._homes.values(), *self._whole.values()]
 
     def let_go(self) -> None:
         """Free the device's memory."""
         self._mirrors.forget()
-        give_memory(self._homes)
+        give_memory(self._homes.values())
         self._whole.let_go()
 
     def take_back(self) -> None:
         """The inverse, with any values."""
-        take_memory(self._homes)
+        take_memory(self._homes.values())
         self._whole.take_back()
 
     def restored(self) -> None:
@@ -212,8 +184,7 @@ class DeviceTier:
         self._left.clear()
 
     def _home(self, tile: Tile) -> Tensor:
-        start = tile.start - self._plan.units[tile.unit].whole_numel
-        return self._homes[tile.unit][start : start + tile.numel]
+        return self._homes[tile.unit][tile.start : tile.stop]
 
     def close(self) -> None:
         self._whole.close()

@@ -51,7 +51,7 @@ SMALL_UNIT_BYTES = 1 << 20
 LARGE_UNITS = 4  # at most so many, an embedding and a head for example, have slots of their own because they are large
 PASSING_BYTES = 96 << 20  # of states that are read, updated and written at a time
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
-LANDING_BUFFERS = 2  # on a device apart: a gradient is written while the one before it is copied to the host
+LANDING_BUFFERS = 2  # on a discrete device: a gradient is written while the one before it is copied to the host
 MIRROR_SLOTS = 3  # of host memory, each a tile of parameters: one copied down, one being updated, one copied up
 STAGING_SLOTS = 4  # of host memory, each a tile in the reduce dtype: gradients that cannot go straight to their place
 SPILL_SLOTS = 4  # of host memory, each of SPILL_PIECE_BYTES, that activations on nvme travel through
@@ -69,7 +69,7 @@ class UnitPlan:
     parameter_tiers: tuple[Tier, ...]
     gradient_tiers: tuple[Tier, ...]
     state_tiers: tuple[Tier, ...]
-    apart: bool = False  # the device tier is not host memory
+    discrete: bool = False  # the device tier is not host memory; then all tiles of a kind are there, or none
 
     @cached_property
     def trainable(self) -> bool:
@@ -92,20 +92,24 @@ class UnitPlan:
             if tier.stored:
                 yield tier, tiles[0].start, tiles[-1].stop
 
-    def device_numel(self, tiers: Sequence[Tier]) -> int:
-        """Elements of the leading tiles that are on a device apart."""
-        if not self.apart:
-            return 0
-        return sum(tile.numel for tile, tier in zip(self.tiles, tiers, strict=True) if tier == Tier.DEVICE)
-
     def memory_numel(self, tiers: Sequence[Tier]) -> int:
-        """Elements of the tiles in host memory; they follow those on a device apart, and lead those that are stored."""
-        return self.spec.numel - self.device_numel(tiers) - sum(stop - start for _, start, stop in self.stored(tiers))
+        """Elements of the tiles in host memory; they lead those that are stored."""
+        if self._on_device(tiers):
+            return 0
+        return self.spec.numel - sum(stop - start for _, start, stop in self.stored(tiers))
+
+    def _on_device(self, tiers: Sequence[Tier]) -> bool:
+        return self.discrete and tiers[:1] == (Tier.DEVICE,)
 
     @property
-    def whole_numel(self) -> int:
-        """Elements of the leading tiles whose parameter, gradient and states are all on a device apart."""
-        return self.device_numel(self.state_tiers) if self.trainable else 0
+    def home(self) -> bool:
+        """Whether its parameters live on a discrete device while its states, if it has any, do not."""
+        return self._on_device(self.parameter_tiers) and not self.whole
+
+    @property
+    def whole(self) -> bool:
+        """Whether its parameters, gradient and states are all on a discrete device."""
+        return self.trainable and self._on_device(self.state_tiers)
 
     @property
     def streamed(self) -> bool:
@@ -144,11 +148,11 @@ class StorePlan:
     unit_slots: int
     unit_slot_bytes: int
     own_slots: tuple[int, ...]  # streamed units that each have a slot of their own, of their own size
-    landing_numel: int = 0  # of each of LANDING_BUFFERS on a device apart; 0: there is none
+    landing_numel: int = 0  # of each of LANDING_BUFFERS on a discrete device; 0: there is none
     landing_itemsize: int = 0
-    own_landings: tuple[int, ...] = ()  # units which each have a landing buffer of their own size: see `_apart`
-    state_values: int = 0  # fp32 values that a device apart keeps of an element besides the master
-    mirror_slots: int = 0  # of parameters that live on a device apart while the host updates them
+    own_landings: tuple[int, ...] = ()  # units which each have a landing buffer of their own size: see `_discrete`
+    state_values: int = 0  # fp32 values that a discrete device keeps of an element besides the master
+    mirror_slots: int = 0  # of parameters that live on a discrete device while the host updates them
     mirror_slot_bytes: int = 0
     staging_slots: int = 0
     staging_slot_bytes: int = 0
@@ -167,7 +171,8 @@ class StorePlan:
         for run in self.runs:
             unit, count = run.unit, run.count
             master = ElementBytes(unit.spec.dtype, unit.spec.dtype, self.state_values)
-            held["device", "optimizer"] += count * unit.whole_numel * master.optimizer
+            if unit.whole:
+                held["device", "optimizer"] += count * unit.spec.numel * master.optimizer
             for tile, record, parameter, gradient, state in unit.rows():
                 held[parameter.value, "parameters"] += count * tile.numel * unit.spec.dtype.itemsize
                 if unit.trainable and (tile.trainable or not gradient.stored):
@@ -190,9 +195,9 @@ class StorePlan:
 
     @property
     def landing_bytes(self) -> int:
-        """On a device apart: where gradients leave from, and where that of one unit's whole tiles is widened."""
+        """On a discrete device: where gradients leave from, and where that of one whole unit is widened."""
         own = sum(self.units[i].spec.numel for i in self.own_landings)
-        widest = max((run.unit.whole_numel for run in self.runs), default=0)
+        widest = max((run.unit.spec.numel for run in self.runs if run.unit.whole), default=0)
         widened = FP32_BYTES * widest if self.landing_itemsize < FP32_BYTES else 0
         return (LANDING_BUFFERS * self.landing_numel + own) * self.landing_itemsize + widened
 
@@ -258,16 +263,23 @@ class Shards:
         check_tile_numel(tile_numel)
         self._step, self._tile_numel, self._alignment = step, tile_numel, max(alignment, PAGE_BYTES)
         self._prefetch_bytes, self._gradient_itemsize = prefetch_bytes // max(1, shard_count), gradient_itemsize
-        self._landing_dtype, self._apart = landing_dtype, landing_dtype is not None
+        self._landing_dtype, self._discrete = landing_dtype, landing_dtype is not None
         self._tiers = tiers
         self._records: dict[tuple[int, torch.dtype], Record] = {}
         self.cut: list[UnitRun] = []
         self.numel = self.trained_numel = 0
         for number, (spec, count) in enumerate(shards):
-            unit = UnitPlan(spec, cut(number, spec, tile_numel), (), (), (), (), self._apart)
+            unit = UnitPlan(spec, cut(number, spec, tile_numel), (), (), (), (), self._discrete)
             self.cut.append(UnitRun(unit, count, self.numel, self.trained_numel))
             self.numel += count * spec.numel
             self.trained_numel += count * spec.numel * spec.trained
+
+    def ends(self, *, trained: bool) -> list[float]:
+        """Where each unit ends, as a fraction of all elements, or of the trained ones."""
+        specs = [run.unit.spec for run in self.cut for _ in range(run.count)]
+        numels = [spec.numel * (spec.trained or not trained) for spec in specs]
+        total = max(1, sum(numels))
+        return [end / total for end in accumulate(numels, initial=0)]
 
     def place(self, placements: Mapping[str, Placement], slots: int | None) -> StorePlan:
         """The plan of these placements, by kind. Raises PlacementError for one that cannot be, or too few `slots`."""
@@ -299,7 +311,7 @@ class Shards:
             gradient_itemsize=self._gradient_itemsize,
             tiers=self._tiers,
         )
-        return plan if self._landing_dtype is None else _apart(plan, self._landing_dtype, self._step)
+        return plan if self._landing_dtype is None else _discrete(plan, self._landing_dtype, self._step)
 
     def _placed(
         self, run: UnitRun, fractions: Sequence[Mapping[Tier, float]], bounds: Sequence[Sequence[float]]
@@ -319,16 +331,33 @@ class Shards:
         for first, stop in pairwise(sorted(ends)):
             before = first * spec.numel
             parameters, gradients, states = (
-                tuple(tier_at(min(1.0, (start + before + tile.start + tile.numel / 2) / numel), kind) for tile in tiles)
+                self._tiers_of(tiles, start + before, numel, kind)
                 for (start, numel), kind in zip(scales, fractions, strict=True)
             )
+            if self._discrete and spec.trained and states[:1] == (Tier.DEVICE,):
+                parameters = states  # a share of all elements may end before the same share of the trained ones
             records = tuple(self._record(tile, spec.dtype, tier) for tile, tier in zip(tiles, states, strict=True))
-            unit = UnitPlan(spec, tiles, records, parameters, gradients, states, self._apart)
+            unit = UnitPlan(spec, tiles, records, parameters, gradients, states, self._discrete)
             yield UnitRun(unit, stop - first, run.start + before, run.trained_start + before * spec.trained)
 
+    def _tiers_of(
+        self, tiles: Sequence[Tile], start: int, numel: int, fractions: Mapping[Tier, float]
+    ) -> tuple[Tier, ...]:
+        """The tier of each tile of a unit with `start` of `numel` elements before it.
+
+        A discrete device has whole units: those whose middle is within its fraction. The others begin behind it.
+        """
+        least = 0.0
+        if self._discrete and tiles:
+            if tier_at(min(1.0, (start + tiles[-1].stop / 2) / numel), fractions) == Tier.DEVICE:
+                return (Tier.DEVICE,) * len(tiles)
+            least = fractions[Tier.DEVICE]
+        middles = ((start + tile.start + tile.numel / 2) / numel for tile in tiles)
+        return tuple(tier_at(min(1.0, max(least, middle)), fractions) for middle in middles)
+
     def _record(self, tile: Tile, dtype: torch.dtype, state: Tier) -> Record | None:
-        """None where no element has a state, or a device apart keeps it."""
-        if not tile.trainable or (self._apart and state == Tier.DEVICE):
+        """None where no element has a state, or a discrete device keeps it."""
+        if not tile.trainable or (self._discrete and state == Tier.DEVICE):
             return None
         key = (tile.numel, dtype)
         if key not in self._records:
@@ -356,7 +385,7 @@ def plan_store(
     """Cut, place and count. `step` is bound already.
 
     `slots`: of states and of gradients each; None: a quarter of what is stored, at least 3, fewer where `host_bytes`
-    is short. `landing_dtype`: with a device apart from the host, the reduce dtype of what comes from it.
+    is short. `landing_dtype`: with a discrete device, the reduce dtype of what comes from it.
     `gradient_itemsize`: bytes that are kept of an element (`ElementBytes.gradient`). `tiers`: all there are, fast to
     slow. Raises PlacementError, or BudgetError when `host_bytes` is too small even with 3 slots.
     """
@@ -378,11 +407,11 @@ def plan_store(
 
 
 def check_device_shares(parameters: Placement, gradients: Placement, optimizer: Placement) -> None:
-    """Raises PlacementError unless tiles whose states are on a device apart have everything else there too."""
+    """Raises PlacementError unless units whose states are on a discrete device have everything else there too."""
     states = device_share(optimizer)
     if not math.isclose(device_share(gradients), states, abs_tol=1e-6):
         raise PlacementError(
-            f"gradients={gradients!r} and optimizer={optimizer!r}: on a device apart a tile's gradient is where its "
+            f"gradients={gradients!r} and optimizer={optimizer!r}: on a discrete device a unit's gradient is where its "
             f'states are; give both the same share of "device" ({states:g})'
         )
     if device_share(parameters) < states - 1e-6:
@@ -392,17 +421,12 @@ def check_device_shares(parameters: Placement, gradients: Placement, optimizer: 
         )
 
 
-def _apart(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePlan:
-    """With what a device apart needs: where gradients pass through, where the host updates parameters living there."""
+def _discrete(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePlan:
+    """With what a discrete device needs: where gradients pass through, where the host updates its parameters."""
     units = [run.unit for run in plan.runs]
-    below = [unit for unit in units if unit.trainable and unit.whole_numel < unit.spec.numel]
+    below = [unit for unit in units if unit.trainable and not unit.whole]
     tile = max((tile.numel for unit in below for tile in unit.tiles), default=0)
-    homes = [
-        tile.numel * unit.spec.dtype.itemsize
-        for unit in units
-        for tile in unit.tiles
-        if unit.whole_numel < tile.stop <= unit.device_numel(unit.parameter_tiers)
-    ]
+    homes = [tile.numel * unit.spec.dtype.itemsize for unit in units if unit.home for tile in unit.tiles]
     largest = max((unit.spec.numel for unit in below if not unit.spec.encloses), default=0)
     # A unit that is open during the whole backward would hold a buffer that the others take turns with. A small one,
     # such as a final norm, may be.

@@ -54,8 +54,9 @@ _Hand = dict[Tile, Slot[Block]]  # slots that one call holds
 class GradientStore:
     """One rank's gradient shards, (shard_numel,) each. One thread adds, the update thread reads what is taken.
 
-    On the CPU the training thread adds, with a device apart the thread of `downloads`, while the training thread asks
-    nothing. The update thread never works on the same unit: what is added to unit i came after unit i's update.
+    Nothing of a unit that is whole on a discrete device is here. On the CPU the training thread adds, else the one of
+    `downloads`, while the training thread asks nothing. The update thread never works on the same unit: what is added
+    to unit i came after unit i's update.
     """
 
     def __init__(
@@ -73,7 +74,6 @@ class GradientStore:
         self._order: dict[int, int] = {}
         self._held = [Held.NONE] * len(plan.units)
         self._expected = [False] * len(plan.units)  # a gradient was checked, and may not be added yet
-        self._above = [unit.whole_numel for unit in plan.units]  # leading elements, kept on a device apart
         self._memory: list[Block | None] = []
         self._memory_numel: list[int] = []
         self._sums: list[list[float]] = []
@@ -90,7 +90,7 @@ class GradientStore:
 
     def lend(self, i: int) -> Tensor | None:
         """In the reduce dtype, where unit i's first gradient will be kept; None if it cannot be in place."""
-        numel, memory = self._plan.units[i].spec.numel - self._above[i], self._memory[i]
+        numel, memory = self._plan.units[i].spec.numel, self._memory[i]
         if memory is None or self._held[i] is not Held.NONE or self._memory_numel[i] < numel or not numel:
             return None
         return memory.view(self.dtype, numel)
@@ -117,12 +117,12 @@ class GradientStore:
         self._expected[i] = unit.trainable
 
     def accept(self, i: int, gradient: Tensor) -> None:
-        """Add a gradient (shard_numel,) on the CPU in the reduce dtype, less what is kept on a device apart."""
-        above, numel = self._above[i], self._memory_numel[i]
+        """Add a gradient (shard_numel,) on the CPU in the reduce dtype."""
+        numel = self._memory_numel[i]
         tiles = [tile for tile in self.kept(i) if tile in self._stored]
         if numel:  # one run in memory is added at once
-            tiles.insert(0, Tile(i, 0, above, above + numel, True, self._plan.units[i].spec.name))
-        self._accept(i, lambda start, stop: gradient[start - above : stop - above], tiles)
+            tiles.insert(0, Tile(i, 0, 0, numel, True, self._plan.units[i].spec.name))
+        self._accept(i, lambda start, stop: gradient[start:stop], tiles)
 
     def accept_pieces(self, i: int, part: Part) -> None:
         """Add a gradient of which `part` gives the tiles of kept(i), one after another."""
@@ -146,8 +146,7 @@ class GradientStore:
         """The tiles whose gradient is kept, in their order: in memory first, then the stored ones."""
         unit = self._plan.units[i]
         rows = zip(unit.tiles, unit.gradient_tiers, strict=True)
-        below = [(tile, tier) for tile, tier in rows if tile.start >= self._above[i]]
-        return [tile for tile, tier in below if not tier.stored or tile in self._stored]
+        return [tile for tile, tier in rows if not tier.stored or tile in self._stored]
 
     def discard(self) -> None:
         self._held = [Held.NONE] * len(self._held)
@@ -162,14 +161,13 @@ class GradientStore:
             self._visit(i, start, stop, lambda part, at: part.zero_(), changes=True)
 
     def read(self, i: int, start: int, stop: int) -> Tensor:
-        """(stop - start,) fp32 on the CPU: a copy of these elements of unit i's gradient, none on a device apart."""
+        """(stop - start,) fp32 on the CPU: a copy of these elements of unit i's gradient."""
         values = torch.zeros(stop - start, dtype=torch.float32)
         self._visit(i, start, stop, lambda part, at: values[at : at + part.numel()].copy_(part), changes=False)
         return values
 
     def write(self, i: int, start: int, values: Tensor) -> None:
-        """Overwrite elements of unit i's gradient, none on a device apart, with fp32 `values` that `check_fits` let
-        pass."""
+        """Overwrite elements of unit i's gradient with fp32 `values` that `check_fits` let pass."""
         values = values.to("cpu")
         if self._held[i] is Held.REDUCED and not fits(values, self.dtype):
             self.accept_pieces(i, lambda low, high: torch.full((high - low,), -0.0, dtype=self.dtype))  # fp32 now
@@ -321,7 +319,7 @@ class GradientStore:
         """(tile.numel,) of a tile that is not stored."""
         memory = self._memory[tile.unit]
         assert memory is not None
-        return memory.view(dtype, tile.numel, (tile.start - self._above[tile.unit]) * dtype.itemsize)
+        return memory.view(dtype, tile.numel, tile.start * dtype.itemsize)
 
     def begin_read(self, tile: Tile, dtype: torch.dtype, *, wait: bool, steal: bool = False) -> Slot[Block] | None:
         """As that of `StoredTiles`."""

@@ -31,24 +31,22 @@ USED, UPDATED = "used", "updated"  # who holds a slot
 
 
 class ParameterStore:
-    """Unit i's parameters as host memory: (shard_numel,) parameter dtype, less what leads them on a device apart."""
+    """Unit i's parameters as host memory: (shard_numel,) parameter dtype, none where they live on a discrete device."""
 
     def __init__(
         self, plan: StorePlan, arena: Arena, stores: Stores, monitor: Monitor, device: DeviceTier | None = None
     ) -> None:
         self._plan, self._monitor, self._device = plan, monitor, device
-        self._above = [unit.device_numel(unit.parameter_tiers) for unit in plan.units]  # leading elements, not here
-        self._memory: list[Block] = []  # the tiles after them that are not stored
+        self._memory: list[Block] = []  # the tiles that are not stored
         self._memory_numel: list[int] = []
         self._stored: list[dict[Tier, tuple[Stored, int, int]]] = []  # the tiles after those, at bytes of a slot
         for unit in plan.units:
             numel = unit.memory_numel(unit.parameter_tiers)
             self._memory.append(arena.take(numel * unit.spec.dtype.itemsize))
             self._memory_numel.append(numel)
-            above, size = unit.device_numel(unit.parameter_tiers), unit.spec.dtype.itemsize
-            stored = {}
+            stored, size = {}, unit.spec.dtype.itemsize
             for tier, start, stop in unit.stored(unit.parameter_tiers):
-                first, nbytes = (start - above) * size, round_up((stop - start) * size, plan.alignment)
+                first, nbytes = start * size, round_up((stop - start) * size, plan.alignment)
                 stored[tier] = (stores[tier].own(nbytes), first, first + nbytes)
             self._stored.append(stored)
         blocks = (arena.take(plan.unit_slot_bytes) for _ in range(plan.unit_slots))
@@ -81,9 +79,8 @@ class ParameterStore:
     def acquire(self, i: int) -> Tensor:
         """With a storage of its own, valid until release(i)."""
         unit = self._plan.units[i]
-        numel = unit.spec.numel - self._above[i]
         if not self.streamed(i):
-            return self._memory[i].view(unit.spec.dtype, numel)
+            return self._memory[i].view(unit.spec.dtype, self._memory_numel[i])
         slots, read = self._slots(i), partial(self._read, i)
         with self._monitor.condition:
             slot = slots.hold(i, USED) or slots.try_take(i, USED, fill=read, steal=True)
@@ -99,7 +96,7 @@ class ParameterStore:
         except BaseException:
             self.release(i)  # Ctrl-C: the caller was given nothing that it could release
             raise
-        return slot.memory.view(unit.spec.dtype, numel)
+        return slot.memory.view(unit.spec.dtype, unit.spec.numel)
 
     def arrived(self, i: int) -> bool:
         """Whether acquire(i) would return at once. Asked under the condition."""
@@ -179,7 +176,7 @@ class ParameterStore:
 
     def at_hand(self, tile: Tile) -> bool:
         """Whether for_update would return at once, and use no mirror."""
-        if tile.start < self._above[tile.unit]:
+        if self._plan.units[tile.unit].home:
             return False
         if not self.streamed(tile.unit):
             left = self._leaving.get(tile.unit)
@@ -189,11 +186,11 @@ class ParameterStore:
     def for_update(self, tile: Tile, *, read: bool = True) -> Tensor:
         """(tile.numel,) to be changed in place; waits for its read, its last write and its last copy to the device.
 
-        `read=False`: every element will be written, so that a tile from a device apart need not be copied here.
+        `read=False`: every element will be written, so that a tile from a discrete device need not be copied here.
         """
-        dtype = self._plan.units[tile.unit].spec.dtype
-        start = (tile.start - self._above[tile.unit]) * dtype.itemsize
-        if start < 0:
+        unit = self._plan.units[tile.unit]
+        dtype, start = unit.spec.dtype, tile.start * unit.spec.dtype.itemsize
+        if unit.home:
             assert self._device is not None
             return self._device.borrow(tile, read=read)
         if not self.streamed(tile.unit):
@@ -212,16 +209,17 @@ class ParameterStore:
         return slot
 
     def fetch(self, tile: Tile) -> None:
-        """The tile's old values will be asked for soon: begin to bring them, if they live on a device apart."""
-        if self._device is not None and tile.start < self._above[tile.unit]:
+        """The tile's old values will be asked for soon: begin to bring them, if they live on a discrete device."""
+        if self._plan.units[tile.unit].home:
+            assert self._device is not None
             self._device.fetch(tile)
 
     def changed(self, tile: Tile) -> None:
         """The tile's new values go where they live."""
         unit = self._plan.units[tile.unit]
         size = unit.spec.dtype.itemsize
-        start = (tile.start - self._above[tile.unit]) * size
-        if start < 0:
+        start = tile.start * size
+        if unit.home:
             assert self._device is not None
             self._device.refresh(tile)
             return

@@ -32,16 +32,17 @@ class Values:
         self._plan, self._parameters, self._states, self._step = plan, parameters, states, step
 
     def first(self, i: int, master: Tensor) -> None:
-        """Lay out shard i from its master (shard_numel,), less what is whole on a device; nothing is read."""
+        """Lay out shard i from its master (shard_numel,), unless it is whole on a device; nothing is read."""
         unit = self._plan.units[i]
         if master.numel() != unit.spec.numel:
             raise ValueError(f"initial({i}) has {master.numel()} elements, {unit.spec.name} has {unit.spec.numel}")
+        if unit.whole:  # it is the device tier's
+            return
         master = master.detach().to("cpu", unit.spec.master_dtype)
         self._parameters.begin_update(i, wait=True, read=False)
         try:
             for tile, record in zip(unit.tiles, unit.records, strict=True):
-                if tile.start >= unit.whole_numel:  # the others are the device tier's
-                    self._first(tile, record, master[tile.start : tile.stop])
+                self._first(tile, record, master[tile.start : tile.stop])
         finally:
             self._parameters.end_update(i, wanted=False)
 
