@@ -20,10 +20,10 @@ SHAPES = {  # of Llama 3.1
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
 }
 GIB = {  # recipe: tier -> what it holds
-    "sft_8b_1x24gib_lora": {"device": 20.8, "host": 4.3, "nvme": 0.0},
+    "sft_8b_1x24gib_lora": {"device": 20.7, "host": 4.4, "nvme": 0.0},
     "sft_8b_1x24gib_nvme": {"device": 16.1, "host": 53.6, "nvme": 89.7},
     "sft_70b_1x80gib_nvme": {"device": 56.4, "host": 341.6, "nvme": 788.5},
-    "qlora_70b_1x24gib": {"device": 20.8, "host": 43.3, "nvme": 0.0},
+    "qlora_70b_1x24gib": {"device": 20.7, "host": 43.4, "nvme": 0.0},
     "pretrain_1b_8x80gib": {"device": 9.5, "host": 0.0, "nvme": 0.0},
 }
 
