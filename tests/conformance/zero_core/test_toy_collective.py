@@ -9,6 +9,7 @@ import torch
 
 import zero_core
 from examples.own_collective import Int8Gather
+from tests import kit
 from tests.conformance.zero_core.test_collectives import OnGloo
 from tests.integration.zero_core import toys
 
@@ -34,8 +35,7 @@ def changed_masters(where: str) -> list[str]:
     torch.manual_seed(1)
     model = toys.Stack()
     zero_core.shard(model, toys.adamw(model.parameters()), collectives=Int8Gather)
-    with zero_core.gathered(model, master=True):
-        before = {name: p.clone() for name, p in model.named_parameters()}
+    before = kit.named_values(model, master=True)
     exact = {name: p.detach().clone() for name, p in model.named_parameters()}
     assert not torch.equal(exact["head.weight"], before["head.weight"]), "the gather was exact"
     if where == "gathered":
@@ -43,8 +43,7 @@ def changed_masters(where: str) -> list[str]:
             model.head.weight[0, 0] = 5.0
     else:
         model.head.weight.data[0, 0] = 5.0
-    with zero_core.gathered(model, master=True):
-        now = {name: p.clone() for name, p in model.named_parameters()}
+    now = kit.named_values(model, master=True)
     assert now["head.weight"][0, 0] == 5.0
     if where == "gathered":
         assert int((now["head.weight"] != before["head.weight"]).sum()) == 1

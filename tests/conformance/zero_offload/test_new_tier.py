@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import zero_core
+from tests import kit
 from zero_offload import ByteStore, MemoryByteStore, Ticket, TieredStore
 from zero_offload.testing import ByteStoreSuite
 
@@ -87,13 +88,8 @@ def trained(placement: Any, **arguments: Any) -> tuple[list[float], list[torch.T
     losses = []
     optimizer = zero_core.shard(model, plain, units=[torch.nn.Sequential], max_grad_norm=0.1, store=store)
     for _ in range(4):
-        loss = model(torch.linspace(-1, 1, 8 * 32).view(8, 32)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    with torch.no_grad(), zero_core.gathered(model):
-        parameters = [parameter.detach().clone() for parameter in model.parameters()]
+        losses.append(kit.step(optimizer, model(torch.linspace(-1, 1, 8 * 32).view(8, 32)).square().mean()).item())
+    parameters = kit.values(model)
     optimizer.close()
     store.close()
     return losses, parameters

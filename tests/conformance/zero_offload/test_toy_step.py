@@ -15,6 +15,7 @@ from torch import Tensor
 
 import zero_core
 from examples.own_step import Signum, SignumStep
+from tests import kit
 from zero_offload import MemoryByteStore, TieredStore
 from zero_offload.protocols import UpdateStep
 from zero_offload.testing import UpdateStepSuite
@@ -38,9 +39,7 @@ def test_a_model_trains_to_the_bits_of_the_plain_optimizer(tier: Any) -> None:
             store = TieredStore(tier, tier, tier, MemoryByteStore(), SignumStep(), tile_numel=1 << 20)
             optimizer = zero_core.shard(model, optimizer, store=store)
         for _ in range(5):
-            model(torch.randn(16, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            kit.step(optimizer, model(torch.randn(16, 8)).square().mean())
         with zero_core.gathered(model) if sharded else nullcontext():
             return [parameter.detach().clone() for parameter in model.parameters()]
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.device.zero_core import runs
 
 SIZES = {  # width, blocks, rows: large units, and activations of next to nothing. By device, else the GPU's.
@@ -120,9 +121,7 @@ def test_many_steps_leave_nothing_behind(device, needs_device, options, swaps):
     seen = []
     for step in range(10 if device.type == "sim" else 50):
         x = runs.batch(step, 0, device, torch.float32)
-        runs.loss_of(model, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, runs.loss_of(model, x))
         with torch.no_grad():
             model(x)
         if step % 10 == 3:

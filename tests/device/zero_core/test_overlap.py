@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import zero_core
+from tests import kit
 from tests.device.zero_core import runs, traces
 
 
@@ -33,9 +34,7 @@ def trained(device: torch.device, store: object) -> list[tuple[str, traces.Inter
 
     def step() -> None:
         for _ in range(2):
-            runs.loss_of(model, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            kit.step(optimizer, runs.loss_of(model, x))
 
     step()
     trace = traces.traced(device, step)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import zero_core
+from tests import kit
 from tests.device.zero_core import runs
 
 BF16 = {"param_dtype": torch.bfloat16}
@@ -34,14 +35,10 @@ def test_nothing_but_the_norm_waits(device, needs_device, options, build, make, 
     batches = [runs.batch(step, 0, device, dtype) for step in range(4)]
     try:
         for x in batches[:2]:  # states are made, memory is found
-            runs.loss_of(model, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            kit.step(optimizer, runs.loss_of(model, x))
         with observer.refusing():
             for x in batches[2:]:
-                runs.loss_of(model, x).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                kit.step(optimizer, runs.loss_of(model, x))
     finally:
         optimizer.close()
     assert observer.norms == 4

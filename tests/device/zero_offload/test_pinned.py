@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import zero_core
+from tests import kit
 from zero_offload import MemoryByteStore, TieredStore
 from zero_offload import device as vendors
 
@@ -20,10 +21,7 @@ def trained(device: torch.device, placement: str, *, sleeps: bool = False) -> tu
     losses = []
     for _ in range(3):
         loss = model(torch.randn(8, 256, generator=generator).to(device)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        losses.append(float(kit.step(optimizer, loss)))
         if sleeps:
             zero_core.sleep(model, MemoryByteStore())
             zero_core.wake(model)

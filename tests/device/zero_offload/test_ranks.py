@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import kit
 from tests.device.zero_core.runs import STEPS, batch, checkpointed, device_of_rank, differing, loss_of
 from tests.device.zero_offload import runs
 
@@ -111,10 +112,7 @@ def reentrant(kind: str, placement: str) -> list[int]:
             losses = []
             for step in range(STEPS):
                 loss = loss_of(model, batch(step, rank, device, torch.float32))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach())
+                losses.append(kit.step(optimizer, loss))
             found.append([loss.cpu() for loss in losses])
             optimizer.close()
     return differing(*found)

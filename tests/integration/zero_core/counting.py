@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero_core
-from tests import models
+from tests import kit, models
 from zero_core import memory
 from zero_core.comm.ranks import Ranks
 from zero_core.optim.device_store import DeviceStore
@@ -175,9 +175,7 @@ def check_residency() -> None:
     ranks = zero_core.handle(model).ranks
     for _ in range(2):
         ranks.sent_numel.clear()
-        models.loss(model, torch.zeros(1, 8, dtype=torch.int64, device="meta")).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, models.loss(model, torch.zeros(1, 8, dtype=torch.int64, device="meta")))
     padded = sum(unit.layout.numel for unit in zero_core.units(model))
     assert ranks.sent_numel["all_gather"] == memory.movement(padded, WORLD, 3, resident_numel=padded).gathered_numel
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 import zero_core
-from tests import models
+from tests import kit, models
 from tests.integration.zero_core.toys import world
 from zero_core.runtime.residency import UnitMemory
 
@@ -56,11 +56,8 @@ def train_and_generate(stage, generates, options, store=None):
                 assert continued(model, rank, step) == continued(plain, rank, step)
             assert stage == 0 or count["now"] == 0  # at stage 0 nothing is gathered, and units stay until the step
         losses.append(models.loss(model, models.batch(step, rank)))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with zero_core.gathered(model, master=True):
-        weights = [p.detach().clone() for p in model.parameters()]
+        kit.step(optimizer, losses[-1])
+    weights = kit.values(model, master=True)
     optimizer.close()
     return [loss.item() for loss in losses], weights
 

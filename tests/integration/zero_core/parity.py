@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zero_core
-from tests import models
+from tests import kit, models
 from zero_core.reference import Reference
 
 STEPS = 10
@@ -68,14 +68,9 @@ def run(case: Case, options: dict[str, Any] | None = None) -> Distance | None:
     )
     losses, norms = [], []
     for step in range(STEPS):
-        value = models.loss(model, models.batch(step, rank))
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(value.detach()))
+        losses.append(float(kit.step(optimizer, models.loss(model, models.batch(step, rank)))))
         norms.append(optimizer.grad_norm)
-    with zero_core.gathered(model, master=True):
-        ours = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ours = kit.named_values(model, master=True)
     optimizer.close()
     return compare(case, dtype, size, losses, norms, ours, first) if rank == 0 else None
 

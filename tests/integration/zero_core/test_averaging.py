@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import ZeroError
 
@@ -43,9 +44,7 @@ def made(kind: str = "equal") -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     """The same data on every rank."""
-    model(toys.data(number, 0)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    kit.step(optimizer, model(toys.data(number, 0)).square().mean())
 
 
 def compare(kind: str, stage: int, folder: str) -> None:
@@ -94,12 +93,9 @@ def test_the_masters_of_bf16_parameters_are_averaged() -> None:
     optimizer = zero_core.shard(model, toys.adamw(model.parameters()), param_dtype=torch.bfloat16)
     ours, masters = zero_core.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999)), None
     for number in range(4):
-        toys.loss_of(model, toys.data(number, 0).bfloat16()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, toys.loss_of(model, toys.data(number, 0).bfloat16()))
         ours.update_parameters()
-        with zero_core.gathered(model, master=True):
-            now = [p.detach().clone() for p in model.parameters()]
+        now = kit.values(model, master=True)
         masters = now if masters is None else [m.lerp(p, 1 - 0.999) for m, p in zip(masters, now, strict=True)]
     with ours.swapped_in(), zero_core.gathered(model, master=True):
         assert masters is not None

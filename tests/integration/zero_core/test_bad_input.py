@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.comm import patience
 from zero_core.errors import (
@@ -237,8 +238,7 @@ def test_model_zero_grad_discards_what_was_reduced():
 def test_a_model_that_is_moved_to_where_it_is(move):
     """The masters keep the bits that bfloat16 has not: nothing is written."""
     model, _ = sharded(param_dtype=torch.bfloat16)
-    with zero_core.gathered(model, master=True):
-        masters = [p.detach().clone() for p in model.parameters()]
+    masters = kit.values(model, master=True)
     model.offset.data = model.offset.data.bfloat16()
     assert move(model) is model
     model(toys.data(0, 0).bfloat16())
@@ -426,7 +426,9 @@ def test_every_rank_is_told_where_the_ranks_crossed(ranks, way, stage):
         assert "'blocks.0'" in text and "'blocks.1'" in text, texts
 
 
-def add_an_adapter() -> None:
+@kit.on_ranks(2)
+def test_an_adapter_that_no_rank_averages_is_refused() -> None:
+    """Ranks would drift apart without an error."""
     model, optimizer = sharded()
     x = toys.data(0, 0)
     model.blocks[1].register_parameter("scale", nn.Parameter(torch.ones(3)))
@@ -436,14 +438,7 @@ def add_an_adapter() -> None:
     with torch.no_grad():
         model(x)
     model.blocks[1].scale.requires_grad_(False)
-    toys.loss_of(model, x).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_an_adapter_that_no_rank_averages_is_refused(ranks):
-    """Ranks would drift apart without an error."""
-    ranks(2).run(add_an_adapter)
+    kit.step(optimizer, toys.loss_of(model, x))
 
 
 def read_the_state_late() -> list[str]:
@@ -498,7 +493,8 @@ def test_ranks_that_shard_different_things_are_told_before_they_cross(ranks, wha
         assert text.endswith("must be the same on all 2")
 
 
-def step_inside_gathered(tmp_path):
+@kit.on_ranks(1, 2)
+def test_steps_and_checkpoints_inside_gathered_are_refused(tmp_path):
     model, optimizer = sharded()
     plain = toys.sgd(model.parameters())
     for use, error, match in (
@@ -517,11 +513,6 @@ def step_inside_gathered(tmp_path):
         optimizer.zero_grad()
     toys.loss_of(model, toys.data(0, 0)).backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_steps_and_checkpoints_inside_gathered_are_refused(ranks, size, tmp_path):
-    ranks(size).run(step_inside_gathered, tmp_path)
 
 
 def test_a_plain_optimizer_inside_gathered_steps_gradients_that_were_given_to_it():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import UnsupportedOptimizerError, ZeroError
 
@@ -21,9 +22,7 @@ OPTIMIZERS = {
 
 def steps(model, optimizer, first, last):
     for step in range(first, last):
-        toys.loss_of(model, toys.data(step, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
 
 
 def go_on(name, stage, reload):
@@ -71,10 +70,10 @@ def test_two_ranks_go_on_from_rank_0(ranks, name, stage):
         assert torch.equal(ours, other)
 
 
-def load_plain(name):
-    torch.manual_seed(0)
-    dense = toys.Stack()
-    model = copy.deepcopy(dense)
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_plain_optimizers_state_dict_loads_into_a_sharded_one(name):
+    dense, model = kit.twins(toys.Stack)
     theirs = OPTIMIZERS[name](dense.parameters())
     ours = zero_core.shard(model, OPTIMIZERS[name](model.parameters()))
     steps(model, ours, 7, 8)
@@ -88,22 +87,13 @@ def load_plain(name):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_plain_optimizers_state_dict_loads_into_a_sharded_one(ranks, size, name):
-    ranks(size).run(load_plain, name)
-
-
-def bring_different_states():
+@kit.on_ranks(2)
+def test_ranks_of_different_steps_are_told():
     model = toys.Stack()
     optimizer = toys.adamw(model.parameters())
     steps(model, optimizer, 0, 1 + toys.world()[0])
     with pytest.raises(ZeroError, match="ranks bring optimizers of different steps"):
         zero_core.shard(model, optimizer)
-
-
-def test_ranks_of_different_steps_are_told(ranks):
-    ranks(2).run(bring_different_states)
 
 
 def test_a_state_that_the_store_does_not_keep_is_named():
@@ -171,7 +161,5 @@ def test_a_number_of_a_parameter_without_dimensions_is_no_tensor(name):
         if step == 1:
             ours = zero_core.shard(model, ours)
         for each, optimizer in ((model, ours), (dense, theirs)):
-            each(torch.ones(3)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            kit.step(optimizer, each(torch.ones(3)).sum())
     torch.testing.assert_close(model.state_dict()["scale"], dense.scale.detach())

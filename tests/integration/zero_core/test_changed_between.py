@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import swapping, toys
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
@@ -289,18 +290,15 @@ def test_a_checkpoint_that_is_loaded_before_the_backward_is_a_change_on_every_ra
     ranks(size).run(load_a_checkpoint, tmp_path)
 
 
-def twice_and_tied():
+@kit.on_ranks(1, 2)
+def test_an_update_in_backward_is_no_change_before_that_backward():
     """Each unit is updated in the backward in which other units, and its own earlier calls, are still to be reached."""
     for make in (toys.Twice, toys.Tied):
         toys.train(make, update_in_backward=True)
 
 
-@SIZES
-def test_an_update_in_backward_is_no_change_before_that_backward(ranks, size):
-    ranks(size).run(twice_and_tied)
-
-
-def age_views_one_at_a_time():
+@kit.on_ranks(2)
+def test_a_step_changes_the_parameters_that_had_a_gradient_alone():
     model = Pair()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
     stepped, other = model.discriminator[0].weight.data, model.generator[0].weight.data
@@ -309,10 +307,6 @@ def age_views_one_at_a_time():
     other.mul_(0.5)
     with pytest.raises(zero_core.errors.ChangedParameterError, match="is used after a step"):
         stepped.mul_(0.5)
-
-
-def test_a_step_changes_the_parameters_that_had_a_gradient_alone(ranks):
-    ranks(2).run(age_views_one_at_a_time)
 
 
 def two_networks(again):
@@ -358,18 +352,15 @@ class Rewriting(nn.Module):
         return checkpoint(self.tail, self.second(self.first(x)), use_reentrant=False)
 
 
-def recompute_and_raise(stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@kit.on_ranks(1, 2)
+def test_what_a_recomputation_wrote_before_the_error_is_kept(stage):
     program = written(lambda w: w.mul_(0.9), "second.weight")[1]
     assert both(Rewriting, program, stage, units=[nn.Linear])
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@SIZES
-def test_what_a_recomputation_wrote_before_the_error_is_kept(ranks, size, stage):
-    ranks(size).run(recompute_and_raise, stage)
-
-
-def change_after_updates_in_backward():
+@kit.on_ranks(1, 2)
+def test_an_update_in_backward_is_a_change_before_the_next_one():
     model = toys.Stack()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), update_in_backward=True)
     loss = toys.loss_of(model, toys.data(0, 0))
@@ -379,20 +370,11 @@ def change_after_updates_in_backward():
         loss.backward()
 
 
-@SIZES
-def test_an_update_in_backward_is_a_change_before_the_next_one(ranks, size):
-    ranks(size).run(change_after_updates_in_backward)
-
-
-def use_outside_of_what_is_updated_in_backward():
+@kit.on_ranks(1, 2)
+def test_a_use_outside_of_what_is_updated_in_backward_is_refused_by_name():
     model = toys.Checkpointed(True)
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), update_in_backward=True)
     penalty = model.blocks[3].up.weight.square().sum()
     with pytest.raises(zero_core.errors.GradientError, match="a use outside of its module"):
         (penalty + toys.loss_of(model, toys.data(0, 0))).backward()
         optimizer.step()
-
-
-@SIZES
-def test_a_use_outside_of_what_is_updated_in_backward_is_refused_by_name(ranks, size):
-    ranks(size).run(use_outside_of_what_is_updated_in_backward)

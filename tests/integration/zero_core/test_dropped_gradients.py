@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import CollectiveError
 
@@ -21,9 +20,7 @@ def drop(model):
 
 def drop_between(stage, when, quiet):
     """Two backwards a step; some gradients are dropped after the first (the second counts) or after the last."""
-    torch.manual_seed(0)
-    dense = toys.Stack()
-    model = copy.deepcopy(dense)
+    dense, model = kit.twins(toys.Stack)
     theirs = toys.sgd(dense.parameters())
     ours = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage, max_grad_norm=0.3)
     for step in range(3):
@@ -55,7 +52,8 @@ def test_a_dropped_gradient_is_neither_counted_nor_stepped(ranks, stage, when, q
     drop_between(stage, when, quiet)
 
 
-def zero_one_module():
+@kit.on_ranks(1, 2)
+def test_zero_grad_of_a_module_and_of_all():
     torch.manual_seed(0)
     model = toys.Stack()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
@@ -72,12 +70,8 @@ def zero_one_module():
     assert optimizer.grad_norm == 0.0
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_zero_grad_of_a_module_and_of_all(ranks, size):
-    ranks(size).run(zero_one_module)
-
-
-def drop_on_one_rank():
+@kit.on_ranks(2)
+def test_ranks_that_drop_different_gradients_are_told():
     torch.manual_seed(0)
     model = toys.Stack()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
@@ -86,7 +80,3 @@ def drop_on_one_rank():
         model.head.bias.grad = None
     with pytest.raises(CollectiveError, match="did not call the same collectives"):
         optimizer.step()
-
-
-def test_ranks_that_drop_different_gradients_are_told(ranks):
-    ranks(2).run(drop_on_one_rank)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import StoreError, UnsupportedOptimizerError
 from zero_core.optim.device_store import DeviceStore
@@ -100,9 +101,7 @@ def test_a_store_that_fails_to_attach_leaves_the_model_as_it_was(at: int, dtype:
 def test_an_error_after_the_store_was_attached_leaves_model_and_optimizer_as_they_were() -> None:
     model = toys.Stack()
     optimizer = toys.adamw(model.parameters())
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
     before = values(model)
     optimizer.state[model.head.bias]["projection"] = torch.zeros(7)
     with pytest.raises(UnsupportedOptimizerError, match="projection"):

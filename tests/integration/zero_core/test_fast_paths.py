@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 
 EVERYWHERE = pytest.mark.parametrize(("size", "stages"), [(1, (0, 3)), (2, (0, 1, 2, 3))])
@@ -97,7 +98,8 @@ def test_padding_in_a_model_that_is_not_trained(ranks, size):
     ranks(size).run(evaluate, "encoder", (1, 3), None, False, True)
 
 
-def in_uneven():
+@kit.on_ranks(1, 2)
+def test_padding_on_ranks_that_differ():
     dense, model = (built(MODELS["encoder"], False).eval() for _ in range(2))
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
     x = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(0))
@@ -109,12 +111,11 @@ def in_uneven():
     optimizer.close()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_padding_on_ranks_that_differ(ranks, size):
-    ranks(size).run(in_uneven)
-
-
-def gradients_in_eval_mode(name, frozen):
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["encoder", "attention"])
+@kit.on_ranks(1)
+def test_gradients_in_eval_mode_with_units_inside_of_the_layers(name, frozen):
+    """torch takes no fast path there. Fails if a weight that attention uses has lost its memory before backward."""
     dense, model = (built(MODELS[name], False).eval().requires_grad_(not frozen) for _ in range(2))
     given = None if frozen else toys.sgd(model.parameters())
     sharded = zero_core.shard(model, given, units=[nn.Linear, nn.LayerNorm])
@@ -128,10 +129,3 @@ def gradients_in_eval_mode(name, frozen):
         for p, q in zip(model.parameters(), dense.parameters(), strict=True):
             torch.testing.assert_close(zero_core.full_gradient(p), q.grad)
     sharded.close()
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", ["encoder", "attention"])
-def test_gradients_in_eval_mode_with_units_inside_of_the_layers(ranks, name, frozen):
-    """torch takes no fast path there. Fails if a weight that attention uses has lost its memory before backward."""
-    ranks(1).run(gradients_in_eval_mode, name, frozen)

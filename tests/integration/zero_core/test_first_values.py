@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zero_core
-from tests import models
+from tests import kit, models
 from tests.integration.zero_core import checkpoint_runs as runs
 from zero_core.building.recording import Recording
 from zero_core.errors import DeferredInitError
@@ -18,8 +18,7 @@ from zero_core.precision import round_to
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    with zero_core.gathered(model, master=True):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return kit.named_values(model, master=True)
 
 
 def shard(model: nn.Module, stage: int, **options):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core.following import X, inside, same, sgd, sharded
 from tests.unit.test_followed_advice import adamw, advised, backward, model, step
 from zero_core import checkpoint, full_gradient, full_state, set_full_gradient, set_full_state
@@ -248,9 +249,7 @@ def test_a_norm_that_is_not_finite_and_a_scale_that_is_lowered():
         optimizer.step()
     net, optimizer = made(loss_scale="dynamic")
     for _ in range(4):  # steps are skipped until nothing overflows
-        net(X.half()).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, net(X.half()).sum())
     assert not torch.equal(net[0].weight.detach(), model().half()[0].weight)
 
 

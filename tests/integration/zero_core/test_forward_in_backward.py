@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import GradientError
 
@@ -284,7 +285,10 @@ class Guided(toys.Stack):
         return block(x) - 0.1 * slope
 
 
-def evaluate(make, stages):
+@EVERYWHERE
+@pytest.mark.parametrize("make", [Energy, Guided])
+@kit.on_ranks()
+def test_gradients_inside_of_a_forward_without_gradients(size, stages, make):
     for stage in stages:
         torch.manual_seed(1)
         dense = make().eval()
@@ -297,18 +301,13 @@ def evaluate(make, stages):
         optimizer.close()
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("make", [Energy, Guided])
-def test_gradients_inside_of_a_forward_without_gradients(ranks, size, stages, make):
-    ranks(size).run(evaluate, make, stages)
-
-
 @SIZES
 def test_gradients_of_blocks_inside_of_a_forward(ranks, size):
     ranks(size).run(run, Guided, (3,))
 
 
-def updated():
+@kit.on_ranks(1, 2)
+def test_updates_in_backward_train_as_plain_torch_or_refuse_a_later_use():
     for name in ("reversible", "deep", "equilibrium", "frozen", "energy"):
         toys.train(MODELS[name], steps=2, update_in_backward=True)
     model = HookInsideBlock()
@@ -317,22 +316,13 @@ def updated():
         toys.loss_of(model, toys.data(0, 0)).backward()
 
 
-@SIZES
-def test_updates_in_backward_train_as_plain_torch_or_refuse_a_later_use(ranks, size):
-    ranks(size).run(updated)
-
-
-def in_bf16():
+@kit.on_ranks(1, 2)
+def test_in_16_bits():
     def loss(model, x):
         return toys.loss_of(model, x.bfloat16())
 
     for name in ("adjoint", "deep", "hook inside a block"):
         toys.train(MODELS[name], steps=2, loss=loss, param_dtype=torch.bfloat16, tolerance=0.02)
-
-
-@SIZES
-def test_in_16_bits(ranks, size):
-    ranks(size).run(in_bf16)
 
 
 def raise_inside():

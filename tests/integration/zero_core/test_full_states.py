@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.comm import patience
 from zero_core.errors import CollectiveError, UnsupportedOptimizerError, ZeroError
@@ -52,9 +53,7 @@ class Thawed(toys.Unused):
 
 
 def twins(name, make=Thawed, **options):
-    torch.manual_seed(0)
-    dense = make()
-    model = copy.deepcopy(dense)
+    dense, model = kit.twins(make)
     theirs, ours = (OPTIMIZERS[name](each.parameters()) for each in (dense, model))
     return dense, theirs, model, zero_core.shard(model, ours, **options)
 
@@ -62,9 +61,7 @@ def twins(name, make=Thawed, **options):
 def steps(model, optimizer, first, last):
     """The same data on every rank."""
     for step in range(first, last):
-        toys.loss_of(model, toys.data(step, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
 
 
 def same(found, expected):
@@ -150,9 +147,7 @@ def halves(stage):
     """bf16 parameters: the fp32 masters travel too, and go back to the weights that they were rounded to."""
 
     def step(model, optimizer, number):
-        toys.loss_of(model, toys.data(number, 0).bfloat16()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, toys.loss_of(model, toys.data(number, 0).bfloat16()))
 
     _, _, model, ours = twins("adamw", toys.Stack, stage=stage, param_dtype=torch.bfloat16)
     _, _, other, again = twins("adamw", toys.Stack, param_dtype=torch.bfloat16)
@@ -180,7 +175,8 @@ def test_masters_of_16_bit_parameters_keep_their_bits(ranks, size):
     ranks(size).run(halves, size)
 
 
-def refuse():
+@kit.on_ranks(1, 2)
+def test_states_are_never_saved_in_part():
     _, _, model, ours = twins("plain", toys.Stack, param_dtype=torch.bfloat16)
     toys.loss_of(model, toys.data(0, 0).bfloat16()).backward()
     ours.step()
@@ -223,12 +219,8 @@ def refuse():
     ours.load_state_dict(full)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_states_are_never_saved_in_part(ranks, size):
-    ranks(size).run(refuse)
-
-
-def by_name():
+@kit.on_ranks(1, 2)
+def test_a_state_dict_with_names_loads():
     """What torch.distributed.checkpoint makes of a plain model has names for numbers."""
     dense, theirs, model, ours = twins("adamw", toys.Stack)
     steps(dense, theirs, 0, 2)
@@ -237,11 +229,6 @@ def by_name():
     found = ours.full_state_dict()
     if found:
         same(found["state"], theirs.state_dict()["state"])
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_state_dict_with_names_loads(ranks, size):
-    ranks(size).run(by_name)
 
 
 def test_named_parameters_and_options_travel():
@@ -261,19 +248,6 @@ def test_named_parameters_and_options_travel():
     assert seen == ["saved"] and ours.step_count == 7
 
 
-def alone():
-    patience.SECONDS, seconds = 0.05, patience.SECONDS
-    _, _, _, ours = twins("adamw", toys.Stack)
-    try:
-        if toys.world()[0] == 0:
-            with pytest.raises(CollectiveError, match=r"rank 0 of 2 called optimizer.full_state_dict\(\).*every rank"):
-                ours.full_state_dict()
-    finally:
-        patience.SECONDS = seconds
-    torch.distributed.barrier()
-    assert ours.full_state_dict(rank0_only=False)["step_count"] == 0, "the run goes on"
-
-
 @pytest.mark.parametrize(
     "change", [lambda s, p: s.clear(), lambda s, p: s.pop(p, None), lambda s, p: s.__setitem__(p, {})]
 )
@@ -285,5 +259,15 @@ def test_states_are_not_changed_in_silence(change):
         change(optimizer.state, model.head.weight)
 
 
-def test_a_rank_that_calls_alone_fails_soon(ranks):
-    ranks(2).run(alone)
+@kit.on_ranks(2)
+def test_a_rank_that_calls_alone_fails_soon():
+    patience.SECONDS, seconds = 0.05, patience.SECONDS
+    _, _, _, ours = twins("adamw", toys.Stack)
+    try:
+        if toys.world()[0] == 0:
+            with pytest.raises(CollectiveError, match=r"rank 0 of 2 called optimizer.full_state_dict\(\).*every rank"):
+                ours.full_state_dict()
+    finally:
+        patience.SECONDS = seconds
+    torch.distributed.barrier()
+    assert ours.full_state_dict(rank0_only=False)["step_count"] == 0, "the run goes on"

@@ -6,7 +6,6 @@ by, if reading changes anything, or if something that is not there is given as z
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from functools import partial
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core import full_gradient, full_state, set_full_gradient, set_full_state
 from zero_core.errors import ChangedParameterError, GradientError, ZeroError
@@ -25,9 +25,7 @@ CLIP = 0.05
 
 def twins(make=toys.Tied, build=toys.adamw, **options):
     """A dense model and its optimizer, and the same sharded."""
-    torch.manual_seed(0)
-    dense = make()
-    model = copy.deepcopy(dense)
+    dense, model = kit.twins(make)
     return dense, build(dense.parameters()), model, zero_core.shard(model, build(model.parameters()), **options)
 
 
@@ -93,7 +91,8 @@ def test_gradients_are_those_of_plain_torch_and_edits_are_clipped_and_stepped(ra
     ranks(size).run(edit, stage, partial(toys.Routed, 1), stage % 2 == 1)
 
 
-def late():
+@kit.on_ranks(1, 2)
+def test_a_late_gradient_is_in_the_full_one():
     """A weight that is used outside of its module after the forward: its gradient comes after it was reduced."""
 
     def loss(model, x):
@@ -108,12 +107,9 @@ def late():
     check_states(model, dense, theirs)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_late_gradient_is_in_the_full_one(ranks, size):
-    ranks(size).run(late)
-
-
-def halves(stage):
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sixteen_bit_parameters_have_fp32_gradients_and_masters(stage):
     """bf16 parameters and gradients, fp32 masters: what is written keeps all its bits."""
     _, _, model, ours = twins(partial(toys.Stack, 1), stage=stage, param_dtype=torch.bfloat16)
     for step in range(2):
@@ -139,13 +135,8 @@ def halves(stage):
     assert torch.equal(weight.detach(), torch.ones(3, toys.WIDTH, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_sixteen_bit_parameters_have_fp32_gradients_and_masters(ranks, stage, size):
-    ranks(size).run(halves, stage)
-
-
-def scaled():
+@kit.on_ranks(1, 2)
+def test_the_loss_scale_is_taken_out_of_a_gradient_and_put_into_an_edit():
     dense, theirs, model, ours = twins(partial(toys.Stack, 1), max_grad_norm=CLIP, loss_scale=1024.0)
     for step in range(2):
         backward(model, dense, step)
@@ -157,12 +148,8 @@ def scaled():
         check_states(model, dense, theirs)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_loss_scale_is_taken_out_of_a_gradient_and_put_into_an_edit(ranks, size):
-    ranks(size).run(scaled)
-
-
-def write_states():
+@kit.on_ranks(1, 2)
+def test_states_and_masters_that_are_written_are_stepped():
     dense, theirs, model, ours = twins(partial(toys.Stack, 1), max_grad_norm=CLIP)
     for step in range(3):
         backward(model, dense, step)
@@ -179,12 +166,9 @@ def write_states():
         check_states(model, dense, theirs)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_states_and_masters_that_are_written_are_stepped(ranks, size):
-    ranks(size).run(write_states)
-
-
-def read_only(stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@kit.on_ranks(2)
+def test_reading_changes_no_bit(stage):
     """The same run with every value read between the steps, and without."""
     rank = toys.world()[0]
 
@@ -203,12 +187,8 @@ def read_only(stage):
     assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_reading_changes_no_bit(ranks, stage):
-    ranks(2).run(read_only, stage)
-
-
-def differ():
+@kit.on_ranks(2)
+def test_ranks_that_write_different_values_are_told_by_the_step():
     rank = toys.world()[0]
     _, _, model, ours = twins()
     toys.loss_of(model, toys.data(0, rank)).backward()
@@ -217,11 +197,8 @@ def differ():
         ours.step()
 
 
-def test_ranks_that_write_different_values_are_told_by_the_step(ranks):
-    ranks(2).run(differ)
-
-
-def absent():
+@kit.on_ranks(1, 2)
+def test_what_is_not_there_is_none_or_refused():
     """Where torch has None, and where it has zeros."""
     _, _, model, ours = twins(toys.Unused)
     weight, spare, skipped = model.head.weight, model.blocks[0].spare, model.blocks[2].up.weight
@@ -248,11 +225,6 @@ def absent():
     assert torch.equal(full_gradient(model.head.bias), torch.zeros(3))
     ours.zero_grad()
     assert full_gradient(model.head.bias) is None
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_is_not_there_is_none_or_refused(ranks, size):
-    ranks(size).run(absent)
 
 
 def test_what_is_frozen_or_in_no_group():

@@ -6,10 +6,9 @@ import pytest
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import GradientError
-
-SIZES = pytest.mark.parametrize("size", [1, 2])
 
 
 def sharded(**options):
@@ -21,7 +20,8 @@ def backward(model, *used):
     sum(model[k](toys.data(0, 0)).square().mean() for k in used).backward()
 
 
-def step_twice():
+@kit.on_ranks(1, 2)
+def test_gradients_that_were_not_zeroed_are_refused():
     model, optimizer = sharded()
     backward(model, 0)
     optimizer.step()
@@ -38,12 +38,8 @@ def step_twice():
     assert optimizer.step_count == 2
 
 
-@SIZES
-def test_gradients_that_were_not_zeroed_are_refused(ranks, size):
-    ranks(size).run(step_twice)
-
-
-def leave_zeros():
+@kit.on_ranks(1, 2)
+def test_gradients_of_zeros_are_refused_where_torch_would_step_them():
     model, optimizer = sharded()
     backward(model, 0, 1)
     optimizer.step()
@@ -60,12 +56,8 @@ def leave_zeros():
     optimizer.step()
 
 
-@SIZES
-def test_gradients_of_zeros_are_refused_where_torch_would_step_them(ranks, size):
-    ranks(size).run(leave_zeros)
-
-
-def leave_zeros_of_what_was_updated():
+@kit.on_ranks(1, 2)
+def test_gradients_of_zeros_are_refused_also_after_an_update_in_backward():
     model, optimizer = sharded(update_in_backward=True)
     backward(model, 0, 1)
     optimizer.zero_grad(set_to_none=False)
@@ -73,12 +65,9 @@ def leave_zeros_of_what_was_updated():
         optimizer.step()
 
 
-@SIZES
-def test_gradients_of_zeros_are_refused_also_after_an_update_in_backward(ranks, size):
-    ranks(size).run(leave_zeros_of_what_was_updated)
-
-
-def fail_inside_of_a_unit(stage):
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_a_backward_left_half_done_is_refused_at_the_step(stage):
     """torch would step what had arrived of the unit, with the rest of an earlier micro-batch."""
     model = toys.Stack()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage)
@@ -96,9 +85,3 @@ def fail_inside_of_a_unit(stage):
     toys.loss_of(model, toys.data(0, 0)).backward()
     optimizer.step()
     assert optimizer.step_count == 1
-
-
-@SIZES
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_what_a_backward_left_half_done_is_refused_at_the_step(ranks, size, stage):
-    ranks(size).run(fail_inside_of_a_unit, stage)

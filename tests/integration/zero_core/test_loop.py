@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from tests.integration.zero_core.toys import world
 from zero_core.optim.device_store import DeviceStore
@@ -35,7 +36,9 @@ def test_accumulation_equals_one_large_batch(ranks, stage, quiet):
     accumulate(stage, quiet)
 
 
-def joint(resident_bytes):
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("resident_bytes", [0, 1 << 20])
+def test_several_forwards_before_one_backward(resident_bytes):
     """Three forwards, their losses summed, one backward."""
     held = []
 
@@ -48,13 +51,8 @@ def joint(resident_bytes):
     toys.train(toys.Unused, micro=3, backward=backward, resident_bytes=resident_bytes)
 
 
-@SIZES
-@pytest.mark.parametrize("resident_bytes", [0, 1 << 20])
-def test_several_forwards_before_one_backward(ranks, size, resident_bytes):
-    ranks(size).run(joint, resident_bytes)
-
-
-def backward_out_of_order():
+@kit.on_ranks(1, 2)
+def test_backwards_in_another_order_and_twice_over_one_graph():
     """The first forward's backward comes after the second's, and one graph is used twice."""
     held = []
 
@@ -69,12 +67,9 @@ def backward_out_of_order():
     toys.train(toys.Twice, micro=2, backward=backward)
 
 
-@SIZES
-def test_backwards_in_another_order_and_twice_over_one_graph(ranks, size):
-    ranks(size).run(backward_out_of_order)
-
-
-def evaluate_between(stage):
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluation_between_steps_changes_nothing(stage):
     def before(model, step):
         model.eval()
         x = toys.data(50 + step, 0)
@@ -88,12 +83,6 @@ def evaluate_between(stage):
         model.train()
 
     toys.train(toys.Stack, stage=stage, before=before)
-
-
-@SIZES
-@pytest.mark.parametrize("stage", [1, 3])
-def test_evaluation_between_steps_changes_nothing(ranks, size, stage):
-    ranks(size).run(evaluate_between, stage)
 
 
 class Failing(toys.Stack):
@@ -115,7 +104,9 @@ class Failing(toys.Stack):
         raise ValueError("asked to fail in backward")
 
 
-def fail_and_retry(where):
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_is_followed_by_a_clean_retry(where):
     def before(model, step):
         model.where = where
         with pytest.raises(ValueError, match="asked to fail"):
@@ -127,13 +118,8 @@ def fail_and_retry(where):
     toys.train(Failing, before=before)
 
 
-@SIZES
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_is_followed_by_a_clean_retry(ranks, size, where):
-    ranks(size).run(fail_and_retry, where)
-
-
-def schedule_rate():
+@kit.on_ranks(1, 2)
+def test_schedulers_work_on_the_returned_optimizer():
     torch.manual_seed(0)
     model, dense = toys.Stack(), toys.Stack()
     dense.load_state_dict(model.state_dict())
@@ -142,21 +128,15 @@ def schedule_rate():
     plans = [torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=8) for o in (ours, theirs)]
     for step in range(6):
         for each, optimizer, plan in zip((model, dense), (ours, theirs), plans, strict=True):
-            toys.loss_of(each, toys.data(step, 0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            kit.step(optimizer, toys.loss_of(each, toys.data(step, 0)))
             plan.step()
     with zero_core.gathered(model):
         for a, b in zip(model.parameters(), dense.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@SIZES
-def test_schedulers_work_on_the_returned_optimizer(ranks, size):
-    ranks(size).run(schedule_rate)
-
-
-def scale_loss():
+@kit.on_ranks(1, 2)
+def test_dynamic_loss_scale_halves_doubles_and_skips():
     """fp16 with a scale too large at first: steps are skipped until it fits, and change nothing."""
     torch.manual_seed(0)
     model = toys.Stack()
@@ -166,8 +146,7 @@ def scale_loss():
     )
     values, skipped = [], 0
     for step in range(24):
-        with zero_core.gathered(model):
-            before = [p.detach().clone() for p in model.parameters()]
+        before = kit.values(model)
         toys.loss_of(model, toys.data(step % 3, world()[0]).half()).backward()
         count = optimizer.step_count
         optimizer.step()
@@ -184,26 +163,18 @@ def scale_loss():
     assert values[0] == 2.0**23
 
 
-@SIZES
-def test_dynamic_loss_scale_halves_doubles_and_skips(ranks, size):
-    ranks(size).run(scale_loss)
-
-
-def constant_scale():
+@kit.on_ranks(1, 2)
+def test_a_constant_scale_cancels():
     toys.train(toys.External, loss_scale=1024.0)
 
 
-@SIZES
-def test_a_constant_scale_cancels(ranks, size):
-    ranks(size).run(constant_scale)
-
-
-def write_inside_gathered(stage):
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gathered_parameters_are_writable_from_one_rank(stage):
     torch.manual_seed(world()[0])  # ranks differ: rank 0's model is everybody's
     model = toys.Stack()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage, param_dtype=torch.bfloat16)
-    with zero_core.gathered(model, master=True):
-        first = {n: p.detach().clone() for n, p in model.named_parameters()}
+    first = kit.named_values(model, master=True)
     with zero_core.gathered(model), zero_core.gathered(model.head):
         assert model.head.weight.untyped_storage().nbytes() > 0
         if world()[0] == 0:
@@ -223,12 +194,6 @@ def write_inside_gathered(stage):
     assert float(model.head.weight[1].float().mean()) == 7.0
     toys.loss_of(model, toys.data(0, 0).bfloat16()).backward()
     optimizer.step()
-
-
-@SIZES
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_gathered_parameters_are_writable_from_one_rank(ranks, size, stage):
-    ranks(size).run(write_inside_gathered, stage)
 
 
 def generate_unequally():
@@ -295,7 +260,8 @@ def test_a_compiled_step_is_run_as_it_is(whole):
     assert all(torch.equal(value, compiled[name]) for name, value in plain.items())
 
 
-def state_dict_round():
+@kit.on_ranks(1, 2)
+def test_plain_torch_reads_and_writes_sharded_parameters():
     torch.manual_seed(0)
     model = toys.Stack()
     expected = {k: v.clone() for k, v in model.state_dict().items()}
@@ -313,11 +279,6 @@ def state_dict_round():
     assert model.head.weight.sum(1).tolist() == [float(toys.WIDTH), 0.0, 0.0]
 
 
-@SIZES
-def test_plain_torch_reads_and_writes_sharded_parameters(ranks, size):
-    ranks(size).run(state_dict_round)
-
-
 def hybrid(stage, shape):
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -332,7 +293,9 @@ def test_hybrid_sharding_on_a_mesh_of_two_dimensions(ranks, stage):
     assert ranks(4).run(hybrid, stage, (2, 2)) == [2] * 4
 
 
-def penalise_gradients(stage):
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_second_order_gradients(stage):
     """A second-order loss: backward through a backward, over parameters that stage 3 would have taken away."""
 
     def loss(model, x):
@@ -353,12 +316,6 @@ def penalise_gradients(stage):
         torch.testing.assert_close(a, b)
 
 
-@SIZES
-@pytest.mark.parametrize("stage", [1, 3])
-def test_second_order_gradients(ranks, size, stage):
-    ranks(size).run(penalise_gradients, stage)
-
-
 class Named(torch.optim.SGD):
     """Built from arguments that are not its defaults."""
 
@@ -375,9 +332,7 @@ def test_step_hooks_of_the_users_optimizer_run_once_a_step(build):
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     sharded = zero_core.shard(model, optimizer)
     for step in range(2):
-        toys.loss_of(model, toys.data(step, 0)).backward()
-        sharded.step()
-        sharded.zero_grad()
+        kit.step(sharded, toys.loss_of(model, toys.data(step, 0)))
     assert calls == ["before", "after"] * 2
 
 
@@ -397,21 +352,16 @@ class Listening(DeviceStore):
         return super().parameters(i)
 
 
-def tell_the_store_ahead():
+@kit.on_ranks(2)
+def test_on_several_ranks_the_store_hears_of_the_unit_after_the_one_gathered_ahead():
     store = Listening()
     model = toys.Stack(5)
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), store=store, prefetch_bytes=1)
     for step in range(2):
         store.calls.clear()
-        toys.loss_of(model, toys.data(step, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
     blocks = [unit.index for unit in zero_core.units(model) if unit.name.startswith("blocks.")]
     asked = [call for call in store.calls if call[1] in blocks]
     forward = asked[: asked.index(("parameters", blocks[-1])) + 1]
     for block in blocks[2:]:
         assert ("prefetch", block) in forward[: forward.index(("parameters", block))], (block, forward)
-
-
-def test_on_several_ranks_the_store_hears_of_the_unit_after_the_one_gathered_ahead(ranks):
-    ranks(2).run(tell_the_store_ahead)

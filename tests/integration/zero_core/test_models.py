@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
@@ -63,7 +64,9 @@ def test_ranks_that_hold_only_the_zero_tail_of_a_unit(ranks):
     assert any(count == 0 for count in held[-1]) and all(held[0])
 
 
-def nothing_stays(stage):
+@kit.on_ranks(1, 2)
+@STAGES
+def test_everything_is_resharded_after_the_step(stage):
     torch.manual_seed(0)
     model = toys.External()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage, prefetch_bytes=1 << 20)
@@ -79,12 +82,6 @@ def nothing_stays(stage):
             assert unit.residency.value == "sharded" and unit.flat.untyped_storage().nbytes() == 0
             assert unit.gradient.current is None and unit.gradient.kept is None and unit.users == 0
         assert not zero_core.handle(model).engine.pool.lent
-
-
-@SIZES
-@STAGES
-def test_everything_is_resharded_after_the_step(ranks, size, stage):
-    ranks(size).run(nothing_stays, stage)
 
 
 class Watched(toys.Routed):
@@ -191,7 +188,8 @@ class Attending(nn.Module):
         return checkpoint(lambda y: self.attention(y, y, y, need_weights=False)[0], x, use_reentrant=False)
 
 
-def gradients_of_a_recomputation():
+@kit.on_ranks(1, 2)
+def test_gradients_of_a_weight_that_a_recomputation_uses_outside_of_its_module():
     torch.manual_seed(0)
     model = Attending()
     expected = torch.autograd.grad(toys.loss_of(model, toys.data(0, 0)), list(model.parameters()))
@@ -205,12 +203,8 @@ def gradients_of_a_recomputation():
     assert float(unused[-1].abs().sum()) == 0.0
 
 
-@SIZES
-def test_gradients_of_a_weight_that_a_recomputation_uses_outside_of_its_module(ranks, size):
-    ranks(size).run(gradients_of_a_recomputation)
-
-
-def infer():
+@kit.on_ranks(1, 2)
+def test_use_outside_the_module_under_inference_mode():
     model = toys.External()
     x = toys.data(0, 0)
     expected = model(x).detach()
@@ -219,8 +213,3 @@ def infer():
         torch.testing.assert_close(model(x), expected)
         model.head.weight.mul_(2.0)
     assert model.head.weight.data.sum() != 0
-
-
-@SIZES
-def test_use_outside_the_module_under_inference_mode(ranks, size):
-    ranks(size).run(infer)

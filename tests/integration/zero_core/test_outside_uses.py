@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import GradientError
 
-SIZES = pytest.mark.parametrize("size", [1, 2])
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
@@ -81,7 +81,8 @@ def test_nor_on_one_rank(case):
     run(make, options)
 
 
-def only_outside():
+@kit.on_ranks(1, 2)
+def test_a_loss_without_any_forward():
     model = plain()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
     before = model[0].weight.detach().clone()
@@ -90,12 +91,8 @@ def only_outside():
     torch.testing.assert_close(model[0].weight.detach().clone(), before * 0.9)
 
 
-@SIZES
-def test_a_loss_without_any_forward(ranks, size):
-    ranks(size).run(only_outside)
-
-
-def read_in_backward():
+@kit.on_ranks(1, 2)
+def test_a_read_between_forward_and_backward_updates_nothing_twice():
     torch.manual_seed(0)
     model = plain()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), update_in_backward=True)
@@ -106,20 +103,11 @@ def read_in_backward():
     assert optimizer.grad_norm > 0
 
 
-@SIZES
-def test_a_read_between_forward_and_backward_updates_nothing_twice(ranks, size):
-    ranks(size).run(read_in_backward)
-
-
-def late_in_backward():
+@kit.on_ranks(1, 2)
+def test_a_gradient_that_comes_after_its_update_in_backward_is_refused():
     model = plain()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), update_in_backward=True)
     penalty = model[2].weight.square().sum()
     with pytest.raises(GradientError, match="a gradient reached unit .* a use outside of its module"):
         (penalty + toys.loss_of(model, toys.data(0, 0))).backward()
         optimizer.step()
-
-
-@SIZES
-def test_a_gradient_that_comes_after_its_update_in_backward_is_refused(ranks, size):
-    ranks(size).run(late_in_backward)

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import GradientError
 
@@ -63,16 +64,18 @@ def trained(hook, when, stage):
     if when == "after":
         hook(model, log)
     for step in range(2):
-        toys.loss_of(model, toys.data(step, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))
     parameters = [p.detach().clone() for p in model.parameters()]
     if when is not None:
         optimizer.close()
     return [entry for entry in log if not hasattr(entry[1], "next_functions")], parameters
 
 
-def run(kind, when, stages):
+@EVERYWHERE
+@WHEN
+@pytest.mark.parametrize("kind", KINDS)
+@kit.on_ranks()
+def test_are_called_as_in_plain_torch(size, stages, kind, when):
     for stage in stages:
         calls, parameters = trained(KINDS[kind], when, stage)
         plain_calls, plain_parameters = trained(KINDS[kind], None, stage)
@@ -81,13 +84,6 @@ def run(kind, when, stages):
         for call, plain in zip(calls, plain_calls, strict=True):
             torch.testing.assert_close(call[1:], plain[1:])
         torch.testing.assert_close(parameters, plain_parameters)
-
-
-@EVERYWHERE
-@WHEN
-@pytest.mark.parametrize("kind", KINDS)
-def test_are_called_as_in_plain_torch(ranks, size, stages, kind, when):
-    ranks(size).run(run, kind, when, stages)
 
 
 def step_in_backward(model, log):
@@ -102,17 +98,14 @@ def step_in_backward(model, log):
         p.register_post_accumulate_grad_hook(step)
 
 
-def steps_in_backward(when, stages):
+@EVERYWHERE
+@WHEN
+@kit.on_ranks()
+def test_an_optimizer_step_in_backward_trains(size, stages, when):
     for stage in stages:
         _, parameters = trained(step_in_backward, when, stage)
         _, plain = trained(step_in_backward, None, stage)
         torch.testing.assert_close(parameters, plain)
-
-
-@EVERYWHERE
-@WHEN
-def test_an_optimizer_step_in_backward_trains(ranks, size, stages, when):
-    ranks(size).run(steps_in_backward, when, stages)
 
 
 def test_the_edge_of_a_sharded_parameter_is_that_of_its_gradient():
@@ -181,6 +174,4 @@ def test_a_hook_that_would_find_one_gradient_of_a_sum_is_refused(stage):
     torch.testing.assert_close([p.detach().clone() for p in model.parameters()], list(plain.parameters()))
     weight.register_post_accumulate_grad_hook(reads)
     for step in range(2):  # one backward in each step
-        toys.loss_of(model, toys.data(step, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zero_core
+from tests import kit
 from zero_core.errors import ChangedParameterError, DeferredInitError, ShardedParameterError, ZeroError
 from zero_core.optim.device_store import DeviceStore
 
@@ -44,10 +45,7 @@ def train(model: nn.Module, optimizer: Any, steps: int = 4) -> list[Tensor]:
     found = []
     for step in range(steps):
         loss = model(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).roll(step)).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
+        found.append(kit.step(optimizer, loss))
     return [*found, *(value.clone() for value in model.state_dict().values())]
 
 
@@ -108,7 +106,9 @@ def show_all(net: Any) -> Tensor:
     return torch.stack(shown).sum(0)
 
 
-def follow(stage: int) -> None:
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 3)])
+@kit.on_ranks()
+def test_an_attribute_over_a_parameter_or_a_part_of_one_follows_it(size, stage: int) -> None:
     dense, model = Net(share_all, show_all), Net(share_all, show_all)
     expected = train(dense, adam(dense))
     optimizer = zero_core.shard(model, adam(model), stage=stage, units=[nn.Linear] if stage % 2 else None)
@@ -116,11 +116,6 @@ def follow(stage: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     for share, show in FOLLOWING.items():
         torch.testing.assert_close(show(model) + 0, show(dense), rtol=1e-5, atol=1e-6, msg=share.__name__)
-
-
-@pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 3)])
-def test_an_attribute_over_a_parameter_or_a_part_of_one_follows_it(ranks: Any, size: int, stage: int) -> None:
-    ranks(size).run(follow, stage)
 
 
 def test_an_attribute_over_a_part_is_written_through() -> None:

@@ -6,7 +6,6 @@ one rank hangs, or if what torch, transformers or torch.distributed.checkpoint l
 
 from __future__ import annotations
 
-import copy
 import io
 
 import pytest
@@ -15,15 +14,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.comm import patience
 from zero_core.errors import ChangedParameterError, CollectiveError, ShardedParameterError, StoreError, ZeroError
 
 
 def twins(make=toys.Tied, **options):
-    torch.manual_seed(0)
-    dense = make()
-    model = copy.deepcopy(dense)
+    dense, model = kit.twins(make)
     return dense, model, zero_core.shard(model, toys.adamw(model.parameters()), **options)
 
 
@@ -34,12 +32,12 @@ def same(found, expected):
 
 def step(*pairs):
     for model, optimizer in pairs:
-        toys.loss_of(model, toys.data(0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
 
 
-def once(stage):
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_unit_is_gathered_once_and_values_are_copies(stage):
     dense, model, optimizer = twins(stage=stage)
     sent = optimizer.engine.ranks.sent_numel
     before = sent["all_gather"]
@@ -63,12 +61,6 @@ def once(stage):
     optimizer.close()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_each_unit_is_gathered_once_and_values_are_copies(ranks, stage, size):
-    ranks(size).run(once, stage)
-
-
 class Looking(toys.Stack):
     """Takes a state dict inside its forward, when one block is in use."""
 
@@ -82,7 +74,8 @@ class Looking(toys.Stack):
             hook.remove()
 
 
-def while_in_use():
+@kit.on_ranks(1, 2)
+def test_a_state_dict_that_is_taken_while_parameters_have_memory_stays():
     """Taken while parameters have memory, which goes: values stay, and writes into them are refused."""
     dense, model, optimizer = twins(Looking)
     expected = dense.state_dict()
@@ -105,12 +98,8 @@ def while_in_use():
     assert len(taken) == 1
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_state_dict_that_is_taken_while_parameters_have_memory_stays(ranks, size):
-    ranks(size).run(while_in_use)
-
-
-def load():
+@kit.on_ranks(1, 2)
+def test_a_state_dict_loads_as_into_plain_torch():
     dense, model, optimizer = twins()
     torch.manual_seed(1)
     other = toys.Tied()
@@ -133,12 +122,8 @@ def load():
         torch.testing.assert_close(value, dense.state_dict()[name])
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_state_dict_loads_as_into_plain_torch(ranks, size):
-    ranks(size).run(load)
-
-
-def by_dcp():
+@kit.on_ranks(1, 2)
+def test_torchs_distributed_state_dicts_are_right():
     dense, model, _ = twins()
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
     same(get_model_state_dict(model), dense.state_dict())
@@ -157,19 +142,12 @@ def by_dcp():
         same(model.state_dict(), other.state_dict())
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_torchs_distributed_state_dicts_are_right(ranks, size):
-    ranks(size).run(by_dcp)
-
-
 def hugging_face(folder):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
     )
-    torch.manual_seed(0)
-    dense = transformers.LlamaForCausalLM(config)
-    model = copy.deepcopy(dense)
+    dense, model = kit.twins(lambda: transformers.LlamaForCausalLM(config))
     zero_core.shard(model, toys.adamw(model.parameters()))
     model.save_pretrained(folder, is_main_process=toys.world()[0] == 0)
     if dist.is_initialized():
@@ -182,7 +160,8 @@ def test_transformers_save_a_sharded_model(ranks, size, tmp_path):
     ranks(size).run(hugging_face, tmp_path)
 
 
-def alone():
+@kit.on_ranks(2)
+def test_a_rank_that_calls_alone_fails_soon():
     seconds, patience.SECONDS = patience.SECONDS, 0.05
     dense, model, optimizer = twins()
     try:
@@ -196,10 +175,6 @@ def alone():
     dist.barrier()
     same(model.state_dict(), dense.state_dict())
     step((model, optimizer))
-
-
-def test_a_rank_that_calls_alone_fails_soon(ranks):
-    ranks(2).run(alone)
 
 
 def test_what_a_failed_state_dict_gathered_is_not_shown_later():

@@ -6,13 +6,12 @@ applied twice or to other parameters, if what was clipped is added to unclipped,
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import ChangedParameterError, GradientError
 from zero_core.store import ShardStore
@@ -84,9 +83,7 @@ def flat_clamped(parameter):
 
 
 def twins(**options):
-    torch.manual_seed(0)
-    dense = toys.Stack(2)
-    model = copy.deepcopy(dense)
+    dense, model = kit.twins(lambda: toys.Stack(2))
     return (
         dense,
         toys.adamw(dense.parameters()),
@@ -139,7 +136,8 @@ def test_what_was_clipped_is_added_to_as_in_plain_torch(ranks, stage, size):
     ranks(size).run(clipped, ["L2", "a subset", "values", "multiplied"], stage, 2)
 
 
-def reads_nothing():
+@kit.on_ranks(1, 2)
+def test_clipping_all_gradients_reads_and_writes_none():
     """The norm of all gradients is step()'s own, and the coefficient is step()'s own factor."""
     _, _, model, ours = twins()
     store = zero_core.handle(model).store
@@ -149,11 +147,6 @@ def reads_nothing():
     assert norm > 0.05
     ours.step()
     assert ours.grad_norm == pytest.approx(0.05, rel=1e-4)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_clipping_all_gradients_reads_and_writes_none(ranks, size):
-    ranks(size).run(reads_nothing)
 
 
 @pytest.mark.parametrize("foreach", [None, True])
@@ -267,7 +260,8 @@ def test_views_of_a_gradient_are_kept_or_refused():
         row.sum()
 
 
-def different():
+@kit.on_ranks(2)
+def test_ranks_that_multiply_by_different_numbers_are_refused():
     """A rank that multiplies by a number of its own."""
     _, _, model, ours = twins()
     toys.loss_of(model, toys.data(0, toys.world()[0])).backward()
@@ -278,10 +272,6 @@ def different():
         ours.step()
     for old, parameter in zip(before, model.parameters(), strict=True):
         assert torch.equal(old, parameter.detach().clone())
-
-
-def test_ranks_that_multiply_by_different_numbers_are_refused(ranks):
-    ranks(2).run(different)
 
 
 def test_a_dropped_gradient_forgets_its_factor():

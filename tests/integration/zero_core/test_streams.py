@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import ordering, toys
 from tests.integration.zero_core.test_swapping_store import interrupt_backward, interrupt_forward
 from zero_core.streams import Side
@@ -37,9 +38,7 @@ def ordered_run(swaps: bool, can_swap: bool, make: Any, options: dict[str, Any])
                 interrupt_backward(model, lambda: toys.loss_of(model, toys.data(9, rank)))
                 optimizer.zero_grad()
                 interrupt_forward(model, toys.data(9, rank))
-            toys.loss_of(model, toys.data(step, rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            kit.step(optimizer, toys.loss_of(model, toys.data(step, rank)))
         with zero_core.gathered(model):
             pass
         optimizer.close()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import swapping, toys
 
 
@@ -41,14 +42,11 @@ def trained(store: Any, make: Any = toys.Stack, **options: Any) -> list[Tensor]:
             interrupt_forward(model, toys.data(51, rank).to(dtype))
         with zero_core.no_sync(model):
             loss(2 * step).backward()
-        loss(2 * step + 1).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, loss(2 * step + 1))
         seen.append(torch.tensor(optimizer.grad_norm))
         with torch.no_grad():
             seen.append(model(toys.data(60 + step, rank).to(dtype)).clone())
-    with zero_core.gathered(model, master=True):
-        seen += [p.detach().clone() for p in model.parameters()]
+    seen += kit.values(model, master=True)
     for unit in zero_core.units(model):
         assert unit.flat.untyped_storage().nbytes() == 0, unit.name
     optimizer.close()
@@ -186,7 +184,8 @@ def test_what_was_begun_and_is_not_wanted_is_dropped_and_never_waited_for():
     optimizer.close()
 
 
-def fail() -> None:
+@kit.on_ranks(1, 2)
+def test_a_copy_that_fails_is_raised_where_it_is_waited_for_and_leaves_no_memory() -> None:
     """Every rank's copy of one unit fails."""
     store, model = swapping.SwappingStore(), toys.Stack()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), store=store)
@@ -198,11 +197,6 @@ def fail() -> None:
     optimizer.close()
     assert not store.under_way and store.counts["dropped"] >= 1
     assert all(unit.flat.untyped_storage().nbytes() == 0 for unit in zero_core.units(model))
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_copy_that_fails_is_raised_where_it_is_waited_for_and_leaves_no_memory(ranks, size):
-    ranks(size).run(fail)
 
 
 class NotedStore(swapping.SwappingStore):
@@ -233,9 +227,7 @@ def test_an_update_in_backward_waits_for_its_gradient_after_the_next_units_backw
         block.register_forward_hook(watch)
     for _ in range(2):
         store.events.clear()
-        toys.loss_of(model, toys.data(0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
         assert store.events.count("norm") == 5
         waits = [k for k, event in enumerate(store.events) if event == "norm"][:-1]  # the last has nothing after it
         for k in waits:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core import checkpoint
 from zero_core.errors import CheckpointError, ZeroError
@@ -56,8 +57,7 @@ def losses(model: nn.Module, optimizer: Any, first: int, last: int) -> list[floa
 
 
 def masters(model: nn.Module) -> dict[str, torch.Tensor]:
-    with zero_core.gathered(model, master=True):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return kit.named_values(model, master=True)
 
 
 def save_and_go_on(folder: Path, stage: int) -> tuple[list[str], dict[str, torch.Tensor], list[float]]:

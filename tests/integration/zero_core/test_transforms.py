@@ -9,6 +9,7 @@ from torch.autograd import forward_ad, functional
 from torch.func import functional_call
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import ChangedParameterError, ZeroError
 
@@ -75,19 +76,14 @@ def compare(name: str, stage: int) -> None:
         expected, found = run(dense, x), run(model, x)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         for each, step, result in ((dense, plain, expected), (model, optimizer, found)):
-            (result.square().mean() if name in TRAINED else toys.loss_of(each, x)).backward()
-            step.step()
-            step.zero_grad()
+            kit.step(step, result.square().mean() if name in TRAINED else toys.loss_of(each, x))
     for ours, theirs in zip(values(model).values(), dense.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 3), (2, 3)])
-def test_each_equals_plain_torch(ranks, size, stage):
-    ranks(size).run(compare_all, stage)
-
-
-def compare_all(stage: int) -> None:
+@kit.on_ranks()
+def test_each_equals_plain_torch(size, stage: int) -> None:
     for name in (*TRAINED, *VALUES):
         try:
             compare(name, stage)

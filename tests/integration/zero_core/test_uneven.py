@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import swapping, toys
 from tests.integration.zero_core.generating import counting_units, generate_between
 from tests.integration.zero_core.toys import world
@@ -54,9 +55,7 @@ def sharded(kind=toys.Stack, **options):
 
 def trains(model, optimizer):
     """A step, which raises where ranks called different collectives since the last one."""
-    toys.loss_of(model, toys.data(0, world()[0])).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    kit.step(optimizer, toys.loss_of(model, toys.data(0, world()[0])))
 
 
 class Leaving(toys.Stack):
@@ -96,7 +95,13 @@ def test_ranks_of_a_mesh_of_two_dimensions_may_differ(ranks):
     ranks(4).run(forwards, Leaving, False, (2, 2))
 
 
-def anything(stage, options, swaps):
+CASES = [(3, {}, False), (3, {"prefetch_bytes": 5_000}, True), (2, {}, False)]
+CASES += [(3, {"prefetch_bytes": 0, "resident_bytes": 5_000}, False)]
+
+
+@pytest.mark.parametrize(("stage", "options", "swaps"), CASES)
+@kit.on_ranks(3)
+def test_what_ranks_do_alone_they_may_do_at_once(stage, options, swaps):
     """Each rank runs up to six things, drawn for it alone, on one of two models: forwards, parts of them, reads."""
     rank, dice = world()[0], random.Random(world()[0])
     plain, model, optimizer = [], [], []
@@ -129,15 +134,6 @@ def anything(stage, options, swaps):
         model[k].order = (0, 1, 2)
         trains(model[k], optimizer[k])
         optimizer[k].close()
-
-
-CASES = [(3, {}, False), (3, {"prefetch_bytes": 5_000}, True), (2, {}, False)]
-CASES += [(3, {"prefetch_bytes": 0, "resident_bytes": 5_000}, False)]
-
-
-@pytest.mark.parametrize(("stage", "options", "swaps"), CASES)
-def test_what_ranks_do_alone_they_may_do_at_once(ranks, stage, options, swaps):
-    ranks(3).run(anything, stage, options, swaps)
 
 
 def rounds_of(orders):
@@ -181,7 +177,9 @@ def test_a_rank_that_is_done_holds_one_unit_and_what_it_gathers_ahead(ranks):
     assert ranks(2).run(whole_at_once, 2) == [4, 3]
 
 
-def whole_after(stage, options):
+@pytest.mark.parametrize(("stage", "options"), [(1, {}), (2, {}), (3, {"resident_bytes": 4_000})])
+@kit.on_ranks(2)
+def test_ranks_go_on_with_the_same_units_unsharded(stage, options):
     """The block leaves the same units unsharded on every rank, and a pending graph its memory."""
     model, optimizer = sharded(stage=stage, **options)
     trains(model, optimizer)
@@ -196,12 +194,8 @@ def whole_after(stage, options):
     optimizer.step()
 
 
-@pytest.mark.parametrize(("stage", "options"), [(1, {}), (2, {}), (3, {"resident_bytes": 4_000})])
-def test_ranks_go_on_with_the_same_units_unsharded(ranks, stage, options):
-    ranks(2).run(whole_after, stage, options)
-
-
-def alone():
+@kit.on_ranks(3)
+def test_one_rank_alone_may_read_the_model():
     """Rank 1 alone reads the whole state dict, evaluates a block, and reads a parameter."""
     model, optimizer = sharded()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
@@ -214,11 +208,9 @@ def alone():
     trains(model, optimizer)
 
 
-def test_one_rank_alone_may_read_the_model(ranks):
-    ranks(3).run(alone)
-
-
-def two_models():
+@SEVERAL
+@kit.on_ranks()
+def test_several_models_in_one_block(size):
     """A policy, and a reference that nobody trains: ranks that are done serve both."""
     rank = world()[0]
     policy, optimizer = sharded()
@@ -235,12 +227,8 @@ def two_models():
     trains(policy, optimizer)
 
 
-@SEVERAL
-def test_several_models_in_one_block(ranks, size):
-    ranks(size).run(two_models)
-
-
-def gathered_ahead_before():
+@kit.on_ranks(2)
+def test_a_unit_that_was_gathered_ahead_before_the_block():
     """At stage 2, what the forward before the block gathered ahead and did not use is under way until the step."""
     model, optimizer = sharded(Leaving, stage=2)
     x = toys.data(0, 0)
@@ -256,10 +244,6 @@ def gathered_ahead_before():
     trains(model, optimizer)
 
 
-def test_a_unit_that_was_gathered_ahead_before_the_block(ranks):
-    ranks(2).run(gathered_ahead_before)
-
-
 class Unfortunate(toys.Stack):
     """Fails in its second block where it is told to."""
 
@@ -271,7 +255,10 @@ class Unfortunate(toys.Stack):
         return super().run(block, x)
 
 
-def one_fails(where, done):
+@pytest.mark.parametrize("done", [True, False])
+@pytest.mark.parametrize("where", ["forward", "between"])
+@kit.on_ranks(2)
+def test_where_one_rank_fails_the_others_are_told_and_all_may_go_on(where, done):
     """Rank 0 fails in its second forward or between two; rank 1 is done, or runs on. Then all train."""
     rank = world()[0]
     model, optimizer = sharded(Unfortunate)
@@ -288,12 +275,6 @@ def one_fails(where, done):
         for n in range(2 * rank):
             model(toys.data(n, rank))
     trains(model, optimizer)
-
-
-@pytest.mark.parametrize("done", [True, False])
-@pytest.mark.parametrize("where", ["forward", "between"])
-def test_where_one_rank_fails_the_others_are_told_and_all_may_go_on(ranks, where, done):
-    ranks(2).run(one_fails, where, done)
 
 
 class Broken(DeviceStore):
@@ -332,7 +313,8 @@ def test_a_store_that_breaks_on_one_rank_ends_the_block_on_all(ranks, runs):
     assert "all_gather of unit 'blocks.1' failed on rank 1 of 2" in texts[1], texts
 
 
-def refuse():
+@kit.on_ranks(1, 2)
+def test_what_cannot_be_uneven_is_refused():
     model, optimizer = sharded()
     other, _ = sharded()
     graph = toys.loss_of(model, toys.data(0, 0))
@@ -360,8 +342,3 @@ def refuse():
     with torch.no_grad(), zero_core.gathered(model), zero_core.uneven(model):  # the other way round is allowed
         for _ in range(world()[0]):
             model(x)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_cannot_be_uneven_is_refused(ranks, size):
-    ranks(size).run(refuse)

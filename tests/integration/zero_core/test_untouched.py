@@ -8,10 +8,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import ShardedParameterError, UnsupportedOptimizerError, ZeroError
-
-SIZES = pytest.mark.parametrize("size", [1, 2])
 
 
 class Noise(nn.Module):
@@ -50,7 +49,8 @@ class Labelled(nn.Parameter):
         return self.shape[0]
 
 
-def keep_the_class():
+@kit.on_ranks(1, 2)
+def test_a_parameter_keeps_its_class():
     class Asking(toys.Stack):
         def forward(self, x):
             seen.append((type(self.head.weight), self.head.weight.label()))
@@ -72,11 +72,6 @@ def keep_the_class():
     with zero_core.gathered(model):
         assert type(model.head.weight) is Labelled
     optimizer.close()
-
-
-@SIZES
-def test_a_parameter_keeps_its_class(ranks, size):
-    ranks(size).run(keep_the_class)
 
 
 class Wrapped(nn.Parameter):
@@ -107,7 +102,8 @@ def test_processes_without_a_group_are_refused(monkeypatch):
         zero_core.shard(model, toys.sgd(model.parameters()))
 
 
-def resume_the_stock_way():
+@kit.on_ranks(1, 2)
+def test_the_stock_way_to_resume_is_refused_by_name():
     model = toys.Stack()
     plain = toys.adamw(model.parameters())
     optimizer = zero_core.shard(model, plain)
@@ -121,11 +117,6 @@ def resume_the_stock_way():
     with pytest.raises(UnsupportedOptimizerError, match=r"has step of embed.weight and no exp_avg.*checkpoint.load"):
         optimizer.load_state_dict(bare)
     assert optimizer.param_groups[0]["lr"] == 1e-2, "a refused state dict changes nothing"
-
-
-@SIZES
-def test_the_stock_way_to_resume_is_refused_by_name(ranks, size):
-    ranks(size).run(resume_the_stock_way)
 
 
 def test_a_state_dict_without_states_is_complete():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import ChangedParameterError
 
@@ -65,9 +66,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = ran
     outputs = []
     for step in steps:
         output = model(data(step))
-        output.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, output.square().mean())
         outputs.append(output.detach())
     return outputs
 
@@ -166,9 +165,7 @@ def test_progressive_unfreezing_equals_torch() -> None:
             if step % 2 == 0 and step:
                 model.blocks[-step // 2].requires_grad_(True)
             output = model(toys.data(step, 0))
-            output.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            kit.step(optimizer, output.square().mean())
             outputs.append(output.detach())
         return outputs
 
@@ -201,7 +198,9 @@ def test_a_checkpoint_in_more_bits_is_rounded_as_masters_are(tmp_path: Path) -> 
 # -- a model without an optimizer --------------------------------------------------------------------------------------
 
 
-def forward_only(stage: int) -> None:
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_without_an_optimizer_has_the_plain_outputs_and_no_gradient_memory(stage: int) -> None:
     plain, model = toys.Stack(), toys.Stack()
     model.load_state_dict(plain.state_dict())
     with torch.no_grad():
@@ -223,14 +222,6 @@ def forward_only(stage: int) -> None:
     shards = handle.store._shards  # type: ignore[attr-defined]
     assert all(shard.gradient is None and shard._own.numel() == 0 for shard in shards)
     handle.close()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_model_without_an_optimizer_has_the_plain_outputs_and_no_gradient_memory(
-    ranks, stage: int, size: int
-) -> None:
-    ranks(size).run(forward_only, stage)
 
 
 def test_bf16_parameters_of_a_model_without_an_optimizer_have_no_masters() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import swapping, toys
 from tests.swap import needs_swap
 from zero_core.errors import ChangedParameterError
@@ -55,19 +56,13 @@ class Renormalised(nn.Module):
 
 def train(make, options):
     """Beside plain torch, all ranks on the same batch: the reference's masters would not see what a forward writes."""
-    torch.manual_seed(1)
-    model = make()
-    dense = copy.deepcopy(model)
+    model, dense = kit.twins(make, seed=1)
     theirs = toys.sgd(dense.parameters())
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), **options)
     for step in range(4):
         losses: list[float] = []
         for each, stepped in ((model, optimizer), (dense, theirs)):
-            loss = toys.loss_of(each, toys.data(step, 0))
-            loss.backward()
-            stepped.step()
-            stepped.zero_grad()
-            losses.append(float(loss.detach()))
+            losses.append(float(kit.step(stepped, toys.loss_of(each, toys.data(step, 0)))))
         assert losses[0] == pytest.approx(losses[1], rel=1e-5), step
     with zero_core.gathered(model):
         for (name, ours), other in zip(model.named_parameters(), dense.parameters(), strict=True):
@@ -85,22 +80,16 @@ def test_writes_inside_a_forward_are_kept_where_the_store_copies():
     train(Clamped, {"store": swapping.SwappingStore()})
 
 
-def clamped_in_sixteen_bits():
+@kit.on_ranks(1, 2)
+def test_writes_inside_a_forward_reach_the_fp32_masters():
     torch.manual_seed(0)
     model = Clamped().bfloat16()
     optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.0))
     for _ in range(2):
-        toys.loss_of(model, toys.data(0, 0).bfloat16()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, toys.loss_of(model, toys.data(0, 0).bfloat16()))
     with zero_core.gathered(model, master=True):
         assert float(model.blocks[0].up.weight.abs().max()) == float(torch.tensor(0.11).bfloat16())
         assert float(model.blocks[0].calls) == 2.0
-
-
-@SIZES
-def test_writes_inside_a_forward_reach_the_fp32_masters(ranks, size):
-    ranks(size).run(clamped_in_sixteen_bits)
 
 
 def renormalise_differently(options):
@@ -118,26 +107,6 @@ def test_ranks_that_write_different_values_are_told_at_the_step(ranks, stage):
     ranks(2).run(renormalise_differently, {"stage": stage})
 
 
-def initialise_differently():
-    model = toys.Stack()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
-    torch.manual_seed(toys.world()[0])
-    nn.init.normal_(model.head.weight)
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(ChangedParameterError, match=r"wrote into head.weight"):
-        optimizer.step()
-
-
-def fill_differently(values):
-    model = toys.Stack()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
-    with torch.no_grad():
-        model.head.weight.copy_(values(toys.world()[0]))
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    with pytest.raises(ChangedParameterError, match=r"wrote into head.weight"):
-        optimizer.step()
-
-
 def round_numbers(rank):
     return torch.full((3, toys.WIDTH), 0.5 + rank)  # whose low bits are zeros
 
@@ -147,12 +116,26 @@ def another_order(rank):
 
 
 @pytest.mark.parametrize("values", [round_numbers, another_order])
-def test_round_numbers_and_another_order_are_different_values(ranks, values):
-    ranks(2).run(fill_differently, values)
+@kit.on_ranks(2)
+def test_round_numbers_and_another_order_are_different_values(values):
+    model = toys.Stack()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    with torch.no_grad():
+        model.head.weight.copy_(values(toys.world()[0]))
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(ChangedParameterError, match=r"wrote into head.weight"):
+        optimizer.step()
 
 
-def test_ranks_that_initialise_differently_are_told_at_the_step(ranks):
-    ranks(2).run(initialise_differently)
+@kit.on_ranks(2)
+def test_ranks_that_initialise_differently_are_told_at_the_step():
+    model = toys.Stack()
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    torch.manual_seed(toys.world()[0])
+    nn.init.normal_(model.head.weight)
+    toys.loss_of(model, toys.data(0, 0)).backward()
+    with pytest.raises(ChangedParameterError, match=r"wrote into head.weight"):
+        optimizer.step()
 
 
 class Replaced(toys.Stack):
@@ -189,19 +172,16 @@ class UnseenInside(toys.Stack):
         return Clamping()
 
 
-def refuse_unseen(options):
+@pytest.mark.parametrize(
+    ("size", "options"), [(2, {"stage": 3}), (2, {"stage": 0}), (1, {"param_dtype": torch.bfloat16})]
+)
+@kit.on_ranks()
+def test_writes_inside_a_forward_through_data_are_refused(size, options):
     model = UnseenInside()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()), **options)
     toys.loss_of(model, toys.data(0, 0).to(options.get("param_dtype", torch.float32))).backward()
     with pytest.raises(ChangedParameterError, match=r"the forward of blocks\.\d.* writes into a parameter through its"):
         optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("size", "options"), [(2, {"stage": 3}), (2, {"stage": 0}), (1, {"param_dtype": torch.bfloat16})]
-)
-def test_writes_inside_a_forward_through_data_are_refused(ranks, size, options):
-    ranks(size).run(refuse_unseen, options)
 
 
 class UnseenLater(toys.Stack):
@@ -224,19 +204,14 @@ class UnseenLater(toys.Stack):
         return Clamping()
 
 
-def refuse_unseen_later():
+@kit.on_ranks(2)
+def test_writes_through_data_that_begin_later_are_refused():
     model = UnseenLater()
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
     toys.loss_of(model, toys.data(0, 0)).backward()
     with pytest.raises(ChangedParameterError, match="writes into a parameter through its"):
         optimizer.step()
-
-
-def test_writes_through_data_that_begin_later_are_refused(ranks):
-    ranks(2).run(refuse_unseen_later)
 
 
 def clamped_over_nvme(dtype):
@@ -252,9 +227,7 @@ def clamped_over_nvme(dtype):
     )
     optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.0), store=store, prefetch_bytes=0)
     for step in range(2):
-        toys.loss_of(model, toys.data(step, 0).to(dtype)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, toys.loss_of(model, toys.data(step, 0).to(dtype)))
     with zero_core.gathered(model, master=True):
         for block in model.blocks:
             assert float(block.up.weight.abs().max()) == float(torch.tensor(0.11).to(dtype))
@@ -293,10 +266,10 @@ WRITES = {
 }
 
 
-def write_between_steps(name):
-    torch.manual_seed(1)
-    dense = toys.Stack()
-    model = copy.deepcopy(dense)
+@kit.on_ranks(1, 2)
+@pytest.mark.parametrize("name", WRITES)
+def test_views_of_every_kind_write_through(name):
+    dense, model = kit.twins(toys.Stack, seed=1)
     optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
     for each in (model, dense):
         with torch.no_grad():
@@ -304,12 +277,6 @@ def write_between_steps(name):
     with zero_core.gathered(model):
         assert torch.equal(model.head.weight, dense.head.weight)
     optimizer.close()
-
-
-@SIZES
-@pytest.mark.parametrize("name", WRITES)
-def test_views_of_every_kind_write_through(ranks, size, name):
-    ranks(size).run(write_between_steps, name)
 
 
 def test_a_view_from_before_a_step_is_refused():
@@ -352,10 +319,9 @@ def test_an_array_of_a_sharded_parameter_is_read_only():
         array[0, 0] = 1.0
 
 
-def write_into_a_state_dict():
-    torch.manual_seed(1)
-    dense = toys.Stack()
-    model = copy.deepcopy(dense)
+@kit.on_ranks(1, 2)
+def test_writes_into_a_state_dict_and_into_several_views_at_once():
+    dense, model = kit.twins(toys.Stack, seed=1)
     zero_core.shard(model, toys.sgd(model.parameters()))
     for each in (model, dense):
         state = each.state_dict()
@@ -367,11 +333,6 @@ def write_into_a_state_dict():
     with zero_core.gathered(model):
         for ours, other in zip(model.parameters(), dense.parameters(), strict=True):
             assert torch.equal(ours, other)
-
-
-@SIZES
-def test_writes_into_a_state_dict_and_into_several_views_at_once(ranks, size):
-    ranks(size).run(write_into_a_state_dict)
 
 
 def test_writes_inside_a_forward_are_kept_on_a_torch_that_cannot_swap(monkeypatch):

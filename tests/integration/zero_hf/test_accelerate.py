@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests import kit
+
 from .accelerated import Script, accelerator, launched, llama, loaders, nvme, rows
 
 pytest.importorskip("accelerate")
@@ -207,7 +209,9 @@ def test_another_way_to_shard_is_refused(monkeypatch):
         accelerator({})
 
 
-def _uneven():
+@kit.on_ranks(2)
+def test_join_uneven_inputs_is_refused_on_several_ranks():
+    """Fails if ranks may run different numbers of steps, and wait for each other for ever."""
     with launched():
         acc = accelerator({})
         model = acc.prepare(llama())
@@ -215,8 +219,3 @@ def _uneven():
             with acc.join_uneven_inputs([model]):
                 pass
         acc.free_memory()
-
-
-def test_join_uneven_inputs_is_refused_on_several_ranks(ranks):
-    """Fails if ranks may run different numbers of steps, and wait for each other for ever."""
-    ranks(2).run(_uneven)

@@ -17,6 +17,7 @@ from torch import nn
 import zero_core
 import zero_hf
 import zero_offload
+from tests import kit
 from zero_hf import ConfigError, ZeroConfig, deepspeed, from_deepspeed
 from zero_hf.deepspeed.keys import KEYS
 from zero_hf.deepspeed.optimizers import REFUSED
@@ -381,9 +382,7 @@ def _decided(stage):
         for micro in rows:
             engine.backward(engine(micro[dist.get_rank()]).square().mean())
         engine.step()
-        sum(plain(part).square().mean() for micro in rows for part in micro).div(2 * size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, sum(plain(part).square().mean() for micro in rows for part in micro).div(2 * size))
     assert engine.global_steps == 2
     found = {name: value.clone() for name, value in engine.module.state_dict().items()}
     engine.destroy()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import zero_core
+from tests import kit
 from zero_hf.deepspeed.checkpoint import load_checkpoint
 from zero_hf.deepspeed.files import FilesError, open_checkpoint
 from zero_hf.deepspeed.schedules import WarmupLR
@@ -86,9 +87,7 @@ def _continue(folder, name, given, stage):
     losses = []
     for step in range(SAVED_AFTER, STEPS):
         loss = model(*rows(step, rank, size))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, loss)
         if scheduler is not None:
             scheduler.step()
         total = loss.detach().float().clone()

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import zero_core
 import zero_hf
+from tests import kit
 from tests.integration.zero_hf.trainers import llama
 from tests.unit.zero_hf.deepspeed.written import write
 from zero_hf import ConfigError, ZeroConfig
@@ -199,11 +200,7 @@ def test_a_head_that_is_new_is_trained(tmp_path):
     optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
     for _ in range(3):
-        loss = model(input_ids=TOKENS, labels=torch.tensor([0, 1])).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(kit.step(optimizer, model(input_ids=TOKENS, labels=torch.tensor([0, 1])).loss).item())
     assert losses[2] < losses[1] < losses[0]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_offload import ActivationError, MemoryByteStore, Plan, TieredStore, TorchStep, offload_activations, plan
 from zero_offload import activations as module_under_test
@@ -78,8 +79,7 @@ def train(policy, placement="host", steps=3, accumulate=1, **options):
             optimizer.step()
             optimizer.zero_grad()
         stats = offloaded.stats()
-    with zero_core.gathered(model):
-        parameters = [p.detach().clone() for p in model.parameters()]
+    parameters = kit.values(model)
     optimizer.close()
     return losses, parameters, stats
 
@@ -216,9 +216,7 @@ def test_blocks_that_share_a_parameter_follow_together():
         with offload_activations(model, store, policy) as offloaded:
             torch.manual_seed(1)
             for step in range(2):
-                loss_of(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                kit.step(optimizer, loss_of(model, step))
             last = float(loss_of(model, 9).detach())
             counted = offloaded.stats()["recomputed"]
         optimizer.close()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.chunks import TILE
 from tests.swap import needs_swap
 from tests.unit.zero_offload import simulated
@@ -49,14 +50,11 @@ def sharded(tiers="host", nvme=None, **options):
 
 
 def step(net, optimizer, number=1):
-    net(torch.full((2, WIDTH), float(number))).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    kit.step(optimizer, net(torch.full((2, WIDTH), float(number))).square().mean())
 
 
 def values(net):
-    with zero_core.gathered(net):
-        return [parameter.detach().clone() for parameter in net.parameters()]
+    return kit.values(net)
 
 
 def same(net, other):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from tests.integration.zero_core.test_full_states import same, shared, steps
 from zero_offload import MemoryByteStore, OffloadError, TieredStore
@@ -32,9 +33,7 @@ def tiered(build, place, dtype, stage):
 def run(model, optimizer, first, last):
     for step in range(first, last):
         data = toys.data(step, 0).to(next(model.parameters()).dtype)
-        toys.loss_of(model, data).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, toys.loss_of(model, data))
 
 
 def equal(found, expected):

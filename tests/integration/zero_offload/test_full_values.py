@@ -6,7 +6,6 @@ another tile, is lost on its way through slots, or reaches a device apart in ano
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from tests import kit
 from tests.chunks import TILE, small_chunks
 from tests.integration.zero_offload.training import Model
 from tests.unit.zero_offload import simulated
@@ -50,9 +50,7 @@ def edit(placement: Any, stage: int = 3) -> None:
     rank, size = 0, 1
     if torch.distributed.is_initialized():
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    torch.manual_seed(0)
-    dense = Model(64, 2)
-    model = copy.deepcopy(dense)
+    dense, model = kit.twins(lambda: Model(64, 2))
     theirs = sgd(dense.parameters())
     with small_chunks():
         ours = zero_core.shard(

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests import kit
+
 pytest.importorskip("peft", reason="peft is not installed: nox -s peft")
 pytest.importorskip("transformers")
 
@@ -81,9 +83,7 @@ def train(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
         tokens = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(step))[rank::size]
         torch.manual_seed(step)
         loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, loss)
         total = loss.detach() / size
         if size > 1:
             dist.all_reduce(total)

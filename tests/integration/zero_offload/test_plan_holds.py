@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.chunks import TILE, small_chunks
 from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_core.runtime import residency
@@ -73,9 +74,7 @@ def check(placement, dtype, shard_count):
     written = 0
     for number in range(2):
         tokens = torch.arange(8).view(1, 8) + number
-        nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten()))
         store.wait()
         written += planned.write_bytes_per_step
         assert store.stats()["nvme_write_bytes"] == written
@@ -127,9 +126,7 @@ def test_units_that_stay_and_one_that_encloses_them_have_the_slots_that_were_pla
     )
     assert store.describe().unit_slots == planned.store.unit_slots
     for _ in range(2):
-        model(torch.ones(4, 256, dtype=torch.bfloat16)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, model(torch.ones(4, 256, dtype=torch.bfloat16)))
     optimizer.close()
 
 

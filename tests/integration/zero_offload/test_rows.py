@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests import kit
+
 pytest.importorskip("transformers")
 
 import torch
@@ -166,9 +168,7 @@ def test_a_unit_is_read_twice_and_its_gradient_written_once_whatever_the_number_
             count_calls(store, name, calls)
         with offload_activations(model, store, "recompute", rows=rows):
             for step in range(steps):
-                model(**batch_of("llama", 6, step)).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                kit.step(optimizer, model(**batch_of("llama", 6, step)).loss)
         done = Counter(calls)
         with zero_core.gathered(model):  # every update is done
             found = store.stats()
@@ -335,9 +335,7 @@ def test_the_loss_of_a_model_never_has_more_than_rows_rows_of_logits(kind):
 
     batch = batch_of(kind, 6)
     with offload_activations(model, policy="recompute", rows=2):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, model(**batch).loss)
         with Watch():
             model(**batch).loss.backward()
     assert largest <= 64, "the largest is the head's own weight, or its gradient: (vocabulary, width)"

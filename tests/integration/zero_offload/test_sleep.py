@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from tests import kit
 from tests.chunks import TILE, small_chunks
 from tests.integration.zero_offload.training import Model
 from zero_core.aside import HostMemory
@@ -59,8 +60,7 @@ def slept(placement: Any, stage: int, sleeps: bool, options: dict[str, Any]) -> 
             optimizer.step()
             optimizer.zero_grad()
             rest()
-        with zero_core.gathered(model), torch.no_grad():
-            values = [parameter.detach().clone() for parameter in model.parameters()]
+        values = kit.values(model)
         optimizer.close()
         return [*losses, *values]
 

@@ -6,7 +6,6 @@ twice, or reaches updates that overlap with the next forward too late.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from tests import kit
 from tests.chunks import small_chunks
 from tests.integration.zero_offload.test_full_values import MIXED, loss_of, sgd, store_of
 from tests.integration.zero_offload.training import Model
@@ -31,9 +31,7 @@ def clip(model: nn.Module, step: int) -> Tensor:
 
 
 def train(placement: Any, overlap: bool) -> list[Tensor]:
-    torch.manual_seed(0)
-    dense = Model(64, 2)
-    model = copy.deepcopy(dense)
+    dense, model = kit.twins(lambda: Model(64, 2))
     theirs = sgd(dense.parameters())
     with small_chunks():
         ours = zero_core.shard(model, sgd(model.parameters()), store=store_of(placement, overlap=overlap))

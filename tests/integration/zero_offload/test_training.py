@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from tests import kit
 from tests.chunks import TILE
 from tests.integration.zero_offload.training import Case, Outcome, train
 from zero_core.runtime.scaling import LossScale
@@ -122,9 +123,7 @@ def test_evaluation_under_inference_mode_over_nvme(prefetch_bytes):
         model, torch.optim.AdamW(model.parameters()), store=store, prefetch_bytes=prefetch_bytes
     )
     for _ in range(2):
-        model(torch.ones(2, 8)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, model(torch.ones(2, 8)).square().mean())
         with torch.inference_mode():  # updates are still under way
             assert model(torch.ones(2, 8)).isfinite().all()
     optimizer.close()
@@ -169,11 +168,7 @@ def test_an_attribute_over_a_part_of_a_parameter_follows_it_on_a_tier(tier: str)
     def run(model: nn.Module, optimizer: Any) -> list[Tensor]:
         found = []
         for _ in range(4):
-            loss = model(torch.linspace(-1, 1, 32).view(4, 8)).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.detach())
+            found.append(kit.step(optimizer, model(torch.linspace(-1, 1, 32).view(4, 8)).square().sum()))
         return found
 
     dense, model = Shown(), Shown()

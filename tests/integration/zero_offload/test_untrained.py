@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from tests import kit
 from zero_offload import MemoryByteStore, TieredStore, TorchStep, plan
 
 KINDS = ("parameters", "gradients", "optimizer")
@@ -52,11 +53,7 @@ def trained(placement: Any, prefetch_bytes: int = 0, stage: int = 3) -> tuple[li
     optimizer = zero_core.shard(model, optimizer, store=store, prefetch_bytes=prefetch_bytes, stage=stage)
     losses = []
     for step in range(3):
-        loss = model(torch.arange(7)[None] + 7 * step).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+        losses.append(float(kit.step(optimizer, model(torch.arange(7)[None] + 7 * step).square().mean())))
     with zero_core.gathered(model):
         bits = [p.detach().clone().reshape(-1).view(torch.uint8) for p in model.parameters()]
     optimizer.close()
@@ -98,9 +95,7 @@ def test_the_plan_is_what_the_store_reserves_and_a_step_writes_nothing_else() ->
     assert reserved.own_slots == planned.store.own_slots and reserved.unit_slots == planned.store.unit_slots
     for _ in range(2):
         before = store.stats()["nvme_write_bytes"]
-        model(torch.arange(7)[None]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, model(torch.arange(7)[None]).square().mean())
         store.wait()
         assert store.stats()["nvme_write_bytes"] - before == planned.write_bytes_per_step
     optimizer.close()

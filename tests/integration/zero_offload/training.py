@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from tests import kit
 from tests.chunks import TILE, small_chunks
 from tests.unit.zero_offload import simulated
 from zero_offload import MemoryByteStore, TieredStore
@@ -100,8 +101,7 @@ def _train(case: Case) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
         norms.append(float(optimizer.grad_norm) if optimizer.grad_norm is not None else 0.0)
-    with zero_core.gathered(model), torch.no_grad():
-        parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    parameters = kit.named_values(model)
     stats = store.stats() if store is not None else {}
     optimizer.close()
     return Outcome(losses, norms, parameters, stats)

@@ -7,6 +7,7 @@ from torch import nn
 
 import zero_core
 import zero_offload
+from tests import kit
 from tests.integration.zero_train.helpers import trained
 from zero_offload import activations
 from zero_train import config, engine, planning, train
@@ -60,10 +61,7 @@ def run(folder, policy):
             for _ in range(3):
                 tokens = torch.randint(0, 64, (2, TOKENS // 2))
                 loss = nn.functional.cross_entropy(forward(model, tokens).float().flatten(0, 1), tokens.flatten())
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(float(loss.detach()))
+                losses.append(float(kit.step(optimizer, loss)))
             store.wait()
             written = store.stats()["nvme_write_bytes"] - 3 * planned.write_bytes_per_step
             spilled = offloaded.stats()["spilled_bytes"]

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests import kit
+
 pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
 
@@ -102,8 +104,7 @@ def outcome(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         units = range(len(zero_core.units(model)))
         sizes = [unit.layout.shard_numel for unit in zero_core.handle(model).units]
         states = [store.read_state(i, name, 0, sizes[i]) for i in units for name in store.state_names()]
-        with zero_core.gathered(model), torch.no_grad():
-            parameters = [parameter.detach().clone() for parameter in model.parameters()]
+        parameters = kit.values(model)
         optimizer.close()
     return {"losses": losses, "norms": norms, "tensors": [*states, *parameters]}
 

@@ -10,6 +10,8 @@ import subprocess
 import pytest
 import torch
 
+from tests import kit
+
 pytest.importorskip("transformers")
 pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
@@ -156,11 +158,7 @@ def sharded(folder):
 
 def advance(model, optimizer, number, spoil=1.0):
     x = torch.full((4, 64), 0.1) * (number + 1)
-    loss = model(x) * spoil
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    return kit.step(optimizer, model(x) * spoil).item()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

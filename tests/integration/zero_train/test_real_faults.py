@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests import kit
+
 pytest.importorskip("transformers")
 pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
@@ -71,11 +73,7 @@ def sharded(folder):
 
 
 def advance(model, optimizer, number, rows=512):
-    loss = model(torch.full((rows, WIDTH), 0.1) * (number + 1))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    return kit.step(optimizer, model(torch.full((rows, WIDTH), 0.1) * (number + 1))).item()
 
 
 def test_activations_that_find_no_room_stop_the_forward_and_leave_the_states(tmp_path):

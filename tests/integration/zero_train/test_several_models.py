@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from tests import kit
+
 pytest.importorskip("zero_nvme")
 
 import zero_core
@@ -70,17 +72,13 @@ class Gan:
         return loss.detach()
 
     def step(self, which: int, loss: Tensor) -> Tensor:
-        loss.backward()
-        self.optimizers[which].step()
-        self.optimizers[which].zero_grad()
-        return loss.detach()
+        return kit.step(self.optimizers[which], loss)
 
     def values(self, model: nn.Module) -> list[Tensor]:
         with torch.no_grad():
             if "_zero_handle" not in model.__dict__:
                 return [parameter.clone() for parameter in model.parameters()]
-            with zero_core.gathered(model):
-                return [parameter.clone() for parameter in model.parameters()]
+            return kit.values(model)
 
     def close(self) -> None:
         for optimizer in self.optimizers:
@@ -169,9 +167,7 @@ def preferred(placement: str | None, slab: Any = None, budget: Any = None, *, sl
             zero_core.sleep(reference)
         margin = (policy(prompts) - before) * (chosen - rejected)
         loss = -torch.nn.functional.logsigmoid(margin.sum(1)).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, loss)
         if sleeps:
             zero_core.wake(reference)
         seen.append(loss.detach())

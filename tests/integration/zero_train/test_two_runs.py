@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests import kit
+
 pytest.importorskip("zero_nvme")
 
 import zero_core
@@ -32,14 +34,10 @@ class Run:
     def step(self):
         tokens = torch.randint(0, 50, (2, 12), generator=self.generator)
         loss = nn.functional.cross_entropy(self.model(tokens).float().flatten(0, 1), tokens.flatten())
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
+        return kit.step(self.optimizer, loss).item()
 
     def close(self):
-        with zero_core.gathered(self.model, master=True):
-            values = [p.detach().clone() for p in self.model.parameters()]
+        values = kit.values(self.model, master=True)
         self.optimizer.close()
         self.slab.close()
         return values

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zero_core
+from tests import kit
 from zero_core import checkpoint
 from zero_core.checkpoint.plan import tile_boxes
 from zero_core.errors import CheckpointError, ZeroError
@@ -61,9 +62,7 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, sched
     for _ in range(count):
         tokens = torch.randint(0, 11, (3, 5))  # from the generator that a checkpoint restores
         loss = model(tokens).square().mean() + random.random() * 0
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, loss)
         if scheduler is not None:
             scheduler.step()
         found.append(loss.item())
@@ -113,9 +112,7 @@ def scaled_losses(model: nn.Module, optimizer, scale: LossScale, count: int) -> 
     found = []
     for step in range(count):
         loss = model(torch.full((2, 3), step % 7)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, loss)
         found.append((loss.item(), scale.value, scale.finite_steps))
     return found
 
@@ -322,8 +319,7 @@ def saved(tmp_path: Path):
 
 def test_checkpoints_cut_short_are_named_before_anything_changes(tmp_path: Path) -> None:
     model, optimizer, data = saved(tmp_path)
-    with zero_core.gathered(model):
-        before = [p.detach().clone() for p in model.parameters()]
+    before = kit.values(model)
     whole = data.read_bytes()
     data.write_bytes(whole[:-50])
     with pytest.raises(CheckpointError, match=rf"{data.name} is cut short: {len(whole) - 50} bytes"):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import zero_core
+from tests import kit
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim import elementwise
 from zero_core.optim.elementwise import kept_states, over_segments
@@ -231,9 +232,7 @@ def test_a_count_without_other_states_is_carried_over():
         for step in range(3):
             if sharded and step == 2:
                 optimizer = zero_core.shard(model, optimizer)
-            model(torch.ones(2, 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            kit.step(optimizer, model(torch.ones(2, 4)).square().mean())
         return model.state_dict()["weight"]
 
     torch.testing.assert_close(run(True), run(False))

@@ -8,6 +8,7 @@ from torch import nn
 
 import zero_core
 import zero_offload
+from tests import kit
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.optim import options as options_module
 from zero_core.optim.device_store import DeviceStore
@@ -24,9 +25,7 @@ def train(model, optimizer, changes, steps=7):
     """Seven steps; `changes`: before step -> options to set in the only group."""
     for step in range(steps):
         optimizer.param_groups[0].update(changes.get(step, {}))
-        model(torch.full((2, 4), step + 1.0)).square().sum().mul(0.01).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, model(torch.full((2, 4), step + 1.0)).square().sum().mul(0.01))
 
 
 def weight_of(model):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zero_core
+from tests import kit
 from zero_core.errors import UnsupportedOptimizerError
 from zero_offload import TieredStore
 from zero_offload.torch_step import TorchStep
@@ -43,17 +44,14 @@ def test_a_step_that_uses_norms_of_segments_gets_whole_parameters_or_is_refused(
     sharded(Lars(), numel=(1 << 20) + 1, tile_numel=1 << 21)[1].close()  # the way out
 
 
-def lars_on_two_ranks():
+@kit.on_ranks(2)
+def test_a_step_that_uses_norms_of_segments_is_refused_on_two_ranks():
     with pytest.raises(UnsupportedOptimizerError, match="Lars is not elementwise"):
         sharded(Lars())
     for layout in ("split", "split_8bit"):  # blocks of elements that share a scale are no reason
         model = nn.Linear(12, 1)
         optimizer = torch.optim.AdamW(model.parameters())
         zero_core.shard(model, optimizer, store=TieredStore(step=CpuStep(layout, threads=1))).close()
-
-
-def test_a_step_that_uses_norms_of_segments_is_refused_on_two_ranks(ranks):
-    ranks(2).run(lars_on_two_ranks)
 
 
 CHANGES = [
@@ -84,9 +82,7 @@ def trained(kind, given, changes, store=None):
     for step in range(9):
         if step in (3, 6) and len(changes) >= step // 3:
             optimizer.param_groups[0].update(changes[step // 3 - 1])
-        model(torch.full((2, 4), step + 1.0)).square().sum().mul(0.001).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, model(torch.full((2, 4), step + 1.0)).square().sum().mul(0.001))
     with nullcontext() if store is None else zero_core.gathered(model):
         weights = model.weight.detach().clone()
     if store is not None:
@@ -136,9 +132,7 @@ def test_the_advice_for_a_momentum_that_comes_later(step):
     optimizer = zero_core.shard(model, optimizer, store=TieredStore(step=STEPS[step]()))
     for at in range(9):
         optimizer.param_groups[0]["momentum"] = 0.9 if at >= 6 else 0.0
-        model(torch.full((2, 4), at + 1.0)).square().sum().mul(0.001).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, model(torch.full((2, 4), at + 1.0)).square().sum().mul(0.001))
     with zero_core.gathered(model):
         torch.testing.assert_close(model.weight.detach(), wanted, rtol=1e-4, atol=1e-5)
 
@@ -178,9 +172,7 @@ def test_a_change_that_is_refused_is_set_back_or_given_before_shard(step):
         return model, optimizer if store is None else zero_core.shard(model, optimizer, store=store)
 
     def train(model, optimizer):
-        model(torch.ones(2, 4)).square().sum().mul(0.1).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        kit.step(optimizer, model(torch.ones(2, 4)).square().sum().mul(0.1))
 
     def same(ours, plain):
         with zero_core.gathered(ours):

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, TrainingArguments
 
 import zero_core
 import zero_hf
+from tests import kit
 from zero_hf import ConfigError, ZeroConfig, from_deepspeed
 from zero_hf.deepspeed.translation import translate
 
@@ -255,9 +256,7 @@ def _trained(size, offload):
     run = zero_hf.shard(model, found.optimizer(model.parameters()), found.zero, **options)
     for step in range(2):
         torch.manual_seed(ranks * step + rank)
-        model(torch.randn(3, 64)).square().mean().backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        kit.step(run.optimizer, model(torch.randn(3, 64)).square().mean())
     weights = [value.clone() for value in model.state_dict().values()]
     kept = run.plan.bytes_of("host" if offload else "device", "parameters")
     run.close()

@@ -1,0 +1,72 @@
+"""What the tests of all packages share: ranks, optimizers, a step, twins, values. Importable in spawned ranks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_core
+
+
+def world() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def twins(make: Callable[[], Any], seed: int = 0) -> tuple[Any, Any]:
+    """A model for plain torch, and a copy of it to shard."""
+    torch.manual_seed(seed)
+    dense = make()
+    return dense, copy.deepcopy(dense)
+
+
+def step(optimizer: Any, loss: Tensor) -> Tensor:
+    """Backward, step and zero_grad. Returns the loss without its graph."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def values(model: nn.Module, master: bool = False) -> list[Tensor]:
+    """Copies of a sharded model's parameters, whole. Collective. `master` is `zero_core.gathered`'s."""
+    return list(named_values(model, master).values())
+
+
+def named_values(model: nn.Module, master: bool = False) -> dict[str, Tensor]:
+    with zero_core.gathered(model, master=master):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def on_ranks(*sizes: int) -> Callable[[Any], Any]:
+    """The test is what each rank of a pool runs: of as many ranks as `sizes` says, or as its own `size` does."""
+
+    def decorate(test: Any) -> Any:
+        names = [*inspect.signature(test).parameters]
+
+        @functools.wraps(test)
+        def start(ranks: Any, size: int = sizes[0] if sizes else 0, **given: Any) -> None:
+            ranks(size).run(
+                _test, test.__module__, test.__name__, {**given, "size": size} if "size" in names else given
+            )
+
+        fixtures = {"ranks", *names} | ({"size"} if len(sizes) != 1 else set())
+        start.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(fixtures)]
+        )
+        return pytest.mark.parametrize("size", sizes)(start) if len(sizes) > 1 else start
+
+    return decorate
+
+
+def _test(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**given)
