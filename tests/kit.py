@@ -22,6 +22,18 @@ def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def sharded(model: Any, build: Callable[[Any], Any] = sgd, **options: Any) -> tuple[Any, Any]:
+    """The model, or one of what makes models, and its optimizer from zero_core.shard(); `options` are shard()'s."""
+    if not isinstance(model, nn.Module):
+        torch.manual_seed(0)
+        model = model()
+    return model, zero_core.shard(model, build(model.parameters()), **options)
+
+
 def twins(make: Callable[[], Any], seed: int = 0) -> tuple[Any, Any]:
     """A model for plain torch, and a copy of it to shard."""
     torch.manual_seed(seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -14,38 +13,9 @@ import zero_core
 import zero_nvme
 import zero_offload
 import zero_optim_cpu
+from tests.following import adamw, advised, backward, model, sharded, step
 from zero_offload import MemoryByteStore, TieredStore
 from zero_train import checks, config
-
-
-def model(width=4):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
-
-
-def adamw(net):
-    return torch.optim.AdamW(net.parameters(), lr=0.1)
-
-
-def backward(net, width=4):
-    net(torch.ones(2, width)).sum().backward()
-
-
-def step(net, optimizer, width=4):
-    backward(net, width)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@contextmanager
-def advised(*parts):
-    """An error of ours is raised, and its text has each of the parts."""
-    with pytest.raises(Exception) as raised:
-        yield raised
-    text = str(raised.value)
-    assert type(raised.value).__module__.startswith("zero_") or isinstance(raised.value, (ValueError, TypeError)), text
-    for part in parts:
-        assert part in text, text
 
 
 def test_the_optimizer_that_shard_returned_is_called():
@@ -109,8 +79,7 @@ def test_a_linear_layer_is_tiled_as_a_class():
 
 
 def test_states_are_saved_by_the_calls_that_an_error_names(tmp_path):
-    net = model()
-    optimizer = zero_core.shard(net, adamw(net))
+    net, optimizer = sharded()
     step(net, optimizer)
     with advised("zero_core.checkpoint.save(folder, model, optimizer)", "optimizer.full_state_dict()"):
         optimizer.state_dict()
@@ -124,8 +93,7 @@ def test_states_are_saved_by_the_calls_that_an_error_names(tmp_path):
 
 
 def test_gradients_are_zeroed_after_each_step():
-    net = model()
-    optimizer = zero_core.shard(net, adamw(net))
+    net, optimizer = sharded()
     backward(net)
     optimizer.step()
     backward(net)
@@ -136,8 +104,7 @@ def test_gradients_are_zeroed_after_each_step():
 
 
 def test_a_state_is_written_after_the_first_step():
-    net = model()
-    optimizer = zero_core.shard(net, adamw(net))
+    net, optimizer = sharded()
     with advised("call it after the first step()"):
         zero_core.set_full_state(net[0].weight, "exp_avg", torch.ones(4, 4))
     step(net, optimizer)
@@ -145,8 +112,7 @@ def test_a_state_is_written_after_the_first_step():
 
 
 def test_a_gradient_is_written_between_backward_and_step():
-    net = model()
-    optimizer = zero_core.shard(net, adamw(net))
+    net, optimizer = sharded()
     with advised("Call it between backward() and step()"):
         zero_core.set_full_gradient(net[0].weight, torch.ones(4, 4))
     backward(net)
@@ -165,8 +131,7 @@ def test_a_state_dict_is_loaded_by_copying():
 
 
 def test_a_store_in_host_memory_sleeps_in_a_byte_store():
-    net = model()
-    optimizer = zero_core.shard(net, adamw(net))
+    net, optimizer = sharded()
     with advised("give sleep(to=) a ByteStore"):
         zero_core.sleep(net)
     zero_core.sleep(net, MemoryByteStore())

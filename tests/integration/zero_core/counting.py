@@ -168,10 +168,7 @@ def compare_held(
 
 def check_residency() -> None:
     """What stays unsharded between forward and backward is gathered once a step instead of twice."""
-    model = large_llama()
-    optimizer = zero_core.shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), store=MetaStore(), resident_bytes=1 << 40, device="meta"
-    )
+    model, optimizer = kit.sharded(large_llama, store=MetaStore(), resident_bytes=1 << 40, device="meta")
     ranks = zero_core.handle(model).ranks
     for _ in range(2):
         ranks.sent_numel.clear()

@@ -88,9 +88,7 @@ def test_averages_are_torchs_bit_for_bit_and_leave_the_model_as_it_was(
 
 def test_the_masters_of_bf16_parameters_are_averaged() -> None:
     """A decay of 0.999 moves a bf16 weight by less than its last bit, again and again; not so in fp32."""
-    torch.manual_seed(0)
-    model = toys.Stack()
-    optimizer = zero_core.shard(model, toys.adamw(model.parameters()), param_dtype=torch.bfloat16)
+    model, optimizer = kit.sharded(toys.Stack, toys.adamw, param_dtype=torch.bfloat16)
     ours, masters = zero_core.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999)), None
     for number in range(4):
         kit.step(optimizer, toys.loss_of(model, toys.data(number, 0).bfloat16()))

@@ -33,9 +33,7 @@ from zero_core.testing import RankPool
 
 
 def sharded(**options):
-    torch.manual_seed(0)
-    model = toys.Stack()
-    return model, zero_core.shard(model, toys.sgd(model.parameters()), **options)
+    return kit.sharded(toys.Stack, toys.sgd, **options)
 
 
 @pytest.mark.parametrize("stage", [-1, 4, "3", None])
@@ -159,8 +157,7 @@ def test_an_optimizer_around_another_one():
 
 
 def test_sparse_gradients_name_the_option():
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
-    zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = kit.sharded(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)))[0]
     with pytest.raises(GradientError, match=r"0.weight has a gradient of layout torch.sparse_coo.*sparse=False"):
         model(torch.tensor([1, 2])).sum().backward()
 

@@ -274,8 +274,7 @@ def test_where_the_store_copies_and_on_a_torch_that_cannot_swap(monkeypatch):
 
 
 def load_a_checkpoint(folder):
-    model = toys.Stack()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    model, optimizer = kit.sharded(toys.Stack, toys.sgd)
     zero_core.checkpoint.save(folder, model, optimizer)
     loss = toys.loss_of(model, toys.data(0, 0))
     zero_core.checkpoint.load(folder, model, optimizer)
@@ -299,8 +298,7 @@ def test_an_update_in_backward_is_no_change_before_that_backward():
 
 @kit.on_ranks(2)
 def test_a_step_changes_the_parameters_that_had_a_gradient_alone():
-    model = Pair()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    model, optimizer = kit.sharded(Pair, toys.sgd)
     stepped, other = model.discriminator[0].weight.data, model.generator[0].weight.data
     model.discriminator(toys.data(0, 0)).sum().backward()
     optimizer.step()
@@ -325,8 +323,7 @@ def two_networks(again):
             generator.step()
         sides.append(generator)
     with sides[1].gathered():
-        for ours, theirs in zip(sides[1].model.parameters(), sides[0].model.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(list(sides[1].model.parameters()), list(sides[0].model.parameters()))
 
 
 @SIZES
@@ -361,8 +358,7 @@ def test_what_a_recomputation_wrote_before_the_error_is_kept(stage):
 
 @kit.on_ranks(1, 2)
 def test_an_update_in_backward_is_a_change_before_the_next_one():
-    model = toys.Stack()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), update_in_backward=True)
+    model, optimizer = kit.sharded(toys.Stack, toys.sgd, update_in_backward=True)
     loss = toys.loss_of(model, toys.data(0, 0))
     toys.loss_of(model, toys.data(1, 0)).backward()
     optimizer.step()
@@ -372,8 +368,7 @@ def test_an_update_in_backward_is_a_change_before_the_next_one():
 
 @kit.on_ranks(1, 2)
 def test_a_use_outside_of_what_is_updated_in_backward_is_refused_by_name():
-    model = toys.Checkpointed(True)
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), update_in_backward=True)
+    model, optimizer = kit.sharded(toys.Checkpointed(True), toys.sgd, update_in_backward=True)
     penalty = model.blocks[3].up.weight.square().sum()
     with pytest.raises(zero_core.errors.GradientError, match="a use outside of its module"):
         (penalty + toys.loss_of(model, toys.data(0, 0))).backward()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import zero_core
+from tests import kit
 from tests.integration.zero_core import checkpoint_runs as runs
 from tests.integration.zero_core import toys
 from zero_core import checkpoint
@@ -69,8 +69,7 @@ def test_a_file_cut_short_fails_the_load_on_all(ranks, tmp_path: Path) -> None:
 
 def stack() -> tuple[nn.Module, Any]:
     """A sharded model that is built in no time, for processes which live shortly."""
-    model = toys.Stack()
-    return model, zero_core.shard(model, toys.adamw(model.parameters()), stage=3)
+    return kit.sharded(toys.Stack, toys.adamw, stage=3)
 
 
 SAVE_FOR_EVER = """

@@ -40,8 +40,7 @@ def drop_between(stage, when, quiet):
             each.zero_grad()
         assert abs(ours.grad_norm - float(norm)) <= 1e-5 * float(norm)
     with zero_core.gathered(model):
-        for a, b in zip(model.parameters(), dense.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(list(model.parameters()), list(dense.parameters()), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -54,9 +53,7 @@ def test_a_dropped_gradient_is_neither_counted_nor_stepped(ranks, stage, when, q
 
 @kit.on_ranks(1, 2)
 def test_zero_grad_of_a_module_and_of_all():
-    torch.manual_seed(0)
-    model = toys.Stack()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    model, optimizer = kit.sharded(toys.Stack, toys.sgd)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     toys.loss_of(model, toys.data(0, 0)).backward()
     model.blocks[0].zero_grad()
@@ -72,9 +69,7 @@ def test_zero_grad_of_a_module_and_of_all():
 
 @kit.on_ranks(2)
 def test_ranks_that_drop_different_gradients_are_told():
-    torch.manual_seed(0)
-    model = toys.Stack()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    model, optimizer = kit.sharded(toys.Stack, toys.sgd)
     toys.loss_of(model, toys.data(0, 0)).backward()
     if toys.world()[0] == 1:
         model.head.bias.grad = None

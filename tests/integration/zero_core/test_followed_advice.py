@@ -7,6 +7,7 @@ those of building, sharding and loading a model in test_followed_building.py and
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_core
-from tests.integration.zero_core.following import X, same, sgd, sharded
-from tests.unit.test_followed_advice import adamw, advised, backward, model, step
+from tests.following import X, adamw, advised, backward, model, same, sgd, sharded, step
 from zero_core import checkpoint, full_gradient, set_full_gradient
 from zero_core.optim.device_store import DeviceStore
 
@@ -117,13 +117,10 @@ def _alone():
     from zero_core.comm import patience
 
     net, _ = sharded()
-    seconds, patience.SECONDS = patience.SECONDS, 0.05
-    try:
-        if dist.get_rank() == 0:
-            with advised("Call it on every rank, outside of `if rank == 0`, and let rank 0 save what it returns"):
-                net.state_dict()
-    finally:
-        patience.SECONDS = seconds
+    if dist.get_rank() == 0:
+        told = advised("Call it on every rank, outside of `if rank == 0`, and let rank 0 save what it returns")
+        with mock.patch.object(patience, "SECONDS", 0.05), told:
+            net.state_dict()
     dist.barrier()
     same(net, model())
 

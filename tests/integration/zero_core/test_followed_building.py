@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_core
+from tests.following import adamw, advised, model, same, sgd, step, trains
 from tests.integration.zero_core import test_parts as parts
-from tests.integration.zero_core.following import same, sgd, trains
-from tests.unit.test_followed_advice import adamw, advised, model, step
 from zero_core import checkpoint
 
 

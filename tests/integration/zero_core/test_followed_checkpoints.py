@@ -11,8 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zero_core
-from tests.integration.zero_core.following import trains
-from tests.unit.test_followed_advice import adamw, advised, model
+from tests.following import adamw, advised, model, sharded, trains
 from zero_core import checkpoint
 
 
@@ -36,8 +35,7 @@ def loads(folder, net=None, optimizer=None, **options):
 
 
 def test_a_checkpoint_without_a_scheduler_is_loaded_without_one(saved):
-    net = model()
-    optimizer = zero_core.shard(net, adamw(net))
+    net, optimizer = sharded()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with advised("load it with scheduler=None"):
         checkpoint.load(saved, net, optimizer, scheduler=scheduler)
@@ -52,8 +50,7 @@ def test_a_model_is_sharded_before_it_loads_or_read_by_torch(saved):
     dcp.load(state, checkpoint_id=saved, no_dist=True)
     net.load_state_dict(state["model"])
     for stage in range(4):
-        other = model()
-        zero_core.shard(other, adamw(other), stage=stage)
+        other, _ = sharded(stage=stage)
         checkpoint.load(saved, other, other.__dict__["_zero_handle"].optimizer)
         assert torch.equal(other[0].weight.detach(), net[0].weight)
 
@@ -88,8 +85,7 @@ def test_a_folder_with_other_keys_is_loaded_by_them(tmp_path):
 
 
 def test_weights_that_were_saved_alone_are_loaded_alone(tmp_path):
-    net = model()
-    zero_core.shard(net, adamw(net))
+    net, _ = sharded()
     checkpoint.save(tmp_path, net)
     with advised("it was saved without its optimizer; load it without one"):
         loads(tmp_path)

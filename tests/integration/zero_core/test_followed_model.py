@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 import zero_core
+from tests.following import X, adamw, advised, backward, inside, model, same, sgd, sharded, step
 from tests.integration.zero_core import test_parts as parts
-from tests.integration.zero_core.following import X, inside, same, sgd, sharded
-from tests.unit.test_followed_advice import adamw, advised, backward, model, step
 from zero_core import checkpoint
 
 # ---- parameters ------------------------------------------------------------------------------------------------------

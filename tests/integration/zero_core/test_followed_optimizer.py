@@ -10,8 +10,7 @@ from torch import nn
 
 import zero_core
 from tests import kit
-from tests.integration.zero_core.following import X, inside, same, sgd, sharded
-from tests.unit.test_followed_advice import adamw, advised, backward, model, step
+from tests.following import X, adamw, advised, backward, inside, model, same, sgd, sharded, step
 from zero_core import checkpoint, full_gradient, full_state, set_full_gradient, set_full_state
 from zero_core.optim.device_store import DeviceStore
 from zero_offload import MemoryByteStore

@@ -12,8 +12,7 @@ from zero_core.errors import GradientError
 
 
 def sharded(**options):
-    model = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
-    return model, zero_core.shard(model, toys.sgd(model.parameters()), **options)
+    return kit.sharded(nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)]), toys.sgd, **options)
 
 
 def backward(model, *used):
@@ -69,8 +68,7 @@ def test_gradients_of_zeros_are_refused_also_after_an_update_in_backward():
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_a_backward_left_half_done_is_refused_at_the_step(stage):
     """torch would step what had arrived of the unit, with the rest of an earlier micro-batch."""
-    model = toys.Stack()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), stage=stage)
+    model, optimizer = kit.sharded(toys.Stack, toys.sgd, stage=stage)
     toys.loss_of(model, toys.data(0, 0)).backward()
     hook = model.blocks[0].up.weight.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -131,8 +131,7 @@ def test_schedulers_work_on_the_returned_optimizer():
             kit.step(optimizer, toys.loss_of(each, toys.data(step, 0)))
             plan.step()
     with zero_core.gathered(model):
-        for a, b in zip(model.parameters(), dense.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(list(model.parameters()), list(dense.parameters()), rtol=1e-5, atol=1e-6)
 
 
 @kit.on_ranks(1, 2)
@@ -199,8 +198,7 @@ def test_gathered_parameters_are_writable_from_one_rank(stage):
 def generate_unequally():
     from tests import models
 
-    model = models.build("llama")
-    zero_core.shard(model, toys.sgd(model.parameters()))
+    model = kit.sharded(models.build("llama"), toys.sgd)[0]
     tokens = models.batch(0, 0)
     with zero_core.gathered(model):  # no collective inside: ranks may differ
         mine = model.generate(tokens, max_new_tokens=2 + 3 * world()[0], do_sample=False, pad_token_id=0)
@@ -240,9 +238,7 @@ def test_a_compiled_step_is_run_as_it_is(whole):
     """Traced, it would read the memory of sharded parameters."""
 
     def train(compiled):
-        torch.manual_seed(0)
-        model = toys.Stack()
-        optimizer = zero_core.shard(model, toys.adamw(model.parameters()))
+        model, optimizer = kit.sharded(toys.Stack, toys.adamw)
 
         def finish():
             optimizer.step()
@@ -312,8 +308,7 @@ def test_second_order_gradients(stage):
         torch.autograd.grad(toys.loss_of(m, toys.data(0, 0)), [m.blocks[1].up.weight, m.head.bias])
         for m in (model, dense)
     )
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(ours, theirs)
 
 
 class Named(torch.optim.SGD):
@@ -355,8 +350,7 @@ class Listening(DeviceStore):
 @kit.on_ranks(2)
 def test_on_several_ranks_the_store_hears_of_the_unit_after_the_one_gathered_ahead():
     store = Listening()
-    model = toys.Stack(5)
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), store=store, prefetch_bytes=1)
+    model, optimizer = kit.sharded(toys.Stack(5), toys.sgd, store=store, prefetch_bytes=1)
     for step in range(2):
         store.calls.clear()
         kit.step(optimizer, toys.loss_of(model, toys.data(step, 0)))

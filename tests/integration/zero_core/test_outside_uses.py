@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-import zero_core
 from tests import kit
 from tests.integration.zero_core import toys
 from zero_core.errors import GradientError
@@ -83,8 +82,7 @@ def test_nor_on_one_rank(case):
 
 @kit.on_ranks(1, 2)
 def test_a_loss_without_any_forward():
-    model = plain()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    model, optimizer = kit.sharded(plain, toys.sgd)
     before = model[0].weight.detach().clone()
     model[0].weight.square().sum().mul(0.5).backward()
     optimizer.step()
@@ -93,9 +91,7 @@ def test_a_loss_without_any_forward():
 
 @kit.on_ranks(1, 2)
 def test_a_read_between_forward_and_backward_updates_nothing_twice():
-    torch.manual_seed(0)
-    model = plain()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), update_in_backward=True)
+    model, optimizer = kit.sharded(plain, toys.sgd, update_in_backward=True)
     loss = toys.loss_of(model, toys.data(0, 0))
     model[0].weight.norm().item()
     loss.backward()
@@ -105,8 +101,7 @@ def test_a_read_between_forward_and_backward_updates_nothing_twice():
 
 @kit.on_ranks(1, 2)
 def test_a_gradient_that_comes_after_its_update_in_backward_is_refused():
-    model = plain()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), update_in_backward=True)
+    model, optimizer = kit.sharded(plain, toys.sgd, update_in_backward=True)
     penalty = model[2].weight.square().sum()
     with pytest.raises(GradientError, match="a gradient reached unit .* a use outside of its module"):
         (penalty + toys.loss_of(model, toys.data(0, 0))).backward()

@@ -109,8 +109,7 @@ def test_an_optimizer_step_in_backward_trains(size, stages, when):
 
 
 def test_the_edge_of_a_sharded_parameter_is_that_of_its_gradient():
-    model = toys.Stack()
-    zero_core.shard(model, toys.sgd(model.parameters()))
+    model = kit.sharded(toys.Stack, toys.sgd)[0]
     loss = toys.loss_of(model, toys.data(0, 0))
     parameters = list(model.parameters())
     found = torch.autograd.grad(loss, [get_gradient_edge(p) for p in parameters], retain_graph=True)
@@ -122,8 +121,7 @@ def reads(p):
 
 
 def put_inside(where):
-    model = toys.Stack()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    model, optimizer = kit.sharded(toys.Stack, toys.sgd)
     add = partial(model.head.weight.register_post_accumulate_grad_hook, reads)
     if where == "gathered":
         with zero_core.gathered(model):

@@ -48,9 +48,7 @@ def test_generation_of_unequal_length_between_steps_is_that_of_the_plain_model(r
 
 
 def sharded(kind=toys.Stack, **options):
-    torch.manual_seed(0)
-    model = kind()
-    return model, zero_core.shard(model, toys.adamw(model.parameters()), **options)
+    return kit.sharded(kind, toys.adamw, **options)
 
 
 def trains(model, optimizer):

@@ -120,8 +120,7 @@ def test_the_stock_way_to_resume_is_refused_by_name():
 
 
 def test_a_state_dict_without_states_is_complete():
-    model = toys.Stack()
-    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = kit.sharded(toys.Stack)
     toys.loss_of(model, toys.data(0, 0)).backward()
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())

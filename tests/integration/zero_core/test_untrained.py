@@ -256,8 +256,7 @@ def test_data_that_is_assigned_is_copied() -> None:
 
 def test_data_that_is_assigned_and_still_held_is_refused_once_one_of_the_two_changes() -> None:
     """torch would change both."""
-    model = toys.Stack()
-    optimizer = zero_core.shard(model, toys.adamw(model.parameters()))
+    model, optimizer = kit.sharded(toys.Stack, toys.adamw)
     held = torch.zeros(3)
     model.head.bias.data = held
     assert torch.equal(model(toys.data(0, 0)), model(toys.data(0, 0)))

@@ -118,8 +118,7 @@ def another_order(rank):
 @pytest.mark.parametrize("values", [round_numbers, another_order])
 @kit.on_ranks(2)
 def test_round_numbers_and_another_order_are_different_values(values):
-    model = toys.Stack()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    model, optimizer = kit.sharded(toys.Stack, toys.sgd)
     with torch.no_grad():
         model.head.weight.copy_(values(toys.world()[0]))
     toys.loss_of(model, toys.data(0, 0)).backward()
@@ -177,8 +176,7 @@ class UnseenInside(toys.Stack):
 )
 @kit.on_ranks()
 def test_writes_inside_a_forward_through_data_are_refused(size, options):
-    model = UnseenInside()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()), **options)
+    model, optimizer = kit.sharded(UnseenInside, toys.sgd, **options)
     toys.loss_of(model, toys.data(0, 0).to(options.get("param_dtype", torch.float32))).backward()
     with pytest.raises(ChangedParameterError, match=r"the forward of blocks\.\d.* writes into a parameter through its"):
         optimizer.step()
@@ -206,8 +204,7 @@ class UnseenLater(toys.Stack):
 
 @kit.on_ranks(2)
 def test_writes_through_data_that_begin_later_are_refused():
-    model = UnseenLater()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    model, optimizer = kit.sharded(UnseenLater, toys.sgd)
     kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
     toys.loss_of(model, toys.data(0, 0)).backward()
     with pytest.raises(ChangedParameterError, match="writes into a parameter through its"):
@@ -280,8 +277,7 @@ def test_views_of_every_kind_write_through(name):
 
 
 def test_a_view_from_before_a_step_is_refused():
-    model = toys.Stack()
-    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    model, optimizer = kit.sharded(toys.Stack, toys.sgd)
     view, copied, state = model.head.weight.data, model.head.weight.detach().clone(), model.state_dict()
     toys.loss_of(model, toys.data(0, 0)).backward()
     optimizer.step()
@@ -304,16 +300,14 @@ def pickled(value):
 
 
 def test_a_view_pickles_and_copies_as_a_plain_tensor():
-    model = toys.Stack()
-    zero_core.shard(model, toys.sgd(model.parameters()))
+    model = kit.sharded(toys.Stack, toys.sgd)[0]
     view = model.head.weight.data
     for other in (pickled(view), copy.deepcopy(view)):
         assert type(other) is torch.Tensor and torch.equal(other, view)
 
 
 def test_an_array_of_a_sharded_parameter_is_read_only():
-    model = toys.Stack()
-    zero_core.shard(model, toys.sgd(model.parameters()))
+    model = kit.sharded(toys.Stack, toys.sgd)[0]
     array = model.head.weight.detach().numpy()
     with pytest.raises(ValueError, match="read-only"):
         array[0, 0] = 1.0
@@ -342,8 +336,7 @@ def test_writes_inside_a_forward_are_kept_on_a_torch_that_cannot_swap(monkeypatc
 
 
 def test_a_checksum_sees_values_that_change_places():
-    model = nn.Linear(64, 64)
-    zero_core.shard(model, toys.sgd(model.parameters()))
+    model = kit.sharded(nn.Linear(64, 64), toys.sgd)[0]
     (unit,) = zero_core.units(model)
     unit.unshard()
     before = unit.checksum()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from tests import kit
 from tests.unit.zero_offload.simulated import SimulatedStreams
 from zero_offload import (
     ActivationError,
@@ -57,8 +58,7 @@ def gradients(model, given, read, batch=BATCH):
 
 
 def refused(message, how, given=dict, batch=BATCH, policy="recompute", norm=nn.Identity):
-    model = Model(how, norm)
-    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = kit.sharded(Model(how, norm))
     with pytest.raises(ActivationError, match=message), offload_activations(model, None, policy, rows=2):
         gradients(model, given(), zero_core.full_gradient, batch)
     optimizer.close()
@@ -66,8 +66,7 @@ def refused(message, how, given=dict, batch=BATCH, policy="recompute", norm=nn.I
 
 def works(policy, how, given=dict, batch=BATCH, norm=nn.Identity, **options):
     expected = gradients(Model(how, norm), given(), lambda parameter: parameter.grad, batch)
-    model = Model(how, norm)
-    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = kit.sharded(Model(how, norm))
     with offload_activations(model, None, policy, **options) as activations:
         found = gradients(model, given(), zero_core.full_gradient, batch)
         assert activations.stats()["recomputed"]
@@ -165,8 +164,7 @@ def test_an_argument_without_which_no_part_can_be_computed_is_named_as_shared():
 
 @pytest.mark.parametrize("rows", [0, True, 2.0])
 def test_rows_are_a_number_of_at_least_one(rows):
-    model = Model(counts)
-    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = kit.sharded(Model(counts))
     with pytest.raises(ActivationError, match="give the number of rows that a unit computes at once, 1 or more"):
         offload_activations(model, rows=rows)
     optimizer.close()
@@ -196,8 +194,7 @@ def test_units_are_not_tiled_or_compute_all_rows():
 
 def test_gradients_of_16_bit_parameters_are_added_in_fp32_by_torch_or_need_not_be(monkeypatch):
     def train(dtype, old_torch, **options):
-        model = Model(lambda block, y: y).to(dtype)
-        optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = kit.sharded(Model(lambda block, y: y).to(dtype))
         with monkeypatch.context() as patch:
             if old_torch:
                 patch.setattr(module_under_test, "Tensor", type("TensorWithoutGradDtype", (), {}))
@@ -218,8 +215,7 @@ def test_gradients_of_16_bit_parameters_are_added_in_fp32_by_torch_or_need_not_b
 
 
 def test_one_policy_is_given_or_one_for_each_unit():
-    model = Model(lambda block, y: y)
-    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = kit.sharded(Model(lambda block, y: y))
     units = len(zero_core.units(model))
     with pytest.raises(ActivationError, match=f"1 policies for {units} units; give one, or one a unit"):
         offload_activations(model, None, ["recompute"])

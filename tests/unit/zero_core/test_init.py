@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import zero_core
+from tests import kit
 from zero_core.building.deferred import deferred_init, recording_of
 from zero_core.building.init import Initialiser, become, materialise
 from zero_core.errors import DeferredInitError
@@ -318,8 +319,7 @@ def test_a_deferred_model_is_cast_outside_the_context() -> None:
     zero_core.materialise(cast_late)
     for early, late in zip(cast_early.parameters(), cast_late.to(torch.bfloat16).parameters(), strict=True):
         assert torch.equal(early, late)
-    model = build().half()
-    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = kit.sharded(build().half())
     assert {unit.dtype for unit in zero_core.units(model)} == {torch.float16}
     optimizer.close()
 

@@ -105,8 +105,7 @@ def test_another_dtype_is_converted_both_ways(tmp_path: Path) -> None:
     save_pretrained(source, tmp_path, dtype=torch.bfloat16)
     assert (tmp_path / "model.safetensors").stat().st_size < 2.2 * sum(p.numel() for p in source.parameters())
     load_pretrained(model, tmp_path)
-    for a, b in zip(model.parameters(), source.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=2**-8, atol=0)
+    torch.testing.assert_close(list(model.parameters()), list(source.parameters()), rtol=2**-8, atol=0)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 

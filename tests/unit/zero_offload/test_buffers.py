@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from tests import kit
 from zero_offload import ActivationError, offload_activations
 from zero_offload.activations import buffers as buffers_of_units
 
@@ -129,8 +130,7 @@ def train(model: nn.Module, read) -> tuple[list[dict[str, Tensor]], dict[str, Te
 @pytest.mark.parametrize("policy", ["recompute", "host"])
 def test_gradients_and_buffers_are_those_of_plain_torch(kind, policy):
     expected, buffers = train(Model(kind), lambda m: {n: p.grad.clone() for n, p in m.named_parameters()})
-    model = Model(kind)
-    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = kit.sharded(Model(kind))
     with offload_activations(model, policy=policy) as activations:
         found, left = train(model, lambda m: {n: zero_core.full_gradient(p) for n, p in m.named_parameters()})
         assert activations.stats()["recomputed"] == 12
@@ -156,8 +156,7 @@ def large(monkeypatch):
 
 
 def test_a_write_between_forward_and_backward_is_refused(large):
-    model = Model("plain")
-    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = kit.sharded(Model("plain"))
     with offload_activations(model):
         model(batches()[0]).sum().backward()
         loss = model(batches()[1]).sum()
@@ -177,8 +176,7 @@ def test_modes_and_values_set_between_forward_and_backward_are_not_computed_with
     """Fails if the second run computes in the mode, or with the attributes, that the module has by then."""
     found = []
     for recomputes in (False, True):
-        model = Model("batch norm")
-        optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = kit.sharded(Model("batch norm"))
         with offload_activations(model, policy="recompute" if recomputes else "keep"):
             loss = model(batches()[0]).square().mean()
             model.eval()
@@ -194,8 +192,7 @@ def test_modes_and_values_set_between_forward_and_backward_are_not_computed_with
 def test_a_write_into_a_parameter_that_changes_it_twice_is_refused():
     """A clamp changes it once only."""
     for kind in ("clamped parameter", "averaged parameter"):
-        model = Model(kind)
-        optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = kit.sharded(Model(kind))
         with offload_activations(model):
             loss = model(batches()[0]).sum()
             if kind == "clamped parameter":
@@ -235,8 +232,7 @@ def test_a_write_into_a_parameter_is_one_into_a_buffer_or_outside_of_the_unit_or
 
 
 def test_a_write_that_the_first_call_did_not_do_is_refused(large):
-    model = Model("later")
-    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = kit.sharded(Model("later"))
     with offload_activations(model):
         x = batches()[0]
         model(x).sum().backward()

@@ -28,10 +28,7 @@ class Lars(TorchStep):
 
 
 def sharded(step, numel=12, **options):
-    model = nn.Linear(numel, 1, bias=False)
-    optimizer = zero_core.shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), store=TieredStore(step=step, **options)
-    )
+    model, optimizer = kit.sharded(nn.Linear(numel, 1, bias=False), store=TieredStore(step=step, **options))
     return model, optimizer
 
 

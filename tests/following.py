@@ -1,13 +1,46 @@
-"""What the tests of followed advice share: a model that is sharded, and where a call is made."""
+"""What the tests of followed advice share: a small model, sharded or not, an error's text, and where a call is made."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
+import pytest
 import torch
+from torch import nn
 
 import zero_core
-from tests.unit.test_followed_advice import adamw, backward, model, step
 
 X = torch.ones(2, 4)
+
+
+def model(width=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def adamw(net):
+    return torch.optim.AdamW(net.parameters(), lr=0.1)
+
+
+def backward(net, width=4):
+    net(torch.ones(2, width)).sum().backward()
+
+
+def step(net, optimizer, width=4):
+    backward(net, width)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextmanager
+def advised(*parts):
+    """An error of ours is raised, and its text has each of the parts."""
+    with pytest.raises(Exception) as raised:
+        yield raised
+    text = str(raised.value)
+    assert type(raised.value).__module__.startswith("zero_") or isinstance(raised.value, (ValueError, TypeError)), text
+    for part in parts:
+        assert part in text, text
 
 
 def sgd(net):
