@@ -273,20 +273,17 @@ def test_where_the_store_copies_and_on_a_torch_that_cannot_swap(monkeypatch):
     assert both(*RAISING["step"], 3) and not both(*WORKING["bias"], 3)
 
 
-def load_a_checkpoint(folder):
+@SIZES
+@kit.on_ranks()
+def test_a_checkpoint_that_is_loaded_before_the_backward_is_a_change_on_every_rank(size, tmp_path):
     model, optimizer = kit.sharded(toys.Stack, toys.sgd)
-    zero_core.checkpoint.save(folder, model, optimizer)
+    zero_core.checkpoint.save(tmp_path, model, optimizer)
     loss = toys.loss_of(model, toys.data(0, 0))
-    zero_core.checkpoint.load(folder, model, optimizer)
+    zero_core.checkpoint.load(tmp_path, model, optimizer)
     with pytest.raises(RuntimeError, match=MODIFIED):
         loss.backward()
     toys.loss_of(model, toys.data(0, 0)).backward()
     optimizer.step()
-
-
-@SIZES
-def test_a_checkpoint_that_is_loaded_before_the_backward_is_a_change_on_every_rank(ranks, size, tmp_path):
-    ranks(size).run(load_a_checkpoint, tmp_path)
 
 
 @kit.on_ranks(1, 2)

@@ -144,13 +144,14 @@ def test_states_of_two_ranks_go_to_torch_and_back(ranks, name, stage):
     ranks(2).run(there_and_back, name, stage)
 
 
-def halves(stage):
+@kit.on_ranks(1, 2)
+def test_masters_of_16_bit_parameters_keep_their_bits(size):
     """bf16 parameters: the fp32 masters travel too, and go back to the weights that they were rounded to."""
 
     def step(model, optimizer, number):
         kit.step(optimizer, toys.loss_of(model, toys.data(number, 0).bfloat16()))
 
-    _, _, model, ours = twins("adamw", toys.Stack, stage=stage, param_dtype=torch.bfloat16)
+    _, _, model, ours = twins("adamw", toys.Stack, stage=size, param_dtype=torch.bfloat16)
     _, _, other, again = twins("adamw", toys.Stack, param_dtype=torch.bfloat16)
     for number in range(2):
         step(model, ours, number)
@@ -169,11 +170,6 @@ def halves(stage):
         assert found["masters"].keys() == found["state"].keys()
         plain = toys.Stack().bfloat16()
         toys.adamw(plain.parameters()).load_state_dict(found)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_masters_of_16_bit_parameters_keep_their_bits(ranks, size):
-    ranks(size).run(halves, size)
 
 
 @kit.on_ranks(1, 2)

@@ -2,11 +2,11 @@
 
 from contextlib import nullcontext
 
-import pytest
 import torch
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.covers import pairwise
 from zero_core.runtime.rehearsal import Rehearsal, UnitSize
 
@@ -72,12 +72,8 @@ FACTORS = {
 }
 
 
-def all_held():
-    return {tuple(case.values()): held(**case) for case in pairwise(FACTORS)}
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_pool_of_a_run_is_the_one_rehearsed(ranks, size):
-    for found in ranks(size).run(all_held):
-        assert len(found) >= 12 and (size == 1 or all(pair[0] for pair in found.values()))
-        assert not {case: pair for case, pair in found.items() if pair[0] != pair[1]}
+@kit.on_ranks(1, 2)
+def test_the_pool_of_a_run_is_the_one_rehearsed(size):
+    found = {tuple(case.values()): held(**case) for case in pairwise(FACTORS)}
+    assert len(found) >= 12 and (size == 1 or all(pair[0] for pair in found.values()))
+    assert not {case: pair for case, pair in found.items() if pair[0] != pair[1]}

@@ -368,8 +368,10 @@ def test_a_list_of_rates_has_one_for_each_group():
 # -- advice that is followed in the script -----------------------------------------------------------------------------
 
 
-def _decided(stage):
-    """The weights after two steps of two micro-batches on each rank, here and in plain torch."""
+@pytest.mark.parametrize("stage", [1, 3])
+@kit.on_ranks(2)
+def test_the_caller_decides_when_step_updates(stage):
+    """Instead of managed_gradient_accumulation=false: one step() after all micro-batches, as plain torch has it."""
     accumulates = {"gradient_accumulation_steps": 2, "gradient_clipping": 0, "zero_optimization": {"stage": stage}}
     advice = "call engine.set_gradient_accumulation_boundary(True)"
     advised(advice, {**accumulates, "managed_gradient_accumulation": False})
@@ -386,17 +388,12 @@ def _decided(stage):
     assert engine.global_steps == 2
     found = {name: value.clone() for name, value in engine.module.state_dict().items()}
     engine.destroy()
-    return found, plain.state_dict()
+    torch.testing.assert_close(found, plain.state_dict())
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_the_caller_decides_when_step_updates(ranks, stage):
-    """Instead of managed_gradient_accumulation=false: one step() after all micro-batches, as plain torch has it."""
-    for found, expected in ranks(2).run(_decided, stage):
-        torch.testing.assert_close(found, expected)
-
-
-def _summed(stage):
+@kit.on_ranks(2)
+def test_gradients_are_summed_by_a_loss_times_the_ranks(stage):
     """The weights after one step on the sum of both ranks' gradients, here and in plain torch."""
     config = {"gradient_clipping": 0, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     advised("multiply the loss by the number of ranks", {**config, "gradient_allreduce_op": "sum"})
@@ -409,13 +406,7 @@ def _summed(stage):
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     found = {name: value.clone() for name, value in engine.module.state_dict().items()}
     engine.destroy()
-    return found, plain.state_dict()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_gradients_are_summed_by_a_loss_times_the_ranks(ranks, stage):
-    for found, expected in ranks(2).run(_summed, stage):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, plain.state_dict())
 
 
 class Scaled(nn.Linear):
