@@ -7,6 +7,9 @@ on a 119 M model at 512 tokens); here it waits for the next taker instead, whate
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,52 +18,54 @@ __all__ = ["Pool", "Shelf"]
 
 _WASTE = 1.5  # a buffer serves requests down to its size divided by this
 
-Buffer = tuple[int, int]  # size in bytes, number
+Buffer = tuple[int, Any]  # size in bytes, and what was made for it
 
 
 class Shelf:
-    """Which buffer serves a request, and when a new one is made. Sizes only.
+    """Which buffer serves a request, and when a new one is made. `make(nbytes)` makes what a buffer consists of.
 
     `nbytes`: of all buffers, lent and free. `peak_nbytes`: the most that they ever were.
     """
 
-    def __init__(self) -> None:
-        self._free: list[Buffer] = []  # sorted
-        self._made = 0
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self._make = make
+        self._free: list[Buffer] = []  # by size
         self.nbytes = self.peak_nbytes = 0
 
     def take(self, nbytes: int) -> Buffer:
         """The smallest free buffer that is large enough and not much larger, else a new one."""
-        place = bisect.bisect_left(self._free, (nbytes,))
+        place = bisect.bisect_left(self._free, nbytes, key=itemgetter(0))
         if place < len(self._free) and self._free[place][0] <= nbytes * _WASTE:
             return self._free.pop(place)
-        self._made += 1
+        made = self._make(nbytes)
         self.nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-        return nbytes, self._made
+        return nbytes, made
 
     def give(self, buffer: Buffer) -> None:
-        """Back from the taker."""
-        bisect.insort(self._free, buffer)
+        """Back from the taker. Of several of one size it is the next to be taken, while caches know it."""
+        bisect.insort_left(self._free, buffer, key=itemgetter(0))
 
     def drop(self, buffer: Buffer) -> None:
         """Back from the taker, and not wanted again."""
         self.nbytes -= buffer[0]
 
-    def clear(self) -> list[Buffer]:
-        """Forget the free buffers, and return them."""
-        free, self._free = self._free, []
-        self.nbytes -= sum(size for size, _ in free)
-        return free
+    def clear(self) -> None:
+        """Forget the free buffers."""
+        self.nbytes -= sum(size for size, _ in self._free)
+        self._free.clear()
+
+    def begin_anew(self) -> None:
+        """Forget every buffer, also those that are taken."""
+        self._free.clear()
+        self.nbytes = 0
 
 
 class Pool:
     """Lends tensors cut from its buffers."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._shelf = Shelf()
-        self._memory: dict[int, Tensor] = {}  # number of a buffer -> its bytes
+        self._shelf = Shelf(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device))
         self._lent: dict[int, Buffer] = {}  # storage -> buffer
 
     @property
@@ -80,18 +85,11 @@ class Pool:
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of `dtype`, whatever it held before."""
-        wanted = numel * dtype.itemsize
+        nbytes = numel * dtype.itemsize
         with torch._C._InferenceMode(False):
-            buffer = size, number = self._shelf.take(wanted)
-            if number not in self._memory:
-                try:
-                    self._memory[number] = torch.empty(size, dtype=torch.uint8, device=self._device)
-                except BaseException:
-                    self._shelf.drop(buffer)  # there is no memory for it
-                    raise
-            memory = self._memory[number]
+            buffer = _, memory = self._shelf.take(nbytes)
             self._lent[memory.untyped_storage()._cdata] = buffer
-            return memory[:wanted].view(dtype)
+            return memory[:nbytes].view(dtype)
 
     def give(self, tensor: Tensor) -> None:
         """Back from the taker."""
@@ -104,18 +102,13 @@ class Pool:
 
     def drop(self, tensor: Tensor) -> None:
         """Back from the taker, and not wanted again: its memory is freed."""
-        buffer = self._lent.pop(tensor.untyped_storage()._cdata)
-        self._shelf.drop(buffer)
-        del self._memory[buffer[1]]
+        self._shelf.drop(self._lent.pop(tensor.untyped_storage()._cdata))
 
     def begin_anew(self) -> None:
         """Forget every buffer, also those that are lent: nobody will give them back."""
-        peak, self._shelf = self._shelf.peak_nbytes, Shelf()
-        self._shelf.peak_nbytes = peak
         self._lent.clear()
-        self._memory.clear()
+        self._shelf.begin_anew()
 
     def clear(self) -> None:
         """Free what is not lent."""
-        for _, number in self._shelf.clear():
-            del self._memory[number]
+        self._shelf.clear()

@@ -76,7 +76,7 @@ class Rehearsal:
         self.units = [_Unit(size) for size in self.sizes]
         self.roots = [unit for unit in self.units if unit.size.encloses]
         self.passing = [unit for unit in self.units if not unit.size.encloses]
-        self.shelf = Shelf()
+        self.shelf = Shelf(lambda nbytes: None)
         self.sharded = len(self.units)  # how many are
         self.under_way: list[Buffer] = []  # of the reduction that was begun last
         self.averaging = 0  # bytes that it takes of the pool at its end, to average over replicas
