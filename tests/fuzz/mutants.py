@@ -42,9 +42,9 @@ def _overwriting(reducer: Reducer, unit: Unit) -> None:
 
 
 def _at_once(reducer: Reducer, unit: Unit) -> None:
-    """`Reducer.retire_late` that reduces what came late at once."""
+    """`Reducer.reduce_unit_late` that reduces what came late at once."""
     if unit.gradient.current is not None:
-        reducer.retire(unit)
+        reducer.reduce_unit(unit)
 
 
 def _computed(module: Any) -> int:
@@ -96,7 +96,7 @@ def _unmended(engine: Engine, what: str) -> None:
 
 
 MUTANTS: dict[str, Callable[[], list[Any]]] = {
-    "a gradient is lost": _patched((Reducer, "_reduce", _overwriting), (Reducer, "retire_late", _at_once)),
+    "a gradient is lost": _patched((Reducer, "_reduce", _overwriting), (Reducer, "reduce_unit_late", _at_once)),
     "only vectors are probed": _patched((elementwise, "_PROBE_SHAPES", ((7,),))),
     "writes in forward are lost": _patched(
         (Unit, "was_written", lambda unit: False), (Unit, "unseen_write", lambda unit: None)

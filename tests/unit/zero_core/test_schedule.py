@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from zero_core.runtime.schedule import Forecast, Pass, Visit
+from zero_core.runtime.schedule import Forecast, Pass, Progress, Visit
 
 
-def forward(names: str) -> tuple[Pass, dict[str, Visit]]:
+def forward(names: str) -> tuple[Progress, dict[str, Visit]]:
     """A root (unit 9) around visits of one unit each."""
-    made = Pass(True)
+    made = Pass(True, Forecast())
     root = Visit(9, (9,))
     visits = {}
     for name in names:
@@ -16,19 +16,17 @@ def forward(names: str) -> tuple[Pass, dict[str, Visit]]:
         made.complete(visits[name])
     visits["root"] = root
     made.complete(root)
-    made.begin_backward()
-    return made, visits
+    return Progress(made), visits
 
 
-def walk(made: Pass, targets: list[Visit]) -> list[str]:
+def walk(progress: Progress, targets: list[Visit]) -> list[str]:
     """Open the targets in turn, then drain; what was opened and closed, in order."""
     log = []
     for target in [*targets, None]:
-        for visit in made.path_to(target):
-            closing = made.leave_for(visit)
-            made.open.append(visit)
-            log += [f"open {visit.units[0]}"] + [f"close {v.units[0]} {made.closed(v)}" for v in closing]
-    log += [f"close {v.units[0]} {made.closed(v)}" for v in made.leave_for(None)]
+        for visit in progress.path_to(target):
+            closing = progress.leave_for(visit)
+            log += [f"open {visit.units[0]}"] + [f"close {v.units[0]} {progress.close(v)}" for v in closing]
+    log += [f"close {v.units[0]} {progress.close(v)}" for v in progress.leave_for(None)]
     return log
 
 
@@ -49,38 +47,46 @@ def test_a_unit_visited_twice_is_done_at_its_last_closing():
     assert [line for line in log if line.startswith("close 0")] == ["close 0 []", "close 0 [0]"]
 
 
+def test_a_unit_visited_inside_of_itself_is_done_at_the_outer_closing():
+    made = Pass(True, Forecast())
+    outer = Visit(0, (0,))
+    for visit in (Visit(0, (0,), parent=outer), Visit(1, (1,), parent=outer), outer):
+        made.complete(visit)
+    assert walk(Progress(made), []) == ["open 0", "open 1", "open 0", "close 1 [1]", "close 0 []", "close 0 [0]"]
+
+
 def test_the_visit_that_backward_reaches_next():
-    made, v = forward("aba")
-    assert made.pending(0, -1) is made.visits[2]
-    made.path_to(made.visits[1])
-    assert made.pending(0, -1) is made.visits[0]
-    made.path_to(None)
-    assert made.pending(0, -1) is None
+    progress, v = forward("aba")
+    visits = progress.of.visits
+    assert progress.pending(0, -1) is visits[2]
+    list(progress.path_to(visits[1]))
+    assert progress.pending(0, -1) is visits[0]
+    list(progress.path_to(None))
+    assert progress.pending(0, -1) is None
 
 
 def test_a_visit_from_before_a_node_was_not_made_by_it():
-    made, v = forward("ab")
-    made.visits[0].sequence, made.visits[1].sequence = 4, 6
-    assert made.pending(1, 5) is made.visits[1]
-    assert made.pending(0, 5) is None
+    progress, v = forward("ab")
+    visits = progress.of.visits
+    visits[0].sequence, visits[1].sequence = 4, 6
+    assert progress.pending(1, 5) is visits[1]
+    assert progress.pending(0, 5) is None
 
 
 def test_a_wrong_guess_is_mended():
-    forecast = Forecast()
+    last: list[int] = []
 
     def run(order: list[int]) -> list[list[int]]:
-        forecast.begin()
-        guesses = []
+        forecast, guesses = Forecast(last.copy()), []
         for unit in order:
             forecast.used(unit)
             guesses.append(forecast.upcoming()[:1])
-        forecast.learn(order)
+        last[:] = forecast.order
         return guesses
 
     assert run([0, 1, 2, 3]) == [[], [], [], []]
     assert run([0, 1, 2, 3]) == [[1], [2], [3], []]
-    assert run([0, 2, 3]) == [[1], [3], []]  # 1 was skipped: one miss, then right again
-    assert forecast.misses == 1
+    assert run([0, 2, 3]) == [[1], [3], []]  # 1 was skipped, then right again
     assert run([0, 7, 2, 3]) == [[2], [2], [3], []]  # 7 is new: the guess behind it still stands
     assert run([0, 7, 2, 3]) == [[7], [2], [3], []]
-    assert forecast.order == (0, 7, 2, 3)
+    assert last == [0, 7, 2, 3]

@@ -176,8 +176,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     made.compare(stage, max_grad_norm)
     updates = UpdatesInBackward(made.units, context, optimizer.param_groups) if update_in_backward else None
     engine = Engine(
-        model, made.units, context, STAGES[stage],
-        prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes, loss_scale=scale, max_grad_norm=max_grad_norm,
+        model, made.units, made.nodes(unit_modules(model, units)), context, STAGES[stage],
+        prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes, loss_scale=scale,
         begin_update=updates.begin if updates is not None else None, optimized=optimized,
     )  # fmt: skip
     handover = Handover(made.units)
@@ -193,9 +193,9 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
             for whole in unit.wholes:
                 set_home(whole.parameter, whole)
         carry_over(optimizer, made.units, store, ranks)
-        engine.attach(made.nodes(unit_modules(model, units)))
+        engine.attach()
         engine.keep_attached(Snapshots(engine).attach(model))
-        sharded = ShardedOptimizer(optimizer, engine, updates)
+        sharded = ShardedOptimizer(optimizer, engine, updates, max_grad_norm)
     except BaseException as error:
         engine.detach()
         handover.undo(error, store, close=store not in _in_use)

@@ -11,6 +11,7 @@ from .errors import CollectiveError, ZeroError
 from .runtime.hooks import Engine
 from .runtime.place import places_of
 from .runtime.rounds import Rounds
+from .runtime.unit import Unit
 
 __all__ = ["uneven"]
 
@@ -32,22 +33,23 @@ def uneven(*models: nn.Module) -> Iterator[None]:
     """
     engines = _engines(models)
     Rounds.entered = rounds = Rounds(engines)
+    unsharded: dict[Engine, set[Unit]] = {}
     try:
-        for engine in engines:
-            engine.uses.enter_uneven(rounds if engine in rounds.members else None)
+        for engine in rounds.members:
+            unsharded[engine] = engine.uses.enter_uneven()
         yield
         rounds.serve()
     except BaseException as error:
         for engine in engines:
-            engine.plans.clear()
+            engine.orders.clear()  # ranks may have learned different ones
         if isinstance(error, Exception) and not isinstance(error, CollectiveError):  # else the others know, or cannot
             with suppress(ZeroError):
                 rounds.fail()
         raise
     finally:
         Rounds.entered = None
-        for engine in engines:
-            engine.leave_uneven()
+        for engine, units in unsharded.items():
+            engine.leave_uneven(units)
 
 
 def _engines(models: tuple[nn.Module, ...]) -> list[Engine]:

@@ -20,7 +20,7 @@ from ..runtime.gradient import Leftover
 from ..runtime.gradient_access import take_factor
 from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
-from ..store import ScalarStates
+from ..store import ScalarStates, Sleeps
 from .backward_updates import UpdatesInBackward, frozen
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
 from .options import Options
@@ -37,16 +37,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Takes the place of the user's optimizer. LR schedulers are built on this one; `param_groups` are live.
 
     grad_norm: global L2 norm of the last step's gradients, before clipping; float, nan before the first step.
+    max_grad_norm: what step() clips the global norm to; None: it does not clip. May be changed between steps.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, updates: UpdatesInBackward | None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine,
+        updates: UpdatesInBackward | None,
+        max_grad_norm: float | None,
+    ) -> None:
         self._sealed = False
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(self, hooks, getattr(optimizer, hooks))  # those that the user registered run around this step()
         self.param_groups = optimizer.param_groups  # the same objects: a scheduler on the old one still works
         self._sealed = True
-        self.engine = engine
+        self.engine, self.max_grad_norm = engine, max_grad_norm
         self.grad_norm = math.nan
         self.step_count = max((max(u.steps, default=0) for u in engine.units), default=0)  # what was carried over
         self._updates = updates
@@ -54,15 +61,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if updates is not None:
             updates.options = self._options
         self.state = States()
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        """What step() clips the global norm to; None: it does not clip. May be changed between steps."""
-        return self.engine.max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, norm: float | None) -> None:
-        self.engine.max_grad_norm = norm
 
     @_not_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -113,7 +111,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _refuse_while_busy(self) -> None:
         if self.engine.busy:
             raise ZeroError("step() inside forward or backward: call it after loss.backward() returned")
-        if getattr(self.engine.store, "asleep", False):  # before gradients that wait on this rank are reduced
+        store = self.engine.store
+        if isinstance(store, Sleeps) and store.asleep:  # before gradients that wait on this rank are reduced
             raise ZeroError("step() while the store sleeps: call zero_core.wake(model)")
 
     def _coefficient(self, norm: float) -> float | None:

@@ -58,7 +58,7 @@ class FastPaths:
     def _release(self, units: Sequence[int], module: nn.Module, args: Any, output: Any) -> None:
         if self._holding and self._holding[-1] is module:
             self._holding.pop()
-            self._uses.release(units)
+            self._uses.release(units, evict=torch.is_grad_enabled())
 
     def forget(self) -> None:
         """The forward failed or was interrupted, and nothing is held any more."""

@@ -226,7 +226,7 @@ class UnitGradient:
         self.keep_late()
 
     def keep_late(self) -> None:
-        """Add this backward's gradient, if there is one, to the sum, owed or not: see `Reducer.retire_late`."""
+        """Add this backward's gradient, if there is one, to the sum, owed or not: see `Reducer.reduce_unit_late`."""
         self.forget_dropped()
         if self.current is None:
             return

@@ -1,15 +1,14 @@
-"""The run of a step: what happens before and after a unit's module, in forward and in backward.
+"""What happens before and after a unit's module runs, and when a gradient reaches it: the hooks of a sharded model.
 
 Owns the engine that the hooks call, and what it mends after Ctrl-C. Which visit comes next is `schedule`'s, which units
-have memory `uses`'s, what runs inside of a backward `recompute`'s, where a complete gradient goes `reducer`'s, when the
-optimizer runs `optimizer`'s. [Note: the order of collectives] is in schedule.py.
+have memory `uses`'s, what a backward opens and closes `backward`'s, when the optimizer runs `optimizer`'s.
+[Note: the order of collectives] is in schedule.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import threading
-import weakref
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import CollectiveError, ZeroError
 from .attaching import Attachment, Node
+from .backward import Backward
 from .calls import Calls, mended
 from .context import UnitContext
 from .copies import Copies
@@ -28,7 +28,6 @@ from .fast_paths import FastPaths
 from .gradient import Leftover
 from .gradient_access import apply_factors
 from .outputs import hook_outputs, in_backward, outside_transforms
-from .recompute import Recomputations
 from .reducer import Reducer
 from .scaling import LossScale, scale_gradients
 from .schedule import Forecast, Pass, Visit
@@ -39,17 +38,6 @@ from .uses import Uses
 __all__ = ["Engine"]
 
 
-@dataclasses.dataclass
-class _Backward:
-    """The backward under way: autograd's number of it, what autograd calls at its `end` and lets go of when it raises,
-    the pass it is in, and those it has been through."""
-
-    task: int
-    end: weakref.ref[Callable[[], None]]
-    current: Pass | None = None
-    passes: list[Pass] = dataclasses.field(default_factory=list)
-
-
 class Engine:
     """Answers the hooks of one sharded model."""
 
@@ -57,46 +45,42 @@ class Engine:
         self,
         model: nn.Module,
         units: Sequence[Unit],
+        nodes: Sequence[Node],
         context: UnitContext,
         stage: StageRow,
         *,
         prefetch_bytes: int,
         resident_bytes: int,
         loss_scale: LossScale | None,
-        max_grad_norm: float | None,
         begin_update: Callable[[Unit], Callable[[], None]] | None,
         optimized: Container[int],
     ) -> None:
         """optimized: ids of the parameters in the optimizer's groups, whether trained or not."""
-        self.model, self.units = model, units
+        self.model, self.units, self.nodes = model, units, nodes
         self.ranks, self.store, self.pool, self._context = context.ranks, context.store, context.pool, context
-        self.loss_scale, self.max_grad_norm = loss_scale, max_grad_norm
+        self.loss_scale = loss_scale
         name, keeps = type(model).__name__, stage.keeps_parameters
         self.uses = Uses(
             name, units, context, keeps=keeps, prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes
         )
         self.reducer = Reducer(units, context, keeps=stage.keeps_gradients, begin_update=begin_update)
-        self.nodes: list[Node] = []
-        self.forecasts: dict[tuple[int, bool], Forecast] = {}
-        self._forecast = Forecast()
-        self._stack: list[Visit] = []
+        self.orders: dict[
+            tuple[int, str], list[int]
+        ] = {}  # (node, kind of pass) -> units, as the last such pass used them
         self._pass: Pass | None = None
-        self._live: list[Pass] = []  # passes with a graph, for recomputations that no output hook announced
-        self._backward: _Backward | None = None
+        self._live: deque[Pass] = deque(maxlen=16)  # those with a graph, for recomputations that no output announced
+        self._backward: Backward | None = None
         self.calls = Calls(name)
         self._fast_paths = FastPaths(units, self.uses, self.calls, self.mend, in_pass=lambda: bool(self._stack))
-        self._inside = Recomputations(units, self.uses, self.reducer)
         self.writes = self.uses.writes
         self.factors = Factors()
         self.exchange = Exchange(units, context, self.reducer, self.writes)
         self.gathered = 0  # how many `gathered` blocks are open
-        self.plans: dict[int, list[int]] = {}  # `rounds` learns them
         self.copies = Copies(units, self.uses, self.calls)
         self._attachment = Attachment(model, units, optimized)
 
-    def attach(self, nodes: Sequence[Node]) -> None:
+    def attach(self) -> None:
         """Put the hooks on the modules and on the parameters."""
-        self.nodes = list(nodes)
         self._attachment.attach(self.nodes, self._before, self._after, self.collect)
         self.keep_attached(self._fast_paths.attach(self.model, self.nodes))
 
@@ -109,6 +93,11 @@ class Engine:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _stack(self) -> list[Visit]:
+        """Visits under way, outermost first."""
+        return [] if self._pass is None else self._pass.stack
+
     @mended
     @outside_transforms
     def _before(self, node: Node, module: nn.Module, args: Any) -> None:
@@ -120,16 +109,16 @@ class Engine:
             self.mend("forward")
         if not self._stack:
             self._begin_pass(node)
-        assert self._pass is not None
-        parent = self._stack[-1] if self._stack else None
+        current = self._pass
+        assert current is not None
+        parent = current.stack[-1] if current.stack else None
         visit = Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr())
         for u in node.units:
             self.uses.bring(self.units[u])
-            self.units[u].enter(audit=(node.index, self._pass.grad, module.training))
-            self._forecast.used(u)
-            self._pass.started.append(u)
-        self._stack.append(visit)
-        self.uses.prefetch(self._forecast.upcoming())
+            self.units[u].enter(audit=(node.index, current.grad, module.training))
+            current.forecast.used(u)
+        current.stack.append(visit)
+        self.uses.prefetch(current.forecast.upcoming())
 
     @mended
     def _after(self, node: Node, module: nn.Module, args: Any, output: Any) -> Any:
@@ -137,21 +126,20 @@ class Engine:
         if in_backward():
             self._end_recomputation(node, output)
             return None
-        if not self._stack or self._stack[-1].node != node.index:
-            return None  # the call failed before it was on the stack
-        if self._pass is not None and self._pass.thread != threading.get_ident():
-            return None  # it was refused, as another thread is inside
-        visit = self._stack.pop()
         current = self._pass
-        assert current is not None
+        if current is None or not current.stack or current.stack[-1].node != node.index:
+            return None  # the call failed before it was on the stack
+        if current.thread != threading.get_ident():
+            return None  # it was refused, as another thread is inside
+        visit = current.stack.pop()
         if current.grad or torch.is_grad_enabled():
             hooked = hook_outputs(output, visit.sequence, partial(self._before_backward, current, visit))
             if hooked or visit.followed or any(self.units[u].trainable for u in node.units) or not node.units:
                 current.complete(visit)
-        self.uses.release(node.units, turning=current.grad, outermost=not self._stack)
-        if self._stack:
+        self.uses.release(node.units, evict=current.grad, turning=current.grad, outermost=not current.stack)
+        if current.stack:
             return None
-        self._end_pass()
+        self._end_pass(node, current)
         return scale_gradients(output, self.loss_scale) if self.loss_scale is not None and current.grad else None
 
     def _begin_pass(self, node: Node) -> None:
@@ -168,37 +156,33 @@ class Engine:
             if self.ranks.size > 1:
                 self._attachment.check_added(node.module)
         self.uses.refuse_gradients()
-        if self.uses.rounds is not None:
-            self.uses.rounds.begin(self, node.index)
-            self._forecast = Forecast()  # ranks would remember different passes
-        else:
-            self._forecast = self.forecasts.setdefault((node.index, grad), Forecast())
-        self._forecast.begin()
-        self._pass, self.uses.evicts = Pass(grad), grad
+        rounds = self.uses.rounds
+        if rounds is not None:
+            rounds.begin(self, node.index)
+        # inside `zero_core.uneven` ranks remember different passes, and what they agree on is gathered ahead
+        self._pass = Pass(grad, Forecast(self.orders.get(_kind(node, grad), ()) if rounds is None else ()))
         if grad:
-            self._live = [*self._live[-15:], self._pass]
+            self._live.append(self._pass)
 
-    def _end_pass(self) -> None:
-        assert self._pass is not None
+    def _end_pass(self, node: Node, current: Pass) -> None:
         if self.uses.rounds is not None:
             self.uses.rounds.finish()
-        self._forecast.learn(self._pass.started)
-        turning = self._pass.grad
+        elif current.forecast.order:
+            self.orders[_kind(node, current.grad)] = current.forecast.order
         self._leave_pass()
-        self.uses.let_all_go(turning=turning)
+        self.uses.let_all_go(turning=current.grad)
 
     def _abandon_forward(self) -> None:
         if self.uses.rounds is not None:
             self.uses.rounds.finish()
         self._fast_paths.forget()
-        self._stack.clear()
         self._leave_pass()
         for unit in self.units:
             unit.seal()
         self.uses.let_all_go()
 
     def _leave_pass(self) -> None:
-        self._pass, self.uses.evicts = None, True
+        self._pass = None
         self.calls.end("forward")
 
     def follow(self, tensor: Tensor) -> None:
@@ -213,76 +197,32 @@ class Engine:
 
     @mended
     @outside_transforms
-    def _before_backward(self, current: Pass, visit: Visit, gradient: Tensor) -> Tensor | None:
-        """A gradient reached an output of the visit: open it, and what was skipped on the way, in order."""
+    def _before_backward(self, current: Pass, visit: Visit, gradient: Tensor) -> None:
+        """A gradient reached an output of the visit."""
         self.ranks.side.go_on()
-        if self._ensure_backward().task == torch._C._current_graph_task_id():
-            self._open(current, visit)
+        backward = self._ensure_backward()
+        if backward.task == torch._C._current_graph_task_id():
+            backward.open(current, visit)
         else:
-            self._inside.open(visit)
-        return None
+            backward.inside.open(visit)
 
-    def _ensure_backward(self) -> _Backward:
+    def _ensure_backward(self) -> Backward:
         if self.uses.uneven:
             raise ZeroError("backward() inside zero_core.uneven, where ranks may differ: leave the with block first")
         task = torch._C._current_graph_task_id()
         if self._backward is not None and self._backward.task != task:
             self.calls.refuse_others("backward")
-            if self._backward.end() is None:
+            if self._backward.raised:
                 self.mend("backward")
                 self.abandon_backward()
         if self._backward is None:
             self.mend("backward")
             self.calls.begin("backward")
             end = partial(self._end_backward)
-            self._backward = _Backward(task, weakref.ref(end))
+            self._backward = Backward(self.units, self.uses, self.reducer, end, partial=bool(self._stack))
             apply_factors(self)
             torch.autograd.Variable._execution_engine.queue_callback(end)
         return self._backward
-
-    def _open(self, current: Pass, visit: Visit) -> None:
-        backward = self._ensure_backward()
-        if torch.is_grad_enabled():
-            self.uses.keeping = True  # create_graph=True: the graph holds parameters, which stay until the step
-        if current is not backward.current:
-            if backward.current is not None:
-                self._drain(backward.current)
-            if current not in backward.passes:
-                current.begin_backward()
-                backward.passes.append(current)
-            backward.current = current
-        if visit.index >= current.position:
-            if visit not in current.open:  # closed already, and wanted again
-                current.remaining.update(visit.units)
-                self._open_one(current, visit)
-            return
-        for each in current.path_to(visit):
-            self._open_one(current, each)
-
-    def _open_one(self, current: Pass, visit: Visit) -> None:
-        for u in visit.units:
-            self.units[u].enter()
-        self._inside.stop_lingering()
-        for earlier in current.leave_for(visit):
-            self._close(current, earlier)
-        current.open.append(visit)
-        upcoming = (u for k in range(visit.index - 1, -1, -1) for u in current.visits[k].units)
-        self.uses.prefetch(upcoming)
-
-    def _close(self, current: Pass, visit: Visit) -> None:
-        for u in visit.units:
-            self.uses.leave(self.units[u])
-        for u in current.closed(visit):
-            if u not in current.external and not self._stack:  # inside a forward nothing is complete
-                self.reducer.retire(self.units[u])
-        for u in visit.units:
-            self.uses.let_go(self.units[u])
-
-    def _drain(self, current: Pass) -> None:
-        for visit in current.path_to(None):
-            self._open_one(current, visit)
-        for visit in current.leave_for(None):
-            self._close(current, visit)
 
     @mended
     def collect(self, unit: Unit, k: int) -> None:
@@ -295,47 +235,31 @@ class Engine:
     @mended
     @outside_transforms
     def _end_backward(self) -> None:
-        """Autograd is done: close what is open, visit what was skipped, reduce what came late."""
-        backward = self._backward
-        if backward is None:
+        """Autograd is done with a backward."""
+        if self._backward is None:
             return
         self.ranks.side.go_on()
-        if backward.current is not None:
-            self._drain(backward.current)
-        for u in dict.fromkeys(reversed([u for each in backward.passes for u in each.external])):
-            self.reducer.retire(self.units[u])
-        for unit in reversed(self.units):
-            self.reducer.retire_late(unit)
-        self.reducer.finish()
-        self._inside.finish()
+        self._backward.finish()
         self._backward = None
         self.calls.end("backward")
         self.uses.let_all_go()
 
     def abandon_backward(self) -> None:
-        """If a backward raised, forget what it left half done. What it already reduced stays, as torch keeps p.grad."""
-        if self._backward is None:
-            return
-        self._backward = None
-        self.calls.end("backward")
-        self._inside.forget()
-        self.reducer.finish()
-        for unit in self.units:
-            unit.gradient.drop_current()
-            if unit.users and unit.residency.whole:
-                unit.users = 1
-                self.uses.leave(unit)  # torch keeps what a recomputation wrote before the error
-            unit.seal()
-        self.uses.let_all_go()
+        """Call it where a backward may have raised."""
+        backward, self._backward = self._backward, None
+        if backward is not None:
+            self.calls.end("backward")
+            backward.abandon()
+            self.uses.let_all_go()
 
     # -- recomputation, see [Note: forward inside backward] ----------------------------------------------------------
 
     def _begin_recomputation(self, node: Node) -> None:
-        outer = self._ensure_backward().task == torch._C._current_graph_task_id()
-        self._inside.begin(node, outer=outer)
+        backward = self._ensure_backward()
+        backward.inside.begin(node, outer=backward.task == torch._C._current_graph_task_id())
 
     def _end_recomputation(self, node: Node, output: Any) -> None:
-        visit = self._inside.end(node)
+        visit = None if self._backward is None else self._backward.inside.end(node)
         if visit is not None and torch.is_grad_enabled():
             hook_outputs(output, visit.sequence, partial(self._before_recomputed, visit))
 
@@ -346,15 +270,9 @@ class Engine:
         outer pass for which it stands."""
         self.ranks.side.go_on()
         backward = self._ensure_backward()
-        self._inside.close(torch._C._current_graph_task_id(), visit)
-        for candidate in reversed(self._live) if backward.current is None else [backward.current]:
-            if backward.current is None:
-                candidate.begin_backward()
-            repeated = candidate.pending(visit.node, self._inside.reached)
-            if repeated is not None:
-                self._open(candidate, repeated)
-                break
-        self._inside.open(visit)
+        backward.inside.close(torch._C._current_graph_task_id(), visit)
+        backward.open_repeated(self._live, visit)
+        backward.inside.open(visit)
 
     # -- a parameter used outside its unit: see place.py ---------------------------------------------------------------
 
@@ -374,13 +292,11 @@ class Engine:
     # -- inside `zero_core.uneven`, see [Note: ranks that differ] -----------------------------------------------------
 
     @outside_transforms
-    def leave_uneven(self) -> None:
-        """After `Uses.enter_uneven`: ranks are the same again."""
-        rounds, self.uses.uneven, self.uses.rounds = self.uses.rounds, False, None
-        if rounds is not None:
-            if self._stack:
-                self._abandon_forward()
-            self.uses.leave_uneven()
+    def leave_uneven(self, whole: Container[Unit]) -> None:
+        """Ranks are the same again. whole: what `Uses.enter_uneven` returned."""
+        if self._stack:
+            self._abandon_forward()
+        self.uses.leave_uneven(whole)
 
     # -- around a step -----------------------------------------------------------------------------------------------
 
@@ -413,12 +329,10 @@ class Engine:
                 f"{what} after Ctrl-C inside of a hook of {type(self.model).__name__} on rank {self.ranks.rank} of "
                 f"{self.ranks.size}, where {others}: end all processes, and resume from the last checkpoint"
             )
-        self._stack.clear()
         self._fast_paths.forget()
         self._leave_pass()
         self._backward = None
         self.calls.end("backward")
-        self._inside.forget()
         self.copies.taken.clear()
         self.uses.forget()
         for unit in self.units:
@@ -460,8 +374,13 @@ class Engine:
 
     def next_use(self) -> list[int]:
         """Every unit, in the order in which the next forward will want it."""
-        known = max((f.order for f in self.forecasts.values()), key=len, default=())
-        return [*known, *(u.index for u in self.units if u.index not in set(known))]
+        known = dict.fromkeys(max(self.orders.values(), key=lambda order: len(set(order)), default=()))
+        return [*known, *(u.index for u in self.units if u.index not in known)]
 
     def forget_passes(self) -> None:
         self._live.clear()
+
+
+def _kind(node: Node, grad: bool) -> tuple[int, str]:
+    """Passes that begin with this module use the same units in the same order, it is hoped."""
+    return node.index, "training" if grad else "evaluation"

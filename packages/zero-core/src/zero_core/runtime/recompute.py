@@ -1,6 +1,6 @@
 """Modules called inside backward, and backwards inside of it: which units they use, and until when.
 
-Owns the visits that belong to no pass. What the outer backward opens and closes is `hooks`'s.
+Owns the visits that belong to no pass. What the outer backward opens and closes is `backward`'s.
 
 [Note: forward inside backward]
 Checkpoints, adjoints, reversible blocks and tensor hooks run modules during backward, and our hooks with them. Such a
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -39,23 +38,16 @@ from .uses import Uses
 __all__ = ["Recomputations"]
 
 
-@dataclass(eq=False)
-class _Call:
-    """One such call, which is under way or whose units linger."""
-
-    visit: Visit
-    done: bool = False
-
-
 class Recomputations:
-    """The calls inside of one model's backward, and the visits that backwards inside of it have open.
+    """The calls inside of one backward, and the visits that backwards inside of it have open.
 
     reached: the sequence number of the outer backward's node that last ran a module; beyond any while none has.
     """
 
     def __init__(self, units: Sequence[Unit], uses: Uses, reducer: Reducer) -> None:
         self._units, self._uses, self._reducer = units, uses, reducer
-        self._calls: list[_Call] = []
+        self._running: list[Visit] = []  # calls under way, innermost last
+        self._lingering: list[Visit] = []  # calls that are done, whose units linger
         self._open: dict[int, list[Visit]] = {}  # by autograd's number of the backward
         self.reached = sys.maxsize
 
@@ -66,22 +58,23 @@ class Recomputations:
             self.reached = running._sequence_nr()
         self._enter(node.units)
         self.stop_lingering()
-        parent = next((call.visit for call in reversed(self._calls) if not call.done), None)
-        self._calls.append(_Call(Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr())))
+        parent = self._running[-1] if self._running else None
+        self._running.append(Visit(node.index, node.units, parent, torch._C._autograd._get_sequence_nr()))
 
     def end(self, node: Node) -> Visit | None:
         """The innermost unfinished call of the module is done, by return or by exception; its visit."""
-        for call in reversed(self._calls):
-            if call.visit.node == node.index and not call.done:
-                call.done = True
-                return call.visit
+        for visit in reversed(self._running):
+            if visit.node == node.index:
+                self._running.remove(visit)
+                self._lingering.append(visit)
+                return visit
         return None
 
     def open(self, visit: Visit) -> None:
         """A gradient reached an output of the visit in a backward inside of the one under way, the one that runs."""
         task = torch._C._current_graph_task_id()
         if torch.is_grad_enabled():
-            self._uses.keeping = True  # as in `Engine._open`
+            self._uses.keep_all()  # as in `Backward.open`
         if task not in self._open:
             self._open[task] = []
             torch.autograd.Variable._execution_engine.queue_callback(partial(self.close, task))
@@ -113,20 +106,15 @@ class Recomputations:
                 )
         self._uses.hold(units)
 
-    def stop_lingering(self, *, everything: bool = False) -> None:
-        """Units of the calls that are done (or of all) linger no longer."""
-        stopped = [call for call in self._calls if call.done or everything]
-        self._calls = [call for call in self._calls if call not in stopped]
-        for call in stopped:
-            self._uses.release(call.visit.units)
+    def stop_lingering(self) -> None:
+        """Units of the calls that are done linger no longer."""
+        stopped, self._lingering = self._lingering, []
+        for visit in stopped:
+            self._uses.release(visit.units)
 
     def finish(self) -> None:
         """The outer backward is done. What a backward inside of it has open then has raised, and was caught."""
-        self.stop_lingering(everything=True)
+        self._lingering += self._running
+        self.stop_lingering()
         for task in self._open:
             self.close(task)
-        self.forget()
-
-    def forget(self) -> None:
-        """Nothing of this is known any more: the units are taken care of."""
-        self._calls, self._open, self.reached = [], {}, sys.maxsize

@@ -51,8 +51,8 @@ class Reducer:
         finally:
             self._synchronising = before
 
-    def retire(self, unit: Unit) -> None:
-        """This backward's gradient of the unit is complete."""
+    def reduce_unit(self, unit: Unit) -> None:
+        """This backward's gradient of the unit is complete: reduce it, or keep it at stage 1 and inside no_sync."""
         if not unit.trainable:
             return
         if self._ranks.size > 1 and (self._keeps or not self._synchronising):
@@ -60,8 +60,8 @@ class Reducer:
         else:
             self._reduce(unit)
 
-    def retire_late(self, unit: Unit) -> None:
-        """A gradient reached the unit after this backward had reduced it, perhaps on this rank only.
+    def reduce_unit_late(self, unit: Unit) -> None:
+        """A gradient reached the unit after this backward had reduced it, perhaps on this rank only: reduce that too.
 
         Several ranks agree on it at the step: `late` and `reduce_late`.
         """

@@ -1,18 +1,28 @@
 """How large one rank's pool becomes: what the steps of a run take from it and give back, rehearsed over sizes alone.
 
-The twin of what `hooks`, `unit` and `reducer` do with the pool, without tensors, modules or ranks; a test holds its
-result to the run's. A unit is used once a pass, in the order given. Every micro-batch has a gradient of every unit.
+Owns what a unit and its gradient take of the pool, in bytes. `Uses`, `Backward` and `Reducer` decide here, as in a run,
+what has memory and what is reduced; a test holds the result to a run's. A unit is used once a pass, in the order given.
+Every micro-batch has a gradient of every unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from ..pool import Buffer, Shelf
-from .residents import Residents, Turn
+from .backward import Backward
+from .gradient import GradientState
+from .reducer import Reducer
+from .residency import Residency
+from .schedule import Forecast, Pass, Visit
 from .stages import STAGES
+from .uses import Uses
 
 __all__ = ["Rehearsal", "UnitSize"]
 
@@ -30,22 +40,7 @@ class UnitSize:
     encloses: bool = False
 
 
-class _Unit:
-    """What one unit has of the pool."""
-
-    def __init__(self, size: UnitSize) -> None:
-        self.size, self.nbytes = size, size.numel * size.itemsize
-        self.users = 0
-        self.ready = False  # unsharded; gathered, but not ready: ahead of its use
-        self.gathered: Buffer | None = None
-        self.gradient: Buffer | None = None
-        self.kept: Buffer | None = None
-        self.kept_itemsize = 0
-        self.sums = False  # a kept gradient was added to once
-        self.arrived = 0  # gradients that went to the store in this step
-
-
-@dataclass
+@dataclass(frozen=True)
 class Rehearsal:
     """Steps of `accumulate` micro-batches on one rank of shard_count x replicas.
 
@@ -71,167 +66,188 @@ class Rehearsal:
 
     def pooled_bytes(self) -> int:
         """Most bytes of the rank's pool."""
-        self.size, self.row = self.shard_count * self.replicas, STAGES[self.stage]
-        self.residents, self.turn = Residents(self.resident_bytes), Turn(self.prefetch_bytes)
-        self.units = [_Unit(size) for size in self.sizes]
-        self.roots = [unit for unit in self.units if unit.size.encloses]
-        self.passing = [unit for unit in self.units if not unit.size.encloses]
-        self.shelf = Shelf(lambda nbytes: None)
-        self.sharded = len(self.units)  # how many are
-        self.under_way: list[Buffer] = []  # of the reduction that was begun last
-        self.averaging = 0  # bytes that it takes of the pool at its end, to average over replicas
+        shelf = Shelf(lambda nbytes: None)
+        units: Any = [_Unit(index, size, self, shelf) for index, size in enumerate(self.sizes)]
+        ranks = SimpleNamespace(size=self.size, shard=SimpleNamespace(size=self.shard_count))
+        store = SimpleNamespace(prefetch=lambda unit: None)
+        context: Any = SimpleNamespace(ranks=ranks, store=store, swaps_in=False)
+        row, ahead, stays = STAGES[self.stage], self.prefetch_bytes, self.resident_bytes
+        uses = Uses("", units, context, keeps=row.keeps_parameters, prefetch_bytes=ahead, resident_bytes=stays)
+        reducer = Reducer(units, context, keeps=row.keeps_gradients, begin_update=None)
+        of, order = _visits(units), list[int]()
         several = min(self.accumulate, 3)  # the fourth micro-batch, and any after it, takes what the third took
-        for step in range(2):
+        for _ in range(2):
             for micro in range(several):
-                self.forward(foreseen=step + micro > 0)
-                self.backward(held_back=self.no_sync and micro + 1 < several)
-            self.step()
-        return self.shelf.peak_nbytes
+                order = _forward(of, units, uses, order)
+                with reducer.no_sync() if self.no_sync and micro + 1 < several else nullcontext(), torch.no_grad():
+                    _backward(of, units, uses, reducer)
+            uses.settle()
+            reducer.reduce_kept()
+            for unit in units:
+                unit.gradient.arrived = 0
+        return shelf.peak_nbytes
 
-    def forward(self, *, foreseen: bool) -> None:
-        """`foreseen`: a pass went before, so that units can be gathered ahead."""
-        order = self.passing if foreseen else []
-        for unit in self.roots:
-            self.enter(unit)
-        self.prefetch(order, 0)
-        for number, unit in enumerate(self.passing):
-            self.enter(unit)
-            self.prefetch(order, number + 1)
-            self.leave(unit, turning=True)
-        for unit in self.roots:
-            self.leave(unit, turning=True, outermost=True)
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.shard_count * self.replicas
 
-    def backward(self, *, held_back: bool) -> None:
-        for unit in self.roots:
-            self.enter(unit)
-        order = self.passing[::-1]
-        self.prefetch(order, 0)
-        for unit in self.roots:
-            self.collect(unit)
-        for number, unit in enumerate(order):
-            self.enter(unit)
-            if number:
-                self.close(order[number - 1], held_back)
-            self.prefetch(order, number + 1)
-            self.collect(unit)
-        for unit in [*order[-1:], *self.roots]:
-            self.close(unit, held_back)
-        self.finish()
 
-    def step(self) -> None:
-        for unit in self.units:
-            self.reshard(unit)
-        for unit in reversed(self.units):
-            if unit.kept is not None:
-                self.reduce(unit)
-        self.finish()
-        for unit in self.units:
-            unit.arrived = 0
+def _visits(units: Sequence[_Unit]) -> Pass:
+    root = Visit(0, tuple(unit.index for unit in units if unit.encloses))
+    made = Pass(True, Forecast())
+    for unit in units:
+        if not unit.encloses:
+            made.complete(Visit(1 + unit.index, (unit.index,), parent=root))
+    made.complete(root)
+    return made
 
-    # -- parameters --------------------------------------------------------------------------------------------------
 
-    def gather(self, unit: _Unit) -> None:
-        if self.gathers and self.shard_count > 1 and unit.gathered is None:
-            unit.gathered = self.shelf.take(unit.nbytes)
-            self.sharded -= 1
+def _forward(of: Pass, units: Sequence[_Unit], uses: Uses, last: Sequence[int]) -> list[int]:
+    """As the hooks of `Engine`. last: the order in which the last forward used the units. Returns this one's."""
+    forecast = Forecast(last)
+    root = of.visits[-1]
+    for visit in (root, *of.visits[:-1]):
+        for u in visit.units:
+            units[u].enter()
+            forecast.used(u)
+        uses.prefetch(forecast.upcoming())
+        if visit is not root:
+            uses.release(visit.units, turning=True)
+    uses.release(root.units, turning=True, outermost=True)
+    return forecast.order
 
-    def enter(self, unit: _Unit) -> None:
-        self.gather(unit)
-        unit.ready = True
-        unit.users += 1
 
-    def prefetch(self, order: Sequence[_Unit], following: int) -> None:
-        """Units of `order` from number `following` on, as many as the bytes allow and one at least."""
-        budget, self.turn.spare_bytes = self.prefetch_bytes, 0
-        while self.gathers and self.shard_count > 1 and self.sharded and following < len(order):
-            unit: Any = order[following]
-            following += 1
-            if unit.ready:
-                budget -= self.turn.ahead_bytes(unit)
-                continue
-            if budget <= 0 or (budget < unit.nbytes and budget < self.prefetch_bytes):
-                return
-            budget -= unit.nbytes
-            self.gather(unit)
-        self.turn.spare_bytes = budget
+def _backward(of: Pass, units: Any, uses: Uses, reducer: Reducer) -> None:
+    backward = Backward(units, uses, reducer, _nothing, partial=False)
+    for visit in reversed(of.visits):
+        backward.open(of, visit)
+        for u in visit.units:
+            units[u].gradient.collect()
+    backward.finish()
 
-    def leave(self, unit: Any, *, turning: bool = False, outermost: bool = False) -> None:
-        unit.users -= 1
-        if not self.row.keeps_parameters:
-            self.turn.discard(unit)
-            evicted: Any  # as much of a zero_core.runtime.unit.Unit as these ask for
-            leaving: Any
-            for evicted in self.residents.admit(unit, evict=True):
-                for leaving in self.turn.admit(evicted, outermost=outermost) if turning else [evicted]:
-                    if leaving.users == 0:
-                        self.reshard(leaving)
 
-    def reshard(self, unit: _Unit) -> None:
-        unit.ready = False
-        if unit.gathered is not None:
-            self.shelf.give(unit.gathered)
-            unit.gathered = None
-            self.sharded += 1
+def _nothing() -> None:
+    """Autograd calls nothing at the end."""
 
-    # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def collect(self, unit: _Unit) -> None:
-        if unit.size.trainable and not (self.size == 1 and unit.arrived < self.lends):
-            unit.gradient = self.shelf.take(unit.size.numel * self.reduce_itemsize)
+class _Unit:
+    """As much of a `unit.Unit` as `Uses`, `Backward` and `Reducer` ask for."""
 
-    def close(self, unit: _Unit, held_back: bool) -> None:
-        if unit.gradient is not None and self.size > 1 and (self.row.keeps_gradients or held_back):
-            self.keep(unit)
-        elif unit.size.trainable:
-            self.reduce(unit)
-        self.leave(unit)
+    name = ""
 
-    def keep(self, unit: _Unit) -> None:
-        assert unit.gradient is not None
-        gradient, unit.gradient = unit.gradient, None
-        if unit.kept is None and not (unit.sums and self.reduce_itemsize != 4):
-            unit.kept, unit.kept_itemsize = gradient, self.reduce_itemsize
+    def __init__(self, index: int, size: UnitSize, run: Rehearsal, shelf: Shelf) -> None:
+        self.index, self.trainable, self.encloses = index, size.trainable, size.encloses
+        self.nbytes = size.numel * size.itemsize
+        self.gradient = _Gradient(size, run, shelf)
+        self.residency, self.users = Residency.SHARDED, 0
+        self._shelf, self._pooled = shelf, run.gathers and run.shard_count > 1
+        self._memory: Buffer | None = None
+
+    def prefetch(self) -> None:
+        if self._pooled and self.residency is Residency.SHARDED:
+            self._memory, self.residency = self._shelf.take(self.nbytes), Residency.UNSHARDING
+
+    def enter(self) -> None:
+        self.prefetch()
+        self.residency = Residency.UNSHARDED
+        self.users += 1
+
+    def leave(self) -> None:
+        self.users -= 1
+
+    def seal(self) -> None:
+        self.users = 0
+
+    def reshard(self) -> None:
+        self.residency = Residency.SHARDED
+        if self._memory is not None:
+            self._shelf.give(self._memory)
+            self._memory = None
+
+    def was_written(self) -> bool:
+        return False
+
+    def unseen_write(self) -> None:
+        """No forward writes."""
+
+
+class _Gradient:
+    """As much of a `gradient.UnitGradient` as `Reducer` asks for. arrived: how many the store had of a step."""
+
+    def __init__(self, size: UnitSize, run: Rehearsal, shelf: Shelf) -> None:
+        self.numel, self.trainable, self.run, self.shelf = size.numel, size.trainable, run, shelf
+        self.current: list[Buffer] | None = None  # no buffer where the store lends memory
+        self.kept: Buffer | None = None
+        self.kept_itemsize = 0
+        self.arrived = 0
+        self._accumulates = False  # as in `UnitGradient`
+
+    @property
+    def state(self) -> GradientState:
+        return GradientState.REDUCED if self.kept is None else GradientState.OWED
+
+    def collect(self) -> None:
+        if self.trainable:
+            lent = self.run.size == 1 and self.arrived < self.run.lends
+            self.current = [] if lent else [self.take(self.run.reduce_itemsize)]
+
+    def take(self, itemsize: int) -> Buffer:
+        return self.shelf.take(self.numel * itemsize)
+
+    def forget_dropped(self) -> None:
+        """None is."""
+
+    def keep(self) -> None:
+        assert self.current is not None
+        (gradient,), self.current = self.current, None
+        if self.kept is None and not (self._accumulates and self.run.reduce_itemsize != 4):
+            self.kept, self.kept_itemsize = gradient, self.run.reduce_itemsize
             return
-        if unit.kept is None or unit.kept_itemsize != 4:
-            wide = self.shelf.take(unit.size.numel * 4)
-            if unit.kept is not None:
-                self.shelf.drop(unit.kept)
-            unit.kept, unit.kept_itemsize, unit.sums = wide, 4, True
+        if self.kept is None or self.kept_itemsize != 4:
+            wide = self.take(4)
+            if self.kept is not None:
+                self.shelf.drop(self.kept)
+            self.kept, self.kept_itemsize, self._accumulates = wide, 4, True
         self.shelf.give(gradient)
 
-    def reduce(self, unit: _Unit) -> None:
-        if unit.kept is not None:
-            if unit.gradient is not None:
-                self.keep(unit)
-            whole, unit.kept = unit.kept, None
-            if unit.kept_itemsize != self.reduce_itemsize:
-                wide, whole = whole, self.shelf.take(unit.size.numel * self.reduce_itemsize)
+    def reduce(self) -> _Reduction:
+        if self.kept is not None:
+            if self.current is not None:
+                self.keep()
+            whole, self.kept = self.kept, None
+            if self.kept_itemsize != self.run.reduce_itemsize:
+                wide, whole = whole, self.take(self.run.reduce_itemsize)
                 self.shelf.give(wide)
-            unit.gradient = whole
-        begun = [] if unit.gradient is None else [unit.gradient]
-        unit.gradient = None
-        if self.shard_count > 1:
-            if unit.arrived >= self.lends:
-                begun.insert(0, self.shelf.take(unit.size.numel // self.shard_count * self.reduce_itemsize))
-            if self.exchanges:
-                begun.insert(0, self.shelf.take(unit.size.numel * self.reduce_itemsize))
-        elif self.exchanges and self.replicas > 1:
-            begun.insert(0, self.shelf.take(self.averaged(unit)))
-        unit.arrived += 1
-        self.finish()
-        self.under_way = begun
-        self.averaging = self.averaged(unit) if self.exchanges and self.shard_count > 1 and self.replicas > 1 else 0
-        if self.size == 1:
-            self.finish()
+            self.current = [whole]
+        begun, self.current = self.current or [], None
+        made = _Reduction(self, begun)
+        self.arrived += 1
+        return made
 
-    def averaged(self, unit: _Unit) -> int:
-        """Bytes in which a rank adds up its slice of the gradient, or of its shard, over the replicas."""
-        slice_numel = -(-(unit.size.numel // self.shard_count) // self.replicas)
-        return self.replicas * slice_numel * self.reduce_itemsize
+
+class _Reduction:
+    """As `gradient.Reduction`, with what the collectives take of the pool meanwhile."""
+
+    def __init__(self, of: _Gradient, begun: list[Buffer]) -> None:
+        run, self.of = of.run, of
+        shard_numel = of.numel // run.shard_count
+        averaged = (
+            run.replicas * -(-shard_numel // run.replicas) * run.reduce_itemsize
+        )  # a rank adds its slice up there
+        self._buffers, self._averaged_bytes = begun, 0
+        if run.shard_count > 1:
+            if of.arrived >= run.lends:
+                self._buffers = [of.shelf.take(shard_numel * run.reduce_itemsize), *self._buffers]
+            if run.exchanges:
+                self._buffers = [of.take(run.reduce_itemsize), *self._buffers]
+                self._averaged_bytes = averaged if run.replicas > 1 else 0
+        elif run.exchanges and run.replicas > 1:
+            self._buffers = [of.shelf.take(averaged), *self._buffers]
 
     def finish(self) -> None:
-        for place, buffer in enumerate(self.under_way):
-            self.shelf.give(buffer)
-            if place == 0 and self.averaging:
-                self.shelf.give(self.shelf.take(self.averaging))
-        self.under_way = []
+        shelf = self.of.shelf
+        for place, buffer in enumerate(self._buffers):
+            shelf.give(buffer)
+            if place == 0 and self._averaged_bytes:
+                shelf.give(shelf.take(self._averaged_bytes))

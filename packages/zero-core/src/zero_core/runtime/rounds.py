@@ -28,40 +28,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
-from ..comm.ranks import Ranks
 from ..errors import CollectiveError
-from ..store import ShardStore
-from .attaching import Node
 from .outputs import outside_transforms
 from .residency import Residency, UnitMemory
 from .unit import Unit
 
-__all__ = ["Member", "Rounds"]
+if TYPE_CHECKING:
+    from .hooks import Engine
+
+__all__ = ["Rounds"]
 
 _DONE, _FAILED, _FIRST = 0, -1, 1
-
-
-class Member(Protocol):
-    """A sharded model whose forwards may differ: its engine."""
-
-    units: Sequence[Unit]
-    nodes: list[Node]
-    ranks: Ranks
-    store: ShardStore
-    plans: dict[int, list[int]]  # node -> units that its last pass gathered, the same on every rank
-
-    @property
-    def prefetch_bytes(self) -> int: ...
+_KIND = "uneven"  # of passes, in `Engine.orders`, where ranks have the same of it
 
 
 class Rounds:
-    """Of one `zero_core.uneven` block. `members`: those of its models whose units are gathered from several ranks."""
+    """Of one `zero_core.uneven` block, which names `models`. `members`: those whose units are gathered from several
+    ranks."""
 
-    entered: ClassVar[Rounds | None] = None  # the block that is open
+    entered: ClassVar[Rounds | None] = None  # the block that is open in this process: models that it does not name ask
 
-    def __init__(self, models: Sequence[Member]) -> None:
+    def __init__(self, models: Sequence[Engine]) -> None:
+        self.named = {model.uses for model in models}
         self.members = members = [model for model in models if model.ranks.shard.size > 1]
         self._ranks = (members or models)[0].ranks
         self._units = [(member, unit) for member in members for unit in member.units]
@@ -69,31 +59,29 @@ class Rounds:
         self._unit_numbers = {unit: number for number, (_, unit) in enumerate(self._units)}
         self._node_numbers = {each: number for number, each in enumerate(self._nodes)}
         self._plan: list[int] = []
-        self._begun = self._passed = 0  # gathers of the plan that were begun, and those that are over for this rank
-        self._used: set[int] = set()  # places in the plan of gathers that this rank used
+        self._past: list[bool] = []  # of each gather of the plan that is over for this rank, whether this rank used it
+        self._begun = 0  # gathers of the plan that were begun
         self._record: list[int] = []  # units that some rank used, since a pass began
         self._node: int | None = None  # what all ranks began together
-        self._going_on = bool(members)  # some rank was not done in the last round
 
     @outside_transforms
-    def begin(self, member: Member, node: int) -> None:
+    def begin(self, member: Engine, node: int) -> None:
         """This rank begins a pass. Returns when every rank that is not done begins one."""
-        wanted = True
-        while wanted:
-            wanted = self._say(_FIRST + self._node_numbers[member, node])
+        statement = _FIRST + self._node_numbers[member, node]
+        while self._wanted(self._say(statement)):
+            pass
 
     @outside_transforms
     def bring(self, unit: Unit) -> None:
         """Begin to gather a unit that this rank uses next, unless its memory is there. Then gather ahead."""
         if not unit.residency.whole:
             number = self._unit_numbers[unit]
-            while number not in self._plan[self._passed :]:
+            while number not in self._plan[len(self._past) :]:
                 self._say(_FIRST + len(self._nodes) + number)
-            place = self._plan.index(number, self._passed)
-            self._serve(place)
+            self._serve(self._plan.index(number, len(self._past)))
             unit.prefetch()
-            self._used.add(place)
-            self._passed, self._begun = place + 1, max(self._begun, place + 1)
+            self._past.append(True)
+            self._begun = max(self._begun, len(self._past))
         self._gather_ahead()
 
     @outside_transforms
@@ -106,8 +94,8 @@ class Rounds:
         """This rank is done: it takes part in the gathers of the others until they are done too."""
         for member in self.members:
             member.ranks.side.go_on()
-        while self._going_on:
-            self._say(_DONE)
+        while self.members and any(statement != _DONE for statement in self._say(_DONE)):
+            pass
 
     @outside_transforms
     def fail(self) -> None:
@@ -118,11 +106,12 @@ class Rounds:
         if self.members:
             with suppress(Exception):
                 self.finish()
-            self._begun = self._passed = len(self._plan)
+            self._begun = len(self._plan)
+            self._past += [False] * (self._begun - len(self._past))
             self._tell(_FAILED)
 
-    def _say(self, statement: int) -> bool:
-        """One round. Makes the next plan; returns whether some rank wants a unit."""
+    def _say(self, statement: int) -> list[int]:
+        """One round. Makes the next plan; returns what each rank said."""
         said, used = self._tell(statement)
         if _FAILED in said:
             raise CollectiveError(
@@ -130,18 +119,19 @@ class Rounds:
                 f"it raises itself; rank {self._ranks.rank} cannot gather units without it, and leaves too"
             )
         self._record += [number for number, count in zip(self._plan, used, strict=True) if count]
-        wanted = [number - _FIRST - len(self._nodes) for number in said if number >= _FIRST + len(self._nodes)]
-        if wanted:
-            self._plan = list(dict.fromkeys(wanted))
-        else:
+        self._plan = list(dict.fromkeys(self._wanted(said)))
+        if not self._plan:
             self._learn()
             begun = {number - _FIRST for number in said if number != _DONE}
-            self._going_on = bool(begun)
             self._node = begun.pop() if len(begun) == 1 else None
             self._plan = self._foreseen()
-        self._begun = self._passed = 0
-        self._used.clear()
-        return bool(wanted)
+        self._past, self._begun = [], 0
+        return said
+
+    def _wanted(self, said: Sequence[int]) -> list[int]:
+        """Units that ranks want, of what each rank said."""
+        first = _FIRST + len(self._nodes)
+        return [statement - first for statement in said if statement >= first]
 
     def _tell(self, statement: int) -> tuple[list[int], list[int]]:
         """Take part in what is left of the plan, and tell. What each rank says; how many used each gather of the plan.
@@ -150,8 +140,7 @@ class Rounds:
         """
         self.finish()
         said = [statement if rank == self._ranks.rank else 0 for rank in range(self._ranks.size)]
-        used = [place in self._used for place in range(len(self._plan))]
-        numbers = self._ranks.numbers([float(number) for number in (*said, *used)])
+        numbers = self._ranks.numbers([float(number) for number in (*said, *self._past)])
         total = [int(number) for number in self._ranks.sum_everywhere(numbers, "what each rank does next").tolist()]
         return total[: len(said)], total[len(said) :]
 
@@ -160,22 +149,22 @@ class Rounds:
         if self._node is not None:
             member, index = self._nodes[self._node]
             mine = [self._units[number] for number in self._record]
-            member.plans[index] = [unit.index for owner, unit in mine if owner is member]
+            member.orders[index, _KIND] = [unit.index for owner, unit in mine if owner is member]
         self._record = []
 
     def _foreseen(self) -> list[int]:
         if self._node is None:
             return []
         member, index = self._nodes[self._node]
-        return [self._unit_numbers[member.units[u]] for u in member.plans.get(index, ())]
+        return [self._unit_numbers[member.units[u]] for u in member.orders.get((index, _KIND), ())]
 
     def _serve(self, stop: int) -> None:
         """Take part in the gathers before place `stop` of the plan that are not over, and drop what they gather."""
-        while self._passed < stop:
-            memory: UnitMemory = self._units[self._plan[self._passed]][1]
-            self._passed += 1
-            if self._begun < self._passed:
-                self._begun = self._passed
+        while len(self._past) < stop:
+            memory: UnitMemory = self._units[self._plan[len(self._past)]][1]
+            self._past.append(False)
+            if self._begun < len(self._past):
+                self._begun += 1
                 if memory.residency is not Residency.SHARDED:  # what this rank has of it stays
                     memory = memory.another()
                 memory.prefetch()
@@ -184,7 +173,7 @@ class Rounds:
 
     def _gather_ahead(self) -> None:
         """As `Uses.prefetch`, which foresees one rank's forward: as many as the bytes allow, one at least."""
-        under_way = sum(self._units[number][1].nbytes for number in self._plan[self._passed : self._begun])
+        under_way = sum(self._units[number][1].nbytes for number in self._plan[len(self._past) : self._begun])
         while self._begun < len(self._plan):
             member, unit = self._units[self._plan[self._begun]]
             if unit.residency is not Residency.SHARDED:

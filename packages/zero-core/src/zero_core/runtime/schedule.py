@@ -13,10 +13,11 @@ A visit that encloses the one being opened stays open. A unit is reduced when th
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-__all__ = ["Forecast", "Pass", "Visit"]
+__all__ = ["Forecast", "Pass", "Progress", "Visit"]
 
 
 @dataclass(eq=False)
@@ -41,85 +42,66 @@ class Visit:
 
 @dataclass(eq=False)
 class Pass:
-    """The visits of one outermost forward, and how far its backward has come."""
+    """The visits of one outermost forward. grad: whether a backward may follow."""
 
     grad: bool
+    forecast: Forecast
     thread: int = field(default_factory=threading.get_ident)
-    started: list[int] = field(default_factory=list)  # units, in order of use
+    stack: list[Visit] = field(default_factory=list)  # under way, outermost first
     visits: list[Visit] = field(default_factory=list)  # in order of completion
     external: list[int] = field(default_factory=list)  # units with a parameter used outside its module
-    position: int = 0  # visits[position:] were opened in this backward
-    open: list[Visit] = field(default_factory=list)
-    remaining: Counter[int] = field(default_factory=Counter)  # unit -> visits not closed yet
 
     def complete(self, visit: Visit) -> None:
         visit.index = len(self.visits)
         self.visits.append(visit)
 
-    def begin_backward(self) -> None:
-        self.position = len(self.visits)
-        self.open.clear()
-        self.remaining = Counter(unit for visit in self.visits for unit in visit.units)
+
+class Progress:
+    """How far the backward of one pass has come. position: visits[position:] were opened. open: those not closed."""
+
+    def __init__(self, of: Pass) -> None:
+        self.of, self.position = of, len(of.visits)
+        self.open: list[Visit] = []
+        self._first = {unit: visit.index for visit in reversed(of.visits) for unit in visit.units}
 
     def pending(self, node: int, after: int) -> Visit | None:
         """The visit of a module that backward reaches next, if it began after autograd's count `after`."""
-        found = next((visit for visit in reversed(self.visits[: self.position]) if visit.node == node), None)
+        found = next((visit for visit in reversed(self.of.visits[: self.position]) if visit.node == node), None)
         return found if found is not None and found.sequence > after else None
 
-    def path_to(self, visit: Visit | None) -> list[Visit]:
+    def path_to(self, visit: Visit | None) -> Iterator[Visit]:
         """Visits to open, in order, up to `visit`; all that are left for None. Moves the position."""
-        target = 0 if visit is None else visit.index
-        if target >= self.position:
-            return []
-        path = self.visits[target : self.position][::-1]
-        self.position = target
-        return path
+        while self.position > (0 if visit is None else visit.index):
+            self.position -= 1
+            yield self.of.visits[self.position]
 
     def leave_for(self, visit: Visit | None) -> list[Visit]:
-        """Open visits that `visit` is not inside of, innermost first. They are not open any more."""
-        closing = [v for v in reversed(self.open) if visit is None or not v.encloses(visit)]
-        self.open = [v for v in self.open if v not in closing]
-        return closing
+        """Open visits that `visit` is not inside of, innermost first. `visit` is open from here on."""
+        leaving = [v for v in reversed(self.open) if visit is None or not v.encloses(visit)]
+        if visit is not None:
+            self.open.append(visit)
+        return leaving
 
-    def closed(self, visit: Visit) -> list[int]:
-        """Units whose last visit this was."""
-        self.remaining.subtract(visit.units)
-        return [unit for unit in visit.units if self.remaining[unit] == 0]
+    def close(self, visit: Visit) -> list[int]:
+        """The visit is not open any more. Returns the units whose last visit this was."""
+        self.open.remove(visit)
+        open_units = {unit for other in self.open for unit in other.units}
+        return [unit for unit in visit.units if self.position <= self._first[unit] and unit not in open_units]
 
 
 class Forecast:
-    """Guesses the units that come next from the order of the last pass. A wrong guess is never an error."""
+    """Guesses the units that come next, from the order of the last such pass. A wrong guess is never an error."""
 
-    def __init__(self) -> None:
-        self._record: list[int] = []
-        self._position = 0
-        self.misses = 0
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """Units in order of their first use in the last pass."""
-        return tuple(dict.fromkeys(self._record))
-
-    def begin(self) -> None:
-        self._position = 0
+    def __init__(self, last: Sequence[int] = ()) -> None:
+        self._last, self._position = last, 0
+        self.order: list[int] = []  # units that this pass used, in the order of their uses
 
     def used(self, unit: int) -> None:
-        """Tell which unit is really used now; finds its place in the record again if the guess was wrong."""
-        if self._position < len(self._record) and self._record[self._position] == unit:
-            self._position += 1
-            return
-        if self._record:
-            self.misses += 1
-        try:
-            self._position = self._record.index(unit, self._position) + 1
-        except ValueError:
-            return  # a new unit: the guess for the next one still stands
+        """Tell which unit is really used now; finds its place in the last order again if the guess was wrong."""
+        self.order.append(unit)
+        with suppress(ValueError):  # a new unit: the guess for the next one still stands
+            self._position = self._last.index(unit, self._position) + 1
 
-    def upcoming(self) -> list[int]:
+    def upcoming(self) -> Sequence[int]:
         """Units expected next, nearest first."""
-        return self._record[self._position :]
-
-    def learn(self, started: list[int]) -> None:
-        """The pass ended: its order is the next guess."""
-        if started:
-            self._record = list(started)
+        return self._last[self._position :]

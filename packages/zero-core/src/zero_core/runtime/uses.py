@@ -5,7 +5,7 @@ Owns which units have memory, and for how long. What is used next is `hooks`'s, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -41,23 +41,34 @@ class Uses:
     ) -> None:
         self._model, self._units, self._ranks, self._store = model, units, context.ranks, context.store
         self._keeps = keeps
-        self.keeping = keeps  # also at stage 3, until the step, once a graph holds parameters
-        self.evicts = True  # False in a pass without a backward, see `residents`
+        self.keeping = keeps
         self._residents, self.turn = Residents(resident_bytes), Turn(prefetch_bytes)
         self.writes = Writes(context.ranks)
-        self.uneven = False  # inside `zero_core.uneven`
-        self.rounds: Rounds | None = None  # between ranks whose forwards may differ
-        self._whole: set[int] = set()  # units that were unsharded when that began
+
+    @property
+    def uneven(self) -> bool:
+        """Whether a `zero_core.uneven` block is open that names this model."""
+        return Rounds.entered is not None and self in Rounds.entered.named
+
+    @property
+    def rounds(self) -> Rounds | None:
+        """Where ranks agree on what they gather, while this model's forwards may differ."""
+        return Rounds.entered if self.uneven and self._ranks.shard.size > 1 else None
 
     def bring(self, unit: Unit) -> None:
         """The unit is used next: ranks that may differ agree to gather it."""
-        if self.rounds is not None:
-            self.rounds.bring(unit)
-        elif Rounds.entered is not None and not self.uneven and self._ranks.shard.size > 1:
+        if Rounds.entered is None or self._ranks.shard.size == 1:
+            return
+        if not self.uneven:
             raise ZeroError(
                 f"unit {unit.name!r} of {self._model} is used inside zero_core.uneven, which does not name this model, "
                 "so ranks that are done would not gather it: name all, zero_core.uneven(a, b)"
             )
+        Rounds.entered.bring(unit)
+
+    def keep_all(self) -> None:
+        """Units that have memory keep it until the step, also at stage 3: a graph holds parameters."""
+        self.keeping = True
 
     def prefetch(self, upcoming: Iterable[int]) -> None:
         """Start the units that come next, as many as the bytes allow, one at least; the store hears of one more.
@@ -69,6 +80,8 @@ class Uses:
         for u in upcoming:
             unit = self._units[u]
             if unit.residency.whole:
+                if self.keeping:
+                    return  # a pass since the step has gathered it, and what comes after it
                 left -= self.turn.ahead_bytes(unit)
                 continue
             if left <= 0 or (left < unit.nbytes and left < self.turn.prefetch_bytes):
@@ -84,15 +97,13 @@ class Uses:
         for u in units:
             self._units[u].enter()
 
-    def release(self, units: Iterable[int], *, turning: bool = False, outermost: bool = False) -> None:
-        """One use fewer of each. A unit that nothing uses was given up by a failed forward or backward.
-
-        turning: in a forward that a backward may follow, `outermost` by the module that was called first.
-        """
+    def release(self, units: Iterable[int], **how: bool) -> None:
+        """One use fewer of each. A unit that nothing uses was given up by a failed forward or backward. how: as in
+        `let_go`."""
         for u in units:
             if self._units[u].users:
                 self.leave(self._units[u])
-            self.let_go(self._units[u], turning=turning, outermost=outermost)
+            self.let_go(self._units[u], **how)
 
     @outside_transforms
     def leave(self, unit: Unit) -> None:
@@ -109,11 +120,15 @@ class Uses:
                     unit.unshard(copy=True)
 
     @outside_transforms
-    def let_go(self, unit: Unit, *, turning: bool = False, outermost: bool = False) -> None:
-        """Nothing uses the unit now: stage 3 takes its memory away, unless it is used again soon."""
+    def let_go(self, unit: Unit, *, evict: bool = True, turning: bool = False, outermost: bool = False) -> None:
+        """Nothing uses the unit now: stage 3 takes its memory away, unless it is used again soon.
+
+        evict: False in a pass without a backward, see `residents`. turning: in a forward that a backward may follow,
+        `outermost` by the module that was called first.
+        """
         if unit.users == 0 and not self.keeping and unit.residency is not Residency.SHARDED:
             self.turn.discard(unit)
-            for evicted in self._residents.admit(unit, evict=self.evicts):
+            for evicted in self._residents.admit(unit, evict=evict):
                 stays = turning and evicted.residency is not Residency.LENT  # what the store lends is no copy
                 for leaving in self.turn.admit(evicted, outermost=outermost) if stays else [evicted]:
                     if leaving.users == 0:
@@ -154,20 +169,18 @@ class Uses:
             )
 
     @outside_transforms
-    def enter_uneven(self, rounds: Rounds | None) -> None:
-        """Ranks begin with the same units unsharded: those that stay until the step. rounds: None if none is needed."""
-        self.uneven, self.rounds = True, rounds
-        if rounds is not None:
-            self._residents.clear()
-            for unit in self._units:
-                if unit.users == 0 and not (self.keeping and unit.residency.whole):
-                    unit.reshard()  # also what was gathered ahead and is still under way
-            self._whole = {unit.index for unit in self._units if unit.residency.whole}
-
-    def leave_uneven(self) -> None:
-        """Ranks go on with the same units unsharded, whatever each of them gathered. Call it with `rounds` at None."""
+    def enter_uneven(self) -> set[Unit]:
+        """Ranks begin with the same units unsharded: those that stay until the step, which are returned."""
         self._residents.clear()
         for unit in self._units:
-            if unit.users == 0 and unit.index not in self._whole:
+            if unit.users == 0 and not (self.keeping and unit.residency.whole):
+                unit.reshard()  # also what was gathered ahead and is still under way
+        return {unit for unit in self._units if unit.residency.whole}
+
+    def leave_uneven(self, whole: Container[Unit]) -> None:
+        """Ranks go on with the same units unsharded, whatever each of them gathered since."""
+        self._residents.clear()
+        for unit in self._units:
+            if unit.users == 0 and unit not in whole:
                 with suppress(CollectiveError):  # the block is left because of it
                     unit.reshard()

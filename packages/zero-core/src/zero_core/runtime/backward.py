@@ -1,0 +1,110 @@
+"""One backward of a sharded model: which visits it has open, and which gradients are complete when it closes them.
+
+Owns how far it has come. What autograd calls is `hooks`'s, what runs inside of a backward `recompute`'s, and where a
+complete gradient goes `reducer`'s.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .recompute import Recomputations
+from .reducer import Reducer
+from .schedule import Pass, Progress, Visit
+from .unit import Unit
+from .uses import Uses
+
+__all__ = ["Backward"]
+
+
+class Backward:
+    """The backward under way. `end`: what autograd calls at its end, and lets go of when it raises.
+
+    task: autograd's number of it. partial: it runs inside a forward of the model, where no gradient is complete.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], uses: Uses, reducer: Reducer, end: Callable[[], None], *, partial: bool
+    ) -> None:
+        self.task = torch._C._current_graph_task_id()
+        self.inside = Recomputations(units, uses, reducer)
+        self._units, self._uses, self._reducer, self._partial = units, uses, reducer, partial
+        self._end = weakref.ref(end)
+        self._progress: dict[Pass, Progress] = {}  # of the passes that it has been through
+        self._current: Progress | None = None
+
+    @property
+    def raised(self) -> bool:
+        """Whether it ended by an exception."""
+        return self._end() is None
+
+    def open(self, of: Pass, visit: Visit) -> None:
+        """A gradient reached the visit: open it, and what was skipped on the way, in order."""
+        if torch.is_grad_enabled():
+            self._uses.keep_all()  # create_graph=True: the graph holds parameters
+        if self._current is None or self._current.of is not of:
+            self._drain()
+            self._current = self._progress.setdefault(of, Progress(of))
+        progress = self._current
+        if visit.index < progress.position:
+            for each in progress.path_to(visit):
+                self._open_one(progress, each)
+        elif visit not in progress.open:  # closed already, and wanted again
+            self._open_one(progress, visit)
+
+    def open_repeated(self, passes: Sequence[Pass], visit: Visit) -> None:
+        """Open the visit for which `visit`, which was made inside of this backward, stands. `passes`: where to look,
+        while this backward is in none."""
+        for of in reversed(passes) if self._current is None else [self._current.of]:
+            repeated = (self._progress.get(of) or Progress(of)).pending(visit.node, self.inside.reached)
+            if repeated is not None:
+                return self.open(of, repeated)
+
+    def _open_one(self, progress: Progress, visit: Visit) -> None:
+        for u in visit.units:
+            self._units[u].enter()
+        self.inside.stop_lingering()
+        for earlier in progress.leave_for(visit):
+            self._close(progress, earlier)
+        upcoming = (u for k in range(visit.index - 1, -1, -1) for u in progress.of.visits[k].units)
+        self._uses.prefetch(upcoming)
+
+    def _close(self, progress: Progress, visit: Visit) -> None:
+        for u in visit.units:
+            self._uses.leave(self._units[u])
+        for u in progress.close(visit):
+            if u not in progress.of.external and not self._partial:
+                self._reducer.reduce_unit(self._units[u])
+        for u in visit.units:
+            self._uses.let_go(self._units[u])
+
+    def _drain(self) -> None:
+        """Visit what is left of the current pass."""
+        if self._current is not None:
+            for visit in self._current.path_to(None):
+                self._open_one(self._current, visit)
+            for visit in self._current.leave_for(None):
+                self._close(self._current, visit)
+
+    def finish(self) -> None:
+        """Autograd is done: close what is open, visit what was skipped, reduce what came late."""
+        self._drain()
+        for u in dict.fromkeys(reversed([u for of in self._progress for u in of.external])):
+            self._reducer.reduce_unit(self._units[u])
+        for unit in reversed(self._units):
+            self._reducer.reduce_unit_late(unit)
+        self._reducer.finish()
+        self.inside.finish()
+
+    def abandon(self) -> None:
+        """It raised: forget what it left half done. What it already reduced stays, as torch keeps p.grad."""
+        self._reducer.finish()
+        for unit in self._units:
+            unit.gradient.drop_current()
+            if unit.users and unit.residency.whole:
+                unit.users = 1
+                self._uses.leave(unit)  # torch keeps what a recomputation wrote before the error
+            unit.seal()
