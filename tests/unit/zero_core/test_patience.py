@@ -28,7 +28,6 @@ def waiting(monkeypatch):
     """Of rank 1 of 2, whose store is out of reach."""
     store = OutOfReach()
     monkeypatch.setattr(patience, "ANSWER", 0.05)
-    monkeypatch.setattr(patience, "_asking", threading.Lock())
     monkeypatch.setattr(patience.dist.distributed_c10d, "_get_default_store", lambda: store)
     yield patience.Patience(1, 2, lambda: None)
     store.mended.set()
@@ -52,6 +51,17 @@ def test_a_store_out_of_reach_is_not_waited_for_without_a_limit(waiting):
 
 def test_what_the_store_raises_is_raised_to_who_asked(monkeypatch):
     monkeypatch.setattr(patience.dist.distributed_c10d, "_get_default_store", lambda: None)
+    waiting = patience.Patience(1, 2, lambda: None)
     with pytest.raises(ZeroDivisionError):
-        patience._ask(lambda store: 1 / 0)
-    assert patience._ask(lambda store: 7) == 7
+        waiting._ask(lambda store: 1 / 0)
+    assert waiting._ask(lambda store: 7) == 7
+
+
+def test_who_watches_goes_with_the_mesh(monkeypatch):
+    monkeypatch.setattr(patience, "SECONDS", 0.04)
+    waiting = patience.Patience(1, 2, lambda: None)
+    with waiting.waiting("all_gather", "blocks.0"):
+        (watcher,) = (each for each in threading.enumerate() if each is waiting._watcher)
+    del waiting
+    watcher.join(30)
+    assert not watcher.is_alive()

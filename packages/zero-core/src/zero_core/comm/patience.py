@@ -1,6 +1,6 @@
 """Warns of a long wait for other ranks: in which call, for which unit, from which line. Raises if calls crossed.
 
-Owns the one thread that watches the clock, and what ranks write into the process group's store for each other.
+Owns the thread that watches the clock, and what ranks write into the process group's store for each other.
 
 [Note: crossing ranks]
 Every rank numbers its collectives. A rank that has waited for `SECONDS` logs a warning, writes its latest calls into
@@ -30,6 +30,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -56,10 +57,8 @@ _OWN = (
     contextmanager.__code__.co_filename,
 )
 _Answer = TypeVar("_Answer")
-_asking = threading.Lock()  # until the answer is there, whether or not anybody still waits for it
 _numbers = count()  # meshes are made in the same order on every rank
-_waits: dict[int, tuple[float, Patience, str, str]] = {}  # thread -> since when, whose, collective, unit
-_watcher: threading.Thread | None = None
+_Wait = tuple[float, str, str]  # since when, collective, unit
 
 
 class Patience:
@@ -70,7 +69,10 @@ class Patience:
         self._key = f"zero_core/{next(_numbers)}" if size > 1 else ""
         self._calls: deque[tuple[str, str]] = deque(maxlen=_KEPT)
         self._count = 0  # collectives called so far
-        self._told: Any = None
+        self._told: _Wait | None = None
+        self._waits: dict[int, _Wait] = {}  # by thread
+        self._watcher: threading.Thread | None = None
+        self._asking = threading.Lock()  # until the answer is there, whether or not anybody still waits for it
         self._assembled: Counter[str] = Counter()
 
     def called(self, collective: str, unit: str) -> None:
@@ -81,13 +83,17 @@ class Patience:
     @contextmanager
     def waiting(self, collective: str, unit: str) -> Iterator[None]:
         """What is inside may wait for other ranks."""
-        _start_watching()
+        if self._watcher is None or not self._watcher.is_alive():  # a forked child has no threads
+            self._watcher = threading.Thread(
+                target=_watch, args=[weakref.ref(self)], name="zero_core patience", daemon=True
+            )
+            self._watcher.start()
         thread = threading.get_ident()
-        _waits[thread] = (time.monotonic(), self, collective, unit)
+        self._waits[thread] = time.monotonic(), collective, unit
         try:
             yield
         finally:
-            del _waits[thread]
+            del self._waits[thread]
 
     def assemble(self, call: str) -> None:
         """Wait on rank 0 for another rank to make this call too: see [Note: a call of rank 0 alone]."""
@@ -95,11 +101,11 @@ class Patience:
             return
         key = f"{self._key}/{call}/{self._assembled[call]}"
         if self._rank:
-            _ask(lambda store: store.add(key, 1))
+            self._ask(lambda store: store.add(key, 1))
         else:
             with self.waiting(call, "the model"):
                 pause, deadline = 0.001, time.monotonic() + ALONE * SECONDS
-                while not _ask(lambda store: store.add(key, 0)):
+                while not self._ask(lambda store: store.add(key, 0)):
                     if time.monotonic() > deadline:
                         raise CollectiveError(
                             f"rank 0 of {self._size} called {call}, and no other rank did within {ALONE * SECONDS:.0f} "
@@ -116,7 +122,7 @@ class Patience:
         mine = dict(enumerate(self._calls, self._count - len(self._calls)))
         for rank in range(self._size):
             key = f"{self._key}/{rank}"
-            written = None if rank == self._rank else _ask(partial(_value, key))
+            written = None if rank == self._rank else self._ask(partial(_value, key))
             if written is None:
                 continue
             first, calls = json.loads(written)
@@ -128,8 +134,14 @@ class Patience:
                     )
         return None
 
-    def tell(self, thread: int, wait: tuple[float, Patience, str, str]) -> None:
-        """On the watching thread: this wait has lasted long."""
+    def look(self) -> None:
+        """On the watching thread: tell of what has waited long."""
+        for thread, wait in list(self._waits.items()):
+            if time.monotonic() - wait[0] > SECONDS:
+                with suppress(RuntimeError, OSError):  # the store is another rank's, which may have ended
+                    self._tell(thread, wait)
+
+    def _tell(self, thread: int, wait: _Wait) -> None:
         if self._told is not wait:
             self._told = wait
             _LOG.warning(
@@ -139,45 +151,44 @@ class Patience:
                 self._rank,
                 self._size,
                 time.monotonic() - wait[0],
-                _text(wait[2], wait[3]),
+                _text(*wait[1:]),
                 _caller(thread),
             )
             calls = list(self._calls)
             written = json.dumps([self._count - len(calls), calls])
-            _ask(lambda store: store.set(f"{self._key}/{self._rank}", written))
-        if self.crossing() is not None and _waits.get(thread) is wait:
+            self._ask(lambda store: store.set(f"{self._key}/{self._rank}", written))
+        if self.crossing() is not None and self._waits.get(thread) is wait:
             self._break_off()
 
+    def _ask(self, question: Callable[[Any], _Answer]) -> _Answer:
+        """What `question` returns, which is called with the process group's store; see [Note: a store out of reach].
 
-def _ask(question: Callable[[Any], _Answer]) -> _Answer:
-    """What `question` returns, which is called with the process group's store; see [Note: a store out of reach].
+        Raises CollectiveError where there is no answer in time, and what the question raises.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        answers: list[_Answer] = []
+        errors: list[BaseException] = []
 
-    Raises CollectiveError where there is no answer in time, and what the question raises.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    answers: list[_Answer] = []
-    errors: list[BaseException] = []
+        def ask() -> None:
+            try:
+                answers.append(question(store))
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                self._asking.release()
 
-    def ask() -> None:
-        try:
-            answers.append(question(store))
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            _asking.release()
-
-    if _asking.acquire(timeout=ANSWER):
-        thread = threading.Thread(target=ask, name="zero_core store", daemon=True)
-        thread.start()
-        thread.join(ANSWER)
-    if errors:
-        raise errors[0]
-    if not answers:
-        raise CollectiveError(
-            f"the process group's store did not answer within {ANSWER:.0f} s: the process that has it is gone, or the "
-            "link to its machine is cut. End all ranks, and resume from the last checkpoint"
-        )
-    return answers[0]
+        if self._asking.acquire(timeout=ANSWER):
+            thread = threading.Thread(target=ask, name="zero_core store", daemon=True)
+            thread.start()
+            thread.join(ANSWER)
+        if errors:
+            raise errors[0]
+        if not answers:
+            raise CollectiveError(
+                f"the process group's store did not answer within {ANSWER:.0f} s: the process that has it is gone, or "
+                "the link to its machine is cut. End all ranks, and resume from the last checkpoint"
+            )
+        return answers[0]
 
 
 def _value(key: str, store: Any) -> bytes | None:
@@ -188,20 +199,12 @@ def _text(collective: str, unit: str) -> str:
     return f"{collective} of {unit!r}"
 
 
-def _start_watching() -> None:
-    global _watcher
-    if _watcher is None or not _watcher.is_alive():  # a forked child has no threads
-        _watcher = threading.Thread(target=_watch, name="zero_core patience", daemon=True)
-        _watcher.start()
-
-
-def _watch() -> None:
-    while True:
+def _watch(of: weakref.ref[Patience]) -> None:
+    """Until the mesh is gone."""
+    while (patience := of()) is not None:
+        patience.look()
+        del patience
         time.sleep(min(1.0, SECONDS / 4))
-        for thread, wait in list(_waits.items()):
-            if time.monotonic() - wait[0] > SECONDS:
-                with suppress(RuntimeError, OSError):  # the store is another rank's, which may have ended
-                    wait[1].tell(thread, wait)
 
 
 def _caller(thread: int) -> str:
