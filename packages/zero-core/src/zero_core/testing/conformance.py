@@ -298,8 +298,7 @@ class ShardStoreSuite:
                 found = store.read_state(0, "master", 0, 640)
                 assert found.dtype == dtype and torch.equal(as_bytes(found.cpu()), as_bytes(shard.cpu())), dtype
                 lent = torch.zeros(640, dtype=dtype, device=self.device)
-                if getattr(store, "swaps_in", False):
-                    assert isinstance(store, SwapsIn)
+                if isinstance(store, SwapsIn) and store.swaps_in:
                     store.swap_in(0, lent).wait()
                 else:
                     lent.copy_(store.parameters(0))
@@ -347,7 +346,7 @@ class _Trial:
 
         self.store.attach(self.specs, self.optimizer, initial, context=context)
         assert asked == list(range(len(_SIZES))), "initial(i) is called once each, in order"
-        self.swaps_in = bool(getattr(self.store, "swaps_in", False))
+        self.swaps_in = isinstance(self.store, SwapsIn) and self.store.swaps_in
 
     def __enter__(self) -> _Trial:
         return self
