@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .element_bytes import FP32_BYTES, ElementBytes
 from .errors import StageError
 from .layout import ALIGNMENT_BYTES, round_up
 
@@ -45,8 +46,6 @@ __all__ = [
     "padded_numel",
 ]
 
-FP32_BYTES = 4  # of a master, a state and a sum of gradients
-
 OPTIMIZER_STATES = {
     "adam": 2,
     "adamw": 2,
@@ -61,38 +60,6 @@ OPTIMIZER_STATES = {
     "sgd_momentum": 1,
 }
 """fp32 values a parameter that each optimizer keeps besides the master (AMSGrad and centred variants keep one more)."""
-
-
-@dataclass(frozen=True)
-class ElementBytes:
-    """What one element takes of each kind: `estimate`, the stores and the planner of zero_offload count with these."""
-
-    parameter_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    states: int = 0  # fp32 values that the optimizer keeps besides the master
-    trained: bool = True
-
-    @property
-    def master(self) -> int:
-        """An fp32 parameter is its own master, and so is one that is not trained."""
-        return FP32_BYTES if self.trained and self.parameter_dtype != torch.float32 else 0
-
-    @property
-    def optimizer(self) -> int:
-        """Bytes of the master and of the optimizer's states, in fp32."""
-        return self.master + FP32_BYTES * self.states
-
-    def gradient(self, arriving: int | None) -> int:
-        """What is kept where `arriving` gradients are added up before a step; None: it is not known how many.
-
-        One alone stays as it was reduced. What is added to it is summed in fp32.
-        """
-        return self.reduce_dtype.itemsize if arriving == 1 else FP32_BYTES
-
-    @property
-    def widened(self) -> int:
-        """What the update takes to widen a gradient that was reduced in 16 bits."""
-        return FP32_BYTES if self.trained and self.reduce_dtype != torch.float32 else 0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -12,18 +11,17 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from .building.init import Initialiser
 from .building.overlaps import Follower, overlaps_of, remember
-from .building.parts import check_parts, keep_parts, named_parts, wraps
+from .building.parts import keep_parts, named_parts, wraps
 from .building.wrapping import UnitPlan, plan_units, unit_modules
+from .checks import check_given, check_group, check_update_in_backward
 from .comm.collectives import CollectivesFactory
 from .comm.ranks import Ranks
 from .device import has_streams, indexed
-from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
+from .errors import ZeroError
 from .layout import UnitLayout
 from .optim.backward_updates import UpdatesInBackward
 from .optim.carried import carry_over
@@ -31,13 +29,13 @@ from .optim.device_store import DeviceStore
 from .optim.handover import Handover
 from .optim.optimizer import ShardedOptimizer
 from .pool import Pool
-from .precision import FLOATS, as_bytes
+from .precision import as_bytes
 from .runtime.attaching import Node
 from .runtime.context import UnitContext
 from .runtime.hooks import Engine
-from .runtime.parameter import home_of, set_home, sharded_class
+from .runtime.parameter import home_of, set_home
 from .runtime.place import Place, Window
-from .runtime.retired import retire, wrapped_in
+from .runtime.retired import retire
 from .runtime.scaling import LossScale
 from .runtime.snapshots import Snapshots
 from .runtime.stages import STAGES
@@ -152,11 +150,11 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     """
     trains = optimizer is not None
     optimizer = torch.optim.SGD([{"params": []}]) if optimizer is None else optimizer
-    _check(model, optimizer, stage, param_dtype, max_grad_norm)
-    _check_group(mesh)
+    check_given(model, optimizer, stage, param_dtype, max_grad_norm)
+    check_group(mesh)
     scale = LossScale.of(loss_scale)
     if update_in_backward:
-        _check_update_in_backward(stage, max_grad_norm, scale)
+        check_update_in_backward(stage, max_grad_norm, scale)
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     overlaps = overlaps_of(model, optimized)
     for twins in overlaps.twins:
@@ -325,111 +323,6 @@ class _Maker:
             for path in plan.modules:
                 opened.setdefault(path, []).append(index)
         return [Node(n, path or "root", modules[path], tuple(opened[path])) for n, path in enumerate(opened)]
-
-
-def _check(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    stage: int,
-    param_dtype: torch.dtype | None,
-    max_grad_norm: float | None,
-) -> None:
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-        given = f"{type(model).__name__}, {type(optimizer).__name__}"
-        raise ZeroError(f"shard({given}): it takes the module first, then its torch.optim.Optimizer")
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise ZeroError(
-                f"{name or 'the model'} is a {type(module).__name__}, which copies or averages over ranks itself: give "
-                "zero_core.shard the module inside (.module), and leave the wrapper out"
-            )
-    if stage not in STAGES:
-        raise StageError(f"stage={stage!r}: the stages of ZeRO are 0, 1, 2 and 3")
-    if param_dtype is not None and param_dtype not in FLOATS:
-        raise StageError(f"param_dtype={param_dtype}: it can be float32, bfloat16 or float16")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ZeroError(f"max_grad_norm={max_grad_norm}: it is a norm above 0; None, the default, does not clip")
-    if isinstance(optimizer, ShardedOptimizer) or "_zero_sharded" in optimizer.__dict__:
-        raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
-    wrapped = wrapped_in(optimizer)
-    if wrapped is not None:
-        raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} wraps another optimizer, {type(wrapped[1]).__name__} in .{wrapped[0]}: give "
-            f"shard() the inner one, `optimizer = zero_core.shard(model, optimizer.{wrapped[0]}, ...)`, and step what "
-            "that returns. With accelerate, prepare only the data loader"
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
-            raise ZeroError(
-                f"{name or 'the model'} is a TorchScript module with parameters, whose compiled forward no hook can "
-                "interrupt to gather them: shard the modules that it was made of, and compile blocks with torch.compile"
-            )
-    for name, _, parameter, _, _ in named_parts(model):
-        if isinstance(parameter, UninitializedParameter):
-            raise ZeroError(f"{name} has no shape yet: run the model once on a sample before zero_core.shard")
-        sharded_class(type(parameter))
-        check_parts(name, parameter)
-        if parameter.__dict__.get("_zero_home") is not None:
-            raise AlreadyShardedError(f"{name} is sharded already: call zero_core.shard once, on the whole model")
-    _check_parameters(model, optimizer, param_dtype)
-
-
-def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_dtype: torch.dtype | None) -> None:
-    mine = {id(p) for p in model.parameters()}
-    pending = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
-    if pending:
-        raise ZeroError(
-            f"{len(pending)} parameters have gradients already ({pending[0]} ...), which shard() would lose: call "
-            "optimizer.step() or zero_grad() before"
-        )
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    odd = [p.dtype for p in trained if not p.is_floating_point()]
-    if odd:
-        raise UnsupportedOptimizerError(
-            f"the optimizer trains parameters of {odd[0]}, and shards are trained in float32, bfloat16 or float16: "
-            "leave them to an optimizer of their own"
-        )
-    ids = {id(p) for p in trained}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in ids and param_dtype is None and parameter.dtype not in FLOATS:
-            raise StageError(
-                f"{name} is {parameter.dtype}, and its master would be float32: cast the model to float32, bfloat16 or "
-                "float16, or pass param_dtype="
-            )
-        if parameter.is_quantized:
-            raise ZeroError(
-                f"{name} has the quantised dtype {parameter.dtype}, whose scales are not among its bytes: dequantise "
-                "it, or keep it as a buffer, before zero_core.shard"
-            )
-    strangers = [p.shape for g in optimizer.param_groups for p in g["params"] if id(p) not in mine]
-    if strangers:
-        raise ZeroError(
-            f"the optimizer has {len(strangers)} parameters which the model has not (shapes {strangers[:3]}): build it "
-            "from model.parameters() of the model given to shard"
-        )
-
-
-def _check_group(mesh: Any) -> None:
-    """torchrun's processes that never met would each train a model of its own."""
-    started = os.environ.get("WORLD_SIZE", "1")
-    if mesh is None and "RANK" in os.environ and started.isdecimal() and int(started) > 1:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ZeroError(
-                f"{started} processes were started (WORLD_SIZE={started}, RANK={os.environ['RANK']}) and there is no "
-                "process group: each would train a model of its own. Call torch.distributed.init_process_group() "
-                "before zero_core.shard. If separate models are what you want, remove WORLD_SIZE from the environment"
-            )
-
-
-def _check_update_in_backward(stage: int, max_grad_norm: float | None, scale: LossScale | None) -> None:
-    """An update inside backward comes before the norm is known, and before stage 1 has reduced anything."""
-    for refused, reason in (
-        (max_grad_norm is not None, f"max_grad_norm={max_grad_norm}: the norm is known only after backward"),
-        (scale is not None, "loss_scale: an overflow is known only after backward"),
-        (stage == 1, "stage=1, which keeps whole gradients until the step; use stage 0, 2 or 3"),
-    ):
-        if refused:
-            raise StageError(f"update_in_backward=True does not go with {reason}")
 
 
 def _compute_device(model: nn.Module, device: torch.device | str | None, mesh: Any) -> torch.device:

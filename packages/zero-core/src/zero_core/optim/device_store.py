@@ -17,25 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ..aside import Aside, HostMemory, Keeper, give_memory, take_memory
+from ..element_bytes import ElementBytes
 from ..errors import StoreError, UnsupportedOptimizerError
-from ..memory import FP32_BYTES, ElementBytes
-from ..precision import fits, round_to, round_traffic, sum_of_squares, widen_scaled
+from ..precision import fits, round_to, sum_of_squares, widen_scaled
 from ..store import GroupStep, ShardSpec, StoreContext
 from .elementwise import kept_states, over_segments
 
-__all__ = ["DeviceStore", "step_traffic"]
-
-
-def step_traffic(element: ElementBytes, kept: int) -> int:
-    """Bytes of an accelerator's memory that norm, clipping, update and rounding read and write for one element.
-
-    kept: bytes of its gradient when the step begins. The norm is clipped, and the optimizer reads and writes each value
-    once, as torch's fused ones do. A planner counts with this, and a test counts what the passes read and write, so
-    whoever adds a pass changes both.
-    """
-    values = FP32_BYTES * (1 + element.states)  # the master, or the parameter that is its own, and the states
-    norm, clipped, updated = kept, kept + FP32_BYTES, 2 * values + FP32_BYTES  # of 16 bits, widened and clipped in one
-    return norm + clipped + updated + (round_traffic(element.parameter_dtype) if element.master else 0)
+__all__ = ["DeviceStore"]
 
 
 class DeviceStore:

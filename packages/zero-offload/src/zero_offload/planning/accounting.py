@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from zero_core.element_bytes import step_traffic
 from zero_core.memory import FP32_BYTES, ElementBytes
-from zero_core.optim.device_store import step_traffic
 from zero_core.runtime import residency
 from zero_core.store import lent_bytes
 

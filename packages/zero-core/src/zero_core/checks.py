@@ -1,0 +1,131 @@
+"""What `shard` refuses before it changes anything: models, optimizers and options that cannot be sharded, and why.
+
+Owns no state. What only several ranks can find out together is `sharding`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from .building.parts import check_parts, named_parts
+from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
+from .optim.optimizer import ShardedOptimizer
+from .precision import FLOATS
+from .runtime.parameter import sharded_class
+from .runtime.retired import wrapped_in
+from .runtime.scaling import LossScale
+from .runtime.stages import STAGES
+
+__all__ = ["check_given", "check_group", "check_update_in_backward"]
+
+
+def check_given(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stage: int,
+    param_dtype: torch.dtype | None,
+    max_grad_norm: float | None,
+) -> None:
+    """Raise if the model, the optimizer or an option is none that `shard` can take."""
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        given = f"{type(model).__name__}, {type(optimizer).__name__}"
+        raise ZeroError(f"shard({given}): it takes the module first, then its torch.optim.Optimizer")
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise ZeroError(
+                f"{name or 'the model'} is a {type(module).__name__}, which copies or averages over ranks itself: give "
+                "zero_core.shard the module inside (.module), and leave the wrapper out"
+            )
+    if stage not in STAGES:
+        raise StageError(f"stage={stage!r}: the stages of ZeRO are 0, 1, 2 and 3")
+    if param_dtype is not None and param_dtype not in FLOATS:
+        raise StageError(f"param_dtype={param_dtype}: it can be float32, bfloat16 or float16")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ZeroError(f"max_grad_norm={max_grad_norm}: it is a norm above 0; None, the default, does not clip")
+    if isinstance(optimizer, ShardedOptimizer) or "_zero_sharded" in optimizer.__dict__:
+        raise AlreadyShardedError("this optimizer is sharded already: build a new one for another model")
+    wrapped = wrapped_in(optimizer)
+    if wrapped is not None:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} wraps another optimizer, {type(wrapped[1]).__name__} in .{wrapped[0]}: give "
+            f"shard() the inner one, `optimizer = zero_core.shard(model, optimizer.{wrapped[0]}, ...)`, and step what "
+            "that returns. With accelerate, prepare only the data loader"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise ZeroError(
+                f"{name or 'the model'} is a TorchScript module with parameters, whose compiled forward no hook can "
+                "interrupt to gather them: shard the modules that it was made of, and compile blocks with torch.compile"
+            )
+    for name, _, parameter, _, _ in named_parts(model):
+        if isinstance(parameter, UninitializedParameter):
+            raise ZeroError(f"{name} has no shape yet: run the model once on a sample before zero_core.shard")
+        sharded_class(type(parameter))
+        check_parts(name, parameter)
+        if parameter.__dict__.get("_zero_home") is not None:
+            raise AlreadyShardedError(f"{name} is sharded already: call zero_core.shard once, on the whole model")
+    _check_parameters(model, optimizer, param_dtype)
+
+
+def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_dtype: torch.dtype | None) -> None:
+    mine = {id(p) for p in model.parameters()}
+    pending = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    if pending:
+        raise ZeroError(
+            f"{len(pending)} parameters have gradients already ({pending[0]} ...), which shard() would lose: call "
+            "optimizer.step() or zero_grad() before"
+        )
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    odd = [p.dtype for p in trained if not p.is_floating_point()]
+    if odd:
+        raise UnsupportedOptimizerError(
+            f"the optimizer trains parameters of {odd[0]}, and shards are trained in float32, bfloat16 or float16: "
+            "leave them to an optimizer of their own"
+        )
+    ids = {id(p) for p in trained}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in ids and param_dtype is None and parameter.dtype not in FLOATS:
+            raise StageError(
+                f"{name} is {parameter.dtype}, and its master would be float32: cast the model to float32, bfloat16 or "
+                "float16, or pass param_dtype="
+            )
+        if parameter.is_quantized:
+            raise ZeroError(
+                f"{name} has the quantised dtype {parameter.dtype}, whose scales are not among its bytes: dequantise "
+                "it, or keep it as a buffer, before zero_core.shard"
+            )
+    strangers = [p.shape for g in optimizer.param_groups for p in g["params"] if id(p) not in mine]
+    if strangers:
+        raise ZeroError(
+            f"the optimizer has {len(strangers)} parameters which the model has not (shapes {strangers[:3]}): build it "
+            "from model.parameters() of the model given to shard"
+        )
+
+
+def check_group(mesh: Any) -> None:
+    """torchrun's processes that never met would each train a model of its own."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if mesh is None and "RANK" in os.environ and started.isdecimal() and int(started) > 1:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ZeroError(
+                f"{started} processes were started (WORLD_SIZE={started}, RANK={os.environ['RANK']}) and there is no "
+                "process group: each would train a model of its own. Call torch.distributed.init_process_group() "
+                "before zero_core.shard. If separate models are what you want, remove WORLD_SIZE from the environment"
+            )
+
+
+def check_update_in_backward(stage: int, max_grad_norm: float | None, scale: LossScale | None) -> None:
+    """An update inside backward comes before the norm is known, and before stage 1 has reduced anything."""
+    for refused, reason in (
+        (max_grad_norm is not None, f"max_grad_norm={max_grad_norm}: the norm is known only after backward"),
+        (scale is not None, "loss_scale: an overflow is known only after backward"),
+        (stage == 1, "stage=1, which keeps whole gradients until the step; use stage 0, 2 or 3"),
+    ):
+        if refused:
+            raise StageError(f"update_in_backward=True does not go with {reason}")
