@@ -4,23 +4,23 @@
 With Psi parameters and N shards, between uses and up to the padding of a unit:
 
     stage   parameters   gradients                optimizer states   elements moved per rank and step, x (N-1)/N
-    0       whole        whole                    whole              2 Psi a micro-batch (one all-reduce)
-    1       whole        whole until the step     shard              2 Psi (reduce-scatter, all-gather)
-    2       whole        shard                    shard              Psi, and Psi a micro-batch
+    0       all          all                      all                2 Psi a micro-batch (one all-reduce)
+    1       all          all until the step       shard              2 Psi (reduce-scatter, all-gather)
+    2       all          shard                    shard              Psi, and Psi a micro-batch
     3       shard        shard                    shard              3 Psi a micro-batch (all-gather twice), less the
-                                                                     units that backward finds whole
+                                                                     units that are still unsharded in backward
 
 Gradients are in the reduce dtype, sums of several micro-batches in fp32. A 16-bit parameter has an fp32 master among
 the states. In 16 bits with Adam this is table 1 of Rajbhandari et al., "ZeRO", 2020, bytes a parameter:
 
     stage 0    2 + 2 + 12
-    stage 1    2 + 2 + (12 + 2) / N    the last 2: what the whole gradient is reduced to at the step; the paper omits it
+    stage 1    2 + 2 + (12 + 2) / N    the last 2: what the gradient is reduced to at the step; the paper omits it
     stage 2    2 + (2 + 12) / N        a 16-bit shard of the parameters exists only while it is gathered
     stage 3    (2 + 2 + 12) / N
 
-With fp32 parameters stages 1 and 2 hold the shard of the master beside the whole parameters.
-`no_sync` keeps a whole gradient on every rank at stages 0, 2 and 3 too, in fp32, beside what it is reduced to at the
-end: 4 bytes a parameter for one reduction a step instead of one a micro-batch.
+With fp32 parameters stages 1 and 2 hold the shard of the master beside the unsharded parameters.
+`no_sync` keeps an unsharded gradient on every rank at stages 0, 2 and 3 too, in fp32, beside what it is reduced to at
+the end: 4 bytes a parameter for one reduction a step instead of one a micro-batch.
 Hybrid sharding adds an all-reduce of the shard over replicas.
 """
 
@@ -83,7 +83,7 @@ class Estimate:
     parameters_bytes: int  # between uses
     gradients_bytes: int  # at their most, between backward and step
     optimizer_bytes: int  # fp32 master, where the parameter is not itself one, and the optimizer's states
-    unsharded_bytes: int  # stage 3: the two units whole at a turn, and those gathered ahead or resident
+    unsharded_bytes: int  # stage 3: the two units in use at a turn, and those gathered ahead or resident
     transient_bytes: int  # two units' gradients not reduced yet (gloo: four); a shard's in fp32 while it is stepped
     moved: Movement
 
@@ -133,7 +133,7 @@ def movement(
 
     numel: trainable elements, padding included. world_size: ranks of the shard group (N of the table).
     no_sync: all micro-batches but the last are inside `zero_core.no_sync`. resident_numel: elements that stage 3 keeps
-    whole between forward and backward. frozen_numel: elements that are not trained: they are gathered and not reduced.
+    unsharded between forward and backward. frozen_numel: elements that are not trained: gathered and not reduced.
     """
     _check(numel, world_size, stage, replicas)
     if accumulate < 1 or not 0 <= resident_numel <= numel + frozen_numel:
@@ -175,7 +175,7 @@ def estimate(
 
     trainable_numel: of the `numel`, those with gradients, masters and states; all by default. The others take their own
     bytes and no more: `frozen_dtype`, or `param_dtype` if it is None; elements of a packed 4-bit weight are uint8, of
-    two values each. largest_unit_numel: the unit that is whole while it computes. reduce_dtype: `param_dtype` unless
+    two values each. largest_unit_numel: the largest unit, unsharded as it computes. reduce_dtype: `param_dtype` unless
     given. accumulate: backwards added up in a step. no_sync: all of them but the last are inside `zero_core.no_sync`.
     What stage 3 sends is an upper bound: it counts no unit that stays from a forward to its backward within
     `prefetch_bytes`. This is a `DeviceStore`'s account; zero_offload.plan has that of a store with tiers. Raises
@@ -205,10 +205,10 @@ def estimate(
     element = ElementBytes(param_dtype, reduce_dtype or param_dtype, optimizer_states(optimizer))
     itemsize, reduced = param_dtype.itemsize, element.gradient(1)
     frozen, frozen_itemsize = numel - trainable, (frozen_dtype or param_dtype).itemsize
-    whole = trainable * itemsize + frozen * frozen_itemsize
+    everything = trainable * itemsize + frozen * frozen_itemsize
     parameters = held(trainable, itemsize) + held(frozen, frozen_itemsize)
     if stage in (1, 2) and shards > 1:  # a shard with a master exists only while it is gathered
-        parameters = whole + held(frozen, frozen_itemsize) + (0 if element.master else held(trainable, itemsize))
+        parameters = everything + held(frozen, frozen_itemsize) + (0 if element.master else held(trainable, itemsize))
     summed = element.gradient(accumulate)
     gradients = held(trainable, summed)
     if world_size * replicas > 1 and (stage == 1 or (no_sync and accumulate > 1)):
@@ -216,7 +216,7 @@ def estimate(
     unsharded = 0
     if stage == 3 and shards > 1:
         widest = itemsize if trainable else frozen_itemsize
-        unsharded = min(2 * largest_unit_numel * widest + prefetch_bytes + resident_bytes, whole)
+        unsharded = min(2 * largest_unit_numel * widest + prefetch_bytes + resident_bytes, everything)
     largest = min(largest_unit_numel, trainable)
     return Estimate(
         parameters_bytes=parameters,

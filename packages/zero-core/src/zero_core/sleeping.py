@@ -24,7 +24,7 @@ def sleep(model: nn.Module, to: Keeper | None = None) -> None:
 
     to: a ByteStore, such as zero_nvme.Slab([path]), that keeps the bytes until wake(). None: the slowest one that the
     store has; of a DeviceStore on a discrete device, host memory. Updates under way are finished first; gradients that
-    wait for a step are kept. Buffers, parameters that are not sharded, and whole gradients that wait at stage 1 or
+    wait for a step are kept. Buffers, parameters that are not sharded, and unsharded gradients that wait at stage 1 or
     after no_sync, stay in memory. Until wake(), whatever needs a parameter raises; close() of the optimizer works.
     Raises ZeroError inside forward, backward or gathered(), and of a store that cannot sleep; the store's error where
     it has nowhere to put its bytes, or cannot write them. Then every rank is awake and has lost nothing.

@@ -93,9 +93,9 @@ class ShardSpec:
 class StoreContext:
     """Where a store lives. `rank` is this rank's shard index, `shard_count` the number of shards.
 
-    prefetch_bytes: of whole units, how much is asked for ahead of its use, and on one shard how much stays in use: see
-    `lent_bytes`. The store lends that much at once, and two units more. keeps_parameters: whole units stay until the
-    step (stages 0 to 2), so that each shard is asked for once a step.
+    prefetch_bytes: of unsharded units, how much is asked for ahead of its use, and on one shard how much stays in use,
+    see `lent_bytes`. The store lends that much at once, and two units more. keeps_parameters: unsharded units stay
+    until the step (stages 0 to 2), so that each shard is asked for once a step.
     rescue: an `attach` that fails calls it before it raises, with (i, master) of every shard that `initial` yielded and
     that the store still has: the user has no other copy.
     """
@@ -112,7 +112,7 @@ class StoreContext:
 
 
 def lent_bytes(unit_bytes: Iterable[int], prefetch_bytes: int, resident_bytes: int, shard_count: int) -> int:
-    """`StoreContext.prefetch_bytes`. `unit_bytes`: of each whole unit.
+    """`StoreContext.prefetch_bytes`. `unit_bytes`: of each unit, unsharded.
 
     On one shard a unit's memory is what the store lent, so what stays resident stays lent; beside it three units are in
     use in backward: the one that is opened, the one before it, and the one that encloses them.

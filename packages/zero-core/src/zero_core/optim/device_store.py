@@ -3,7 +3,7 @@
 The user's optimizer class runs, one instance a unit, on one parameter per segment: views of the flat fp32 master.
 Its options (fused, foreach, betas ...) are kept. Where the reduce dtype is 16-bit and nothing accumulates, fp32
 gradients exist for one unit at a time; once a unit's gradients have accumulated, they are fp32 from the first on.
-A 16-bit shard lies beside its fp32 master. Not at stages 1 and 2: there the whole unit stays until the step, so its
+A 16-bit shard lies beside its fp32 master. Not at stages 1 and 2: there the unsharded unit stays until the step, so its
 shard is rounded from the master when it is asked for, once a step, and is gone when it has been gathered.
 A shard that is not trained is its own master, whatever its dtype.
 """
@@ -156,7 +156,7 @@ class DeviceStore:
         self._shard(i).write_scalar(k, name, value)
 
     def sleep(self, to: Keeper | None = None) -> None:
-        """As `Sleeps.sleep`. to: None is host memory, beside a device apart."""
+        """As `Sleeps.sleep`. to: None is host memory, on a discrete device."""
         if self.asleep:
             return
         self._check()

@@ -292,11 +292,11 @@ class Engine:
     # -- inside `zero_core.uneven`, see [Note: ranks that differ] -----------------------------------------------------
 
     @outside_transforms
-    def leave_uneven(self, whole: Container[Unit]) -> None:
-        """Ranks are the same again. whole: what `Uses.enter_uneven` returned."""
+    def leave_uneven(self, unsharded: Container[Unit]) -> None:
+        """Ranks are the same again. unsharded: what `Uses.enter_uneven` returned."""
         if self._stack:
             self._abandon_forward()
-        self.uses.leave_uneven(whole)
+        self.uses.leave_uneven(unsharded)
 
     # -- around a step -----------------------------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ __all__ = ["Reducer"]
 class Reducer:
     """The gradients of one sharded model.
 
-    keeps: whole gradients stay until the step (stage 1). begin_update: called when the reduction of a unit has begun,
-    returns what updates the unit once its shard is the store's (update_in_backward), see `_accept`.
+    keeps: unsharded gradients stay until the step (stage 1). begin_update: called when the reduction of a unit has
+    begun, returns what updates the unit once its shard is the store's (update_in_backward), see `_accept`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Reducer:
         return self._squared
 
     def changed(self) -> None:
-        """The store's gradients are others, or will be."""
+        """The store's gradients change, or are about to."""
         self._squared = None
 
     @property
@@ -124,8 +124,8 @@ class Reducer:
         """Hand what is under way to the store.
 
         With update_in_backward the unit is then updated: what an update waits for was begun with the reduction. Where
-        the store's memory of gradients is on the host (a device apart), the update comes a unit later, so that the
-        host waits for a gradient's way down while the device has the next unit's backward to compute.
+        the store keeps gradients in host memory and the device is discrete, the update comes a unit later, so that the
+        host waits for the copy of a gradient while the device has the next unit's backward to compute.
         """
         if self._under_way is None:
             return

@@ -12,8 +12,8 @@ class StageRow:
     """What a stage keeps between uses. Stages differ in these three facts and in nothing else."""
 
     sharded: bool  # optimizer states (and with them the store's shards) are cut over the ranks
-    keeps_parameters: bool  # whole parameters stay from their first use until the step
-    keeps_gradients: bool  # whole gradients stay until the step, instead of being reduced in backward
+    keeps_parameters: bool  # unsharded parameters stay from their first use until the step
+    keeps_gradients: bool  # unsharded gradients stay until the step, instead of being reduced in backward
 
 
 STAGES = {

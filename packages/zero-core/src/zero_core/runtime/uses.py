@@ -129,7 +129,7 @@ class Uses:
         if unit.users == 0 and not self.keeping and unit.residency is not Residency.SHARDED:
             self.turn.discard(unit)
             for evicted in self._residents.admit(unit, evict=evict):
-                stays = turning and evicted.residency is not Residency.LENT  # what the store lends is no copy
+                stays = turning and evicted.residency is not Residency.LENT  # what the store lends is not a copy
                 for leaving in self.turn.admit(evicted, outermost=outermost) if stays else [evicted]:
                     if leaving.users == 0:
                         leaving.reshard()
@@ -177,10 +177,10 @@ class Uses:
                 unit.reshard()  # also what was gathered ahead and is still under way
         return {unit for unit in self._units if unit.residency.whole}
 
-    def leave_uneven(self, whole: Container[Unit]) -> None:
+    def leave_uneven(self, unsharded: Container[Unit]) -> None:
         """Ranks go on with the same units unsharded, whatever each of them gathered since."""
         self._residents.clear()
         for unit in self._units:
-            if unit.users == 0 and unit not in whole:
+            if unit.users == 0 and unit not in unsharded:
                 with suppress(CollectiveError):  # the block is left because of it
                     unit.reshard()
