@@ -64,9 +64,8 @@ class Engine:
             name, units, context, keeps=keeps, prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes
         )
         self.reducer = Reducer(units, context, keeps=stage.keeps_gradients, begin_update=begin_update)
-        self.orders: dict[
-            tuple[int, str], list[int]
-        ] = {}  # (node, kind of pass) -> units, as the last such pass used them
+        # (node, kind of pass) -> units, as the last such pass used them
+        self.orders: dict[tuple[int, str], list[int]] = {}
         self._pass: Pass | None = None
         self._live: deque[Pass] = deque(maxlen=16)  # those with a graph, for recomputations that no output announced
         self._backward: Backward | None = None
