@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_core.aside import HostMemory
+from zero_core.saved_bytes import HostMemory
 from zero_core.store import Sleeps
 from zero_offload import AsleepError, BudgetError, HostBudget, MemoryByteStore, OffloadError, PlacementError, SwapError
 from zero_offload.testing import FaultyByteStore

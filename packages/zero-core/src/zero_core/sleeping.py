@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .aside import Keeper
 from .errors import ZeroError
 from .heap import give_back_freed_memory
+from .saved_bytes import Keeper
 from .sharding import Handle, handle
 from .store import Sleeps
 

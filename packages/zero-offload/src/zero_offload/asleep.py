@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zero_core.aside import Aside
+from zero_core.saved_bytes import SavedBytes
 
 from .arena import Arena
 from .errors import BudgetError, SwapError
@@ -41,7 +41,7 @@ class Memory:
     ) -> None:
         self._arena, self._link, self._monitor = arena, link, monitor
         self._parameters, self._states, self._gradients = parameters, states, gradients
-        self.aside = Aside()  # the bytes meanwhile
+        self.aside = SavedBytes()  # the bytes meanwhile
 
     def put_into(self, keeper: ByteStore) -> None:
         """Raises SwapError where a write fails or there is no room; everything is where it was then."""

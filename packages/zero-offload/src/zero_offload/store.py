@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.aside import Aside
 from zero_core.memory import ElementBytes
+from zero_core.saved_bytes import SavedBytes
 from zero_core.store import GroupStep, ShardSpec, StoreContext
 
 from .arena import Arena
@@ -576,7 +576,7 @@ class _Guard:
             self._monitor.fail(error)
 
 
-def _shut_down(pipeline: Pipeline, stores: Stores, link: Link | None, arena: Arena, aside: Aside) -> None:
+def _shut_down(pipeline: Pipeline, stores: Stores, link: Link | None, arena: Arena, aside: SavedBytes) -> None:
     """End the background, then give extents and memory back, unless a thread that uses them does not end."""
     if link is not None:
         link.down.close()  # it may wait for slots that the pipeline gives back

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..aside import Aside, HostMemory, Keeper, give_memory, take_memory
 from ..element_bytes import ElementBytes
 from ..errors import StoreError, UnsupportedOptimizerError
 from ..precision import fits, round_to, sum_of_squares, widen_scaled
+from ..saved_bytes import HostMemory, Keeper, SavedBytes, give_memory, take_memory
 from ..store import GroupStep, ShardSpec, StoreContext
 from .elementwise import kept_states, over_segments
 
@@ -37,7 +37,7 @@ class DeviceStore:
     def __init__(self) -> None:
         self._shards: list[_Shard] = []
         self._closed = False
-        self.asleep, self._aside = False, Aside()
+        self.asleep, self._saved = False, SavedBytes()
         self._lent: set[int] = set()
         self._scratch = torch.empty(0)
         self._names: tuple[str, ...] = ()
@@ -172,7 +172,7 @@ class DeviceStore:
             )
         values = self.values()
         try:
-            self._aside.put(HostMemory() if to is None else to, values)
+            self._saved.put(HostMemory() if to is None else to, values)
         except Exception as error:
             raise StoreError(
                 f"sleep() could not put {sum(value.nbytes for value in values):,} bytes aside: {error}. Nothing is "
@@ -188,7 +188,7 @@ class DeviceStore:
             return
         try:
             self.take_back()
-            self._aside.take(self.values())
+            self._saved.take(self.values())
         except BaseException as error:
             self.let_go()
             if not isinstance(error, Exception):
@@ -199,7 +199,7 @@ class DeviceStore:
             ) from error
         self.restored()
         self.asleep = False
-        self._aside.free()
+        self._saved.free()
 
     # -- asleep: also for a store that keeps one of these inside ---------------------------------------------------
 
@@ -225,7 +225,7 @@ class DeviceStore:
             shard.restored()
 
     def close(self) -> None:
-        self._aside.free()
+        self._saved.free()
         self.asleep = False
         self._shards.clear()
         self._scratch = torch.empty(0)

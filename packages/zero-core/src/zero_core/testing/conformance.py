@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..aside import HostMemory
 from ..precision import as_bytes, round_to, sum_of_squares
+from ..saved_bytes import HostMemory
 from ..store import (
     Arrival,
     GradientAccess,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_core.aside import give_memory, take_memory
+from zero_core.saved_bytes import give_memory, take_memory
 
 from ..arena import Block
 from ..monitor import Monitor, join

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.aside import give_memory, take_memory
 from zero_core.optim.device_store import DeviceStore
+from zero_core.saved_bytes import give_memory, take_memory
 from zero_core.store import GroupStep, StoreContext
 
 from ..arena import Block

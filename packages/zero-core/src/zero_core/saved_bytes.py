@@ -4,8 +4,8 @@ Owns the extent and the transfers, a few at a time. Whose tensors they are, and 
 is the caller's.
 
 [Note: two stages]
-A piece on a device apart passes through pinned memory, so that its copy and the keeper's transfer of another piece are
-under way at the same time. The host waits for the copy of a piece only when later ones have been begun.
+A part on a discrete device passes through pinned memory, so that its copy and the keeper's transfer of another part are
+under way at the same time. The host waits for the copy of a part only when later ones have been begun.
 
     write    copy 0 | copy 1 | copy 2, write 0 | copy 3, write 1 | ...
     read     read 0 | read 1 | read 2, copy 0  | read 3, copy 1  | ...
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from .device import queued
 
-__all__ = ["Aside", "HostMemory", "Keeper", "give_memory", "take_memory"]
+__all__ = ["HostMemory", "Keeper", "SavedBytes", "give_memory", "take_memory"]
 
-PIECE_BYTES = 16 << 20
-PIECES = 4  # under way at a time; from a device each has a buffer of pinned memory
+PART_BYTES = 16 << 20
+PARTS = 4  # under way at a time; from a device each has a buffer of pinned memory
 
 
 class Keeper(Protocol):
@@ -45,7 +45,7 @@ class Keeper(Protocol):
 
 
 class HostMemory:
-    """A `Keeper` in host memory, for what lies on a device apart."""
+    """A `Keeper` in host memory, for what lies on a discrete device."""
 
     alignment = 64
 
@@ -67,7 +67,7 @@ class HostMemory:
         """It is done."""
 
 
-class Aside:
+class SavedBytes:
     """Tensors' bytes in one extent of a `Keeper`. One thread at a time."""
 
     def __init__(self) -> None:
@@ -120,34 +120,34 @@ def _rounded(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-def _pieces(tensors: Sequence[Tensor], alignment: int) -> Iterator[tuple[int, Tensor]]:
-    """(offset in the extent, uint8) of each piece."""
+def _parts(tensors: Sequence[Tensor], alignment: int) -> Iterator[tuple[int, Tensor]]:
+    """(offset in the extent, uint8) of each part."""
     first = 0
     for tensor in tensors:
         data = tensor.detach().view(-1).view(torch.uint8)
-        for start in range(0, data.numel(), PIECE_BYTES):
-            yield first + start, data[start : start + PIECE_BYTES]
+        for start in range(0, data.numel(), PART_BYTES):
+            yield first + start, data[start : start + PART_BYTES]
         first += _rounded(tensor.nbytes, alignment)
 
 
-class _Piece:
-    """One piece on its way. `pinned`: what it passes through, of PIECE_BYTES; None: it is in host memory itself."""
+class _Moving:
+    """A part that is being moved. `pinned`: what it passes through, of PART_BYTES; None: it lies in host memory."""
 
     def __init__(
-        self, keeper: Keeper, extent: Any, offset: int, piece: Tensor, pinned: Tensor | None, *, write: bool
+        self, keeper: Keeper, extent: Any, offset: int, part: Tensor, pinned: Tensor | None, *, write: bool
     ) -> None:
         self._keeper, self._extent, self._offset, self._write = keeper, extent, offset, write
-        self._piece, self.pinned = piece, pinned
-        self._buffer = piece if pinned is None else pinned[: piece.numel()]
+        self._part, self.pinned = part, pinned
+        self._buffer = part if pinned is None else pinned[: part.numel()]
         self._halfway = pinned is None
-        self._wait = self._transfer() if self._halfway or not write else self._copy()
+        self._wait = self._reach_keeper() if self._halfway or not write else self._copy()
 
     def go_on(self) -> None:
         """Wait for the first of two stages, and begin the second."""
         if not self._halfway:
             self._wait()
             self._halfway = True
-            self._wait = self._transfer() if self._write else self._copy()
+            self._wait = self._reach_keeper() if self._write else self._copy()
 
     def end(self) -> None:
         self.go_on()
@@ -158,21 +158,21 @@ class _Piece:
         with suppress(Exception):
             self._wait()
 
-    def _transfer(self) -> Callable[[], Any]:
+    def _reach_keeper(self) -> Callable[[], Any]:
         """Begin the keeper's part. What waits for it."""
         begin = self._keeper.write if self._write else self._keeper.read
         wait: Callable[[], Any] = begin(self._extent, self._buffer, self._offset).wait
         return wait
 
     def _copy(self) -> Callable[[], Any]:
-        into, source = (self._buffer, self._piece) if self._write else (self._piece, self._buffer)
+        into, source = (self._buffer, self._part) if self._write else (self._part, self._buffer)
         into.copy_(source, non_blocking=True)
-        return queued(self._piece.device)
+        return queued(self._part.device)
 
 
 def _move(keeper: Keeper, extent: Any, tensors: Sequence[Tensor], *, write: bool) -> None:
     """Return when everything is written, or read. When it raises, nothing is under way any more."""
-    moving: deque[_Piece] = deque()
+    moving: deque[_Moving] = deque()
     spare: list[Tensor] = []  # pinned buffers that nothing uses
 
     def end_one() -> None:
@@ -182,14 +182,14 @@ def _move(keeper: Keeper, extent: Any, tensors: Sequence[Tensor], *, write: bool
             spare.append(ended.pinned)
 
     try:
-        for offset, piece in _pieces(tensors, keeper.alignment):
-            if len(moving) == PIECES:
+        for offset, part in _parts(tensors, keeper.alignment):
+            if len(moving) == PARTS:
                 end_one()
             pinned = None
-            if piece.device.type != "cpu":
-                pinned = spare.pop() if spare else torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-            moving.append(_Piece(keeper, extent, offset, piece, pinned, write=write))
-            for earlier in list(moving)[: -PIECES // 2]:
+            if part.device.type != "cpu":
+                pinned = spare.pop() if spare else torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True)
+            moving.append(_Moving(keeper, extent, offset, part, pinned, write=write))
+            for earlier in list(moving)[: -PARTS // 2]:
                 earlier.go_on()
         while moving:
             end_one()

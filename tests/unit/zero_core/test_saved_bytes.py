@@ -1,4 +1,4 @@
-"""Aside: every byte comes back, a few pieces are under way at once, and nothing is under way after an error."""
+"""SavedBytes: every byte comes back, a few pieces are under way at once, and nothing is under way after an error."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from zero_core import aside
-from zero_core.aside import Aside, HostMemory, give_memory, take_memory
+from zero_core import saved_bytes
+from zero_core.saved_bytes import HostMemory, SavedBytes, give_memory, take_memory
 
 
 class Ticket:
@@ -54,7 +54,7 @@ class Late(HostMemory):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside, "PIECE_BYTES", 128)
+    monkeypatch.setattr(saved_bytes, "PART_BYTES", 128)
 
 
 def tensors() -> list[torch.Tensor]:
@@ -62,10 +62,10 @@ def tensors() -> list[torch.Tensor]:
 
 
 def test_bytes_come_back_into_tensors_whose_memory_was_gone() -> None:
-    values, keeper, kept = tensors(), Late(), Aside()
+    values, keeper, kept = tensors(), Late(), SavedBytes()
     expected, view = [value.clone() for value in values], values[0][3:7]
     kept.put(keeper, values)
-    assert keeper.most == aside.PIECES and not keeper.under_way
+    assert keeper.most == saved_bytes.PARTS and not keeper.under_way
     give_memory(values)
     assert not any(value.untyped_storage().nbytes() for value in values)
     take_memory(values)
@@ -80,7 +80,7 @@ def test_bytes_come_back_into_tensors_whose_memory_was_gone() -> None:
 
 @pytest.mark.parametrize("fails", [1, 3, 8])
 def test_after_an_error_nothing_is_under_way_and_nothing_is_kept(fails: int) -> None:
-    keeper, kept = Late(), Aside()
+    keeper, kept = Late(), SavedBytes()
     keeper.fails = fails
     with pytest.raises(OSError, match="no such block"):
         kept.put(keeper, tensors())
@@ -94,7 +94,7 @@ def test_after_an_error_nothing_is_under_way_and_nothing_is_kept(fails: int) -> 
 
 
 def test_nothing_takes_no_room() -> None:
-    keeper, kept = Late(), Aside()
+    keeper, kept = Late(), SavedBytes()
     kept.put(keeper, [torch.empty(0)])
     kept.take([torch.empty(0)])
     assert keeper.extents == 0

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.device.zero_core import runs
-from zero_core import aside
-from zero_core.aside import Aside, HostMemory
+from zero_core import saved_bytes
 from zero_core.device import queued
+from zero_core.saved_bytes import HostMemory, SavedBytes
 
 
 class Recording(HostMemory):
@@ -41,11 +41,11 @@ class Recording(HostMemory):
 
 def test_a_piece_is_written_while_later_ones_are_copied(device, needs_device, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_device("pinned memory")
-    monkeypatch.setattr(aside, "PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(saved_bytes, "PART_BYTES", 1 << 12)
     values = [torch.randn(5000, device=device), torch.arange(33, device=device), torch.ones(9)]
     expected = [value.clone() for value in values]
-    keeper, kept = Recording(), Aside()
-    monkeypatch.setattr(aside, "queued", keeper.queued)
+    keeper, kept = Recording(), SavedBytes()
+    monkeypatch.setattr(saved_bytes, "queued", keeper.queued)
     with runs.NormMayWait(device).refusing():
         kept.put(keeper, values)
         for value in values:
