@@ -178,8 +178,7 @@ class _Gradient:
     def __init__(self, size: UnitSize, run: Rehearsal, shelf: Shelf) -> None:
         self.numel, self.trainable, self.run, self.shelf = size.numel, size.trainable, run, shelf
         self.current: list[Buffer] | None = None  # no buffer where the store lends memory
-        self.kept: Buffer | None = None
-        self.kept_itemsize = 0
+        self.kept: tuple[Buffer, int] | None = None  # and bytes of an element
         self.arrived = 0
         self._accumulates = False  # as in `UnitGradient`
 
@@ -202,21 +201,21 @@ class _Gradient:
         assert self.current is not None
         (gradient,), self.current = self.current, None
         if self.kept is None and not (self._accumulates and self.run.reduce_itemsize != 4):
-            self.kept, self.kept_itemsize = gradient, self.run.reduce_itemsize
+            self.kept = gradient, self.run.reduce_itemsize
             return
-        if self.kept is None or self.kept_itemsize != 4:
+        if self.kept is None or self.kept[1] != 4:
             wide = self.take(4)
             if self.kept is not None:
-                self.shelf.drop(self.kept)
-            self.kept, self.kept_itemsize, self._accumulates = wide, 4, True
+                self.shelf.drop(self.kept[0])
+            self.kept, self._accumulates = (wide, 4), True
         self.shelf.give(gradient)
 
     def reduce(self) -> _Reduction:
         if self.kept is not None:
             if self.current is not None:
                 self.keep()
-            whole, self.kept = self.kept, None
-            if self.kept_itemsize != self.run.reduce_itemsize:
+            (whole, itemsize), self.kept = self.kept, None
+            if itemsize != self.run.reduce_itemsize:
                 wide, whole = whole, self.take(self.run.reduce_itemsize)
                 self.shelf.give(wide)
             self.current = [whole]
