@@ -9,6 +9,7 @@ import zero_core
 from tests import kit
 from tests.covers import pairwise
 from zero_core.runtime.rehearsal import Rehearsal, UnitSize
+from zero_core.runtime.residency import CAN_SWAP
 
 
 class Uneven(nn.Module):
@@ -74,6 +75,8 @@ FACTORS = {
 
 @kit.on_ranks(1, 2)
 def test_the_pool_of_a_run_is_the_one_rehearsed(size):
+    """Without swapping, units that are gathered have memory of their own, which the rehearsal counts."""
     found = {tuple(case.values()): held(**case) for case in pairwise(FACTORS)}
-    assert len(found) >= 12 and (size == 1 or all(pair[0] for pair in found.values()))
-    assert not {case: pair for case, pair in found.items() if pair[0] != pair[1]}
+    assert len(found) >= 12 and (size == 1 or not CAN_SWAP or all(pair[0] for pair in found.values()))
+    own = size > 1 and not CAN_SWAP
+    assert not {case: pair for case, pair in found.items() if pair[0] != pair[1] and not (own and pair[0] < pair[1])}

@@ -335,6 +335,24 @@ def test_writes_inside_a_forward_are_kept_on_a_torch_that_cannot_swap(monkeypatc
     train(Renormalised, {"stage": 0})
 
 
+def test_an_array_over_parameters_leaves_a_torch_that_cannot_swap_training(monkeypatch):
+    """A storage that numpy has seen is not resizable, so its memory stays."""
+    monkeypatch.setattr(zero_core.runtime.residency, "CAN_SWAP", False)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = copy.deepcopy(plain)
+    optimizer = zero_core.shard(model, toys.sgd(model.parameters()))
+    torch_optimizer = toys.sgd(plain.parameters())
+    for step in range(3):
+        with zero_core.gathered(model):
+            arrays = [parameter.detach().numpy().copy() for parameter in model.parameters()]
+        assert all((a == p.detach().numpy()).all() for a, p in zip(arrays, plain.parameters(), strict=True)), step
+        for each, own in ((model, optimizer), (plain, torch_optimizer)):
+            each(torch.ones(3, 4)).sum().backward()
+            own.step()
+            own.zero_grad()
+
+
 def test_a_checksum_sees_values_that_change_places():
     model = kit.sharded(nn.Linear(64, 64), toys.sgd)[0]
     (unit,) = zero_core.units(model)

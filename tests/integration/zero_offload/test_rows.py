@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_core
 from tests.integration.zero_offload.rows import MODELS, Case, batch_of, build, distance, train
+from zero_core.runtime.residency import CAN_SWAP
 from zero_offload import ActivationError, TieredStore, Timeline, TorchStep, offload_activations
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of small configurations
@@ -177,8 +178,11 @@ def test_a_unit_is_read_twice_and_its_gradient_written_once_whatever_the_number_
 
     whole = moved(None, 3)
     assert whole[0] > moved(None, 2)[0] > 0
-    assert {calls for name, calls in whole[2].items() if "gradient" in name} == {3}
-    assert moved(2, 3) == moved(1, 3) == whole
+    for parts in (moved(2, 3), moved(1, 3)):
+        assert parts[:2] == whole[:2]
+        for found in (parts[2], whole[2]):
+            assert {calls for name, calls in found.items() if "gradient" in name} == {3}
+        assert parts[2] == whole[2] or not CAN_SWAP  # units of their own memory are copied from the store once more
 
 
 def test_the_timeline_has_a_span_for_each_part_that_is_computed():

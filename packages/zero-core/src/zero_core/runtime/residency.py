@@ -240,12 +240,14 @@ class UnitMemory:
 
     def _take(self) -> None:
         if self.brings_memory:
-            self.flat.untyped_storage().resize_(self.nbytes)
+            if self.flat.untyped_storage().resizable():
+                self.flat.untyped_storage().resize_(self.nbytes)
         else:
             self._memory = self.pool.take(self.layout.numel, self.dtype)
 
     def _free(self) -> None:
-        self.flat.untyped_storage().resize_(0)
+        if self.flat.untyped_storage().resizable():  # else a numpy array is over the memory, which stays for good
+            self.flat.untyped_storage().resize_(0)
 
     @property
     def _whole(self) -> Tensor:
