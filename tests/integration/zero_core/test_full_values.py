@@ -273,7 +273,7 @@ def test_calls_at_the_wrong_time_or_of_the_wrong_tensor(name):
     hooks.pop().remove()
     with zero_core.gathered(model), pytest.raises(ZeroError, match=rf"{name}\(\) of .*gathered.*leave the with block"):
         call(model.head.weight)
-    with pytest.raises(ZeroError, match=rf"{name}\(\) of a tensor of shape \(2,\) that is no parameter of a sharded"):
+    with pytest.raises(ZeroError, match=rf"{name}\(\) of a tensor of shape \(2,\) that is not a parameter of a "):
         call(nn.Parameter(torch.zeros(2)))
     ours.close()
 

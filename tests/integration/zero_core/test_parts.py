@@ -226,7 +226,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     def nested(base: Any) -> None:
         base.weight.codes = Scaled.of(torch.ones(WIDTH, WIDTH)).data
 
-    refused(nested, ShardedParameterError, "1.0.base.weight.codes is a Scaled whose inner codes is no plain")
+    refused(nested, ShardedParameterError, "1.0.base.weight.codes is a Scaled whose inner codes is not a plain")
 
     def asks(base: Any) -> None:
         base.weight.requires_grad_(True)

@@ -332,7 +332,7 @@ def test_checkpoints_cut_short_are_named_before_anything_changes(tmp_path: Path)
     with pytest.raises(CheckpointError, match=".metadata is damaged"):
         checkpoint.load(tmp_path, model, optimizer)
     manifest.write_bytes(pickle.dumps({"no": "manifest"}))
-    with pytest.raises(CheckpointError, match="no manifest"):
+    with pytest.raises(CheckpointError, match="not a manifest"):
         checkpoint.load(tmp_path, model, optimizer)
     manifest.unlink()
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):

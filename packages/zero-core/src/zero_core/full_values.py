@@ -110,9 +110,9 @@ def _place(parameter: nn.Parameter, call: str) -> Place:
     place = parameter.__dict__.get("_zero_home")
     if not isinstance(place, Place) or not place.is_of(parameter):
         raise ZeroError(
-            f"{call}() of a tensor of shape {tuple(parameter.shape)} that is no parameter of a sharded model: give it "
-            "one of model.parameters() after zero_core.shard(model, optimizer). An unsharded one has its values, and "
-            "its gradient in .grad"
+            f"{call}() of a tensor of shape {tuple(parameter.shape)} that is not a parameter of a sharded model: give "
+            "it one of model.parameters() after zero_core.shard(model, optimizer). An unsharded one has its values, "
+            "and its gradient in .grad"
         )
     if (why := refusal(place.engine)) is not None:
         raise ZeroError(f"{call}() of {place.name} {why}")

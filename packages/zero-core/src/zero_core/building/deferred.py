@@ -27,7 +27,7 @@ from .replay import UNINITIALISED
 
 __all__ = ["as_made", "continue_recording", "deferred_init", "forget_recording", "recording_of"]
 
-_unrecorded = torch._C._DisableTorchDispatch  # around our own operations, which are no part of the recording
+_unrecorded = torch._C._DisableTorchDispatch  # around our own operations, which are not part of the recording
 _ATTRIBUTE = "_zero_core_recording"  # on modules that own a deferred parameter
 _FACTORIES = (
     *UNINITIALISED,
@@ -87,7 +87,7 @@ def _recording_into(recording: Recording) -> Iterator[None]:
             if recording.has_parameter_over(buffer):
                 raise DeferredInitError(
                     f"the buffer {name} of a {type(module).__name__} lies over the memory of a parameter, and buffers "
-                    f"are no shards: assign a plain attribute, `self.{name} = parameter.detach()`, which follows the "
+                    f"are not sharded: assign a plain attribute, `self.{name} = parameter.detach()`, which follows the "
                     "parameter, or give the buffer memory of its own with clone()"
                 )
             return recording.replay(buffer)

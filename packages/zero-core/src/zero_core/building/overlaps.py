@@ -32,7 +32,7 @@ from .parts import named_parts, wraps
 __all__ = ["Extent", "Follower", "Overlaps", "Twins", "overlaps_of", "remember"]
 
 _PLAIN = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
-_REGISTERED = {"_parameters", "_buffers", "_modules"}  # a module's attributes that are no plain ones
+_REGISTERED = {"_parameters", "_buffers", "_modules"}  # a module's attributes that are not plain ones
 _earlier: list[Extent] = []  # of parameters that were sharded, while other tensors still show the memory they had
 
 
@@ -238,7 +238,7 @@ def _follower(lead: Extent, other: Extent) -> Follower:
     if other.kind == "buffer":
         raise ShardedParameterError(
             f"the buffer {other.name} {tuple(tensor.shape)} lies over the memory of the parameter {lead.name} "
-            f"{tuple(part.shape)}, and buffers are no shards. Delete it and assign a plain attribute, which follows "
+            f"{tuple(part.shape)}, and buffers are not sharded. Delete it and assign a plain attribute, which follows "
             f"the parameter: `del {_path(other.name)}; {_path(other.name)} = {_path(lead.name)}.detach()`, with the "
             "same index; or give it memory of its own with clone(), before zero_core.shard"
         )

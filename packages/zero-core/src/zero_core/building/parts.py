@@ -117,8 +117,8 @@ def check_parts(name: str, parameter: nn.Parameter) -> None:
     odd = [n[1:] for n, is_plain in plain.items() if not is_plain]
     if odd:
         raise ShardedParameterError(
-            f"{name} is a {kind} whose inner {odd[0]} is no plain, contiguous tensor, and cannot be cut into shards: "
-            "convert it to a plain parameter before zero_core.shard"
+            f"{name} is a {kind} whose inner {odd[0]} is not a plain, contiguous tensor, and cannot be cut into "
+            "shards: convert it to a plain parameter before zero_core.shard"
         )
     if parameter.requires_grad:
         raise ShardedParameterError(

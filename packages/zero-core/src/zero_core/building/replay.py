@@ -329,7 +329,7 @@ def _tensors(arguments: Any) -> list[View | Real]:
 
 
 def _plain(value: Any) -> Any:
-    """An argument that is no tensor, for a run on the CPU with torch's own generator."""
+    """An argument that is not a tensor, for a run on the CPU with torch's own generator."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
     return None if isinstance(value, torch.Generator) else value

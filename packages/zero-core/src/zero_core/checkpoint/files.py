@@ -225,7 +225,7 @@ def _read_manifest(folder: Path) -> Metadata:
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-        raise CheckpointError(f"{path} is no manifest of torch.distributed.checkpoint")
+        raise CheckpointError(f"{path} is not a manifest of torch.distributed.checkpoint")
     return metadata
 
 

@@ -79,7 +79,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(size - 8, _HEADER_LIMIT_BYTES):
             raise PretrainedError(
-                f"{path} is no safetensors file, or is cut short: {size} bytes, of which the header wants {length}"
+                f"{path} is not a safetensors file, or is cut short: {size} bytes, of which the header wants {length}"
             )
         try:
             header: dict[str, Any] = json.loads(file.read(length))
