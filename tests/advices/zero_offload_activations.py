@@ -18,7 +18,7 @@ FOLLOWED: dict[str, str] = {
     "update to 2.13, use fp32 parameters, or leave rows= out": _HERE
     + "test_gradients_of_16_bit_parameters_are_added_in_fp32_by_torch_or_need_not_be",
     "{} policies for {} units; give one, or one a unit": _HERE + "test_one_policy_is_given_or_one_for_each_unit",
-    "no room on nvme for {} of activations": _HERE + "test_nvme_has_room_for_fewer_tokens_or_fewer_units",
+    "no room on {} for {} of activations": _HERE + "test_nvme_has_room_for_fewer_tokens_or_fewer_units",
     "the activation offload is closed": _HERE + "test_activations_that_were_closed_are_offloaded_again",
     "close what offload_activations returned, free threads": _HERE
     + "test_a_thread_for_activations_is_started_when_there_are_threads_again",

@@ -66,7 +66,7 @@ class _Tasks:
 
 def _transfers() -> None:
     """One thread finds that a transfer is over and notes it in the transfer, where others read it without a lock."""
-    from zero_offload.tier import Transfer
+    from zero_offload.transfers import Transfer
 
     locks = [threading.Lock() for _ in range(1009)]  # a transfer has no place for one
 

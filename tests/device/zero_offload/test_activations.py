@@ -11,7 +11,7 @@ from zero_offload.activations.host_spill import HostSpill
 from zero_offload.activations.queued_spill import QueuedSpill
 from zero_offload.activations.spill import LEAVING
 from zero_offload.streams import DeviceStreams
-from zero_offload.tier import Transfers
+from zero_offload.transfers import InFlight, Transfers
 
 
 def test_packing_waits_for_no_kernel(device: torch.device) -> None:
@@ -21,7 +21,7 @@ def test_packing_waits_for_no_kernel(device: torch.device) -> None:
     """
     module = torch.get_device_module(device)
     streams = DeviceStreams(device, torch.empty(0, dtype=torch.uint8))
-    spill = QueuedSpill(Transfers(MemoryByteStore(), Timeline()), streams, slots=3, piece_bytes=1 << 14)
+    spill = QueuedSpill(Transfers(MemoryByteStore(), InFlight(Timeline())), streams, slots=3, piece_bytes=1 << 14)
     for step in range(2):
         packed = []
         module._sleep(500_000_000)  # a fraction of a second, while which the host goes on
@@ -85,7 +85,7 @@ def test_closing_frees_device_memory_after_the_copies_into_it(device: torch.devi
     """Fails if what comes back, though nobody asked for it, is freed for the next kernel while it is being written."""
     module = torch.get_device_module(device)
     streams = DeviceStreams(device, torch.empty(0, dtype=torch.uint8))
-    spill = QueuedSpill(Transfers(MemoryByteStore(), Timeline()), streams, slots=2, piece_bytes=1 << 14)
+    spill = QueuedSpill(Transfers(MemoryByteStore(), InFlight(Timeline())), streams, slots=2, piece_bytes=1 << 14)
     unwanted, last = (spill.pack(torch.ones(8000, device=device), name) for name in ("unwanted", "last"))
     assert last.load().eq(1).all()  # asks for the other one
     deadline = time.monotonic() + 30

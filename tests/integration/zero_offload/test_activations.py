@@ -3,15 +3,18 @@
 Fails if a recomputation sees other values, other random numbers, or parameters that are not there.
 """
 
+from contextlib import closing, nullcontext
+
 import pytest
 import torch
 from torch import nn
 
 import zero_core
+from examples.own_tier import Shelf
 from tests import kit
 from tests.unit.zero_offload.simulated import simulated_device, streams
 from zero_offload import ActivationError, MemoryByteStore, Plan, TieredStore, TorchStep, offload_activations, plan
-from zero_offload import activations as module_under_test
+from zero_offload.activations import wrapped as module_under_test
 
 WIDTH, LAYERS = 32, 4
 UNITS = ("embedding", *(f"layers.{i}" for i in range(LAYERS)), "head")
@@ -51,10 +54,16 @@ def every_tensor_is_worthwhile(monkeypatch):
     monkeypatch.setattr(module_under_test, "SMALL_BYTES", 0)
 
 
-def build(placement="host", dtype=torch.bfloat16):
+def build(placement="host", dtype=torch.bfloat16, tiers=None):
     torch.manual_seed(0)
     model = Model()
-    options = {"nvme": MemoryByteStore(), "step": TorchStep(), "tile_numel": 1 << 20, "streams": streams()}
+    options = {
+        "nvme": MemoryByteStore(),
+        "step": TorchStep(),
+        "tile_numel": 1 << 20,
+        "streams": streams(),
+        "tiers": tiers,
+    }
     store = TieredStore(placement, placement, placement, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, store, zero_core.shard(model, optimizer, store=store, param_dtype=dtype, max_grad_norm=1.0)
@@ -66,8 +75,8 @@ def loss_of(model, step=0):
     return nn.functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train(policy, placement="host", steps=3, accumulate=1, **options):
-    model, store, optimizer = build(placement)
+def train(policy, placement="host", steps=3, accumulate=1, tiers=None, **options):
+    model, store, optimizer = build(placement, tiers=tiers)
     losses = []
     with offload_activations(model, store, policy, **options) as offloaded:
         torch.manual_seed(1)
@@ -128,6 +137,17 @@ def test_units_may_differ(kept):
     found = train(mixed)
     assert same(found, kept)
     assert found[2]["recomputed"] == 3 * 3
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+@pytest.mark.parametrize("policy", ["shelf", ["keep", "shelf", "nvme", "recompute", "shelf", "keep"]])
+def test_activations_lie_on_a_tier_that_was_added(kept, tmp_path, policy, discrete):
+    """The tier of docs/extending.md. Fails if a policy knows only the tiers that ship, or if nothing is kept there."""
+    with simulated_device() if discrete else nullcontext(), closing(Shelf(tmp_path)) as shelf:
+        found = train(policy, tiers={"shelf": shelf})
+    assert same(found, kept)
+    assert found[2]["shelf_bytes"] > 0
+    assert (found[2]["nvme_bytes"] > 0) == ("nvme" in policy)
 
 
 def test_a_plan_chooses(kept):

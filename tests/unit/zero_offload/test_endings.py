@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from zero_offload import MemoryByteStore, OffloadError, SwapError, Timeline, TorchStep
-from zero_offload.activations.nvme_spill import NvmeSpill
+from zero_offload.activations.stored_spill import StoredSpill
 from zero_offload.testing import FaultyByteStore
-from zero_offload.tier import Transfers
+from zero_offload.transfers import InFlight, Transfers
 
 from .harness import TILE, make, threads
 
@@ -143,7 +143,7 @@ def test_a_store_forgotten_inside_a_lock_of_its_byte_store_does_not_wait_for_its
 
 def test_forgotten_activations_give_their_extents_back() -> None:
     store = MemoryByteStore()
-    spill = NvmeSpill(Transfers(store, Timeline()), slots=2, piece_bytes=4096)
+    spill = StoredSpill(Transfers(store, InFlight(Timeline())), slots=2, piece_bytes=4096)
     packed = [spill.pack(torch.ones(5000), "unit") for _ in range(3)]
     assert store.used_bytes > 0
     del spill
@@ -232,7 +232,7 @@ def test_ctrl_c_while_states_are_read_and_written_loses_no_slot(after: int) -> N
 
 def test_ctrl_c_while_an_activation_is_read_does_not_pass_for_its_values() -> None:
     nvme = Interrupting(MemoryByteStore(), lazy=True)
-    spill = NvmeSpill(Transfers(nvme, Timeline()), slots=2, piece_bytes=4096)
+    spill = StoredSpill(Transfers(nvme, InFlight(Timeline())), slots=2, piece_bytes=4096)
     packed = [spill.pack(torch.full((1024,), float(i)), str(i)) for i in range(4)]
     nvme.interrupt(after=1)  # the first wait is for the write that leaves the slot
     with pytest.raises(KeyboardInterrupt):

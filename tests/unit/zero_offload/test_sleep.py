@@ -72,7 +72,7 @@ def test_the_memory_is_gone_and_only_what_nothing_else_has_was_written() -> None
     assert isinstance(driver.store, Sleeps)
     driver.step()
     driver.store.wait()
-    memory, used = weakref.ref(driver.store._arena.memory), nvme.used_bytes
+    memory, used = weakref.ref(driver.store._attached.arena.memory), nvme.used_bytes
     driver.store.sleep()
     assert memory() is None
     assert driver.store.stats()["host_bytes"] == 0
@@ -87,9 +87,9 @@ def test_devices_memory_is_gone_too() -> None:
     with simulated_device() as streams:
         driver = make("device")
         driver.step()
-        device = driver.store._link.device
+        device = driver.store._attached.link.device
         driver.store.sleep()
-        landings = [slot.memory for slot in driver.store._link.down._shared]
+        landings = [slot.memory for slot in driver.store._attached.link.down._shared]
         tensors = [*landings, *device._homes.values(), *device.values()]
         assert tensors and not any(tensor.untyped_storage().nbytes() for tensor in tensors)
         assert not streams[0].registered
@@ -198,7 +198,7 @@ def test_an_error_while_it_wakes_up_leaves_it_asleep_and_wake_can_be_repeated(ap
         with pytest.raises(SwapError, match=r"wake\(\) failed: .*Input/output error.*call wake\(\) again"):
             driver.store.wake()
         gc.collect()
-        assert not driver.store._arena.has_memory
+        assert not driver.store._attached.arena.has_memory
         with pytest.raises(AsleepError):
             driver.store.parameters(0)
         to.fail("read", after=1 << 30)  # so none from here on
@@ -230,7 +230,7 @@ def test_a_copy_that_has_not_begun_is_in_use() -> None:
         nvme.hold()
         arrival = driver.store.swap_in(0, torch.empty(driver.numels[0], dtype=driver.dtype))
         nvme.release()
-        driver.store._link.up._waiting[arrival] = None  # whatever a poll has seen meanwhile
+        driver.store._attached.link.up._waiting[arrival] = None  # whatever a poll has seen meanwhile
         with pytest.raises(AsleepError, match="u0 is in use"):
             driver.store.sleep()
         arrival.drop()

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from zero_offload.slots import Slot, Slots
-from zero_offload.tier import Stored
+from zero_offload.timeline import Timeline
+from zero_offload.transfers import InFlight, Stored, Transfers
 
 VALUES = "abc"
 TRAINING, UPDATE = "training", "update"
@@ -64,15 +65,18 @@ class World:
     def __init__(self, slots: int, kept: bool) -> None:
         self.flying: list[Transfer] = []
         self.truth, self.disk = dict.fromkeys(VALUES, 0), dict.fromkeys(VALUES, 0)
-        self.slots: Slots[Cell] = Slots([Cell() for _ in range(slots)], blocked=self._blocked)
+        self.in_flight = InFlight(Timeline())
+        self.slots: Slots[Cell] = Slots([Cell() for _ in range(slots)], self.in_flight, blocked=self._blocked)
         self.kept, self.must_not_wait = kept, False
-        self.stored = {value: Stored(self._transfers(value), SimpleNamespace(nbytes=1)) for value in VALUES}
+        self.stored = {value: self._stored(value) for value in VALUES}
 
-    def _transfers(self, value: str) -> Any:
+    def _stored(self, value: str) -> Stored:
         def begin(kind: str) -> Any:
-            return lambda extent, cell, what, offset: Transfer(self, kind, value, cell)
+            return lambda extent, cell, offset: Transfer(self, kind, value, cell)
 
-        return SimpleNamespace(read=begin("read"), write=begin("write"))
+        disk: Any = SimpleNamespace(read=begin("read"), write=begin("write"), alignment=1)
+        extent: Any = SimpleNamespace(nbytes=1, offset_bytes=0)
+        return Stored(Transfers(disk, self.in_flight), extent)
 
     def _blocked(self) -> None:
         assert all(slot.holders for slot in self.slots), "it waits for a slot although one is idle"
@@ -83,7 +87,7 @@ class World:
 
     def fill(self, slot: Slot[Cell]) -> None:
         slot.memory.content = (slot.key, -1)  # not its value yet: that is what the read brings
-        slot.filling.append(self.stored[slot.key].read(slot.memory, "a value"))
+        slot.fills(self.stored[slot.key].read(slot.memory, "a value"))
 
     def events(self) -> Iterator[tuple[str, str]]:
         """What may happen next."""
@@ -134,19 +138,22 @@ class World:
         self.slots.keep(slot, TRAINING)
 
     def change(self, slot: Slot[Cell]) -> None:
-        slot.wait_changeable("all")
+        slot.wait_changeable()
         assert slot.memory.content == (slot.key, self.truth[slot.key])
         self.truth[slot.key] += 1
         slot.memory.content = (slot.key, self.truth[slot.key])
-        slot.leaving["all"] = self.stored[slot.key].write(slot.memory, "a value")
+        slot.leaves(self.stored[slot.key].write(slot.memory, "a value"))
         self.slots.keep(slot, UPDATE, due=self.slots.tick()) if self.kept else self.slots.give(slot, UPDATE)
 
     def state(self) -> object:
         """What the future depends on."""
-        used = sorted(slot.used for slot in self.slots)
         due = sorted(slot.due for slot in self.slots if slot.due is not None)
         lag = {value: self.truth[value] - self.disk[value] for value in VALUES}
         numbers = {id(transfer): number for number, transfer in enumerate(self.flying)}
+
+        def in_flight(place: Any, *, writes: bool) -> tuple[int, ...]:
+            return tuple(numbers.get(id(each.ticket), -1) for each in self.in_flight.of(place, writes=writes))
+
         return (
             tuple(lag.items()),
             tuple((transfer.kind, transfer.value) for transfer in self.flying),
@@ -154,15 +161,15 @@ class World:
                 (
                     slot.key,
                     tuple(sorted(slot.holders)),
-                    used.index(slot.used),
                     -1 if slot.due is None else due.index(slot.due),
-                    tuple(numbers.get(id(each), -1) for each in slot.filling),
-                    tuple(numbers.get(id(each), -1) for each in slot.leaving.values()),
+                    in_flight(slot, writes=True),
+                    in_flight(slot, writes=False),
                     slot.memory.content
                     and (slot.memory.content[0], slot.memory.content[1] - self.truth[slot.key or "a"]),
                 )
-                for slot in self.slots
+                for slot in self.slots  # in the order in which they were let go of
             ),
+            tuple(in_flight(stored, writes=False) for stored in self.stored.values()),
         )
 
 
@@ -198,7 +205,7 @@ def test_no_order_of_events_breaks_an_invariant(slots: int, depth: int, kept: bo
 
 def test_what_is_needed_last_goes_first() -> None:
     """`a`, `b` and `c` are wanted in turn, `d` is not wanted. Fails if the order of eviction changes."""
-    slots = Slots([Cell() for _ in range(4)])
+    slots = Slots([Cell() for _ in range(4)], InFlight(Timeline()))
     held = {value: slots.take(value) for value in "abcd"}
     for value, due in ("a", 2), ("b", 3), ("c", 1), ("d", None):
         slots.keep(held[value], due=due)
@@ -220,7 +227,7 @@ def test_what_another_thread_takes_hold_of_is_not_forgotten() -> None:
                 held.wait(60)
             return super().__enter__()
 
-    slots = Slots([Cell()], Condition(threading.RLock()))
+    slots = Slots([Cell()], InFlight(Timeline()), Condition(threading.RLock()))
     slots.keep(slots.take("a"))
     armed.set()
 
@@ -247,9 +254,9 @@ def test_an_error_in_flight_is_raised_by_whoever_takes_the_slot_and_then_it_is_f
         def wait(self) -> None:
             raise OSError("no space")
 
-    slots = Slots([Cell()])
+    slots = Slots([Cell()], InFlight(Timeline()))
     slot = slots.take("a")
-    slot.leaving["all"] = Failed()
+    slot.leaves(Failed())
     slots.give(slot)
     with pytest.raises(OSError, match="no space"):
         slots.take("b")

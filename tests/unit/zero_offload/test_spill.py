@@ -1,5 +1,5 @@
-"""`NvmeSpill`: tensors come back as they were, through a few slots. Fails if a slot is reused before its write is done,
-a layout is lost, or extents pile up."""
+"""`StoredSpill`: tensors come back as they were, through a few slots. Fails if a slot is reused before its write is
+done, a layout is lost, or extents pile up."""
 
 import gc
 import threading
@@ -11,11 +11,11 @@ import torch
 from tests.unit.zero_offload.simulated import SimulatedStreams
 from zero_offload import ClosedError, MemoryByteStore, OffloadError, SwapError, Timeline
 from zero_offload.activations.host_spill import HostSpill
-from zero_offload.activations.nvme_spill import NvmeSpill
 from zero_offload.activations.queued_spill import QueuedSpill
 from zero_offload.activations.spill import ChangedInputError, DeviceSpill
+from zero_offload.activations.stored_spill import StoredSpill
 from zero_offload.testing import FaultyByteStore
-from zero_offload.tier import Transfers
+from zero_offload.transfers import InFlight, Transfers
 
 PIECE = 4096
 
@@ -29,13 +29,13 @@ def store():
 
 @pytest.fixture
 def nvme(store):
-    return Transfers(store, Timeline())
+    return Transfers(store, InFlight(Timeline()))
 
 
 def on_nvme(kind, nvme, slots=3):
     """In host memory, or beside a device apart, whose copies are as late as they may be."""
     if kind == "nvme":
-        return NvmeSpill(nvme, slots=slots, piece_bytes=PIECE)
+        return StoredSpill(nvme, slots=slots, piece_bytes=PIECE)
     return QueuedSpill(nvme, SimulatedStreams(torch.empty(0, dtype=torch.uint8)), slots=slots, piece_bytes=PIECE)
 
 
@@ -149,14 +149,14 @@ def test_closing_gives_extents_back_and_ends_use(kind, store, nvme):
 
 def test_one_slot_is_refused(nvme):
     with pytest.raises(ValueError, match="slots=1: at least 2"):
-        NvmeSpill(nvme, slots=1)
+        StoredSpill(nvme, slots=1)
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])
 @pytest.mark.parametrize("where", ["nvme", "queued"])
 def test_an_error_names_the_activation_and_the_file(store, where, kind):
     faulty = FaultyByteStore(store)
-    spill = on_nvme(where, Transfers(faulty, Timeline()), slots=2)
+    spill = on_nvme(where, Transfers(faulty, InFlight(Timeline())), slots=2)
     faulty.fail(kind)
     with pytest.raises(SwapError, match="activation of layers.0 failed: /faulty/slab, offset 0"):
         packed = [spill.pack(torch.ones(1000), f"layers.{i}") for i in range(3)]
@@ -321,7 +321,7 @@ def test_closing_waits_for_the_thread_before_memory_is_given_back(store):
     faulty = FaultyByteStore(store)
     faulty.hold()
     streams = Watched(torch.empty(0, dtype=torch.uint8))
-    spill = QueuedSpill(Transfers(faulty, Timeline()), streams, slots=2, piece_bytes=PIECE)
+    spill = QueuedSpill(Transfers(faulty, InFlight(Timeline())), streams, slots=2, piece_bytes=PIECE)
     packed = spill.pack(torch.ones(16 * PIECE), "unit")
     release = threading.Timer(0.1, faulty.release)
     release.start()

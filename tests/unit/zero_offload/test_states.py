@@ -45,7 +45,7 @@ def test_states_that_stay_are_stored_all_the_same(monkeypatch: pytest.MonkeyPatc
         for _ in range(3):
             driver.step()
             driver.store.wait()
-            driver.store._pipeline.states.expect(())  # other tiles are updated next: nothing stays
+            driver.store._attached._pipeline._states.expect(())  # other tiles are updated next: nothing stays
             found.append([driver.store.read_state(i, "exp_avg", 0, TILE // 2) for i in range(8)])
         driver.store.close()
     for host, stored in zip(found[:3], found[3:], strict=True):

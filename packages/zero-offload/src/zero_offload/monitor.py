@@ -87,23 +87,23 @@ class Monitor:
     def __init__(self, timeline: Timeline, observer: Observer | None = None) -> None:
         self.condition = Condition()
         self.timeline = timeline
-        self.observer = observer or NullObserver()
+        self._observer = observer or NullObserver()
         self.failure: BaseException | None = None
         self.updates: Counter[int] = Counter()  # by unit, those that are still to change it
         self.stopping = False
         self.asleep = False  # nothing has memory
         self.blocked = False  # the training thread waits for the update thread: it will release nothing
         self.exposed_ns = 0
-        self.process = os.getpid()  # where the threads and the memory are
+        self._process = os.getpid()  # where the threads and the memory are
         self._local = threading.local()
 
     # -- the training thread ------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise what the background failed with, each time; ClosedError after close(), AsleepError until wake()."""
-        if os.getpid() != self.process:
+        if os.getpid() != self._process:
             raise OffloadError(
-                f"a TieredStore in process {os.getpid()}, which was forked from process {self.process}, where it was "
+                f"a TieredStore in process {os.getpid()}, which was forked from process {self._process}, where it was "
                 "attached: its threads and its transfers are there. Use it there, or attach another store here, after "
                 "torch.set_num_threads(1), as the threads of OpenMP do not survive a fork"
             )
@@ -149,13 +149,23 @@ class Monitor:
     # -- both ---------------------------------------------------------------------------------------------------
 
     @contextmanager
+    def guard(self) -> Iterator[None]:
+        """An error of a transfer or of the step on the training thread is final, as one in the background is."""
+        try:
+            yield
+        except OSError as error:
+            if not isinstance(error, ClosedError):
+                self.fail(error)
+            raise
+
+    @contextmanager
     def span(self, kind: str, unit: str) -> Iterator[None]:
         """To the timeline and to the observer that the core brought."""
-        if self.observer is self.timeline:
+        if self._observer is self.timeline:
             with self.timeline.span(kind, unit):
                 yield
         else:
-            with self.timeline.span(kind, unit), self.observer.span(kind, unit):
+            with self.timeline.span(kind, unit), self._observer.span(kind, unit):
                 yield
 
     def fail(self, error: BaseException) -> None:

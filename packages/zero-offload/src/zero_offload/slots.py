@@ -1,4 +1,4 @@
-"""Slots: the memory that values pass through, and who may use it. Owns no values and begins no transfer.
+"""Slots: the memory that values pass through, and who may use it. Owns no values, and begins and records no transfer.
 
 Parameters, gradients, optimizer states, activations on nvme, mirrors of tiles that live on a device, gradients on their
 way from one: each has a pool of equal slots, and all pools are `Slots`.
@@ -8,8 +8,8 @@ way from one: each has a pool of equal slots, and all pools are `Slots`.
                     │ ▲
                keep ▼ │ take_kept                      a kept slot has its values until they are evicted
                    kept ──evicted by take, or forgotten──────> free
-Transfers and copies may be in flight into a slot (`filling`) and out of it (`leaving`) in any of these states. These
-invariants hold, and tests/unit/zero_offload/test_slots.py tries every order of events for them:
+Transfers and copies may be in flight into a slot and out of it in any of these states; `transfers.InFlight` knows them.
+These invariants hold, and tests/unit/zero_offload/test_slots.py tries every order of events for them:
 
 1. A held slot is never evicted.
 2. take() returns a slot only when nothing is in flight into it or out of it, or when `follow` has ordered the slot's
@@ -24,60 +24,57 @@ invariants hold, and tests/unit/zero_offload/test_slots.py tries every order of 
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .monitor import Condition
+from .transfers import END, InFlight, Moving
 
-__all__ = ["Moving", "Slot", "Slots"]
+__all__ = ["Slot", "Slots"]
 
 Memory = TypeVar("Memory")
 
 
-class Moving(Protocol):
-    """A transfer (`tier.Transfer`) or a copy (`streams.Mark`) in flight."""
-
-    def done(self) -> bool: ...
-
-    def wait(self) -> None:
-        """Raises the error of a transfer that failed, each time."""
-
-
 @dataclass(eq=False)
 class Slot(Generic[Memory]):
-    """`key`: whose values it has, or will have when `filling` is done. None: it has nobody's."""
+    """`key`: whose values it has, or will have when it is filled. None: it has nobody's."""
 
     memory: Memory
+    in_flight: InFlight
     key: Any = None  # hashable
     holders: set[str] = field(default_factory=set)
     due: Any = None  # when its values are needed next, in an order of the pool's users; None: nobody wants them
-    used: int = 0  # when it was last let go of, by the pool's clock
-    filling: list[Moving] = field(default_factory=list)
-    leaving: dict[Hashable, Moving] = field(default_factory=dict)  # by the part of the slot, None: all of it
+
+    def fills(self, request: Moving) -> None:
+        """The request brings the slot's values, or a part of them."""
+        self.in_flight.begin(request, self, writes=True)
+
+    def leaves(self, request: Moving, start: int = 0, stop: int = END) -> None:
+        """The request reads bytes [start, stop) of the slot."""
+        self.in_flight.begin(request, self, start, stop, writes=False)
 
     def filled(self) -> bool:
-        return all(each.done() for each in self.filling)
+        return all(each.done() for each in self.in_flight.of(self, writes=True))
 
     def wait_filled(self) -> None:
         """Return when the values are there; they may still be leaving. Raises the error of a failed read, each time."""
-        for each in self.filling:
-            each.wait()
+        self.in_flight.wait(self.in_flight.of(self, writes=True))
 
-    def changeable(self, part: Hashable = None) -> bool:
+    def changeable(self, start: int = 0, stop: int = END) -> bool:
         """Whether wait_changeable would return at once."""
-        return all(each.done() for each in self.moving(part))
+        return all(each.done() for each in self.moving(start, stop))
 
-    def wait_changeable(self, part: Hashable = None) -> None:
-        """Return when the values are there and nothing leaves of the `part`; None stands for all of the slot."""
-        for each in self.moving(part):
-            each.wait()
+    def wait_changeable(self, start: int = 0, stop: int = END) -> None:
+        """Return when the values are there and nothing reads bytes [start, stop) any more."""
+        self.in_flight.wait(self.moving(start, stop))
 
-    def moving(self, part: Hashable = None) -> list[Moving]:
-        """What is in flight into the slot, or out of the `part`, or was when it was last waited for."""
-        leaving = [each for whose, each in list(self.leaving.items()) if part is None or whose in (None, part)]
-        return [*self.filling, *leaving]
+    def moving(self, start: int = 0, stop: int = END) -> list[Moving]:
+        """What fills the slot, or reads these bytes of it."""
+        return self.in_flight.of(self, start, stop)
 
 
 Fill = Callable[[Slot[Memory]], object]
@@ -93,32 +90,35 @@ class Slots(Generic[Memory]):
     def __init__(
         self,
         memories: Iterable[Memory],
+        in_flight: InFlight,
         condition: Condition | None = None,
         *,
         blocked: Callable[[], object] | None = None,
         follow: Callable[[Any], object] | None = None,
     ) -> None:
-        self._slots = [Slot(memory) for memory in memories]
+        # Those that were let go of longest ago first.
+        self._slots = OrderedDict((Slot(memory, in_flight), None) for memory in memories)
         self._by_key: dict[Hashable, Slot[Memory]] = {}
         self._condition = condition or Condition()
-        self._blocked, self._follow = blocked or self._all_held, follow
-        self._clock = 0
+        self._in_flight, self._blocked, self._follow = in_flight, blocked or self._all_held, follow
+        self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def __iter__(self) -> Iterator[Slot[Memory]]:
-        return iter(self._slots)
+        return iter(list(self._slots))  # a copy: what is let go of changes its place
 
     def idle(self, *, steal: bool = True) -> list[Slot[Memory]]:
         """The slots that nobody holds, in the order in which they are evicted; wanted ones only with `steal`.
 
         It is true as long as the caller has the condition.
         """
-        idle = [slot for slot in self._slots if not slot.holders]
-        unwanted = sorted((s for s in idle if s.due is None), key=lambda s: (s.key is not None, s.used))
-        wanted = sorted((s for s in idle if s.due is not None), key=lambda s: s.due, reverse=True)
-        return [*unwanted, *wanted] if steal else unwanted
+        idle = [slot for slot in self if not slot.holders]
+        unwanted = sorted((slot for slot in idle if slot.due is None), key=lambda slot: slot.key is not None)
+        if not steal:
+            return unwanted
+        return [*unwanted, *sorted((s for s in idle if s.due is not None), key=lambda s: s.due, reverse=True)]
 
     def find(self, key: Hashable) -> Slot[Memory] | None:
         """The slot that has the values of `key`, or soon will."""
@@ -137,7 +137,7 @@ class Slots(Generic[Memory]):
     ) -> Slot[Memory] | None:
         """A slot for `key`, held, if one can be had without waiting. Raises the error of what was in flight there.
 
-        fill: begins what goes into `slot.filling`, before another thread finds the slot.
+        fill: begins what fills the slot, before another thread finds it.
         """
         with self._condition:
             for slot in self.idle(steal=steal):
@@ -166,15 +166,15 @@ class Slots(Generic[Memory]):
                     (blocked or self._blocked)()
             for each in moving:  # not under the condition: other threads go on meanwhile
                 with suppress(Exception):  # whoever takes the slot raises it
-                    each.wait()
+                    self._in_flight.wait([each])
 
     def _assign(self, slot: Slot[Memory], key: Hashable, holder: str, fill: Fill[Memory] | None) -> Slot[Memory]:
         assert key is None or key not in self._by_key, f"{key} has a slot"
         try:
             for each in slot.moving():
-                self._follow(each) if self._follow is not None else each.wait()
+                self._follow(each) if self._follow is not None else self._in_flight.wait([each])
         finally:
-            slot.filling, slot.leaving = [], {}
+            self._in_flight.forget(slot)
             self._forget(slot)
         slot.key = key
         if key is not None:
@@ -192,13 +192,14 @@ class Slots(Generic[Memory]):
         """The holder lets go. The slot has its values until it is evicted: see `idle`."""
         with self._condition:
             slot.holders.discard(holder)
-            slot.due, slot.used = due, self.tick()
+            slot.due = due
+            if slot in self._slots:
+                self._slots.move_to_end(slot)
             self._condition.notify_all()
 
     def tick(self) -> int:
         """A number larger than all before: the `due` of what is needed in the order in which it was kept."""
-        self._clock += 1
-        return self._clock
+        return next(self._numbers)
 
     def give(self, slot: Slot[Memory], holder: str = "") -> None:
         """The holder lets go of a slot whose values nobody will ask for."""
@@ -216,12 +217,11 @@ class Slots(Generic[Memory]):
     def drain(self) -> None:
         """Return when nothing is in flight. Raises the first error, after everything has ended."""
         failure: Exception | None = None
-        for slot in self._slots:
-            for each in slot.moving():
-                try:
-                    each.wait()
-                except Exception as error:
-                    failure = failure or error
+        for each in [each for slot in self for each in slot.moving()]:
+            try:
+                self._in_flight.wait([each])
+            except Exception as error:
+                failure = failure or error
         if failure is not None:
             raise failure
 
@@ -229,15 +229,17 @@ class Slots(Generic[Memory]):
         """After a transfer failed: whatever leaves has ended, well or not. Returns the keys of the slots, whose values
         are in memory in any case.
         """
-        for slot in self._slots:
-            for each in slot.leaving.values():
+        for slot in self:
+            for each in slot.moving():
                 with suppress(Exception):
-                    each.wait()
-            slot.leaving = {}
+                    self._in_flight.wait([each])
+            self._in_flight.forget(slot, reads=True)
         return set(self._by_key)
 
     def clear(self) -> None:
         """Drop the memory; nothing is in flight."""
+        for slot in self:
+            self._in_flight.forget(slot)
         self._slots.clear()
         self._by_key.clear()
 

@@ -3,8 +3,8 @@
 Owns the two lanes of copies, the marks (events) that order them, and the registration of host memory. What is copied,
 and whether its memory is free, is `uploads`' and `downloads`'. On the CPU there are none of these.
 
-NOT YET RUN ON A GPU: the tests run it on a simulated device, and all that is above this file also over streams without
-a device, whose copies happen as late as the marks allow.
+NOT YET RUN ON A GPU: the tests run it on a simulated device, and what uses it also over streams without a device,
+whose copies happen as late as the marks allow.
 
 [Note: stream order]
     swap_in lane     H2D of unit i ──mark──>        the compute stream follows it before it reads the unit
@@ -175,7 +175,7 @@ class DeviceStreams:
 
 
 def streams_of(device: torch.device) -> Callable[[Tensor], Streams] | None:
-    """What makes the streams of a device apart, from the host memory to register. None: it computes in host memory."""
+    """Makes the streams of a discrete device, given the host memory to register. None: it computes in host memory."""
     if device.type == "cpu":
         return None
     try:

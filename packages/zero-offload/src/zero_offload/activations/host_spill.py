@@ -1,4 +1,4 @@
-"""Tensors set aside in host memory by a device apart, between forward and backward. On the CPU they are there already.
+"""Tensors of a discrete device set aside in host memory, between forward and backward. On the CPU they are there.
 
 Owns the host buffers and the order of copies. How a tensor lies in memory is `spill`'s, what orders copies `streams`'.
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..streams import Mark, Streams
-from .spill import ApartSpill, Aside, Crossing, Form, Spilled
+from .spill import Crossing, DiscreteSpill, Form, Packed, Spilled
 
 __all__ = ["HostSpill"]
 
@@ -50,7 +50,7 @@ class _Buffer:
 
 
 @dataclass(eq=False)
-class _OnHost(Aside):
+class _OnHost(Packed):
     """`buffer`: begins with its values as bytes, complete after `copied`."""
 
     nbytes: int
@@ -61,7 +61,7 @@ class _OnHost(Aside):
         self.spill.dropped.append((self.buffer, self.copied, self.arriving))  # any thread, any time: only noted
 
 
-class HostSpill(ApartSpill):
+class HostSpill(DiscreteSpill):
     """Copies beside the compute, into host buffers that are used again. `host_bytes`: of all of them."""
 
     def __init__(self, streams: Streams, *, owned: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""Tensors set aside on nvme by a device apart: what the training thread queues, and the thread that carries it out.
+"""Tensors of a discrete device set aside on a stored tier: what the training thread queues, and what carries it out.
 
-Owns that thread, the order of copies and who waits for whom. Slots and pieces are `nvme_spill`'s.
+Owns that thread, the order of copies and who waits for whom. Slots and pieces are `stored_spill`'s.
 
-[Note: on nvme, and nobody waits]
+[Note: stored, and nobody waits]
     compute stream   forward of 0 | of 1 | of 2            a tensor's memory is used anew after its copies: before 2 is
     this thread      waits for a slot, queues the copy     packed, the stream has followed those of 0
     swap_out lane    0's pieces | 1's ...
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from ..monitor import Condition, join, start
 from ..streams import Lane, Mark, Streams
-from ..tier import Transfers
-from .nvme_spill import NvmeSpill, OnNvme
-from .spill import ApartSpill, Crossing, Spilled
+from ..transfers import Transfers
+from .spill import Crossing, DiscreteSpill, Spilled
+from .stored_spill import OnTier, StoredSpill
 
 __all__ = ["QueuedSpill"]
 
@@ -40,7 +40,7 @@ class _Job(Crossing):
     """Pieces of one tensor, to be copied to or from its bytes on the device, after `ready`."""
 
     lane: Lane
-    spilled: OnNvme | None  # None: done, or nothing but to look at what died
+    spilled: OnTier | None  # None: done, or nothing but to look at what died
     ready: Mark
     queued: int = 0
 
@@ -63,14 +63,14 @@ class _Work:
         join(thread)
 
 
-class QueuedSpill(ApartSpill, NvmeSpill):
-    """NvmeSpill beside a device apart. `streams`: the store's, which end after this."""
+class QueuedSpill(DiscreteSpill, StoredSpill):
+    """StoredSpill beside a discrete device. `streams`: the store's, which end after this."""
 
-    def __init__(self, nvme: Transfers, streams: Streams, **sizes: int) -> None:
-        ApartSpill.__init__(self, streams)
+    def __init__(self, transfers: Transfers, streams: Streams, **sizes: int) -> None:
+        DiscreteSpill.__init__(self, streams)
         self._work = _Work()
         self.unwanted: deque[Crossing] = deque()  # copies that were asked for ahead and that nobody will load
-        NvmeSpill.__init__(self, nvme, **sizes)
+        StoredSpill.__init__(self, transfers, **sizes)
 
     def _memory(self) -> tuple[Tensor, Callable[[], None], Callable[[], None]]:
         memory = self._streams.host(self.host_bytes)
@@ -86,13 +86,13 @@ class QueuedSpill(ApartSpill, NvmeSpill):
             self._leave(spilled, self._submit("swap_out", spilled, values))
             return spilled
 
-    def load(self, spilled: OnNvme) -> Tensor:
+    def load(self, spilled: OnTier) -> Tensor:
         """The tensor on the device, in stream order; asks for the one that was packed before it."""
         with self._lock, self._guard():
             self._release_unwanted()
             return self._arrive(spilled)
 
-    def drop(self, spilled: OnNvme) -> None:
+    def drop(self, spilled: OnTier) -> None:
         """It died: on any thread, at any time, so this is only noted."""
         self.unwanted.extend(spilled.arriving)
         super().drop(spilled)
@@ -111,11 +111,11 @@ class QueuedSpill(ApartSpill, NvmeSpill):
 
     # -- the training thread ----------------------------------------------------------------------------------------
 
-    def _ask(self, spilled: OnNvme) -> None:
+    def _ask(self, spilled: OnTier) -> None:
         nbytes = sum(piece.nbytes for piece in spilled.pieces)
         spilled.arriving.append(self._submit("swap_in", spilled, self._streams.empty(nbytes, torch.uint8)))
 
-    def _submit(self, lane: Lane, spilled: OnNvme | None, values: Tensor) -> _Job:
+    def _submit(self, lane: Lane, spilled: OnTier | None, values: Tensor) -> _Job:
         job, work = _Job(values, values._version, None, lane, spilled, self._streams.mark()), self._work
         with work.condition:
             work.jobs.append(job)

@@ -1,7 +1,7 @@
 """Tensors set aside between forward and backward: the seam, how a tensor lies in memory, and leaving it where it is.
 
-Owns `Spill`, `Spilled`, `Form`, and the order in which tensors leave a device apart and come back. The ways elsewhere
-are `host_spill`'s, `nvme_spill`'s and `queued_spill`'s; what is set aside, and when, is for `activations`.
+Owns `Spill`, `Spilled`, `Form`, and the order in which tensors leave a discrete device and come back. Where they go is
+for `host_spill`, `stored_spill` and `queued_spill`; what is set aside, and when, is for `activations`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from ..errors import OffloadError
 from ..streams import Mark, Streams
 
 __all__ = [
+    "STAYS",
     "ActivationError",
-    "ApartSpill",
-    "Aside",
     "ChangedInputError",
     "Crossing",
     "DeviceSpill",
+    "DiscreteSpill",
     "Form",
+    "Packed",
     "Spill",
     "Spilled",
 ]
@@ -57,6 +58,8 @@ class Spilled(Protocol):
 
 class Spill(Protocol):
     """Where tensors are set aside."""
+
+    host_bytes: int  # of its slots or buffers
 
     def pack(self, tensor: Tensor, what: str) -> Spilled: ...
 
@@ -101,11 +104,16 @@ class Form:
 class DeviceSpill:
     """Nowhere else: the tensor only stays alive."""
 
+    host_bytes = 0
+
     def pack(self, tensor: Tensor, what: str) -> Spilled:
         return _Alive(tensor, what)
 
     def close(self) -> None:
         """Nothing is held here."""
+
+
+STAYS = DeviceSpill()
 
 
 class _Alive:
@@ -128,14 +136,14 @@ class Crossing:
 
 
 @dataclass(eq=False)
-class Aside:
+class Packed:
     """See `Spilled`. `before`: gives the one that was packed before this one, so wanted after it; None: it is gone."""
 
     spill: Any
     what: str
     form: Form
     before: Callable[[], Any] = field(repr=False)
-    arriving: deque[Any] = field(default_factory=deque, init=False)  # `Crossing` to a device apart
+    arriving: deque[Any] = field(default_factory=deque, init=False)  # `Crossing` to a discrete device
     changed: bool = field(default=False, init=False)  # in place, while it was still being copied
 
     def load(self) -> Tensor:
@@ -143,18 +151,18 @@ class Aside:
         return values
 
 
-class ApartSpill:
-    """What leaves a device apart, and comes back, in stream order; where to is for who inherits this."""
+class DiscreteSpill:
+    """What leaves a discrete device, and comes back, in stream order; where to is for who inherits this."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._leaving: deque[tuple[Crossing, weakref.ref[Aside]]] = deque()
+        self._leaving: deque[tuple[Crossing, weakref.ref[Packed]]] = deque()
 
     def _ask(self, spilled: Any) -> None:
         """Begin to bring the tensor's bytes, which are `arriving` from here on."""
         raise NotImplementedError
 
-    def _leave(self, spilled: Aside, crossing: Crossing) -> None:
+    def _leave(self, spilled: Packed, crossing: Crossing) -> None:
         self._leaving.append((crossing, weakref.ref(spilled)))
         self._let_leave(LEAVING)
 
@@ -171,7 +179,7 @@ class ApartSpill:
                 spilled.changed = True
             self._leaving.popleft()
 
-    def _arrive(self, spilled: Aside) -> Tensor:
+    def _arrive(self, spilled: Packed) -> Tensor:
         """The tensor on the device, in stream order; begins to bring the one that was packed before it."""
         self._let_leave()
         if spilled.changed:

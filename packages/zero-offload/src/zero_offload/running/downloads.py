@@ -1,9 +1,9 @@
-"""Gradients on their way from the compute device: landed there, copied in a lane of their own, added by a thread.
+"""Copies of gradients from the compute device to the host: landed there, copied in their own lane, added by a thread.
 
 Owns the landing buffers on the device, the staging slots on the host and the thread. Where a gradient is kept, in which
 form and with which sums is `gradients`'.
 
-[Note: a gradient's way down]
+[Note: the copy to the host]
     compute stream   backward of i writes landing 0 | backward of i-1 writes landing 1 | of i-2: landing 0 again,
     swap_out lane                                   | D2H of i                         | D2H of i-1   after D2H of i
     this thread                                                  waits for D2H of i, squares, adds     ...
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,8 @@ from ..slots import Slot, Slots
 from ..streams import Mark, Streams
 from ..tiles.footprint import LANDING_BUFFERS, StorePlan
 from ..tiles.gradients import GradientStore
+from ..tiles.tile import Tile
+from ..transfers import InFlight
 
 __all__ = ["Downloads"]
 
@@ -43,31 +45,35 @@ class _Download:
     source: Tensor
     ready: Mark
     landing: Slot[Tensor] | None  # what it lies in; None: the caller's memory
-    into: Tensor | None = None  # where it is kept, if it goes there straight
+    into: Tensor | None  # where it is kept, if it goes there straight
     copied: Mark | None = None  # its last copy, once that is queued
 
 
 class Downloads:
-    """Accepts gradients from the device, one after another. `nbytes`: copied so far."""
+    """Accepts gradients from the device, one after another."""
 
     def __init__(
-        self, streams: Streams, gradients: GradientStore, plan: StorePlan, monitor: Monitor, staging: Sequence[Block]
+        self,
+        streams: Streams,
+        gradients: GradientStore,
+        plan: StorePlan,
+        monitor: Monitor,
+        staging: Sequence[Block],
+        in_flight: InFlight,
     ) -> None:
         self._streams, self._gradients, self._plan, self._monitor = streams, gradients, plan, monitor
-        self._staging = tuple(staging)
+        self._staging, self._in_flight = tuple(staging), in_flight
         numel, dtype = plan.landing_numel, gradients.dtype
 
         def landings(count: int, numel: int) -> Slots[Tensor]:
-            return Slots([streams.empty(numel, dtype) for _ in range(count)], monitor.condition, follow=streams.follow)
+            memories = [streams.empty(numel, dtype) for _ in range(count)]
+            return Slots(memories, in_flight, monitor.condition, follow=streams.follow)
 
         self._shared = landings(LANDING_BUFFERS if numel else 0, numel)
         self._own = {i: landings(1, plan.units[i].spec.numel) for i in plan.own_landings}
         self._lent: dict[int, Slot[Tensor]] = {}
-        self._queue: deque[_Download] = deque()
-        self._under_way = [0] * len(plan.units)
-        self._busy = False
+        self._queue: deque[_Download] = deque()  # the first one is in hand until it has been added
         self._thread = threading.Thread(target=self._main, name="zero-offload gradients", daemon=True)
-        self.nbytes = 0
 
     # -- the training thread ------------------------------------------------------------------------------------
 
@@ -95,11 +101,12 @@ class Downloads:
             if lent.data_ptr() != gradient.data_ptr():
                 lent.copy_(gradient)
             gradient = lent
-        download = _Download(i, gradient, self._streams.mark(), landing)
+        ready = self._streams.mark()
         with self._monitor.condition:
-            if not self._under_way[i]:  # else the thread is about to change what is kept of it
-                self._begin(download)
-            self._under_way[i] += 1
+            under_way = any(each.unit == i for each in self._queue)  # the thread is about to change what is kept of it
+            download = _Download(i, gradient, ready, landing, None if under_way else self._gradients.lend(i))
+            if download.into is not None:
+                self._copied(download, self._copy(download, download.into, gradient))
             self._queue.append(download)
             self._monitor.start(self._thread)
             self._monitor.condition.notify_all()
@@ -110,7 +117,7 @@ class Downloads:
 
     def wait(self) -> None:
         """Return when every gradient is where it is kept."""
-        self._monitor.wait_until(lambda: not self._queue and not self._busy, "gradients")
+        self._monitor.wait_until(lambda: not self._queue, "gradients")
 
     def forget(self) -> None:
         """Nothing that was lent will be accepted."""
@@ -149,27 +156,21 @@ class Downloads:
                 self._streams.enter_thread()
                 while True:
                     self._finish(self._next())  # no name for it: while the thread waits, it keeps no memory
+                    with self._monitor.condition:
+                        self._queue.popleft()
+                        self._monitor.condition.notify_all()
         finally:
             with self._monitor.condition:
-                self._busy = False
+                self._queue.clear()
                 self._monitor.condition.notify_all()
 
     def _next(self) -> _Download:
         with self._monitor.condition:
-            self._busy = False
-            self._monitor.condition.notify_all()
             while not self._queue:
                 self._monitor.check_stop()
                 self._monitor.condition.wait()
             self._monitor.check_stop()
-            self._busy = True
-            return self._queue.popleft()
-
-    def _begin(self, download: _Download) -> None:
-        """Queue the copy, if it goes straight to where it is kept. Nothing of the unit is under way."""
-        download.into = self._gradients.lend(download.unit)
-        if download.into is not None:
-            self._copied(download, self._copy(download, download.into, download.source))
+            return self._queue[0]
 
     def _finish(self, download: _Download) -> None:
         """Add it; its copies end here."""
@@ -180,12 +181,17 @@ class Downloads:
             if download.into is not None:
                 self._gradients.accept(download.unit, download.into)
             else:
-                self._gradients.accept_pieces(download.unit, _Pieces(self, download))
-        with self._monitor.condition:
-            self._under_way[download.unit] -= 1
+                pieces = self._pieces(download)
+
+                def part(start: int, stop: int) -> Tensor:
+                    tile, values = next(pieces)
+                    assert (tile.start, tile.stop) == (start, stop), f"{tile} is next, and not [{start}, {stop})"
+                    return values
+
+                self._gradients.accept_pieces(download.unit, part)
 
     def _copy(self, download: _Download, into: Tensor, source: Tensor) -> Mark:
-        self.nbytes += source.nbytes
+        self._in_flight.count("swap_out", source.nbytes)
         return self._streams.copy("swap_out", into, source, (download.ready,))
 
     def _copied(self, download: _Download, mark: Mark) -> None:
@@ -193,41 +199,25 @@ class Downloads:
         with self._monitor.condition:
             download.copied = mark
             if download.landing is not None:
-                download.landing.leaving[None] = mark
+                download.landing.leaves(mark)
                 self._landings(download.unit).give(download.landing)
             self._monitor.condition.notify_all()
 
-
-class _Pieces:
-    """A gradient tile by tile through the staging slots, as many on their way as there are slots."""
-
-    def __init__(self, downloads: Downloads, download: _Download) -> None:
-        self._downloads, self._download = downloads, download
-        self._waiting = deque((tile.start, tile.stop) for tile in downloads._gradients.kept(download.unit))
-        self._staging = Slots(downloads._staging)
-        self._ahead: deque[Slot[Block]] = deque()
-        self._held: Slot[Block] | None = None
-
-    def __call__(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop), the next tile, on the host until the next call."""
-        if self._held is not None:
-            self._staging.give(self._held)
-        while self._waiting and (slot := self._staging.try_take(self._waiting[0], fill=self._fill)) is not None:
-            self._ahead.append(slot)
-            self._waiting.popleft()
-            if not self._waiting:
-                self._downloads._copied(self._download, slot.filling[-1])
-        self._held = self._ahead.popleft()
-        if self._held.key != (start, stop):
-            raise AssertionError(f"tile [{start}, {stop}) asked for, {self._held.key} is next")
-        self._held.wait_filled()
-        return self._values(self._held)
-
-    def _values(self, slot: Slot[Block]) -> Tensor:
-        start, stop = slot.key
-        return slot.memory.view(self._download.source.dtype, stop - start)
-
-    def _fill(self, slot: Slot[Block]) -> None:
-        start, stop = slot.key
-        source = self._download.source[start:stop]
-        slot.filling.append(self._downloads._copy(self._download, self._values(slot), source))
+    def _pieces(self, download: _Download) -> Iterator[tuple[Tile, Tensor]]:
+        """The gradient tile by tile, on the host until the next one is asked for, through the staging slots: as many
+        are on their way as there are slots."""
+        waiting, ahead = deque(self._gradients.kept(download.unit)), deque[tuple[Slot[Block], Tile, Tensor]]()
+        staging = Slots(self._staging, self._in_flight)
+        while waiting or ahead:
+            while waiting and (slot := staging.try_take(waiting[0])) is not None:
+                tile = waiting.popleft()
+                values = slot.memory.view(download.source.dtype, tile.numel)
+                mark = self._copy(download, values, download.source[tile.start : tile.stop])
+                slot.fills(mark)
+                ahead.append((slot, tile, values))
+                if not waiting:
+                    self._copied(download, mark)
+            slot, tile, values = ahead.popleft()
+            slot.wait_filled()
+            yield tile, values
+            staging.give(slot)

@@ -1,4 +1,4 @@
-"""A discrete compute device: what stays there, and the way of the rest: units up, gradients down.
+"""A discrete device: what stays there, and copies of the rest: units to it, gradients from it.
 
 Owns the wiring of these and what `parameters` lends. On the CPU there is no link.
 """
@@ -16,8 +16,9 @@ from ..tiles.device_tier import DeviceTier
 from ..tiles.footprint import StorePlan
 from ..tiles.gradients import GradientStore
 from ..tiles.parameters import ParameterStore
+from ..transfers import InFlight
 from .downloads import Downloads
-from .uploads import Arrival, Uploads
+from .uploads import Upload, Uploads
 
 __all__ = ["Link"]
 
@@ -34,10 +35,11 @@ class Link:
         gradients: GradientStore,
         monitor: Monitor,
         staging: Sequence[Block],
+        in_flight: InFlight,
     ) -> None:
-        self.streams, self.device, self._plan = streams, device, plan
-        self.up = Uploads(streams, parameters, device, plan, monitor)
-        self.down = Downloads(streams, gradients, plan, monitor, staging)
+        self.streams, self.device, self._plan, self._in_flight = streams, device, plan, in_flight
+        self.up = Uploads(streams, parameters, device, plan, monitor, in_flight)
+        self.down = Downloads(streams, gradients, plan, monitor, staging, in_flight)
         self._copies: dict[int, Tensor] = {}
 
     @property
@@ -47,11 +49,11 @@ class Link:
 
     @property
     def up_bytes(self) -> int:
-        return self.up.nbytes + self.device.up_bytes
+        return self._in_flight.moved("swap_in")
 
     @property
     def down_bytes(self) -> int:
-        return self.down.nbytes + self.device.down_bytes
+        return self._in_flight.moved("swap_out")
 
     def gradient_buffer(self, i: int) -> Tensor | None:
         self.up.poll()
@@ -66,7 +68,7 @@ class Link:
         self.down.forget()
         self.device.discard()
 
-    def swap_in(self, i: int, out: Tensor) -> Arrival:
+    def swap_in(self, i: int, out: Tensor) -> Upload:
         return self.up.begin(i, out)
 
     def parameters(self, i: int) -> Tensor:

@@ -35,11 +35,11 @@ from ..arena import Block
 from ..monitor import Monitor, join
 from ..protocols import SegmentStep, Started, StartingStep, UpdateStep
 from ..slots import Slot
-from ..tier import Stores
 from ..tiles.gradients import GradientStore
 from ..tiles.parameters import ParameterStore
 from ..tiles.states import StateStore
 from ..tiles.tile import Tile, View
+from ..transfers import InFlight
 
 __all__ = ["Pipeline", "TileTask", "UpdateJob"]
 
@@ -66,13 +66,13 @@ class UpdateJob:
     scale: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Loaded:
-    """A task whose reads are under way."""
+    """A task whose reads are under way. None: what does not pass through slots."""
 
     task: TileTask
-    state: Slot[Block] | None = None
-    gradient: Slot[Block] | None = None
+    state: Slot[Block] | None
+    gradient: Slot[Block] | None
 
     def ready(self) -> bool:
         """Whether wait_ready would return at once."""
@@ -106,18 +106,17 @@ class Pipeline:
         states: StateStore,
         step: UpdateStep,
         monitor: Monitor,
-        stores: Stores,
+        in_flight: InFlight,
         *,
         enter_thread: Callable[[], None] | None = None,
         unit_done: Callable[[], None] | None = None,
     ) -> None:
         """enter_thread: called on the update thread, first. unit_done: called there after each unit."""
-        self.parameters, self.gradients, self.states = parameters, gradients, states
-        self._step, self._monitor, self._stores = step, monitor, stores
+        self._parameters, self._gradients, self._states = parameters, gradients, states
+        self._step, self._monitor, self._in_flight = step, monitor, in_flight
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
         self._enter_thread, self._unit_done = enter_thread, unit_done
-        self._queue: deque[UpdateJob | tuple[Tile, ...]] = deque()
-        self._busy = False
+        self._queue: deque[UpdateJob | tuple[Tile, ...]] = deque()  # the first one is in hand until it is done
         # Daemon, so that a forgotten close() does not hold the interpreter; the finaliser joins it at exit, before the
         # memory under its native code goes.
         self._thread = threading.Thread(target=self._main, name="zero-offload update", daemon=True)
@@ -139,12 +138,12 @@ class Pipeline:
         return self._monitor.updates[i] > 0
 
     def idle(self) -> bool:
-        return not self._queue and not self._busy
+        return not self._queue
 
     def wait(self) -> None:
         """Return when every update is done and stored."""
         self._monitor.wait_until(self.idle, "all")
-        for slots in (self.states.slots, self.gradients.slots, self.parameters):
+        for slots in (self._states.slots, self._gradients.slots, self._parameters):
             slots.drain()
 
     def close(self) -> None:
@@ -154,8 +153,8 @@ class Pipeline:
         """
         self._monitor.stop()
         join(self._thread)
-        self.states.expect(())
-        for slots in (self.states.slots, self.gradients.slots, self.parameters):
+        self._states.expect(())
+        for slots in (self._states.slots, self._gradients.slots, self._parameters):
             try:
                 slots.drain()
             except Exception as error:
@@ -175,31 +174,32 @@ class Pipeline:
                     self._enter_thread()
                 while True:
                     with self._monitor.condition:
-                        self._busy = False
-                        self._monitor.condition.notify_all()
                         self._idle_until_asked()
                         self._monitor.check_stop()
-                        item = self._queue.popleft()
-                        self._busy = True
+                        item = self._queue[0]
                     if isinstance(item, UpdateJob):
                         self._run(item)
                     else:
-                        self.states.read_early(item)
+                        self._states.read_early(item)
+                    del item
+                    with self._monitor.condition:
+                        self._queue.popleft()
+                        self._monitor.condition.notify_all()
         finally:
             with self._monitor.condition:
-                self._busy = False
+                self._queue.clear()
                 self._monitor.condition.notify_all()
 
     def _idle_until_asked(self) -> None:
         """Wait for work; while writes trail behind the last job, look when they end. The caller has the condition."""
         while not self._queue and not self._monitor.stopping:
-            self._monitor.condition.wait(POLL_SECONDS if self._stores.poll() else None)
+            self._monitor.condition.wait(POLL_SECONDS if self._in_flight.poll() else None)
 
     def _run(self, job: UpdateJob) -> None:
         waiting, ahead, started = deque(job.tasks), deque[_Loaded](), deque[_Started]()
         if len({task.tile.unit for task in job.tasks}) > 1:  # else what was read ahead is for the jobs that follow
-            self.states.expect([task.tile for task in job.tasks])
-        most = len(self.states.slots) + len(self.gradients.slots) + 4  # where no slot bounds it: into the next unit
+            self._states.expect([task.tile for task in job.tasks])
+        most = len(self._states.slots) + len(self._gradients.slots) + 4  # where no slot bounds it: into the next unit
         try:
             while waiting or ahead or started:
                 self._monitor.check_stop()
@@ -222,33 +222,33 @@ class Pipeline:
         """Whether one more can be started, without a wait."""
         if not ahead or len(started) == MOST_STARTED:
             return False
-        return ahead[0].ready() and self.parameters.at_hand(ahead[0].task.tile)
+        return ahead[0].ready() and self._parameters.at_hand(ahead[0].task.tile)
 
     def _begin(self, task: TileTask, *, wait: bool) -> _Loaded | None:
         """Take what the tile needs, start its reads. None if that would wait and must not; a unit slot stays held."""
-        tile, loaded = task.tile, _Loaded(task)
-        if not self.parameters.begin_update(tile.unit, wait=wait):
+        tile, gradient, state = task.tile, None, None
+        if not self._parameters.begin_update(tile.unit, wait=wait):
             return None
-        if self.gradients.stored(tile):
-            loaded.gradient = self.gradients.begin_read(tile, task.gradient_dtype, wait=wait)
-            if loaded.gradient is None:
+        if self._gradients.stored(tile):
+            gradient = self._gradients.begin_read(tile, task.gradient_dtype, wait=wait)
+            if gradient is None:
                 return None
-        if self.states.stored(tile):
-            loaded.state = self.states.begin_read(tile, wait=wait)
-            if loaded.state is None:
-                if loaded.gradient is not None:
-                    self.gradients.keep(tile, loaded.gradient)
+        if self._states.stored(tile):
+            state = self._states.begin_read(tile, wait=wait)
+            if state is None:
+                if gradient is not None:
+                    self._gradients.keep(tile, gradient)
                 return None
         if task.reads:
-            self.parameters.fetch(tile)
-        return loaded
+            self._parameters.fetch(tile)
+        return _Loaded(task, state, gradient)
 
     def _start(self, loaded: _Loaded, scale: float, started: deque[_Started]) -> None:
         """Wait for the reads, and start the update, or make it."""
         task, tile = loaded.task, loaded.task.tile
         loaded.wait_ready()
-        parameter = self.parameters.for_update(tile, read=task.reads)
-        view = View(self.states.views(tile, loaded.state), parameter, self._gradient(loaded))
+        parameter = self._parameters.for_update(tile, read=task.reads)
+        view = View(self._states.views(tile, loaded.state), parameter, self._gradient(loaded))
         if self._starting is None:
             with self._monitor.span("update", str(tile)):
                 self._step.update(view, task.segments, scale)
@@ -274,10 +274,10 @@ class Pipeline:
         """Start the writes, give back what is not written."""
         task, tile = loaded.task, loaded.task.tile
         if loaded.gradient is not None:
-            self.gradients.slots.give(loaded.gradient)
+            self._gradients.slots.give(loaded.gradient)
         if loaded.state is not None:
-            self.states.write_back(tile, loaded.state)
-        self.parameters.changed(tile)
+            self._states.write_back(tile, loaded.state)
+        self._parameters.changed(tile)
         if task.last:
             self._done(tile.unit)
 
@@ -285,10 +285,10 @@ class Pipeline:
         tile, dtype = loaded.task.tile, loaded.task.gradient_dtype
         if loaded.gradient is not None:
             return loaded.gradient.memory.view(dtype, tile.numel)
-        return self.gradients.in_memory(tile, dtype)
+        return self._gradients.in_memory(tile, dtype)
 
     def _done(self, unit: int) -> None:
-        self.parameters.end_update(unit)
+        self._parameters.end_update(unit)
         with self._monitor.condition:
             self._monitor.updates[unit] -= 1
             self._monitor.condition.notify_all()

@@ -1,6 +1,6 @@
 """Units on their way to the compute device: begun as soon as their update is done and their bytes are in memory.
 
-Owns the arrivals that have not begun. The memory they go to is the caller's, where they come from is `parameters`'.
+Owns the uploads that have not begun. The memory they go to is the caller's, where they come from is `parameters`'.
 
 [Note: who begins a copy]
 The training thread asks for a unit ahead of its use. What it asks for may still be updated, or read from nvme; the copy
@@ -17,11 +17,12 @@ from ..streams import Mark, Streams
 from ..tiles.device_tier import DeviceTier
 from ..tiles.footprint import StorePlan
 from ..tiles.parameters import ParameterStore
+from ..transfers import InFlight
 
-__all__ = ["Arrival", "Uploads"]
+__all__ = ["Upload", "Uploads"]
 
 
-class Arrival:
+class Upload:
     """zero-core's Arrival: unit `unit` on its way into `out`."""
 
     __slots__ = ("_uploads", "after", "copied", "out", "unit")
@@ -38,69 +39,74 @@ class Arrival:
 
 
 class Uploads:
-    """Copies of whole shards, one arrival each. `nbytes`: of those that come from the host."""
+    """Copies of whole shards, one upload each."""
 
     def __init__(
-        self, streams: Streams, parameters: ParameterStore, device: DeviceTier, plan: StorePlan, monitor: Monitor
+        self,
+        streams: Streams,
+        parameters: ParameterStore,
+        device: DeviceTier,
+        plan: StorePlan,
+        monitor: Monitor,
+        in_flight: InFlight,
     ) -> None:
         self._streams, self._parameters, self._device = streams, parameters, device
-        self._plan, self._monitor = plan, monitor
-        self._waiting: dict[Arrival, None] = {}
-        self.nbytes = 0
+        self._plan, self._monitor, self._in_flight = plan, monitor, in_flight
+        self._waiting: dict[Upload, None] = {}
 
-    def begin(self, i: int, out: Tensor) -> Arrival:
+    def begin(self, i: int, out: Tensor) -> Upload:
         """Unit i into `out` (shard_numel,) on the compute device, after what the caller's stream has queued."""
-        arrival = Arrival(self, i, out, self._streams.mark())
+        upload = Upload(self, i, out, self._streams.mark())
         with self._monitor.condition:
-            self._waiting[arrival] = None
+            self._waiting[upload] = None
             if not self._monitor.updates[i]:
                 self._parameters.prefetch(i)
             self.poll()
-        return arrival
+        return upload
 
     @property
     def waiting(self) -> list[int]:
-        """The units of arrivals that have not begun."""
-        return [arrival.unit for arrival in self._waiting]
+        """The units of uploads that have not begun."""
+        return [upload.unit for upload in self._waiting]
 
     def poll(self) -> None:
         """Begin what can begin without waiting. Any thread."""
         if not self._waiting:
             return
         with self._monitor.condition:
-            for arrival in list(self._waiting):
-                if not self._monitor.updates[arrival.unit] and self._parameters.arrived(arrival.unit):
-                    self._copy(arrival, self._parameters.acquire(arrival.unit))
-                    self._parameters.release(arrival.unit)
+            for upload in list(self._waiting):
+                if not self._monitor.updates[upload.unit] and self._parameters.arrived(upload.unit):
+                    self._copy(upload, self._parameters.acquire(upload.unit))
+                    self._parameters.release(upload.unit)
 
-    def finish(self, arrival: Arrival) -> None:
+    def finish(self, upload: Upload) -> None:
         """The caller's stream goes on with the unit in its place."""
-        if arrival.copied is None:
-            i = arrival.unit
+        if upload.copied is None:
+            i = upload.unit
             self._monitor.wait_until(lambda: not self._monitor.updates[i], self._plan.units[i].spec.name)
             source = self._parameters.acquire(i)
             try:
                 with self._monitor.condition:
-                    if arrival.copied is None:
-                        self._copy(arrival, source)
+                    if upload.copied is None:
+                        self._copy(upload, source)
             finally:
                 self._parameters.release(i)
-        assert arrival.copied is not None
-        self._streams.follow(arrival.copied)
+        assert upload.copied is not None
+        self._streams.follow(upload.copied)
 
-    def drop(self, arrival: Arrival) -> None:
+    def drop(self, upload: Upload) -> None:
         """What was asked for is not wanted: it does not begin, or ends before the caller's stream goes on."""
         with self._monitor.condition:
-            self._waiting.pop(arrival, None)
-        if arrival.copied is not None:
-            self._streams.follow(arrival.copied)
+            self._waiting.pop(upload, None)
+        if upload.copied is not None:
+            self._streams.follow(upload.copied)
 
-    def _copy(self, arrival: Arrival, source: Tensor) -> None:
+    def _copy(self, upload: Upload, source: Tensor) -> None:
         """The caller has the condition."""
-        self._waiting.pop(arrival, None)
-        copied = self._device.copy_into(arrival.unit, arrival.out, arrival.after)
+        self._waiting.pop(upload, None)
+        copied = self._device.copy_into(upload.unit, upload.out, upload.after)
         if copied is None:
-            copied = self._streams.copy("swap_in", arrival.out, source, (arrival.after,))
-            self._parameters.leaving(arrival.unit, copied)
-            self.nbytes += source.nbytes
-        arrival.copied = copied
+            copied = self._streams.copy("swap_in", upload.out, source, (upload.after,))
+            self._parameters.leaving(upload.unit, copied)
+            self._in_flight.count("swap_in", source.nbytes)
+        upload.copied = copied

@@ -30,6 +30,7 @@ from zero_core.store import GroupStep, StoreContext
 from ..arena import Block
 from ..slots import Slot, Slots
 from ..streams import Mark, Streams
+from ..transfers import InFlight
 from .footprint import StorePlan
 from .tile import Tile
 
@@ -39,23 +40,30 @@ __all__ = ["DeviceTier"]
 class DeviceTier:
     """What one store keeps on a discrete device. The training thread's; but the update thread changes homes."""
 
-    def __init__(self, streams: Streams, plan: StorePlan, mirrors: Sequence[Block]) -> None:
-        self._streams, self._plan = streams, plan
+    def __init__(self, streams: Streams, plan: StorePlan, mirrors: Sequence[Block], in_flight: InFlight) -> None:
+        self._streams, self._plan, self._in_flight = streams, plan, in_flight
         self._whole = DeviceStore()
-        self._place: dict[int, int] = {}  # unit -> its number in the DeviceStore
-        self._left: dict[int, Mark] = {}  # unit -> the last copy out of one that is whole
+        whole = (i for i, unit in enumerate(plan.units) if unit.whole)
+        self._place = {i: place for place, i in enumerate(whole)}  # unit -> its number in the DeviceStore
         self._homes = {i: streams.empty(u.spec.numel, u.spec.dtype) for i, u in enumerate(plan.units) if u.home}
-        # By unit, the last copy into its home; at first what had been queued when the allocator gave it its memory.
-        self._fresh = dict.fromkeys(self._homes, streams.mark())
-        self._mirrors = Slots(mirrors)
-        self.up_bytes = self.down_bytes = 0
+        self._allocated()
+        self._mirrors = Slots(mirrors, in_flight)
+
+    def _allocated(self) -> None:
+        """Copies into homes, and out of them, come after what was queued when the allocator gave them their memory."""
+        mark = self._streams.mark()
+        for i in self._homes:
+            self._in_flight.begin(mark, ("home", i), writes=True)
+
+    def _fresh(self, i: int) -> list[Mark]:
+        """The last copy into unit i's home."""
+        return self._in_flight.of(("home", i))
 
     # -- whole units --------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: torch.optim.Optimizer, master: Callable[[int], Tensor], context: StoreContext) -> None:
         """`master(i)`: fp32 (shard_numel,) of unit i, asked for in order, for the whole units."""
-        whole = [i for i, unit in enumerate(self._plan.units) if unit.whole]
-        self._place = {i: place for place, i in enumerate(whole)}
+        whole = list(self._place)
         if whole:
             self._whole.attach(
                 [self._plan.units[i].spec for i in whole],
@@ -95,8 +103,7 @@ class DeviceTier:
         """Queue the updates of whole units on the caller's stream."""
         here = [i for i in order if i in self._place]
         for i in here:
-            if i in self._left:
-                self._streams.follow(self._left.pop(i))
+            self._follow_copies(i)
         if here:
             self._whole.update(groups, scale, [self._place[i] for i in here], [steps[i] for i in self._place])
 
@@ -108,17 +115,23 @@ class DeviceTier:
         return self._whole.read_state(self._place[i], name, start, stop).to("cpu")
 
     def write(self, i: int, name: str, start: int, values: Tensor) -> None:
-        if i in self._left:
-            self._streams.follow(self._left.pop(i))
+        self._follow_copies(i)
         self._whole.write_state(self._place[i], name, start, values)
+
+    def _follow_copies(self, i: int) -> None:
+        """The caller's stream changes a whole unit after the last copy out of it."""
+        for copy in self._in_flight.of(("whole", i)):
+            self._streams.follow(copy)
+        self._in_flight.forget(("whole", i))
 
     # -- units on their way into use ----------------------------------------------------------------------------
 
     def copy_into(self, i: int, out: Tensor, after: Mark) -> Mark | None:
         """Queue a copy of unit i to `out`, and return its mark; None: its parameters are not here."""
         if i in self._place:
-            self._left[i] = self._streams.copy("swap_in", out, self._whole.parameters(self._place[i]), (after,))
-            return self._left[i]
+            mark = self._streams.copy("swap_in", out, self._whole.parameters(self._place[i]), (after,))
+            self._in_flight.begin(mark, ("whole", i), writes=False)
+            return mark
         return self._streams.copy("swap_in", out, self._homes[i], (after,)) if i in self._homes else None
 
     # -- the update thread: homes -------------------------------------------------------------------------------
@@ -136,8 +149,8 @@ class DeviceTier:
 
     def _fill(self, mirror: Slot[Block]) -> None:
         values, tile = self._values(mirror), mirror.key
-        mirror.filling.append(self._streams.copy("swap_out", values, self._home(tile), (self._fresh[tile.unit],)))
-        self.down_bytes += values.nbytes
+        mirror.fills(self._streams.copy("swap_out", values, self._home(tile), self._fresh(tile.unit)))
+        self._in_flight.count("swap_out", values.nbytes)
 
     def _values(self, mirror: Slot[Block]) -> Tensor:
         tile = mirror.key
@@ -148,11 +161,12 @@ class DeviceTier:
         mirror = self._mirrors.hold(tile, "refresh")  # and held for good if Ctrl-C comes between a copy and its mark
         assert mirror is not None
         values = self._values(mirror)
-        mark = self._streams.copy("swap_in", self._home(tile), values, (self._fresh[tile.unit],))
-        self._fresh[tile.unit] = mirror.leaving[None] = mark
+        mark = self._streams.copy("swap_in", self._home(tile), values, self._fresh(tile.unit))
+        self._in_flight.begin(mark, ("home", tile.unit), writes=True)
+        mirror.leaves(mark)
         mirror.holders.clear()
         self._mirrors.give(mirror)
-        self.up_bytes += values.nbytes
+        self._in_flight.count("swap_in", values.nbytes)
 
     def give_back(self, i: int) -> None:
         """Mirrors of unit i's that were only read."""
@@ -180,8 +194,9 @@ class DeviceTier:
     def restored(self) -> None:
         """`values` are there again, in the order of the caller's stream."""
         self._whole.restored()
-        self._fresh = dict.fromkeys(self._fresh, self._streams.mark())
-        self._left.clear()
+        self._allocated()
+        for i in self._place:
+            self._in_flight.forget(("whole", i))
 
     def _home(self, tile: Tile) -> Tensor:
         return self._homes[tile.unit][tile.start : tile.stop]

@@ -30,7 +30,7 @@ from ..errors import OffloadError
 from ..monitor import Monitor
 from ..protocols import UpdateStep
 from ..slots import Slot
-from ..tier import Stores
+from ..transfers import Stores
 from .footprint import GRADIENT_BYTES, StorePlan
 from .stored_tiles import StoredTiles
 from .tile import Tile, round_up
@@ -69,7 +69,9 @@ class GradientStore:
         dtype: torch.dtype,
     ) -> None:
         self._plan, self._step, self._monitor, self.dtype = plan, step, monitor, dtype
-        self._stored = StoredTiles("gradient", arena, plan.gradient_slots, plan.gradient_slot_bytes, monitor)
+        self._stored = StoredTiles(
+            "gradient", arena, plan.gradient_slots, plan.gradient_slot_bytes, monitor, stores.in_flight
+        )
         self.slots = self._stored.slots
         self._order: dict[int, int] = {}
         self._held = [Held.NONE] * len(plan.units)

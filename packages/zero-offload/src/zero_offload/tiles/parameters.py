@@ -20,7 +20,8 @@ from ..errors import BudgetError
 from ..monitor import Monitor
 from ..slots import Slot, Slots
 from ..streams import Mark
-from ..tier import Stored, Stores, Tier
+from ..tier import Tier
+from ..transfers import Stored, Stores
 from .device_tier import DeviceTier
 from .footprint import StorePlan
 from .tile import Tile, round_up
@@ -36,7 +37,7 @@ class ParameterStore:
     def __init__(
         self, plan: StorePlan, arena: Arena, stores: Stores, monitor: Monitor, device: DeviceTier | None = None
     ) -> None:
-        self._plan, self._monitor, self._device = plan, monitor, device
+        self._plan, self._monitor, self._device, self._in_flight = plan, monitor, device, stores.in_flight
         self._memory: list[Block] = []  # the tiles that are not stored
         self._memory_numel: list[int] = []
         self._stored: list[dict[Tier, tuple[Stored, int, int]]] = []  # the tiles after those, at bytes of a slot
@@ -50,12 +51,11 @@ class ParameterStore:
                 stored[tier] = (stores[tier].own(nbytes), first, first + nbytes)
             self._stored.append(stored)
         blocks = (arena.take(plan.unit_slot_bytes) for _ in range(plan.unit_slots))
-        self._shared = Slots(blocks, monitor.condition)
+        self._shared = Slots(blocks, self._in_flight, monitor.condition)
         self._own = {}
         for i in plan.own_slots:
             size = round_up(plan.units[i].parameter_bytes, plan.alignment)
-            self._own[i] = Slots([arena.take(size)], monitor.condition)
-        self._leaving: dict[int, Mark] = {}  # the last copy to the device of a unit that is not streamed
+            self._own[i] = Slots([arena.take(size)], self._in_flight, monitor.condition)
 
     def streamed(self, i: int) -> bool:
         """Whether unit i goes through unit slots."""
@@ -108,11 +108,7 @@ class ParameterStore:
     def leaving(self, i: int, mark: Mark) -> None:
         """A copy of acquired unit i to the device is done with `mark`; until then its memory does not change."""
         with self._monitor.condition:
-            slot = self._slots(i).find(i)
-            if slot is None:
-                self._leaving[i] = mark
-            else:
-                slot.leaving[None] = mark
+            self._in_flight.begin(mark, self._slots(i).find(i) or self._memory[i], writes=False)
 
     def release(self, i: int) -> None:
         with self._monitor.condition:
@@ -179,28 +175,30 @@ class ParameterStore:
         if self._plan.units[tile.unit].home:
             return False
         if not self.streamed(tile.unit):
-            left = self._leaving.get(tile.unit)
-            return left is None or left.done()
-        return self._slot(tile).changeable(tile)
+            return all(copy.done() for copy in self._in_flight.of(self._memory[tile.unit]))
+        return self._slot(tile).changeable(*self._bytes(tile))
 
     def for_update(self, tile: Tile, *, read: bool = True) -> Tensor:
         """(tile.numel,) to be changed in place; waits for its read, its last write and its last copy to the device.
 
         `read=False`: every element will be written, so that a tile from a discrete device need not be copied here.
         """
-        unit = self._plan.units[tile.unit]
-        dtype, start = unit.spec.dtype, tile.start * unit.spec.dtype.itemsize
+        unit, (start, stop) = self._plan.units[tile.unit], self._bytes(tile)
+        dtype = unit.spec.dtype
         if unit.home:
             assert self._device is not None
             return self._device.borrow(tile, read=read)
         if not self.streamed(tile.unit):
-            left = self._leaving.pop(tile.unit, None)
-            if left is not None:
-                left.wait()
+            self._in_flight.wait(self._in_flight.of(self._memory[tile.unit]))
             return self._memory[tile.unit].view(dtype, tile.numel, start)
         slot = self._slot(tile)
-        slot.wait_changeable(tile)
+        slot.wait_changeable(start, stop)
         return slot.memory.view(dtype, tile.numel, start)
+
+    def _bytes(self, tile: Tile) -> tuple[int, int]:
+        """Where the tile lies in its unit's memory or slot."""
+        size = self._plan.units[tile.unit].spec.dtype.itemsize
+        return tile.start * size, tile.stop * size
 
     def _slot(self, tile: Tile) -> Slot[Block]:
         """Of the tile's unit, which has one."""
@@ -216,9 +214,7 @@ class ParameterStore:
 
     def changed(self, tile: Tile) -> None:
         """The tile's new values go where they live."""
-        unit = self._plan.units[tile.unit]
-        size = unit.spec.dtype.itemsize
-        start = tile.start * size
+        unit, (start, stop) = self._plan.units[tile.unit], self._bytes(tile)
         if unit.home:
             assert self._device is not None
             self._device.refresh(tile)
@@ -228,8 +224,8 @@ class ParameterStore:
         slot, tier = self._slot(tile), unit.parameter_tiers[tile.index]
         if tier.stored:
             stored, first, _ = self._stored[tile.unit][tier]
-            source = slot.memory.raw(start, start + round_up(tile.numel * size, self._plan.alignment))
-            slot.leaving[tile] = stored.write(source, f"parameters of {tile}", start - first)
+            source = slot.memory.raw(start, start + round_up(stop - start, self._plan.alignment))
+            slot.leaves(stored.write(source, f"parameters of {tile}", start - first), start, stop)
         else:
             home = self._memory[tile.unit].view(unit.spec.dtype, tile.numel, start)
             home.copy_(slot.memory.view(unit.spec.dtype, tile.numel, start))
@@ -264,7 +260,8 @@ class ParameterStore:
         """No slot has values any more; nothing is in flight, and no unit is in use."""
         for slots in (self._shared, *self._own.values()):
             slots.forget()
-        self._leaving.clear()
+        for memory in self._memory:
+            self._in_flight.forget(memory)
 
     def _read(self, i: int, slot: Slot[Block]) -> None:
         """Begin to read unit i into a slot that was just taken for it."""
@@ -272,4 +269,4 @@ class ParameterStore:
         if numel:
             slot.memory.view(spec.dtype, numel).copy_(self._memory[i].view(spec.dtype, numel))
         for stored, start, stop in self._stored[i].values():
-            slot.filling.append(stored.read(slot.memory.raw(start, stop), f"parameters of {spec.name}"))
+            slot.fills(stored.read(slot.memory.raw(start, stop), f"parameters of {spec.name}"))

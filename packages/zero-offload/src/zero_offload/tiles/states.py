@@ -19,7 +19,7 @@ from torch import Tensor
 from ..arena import Arena, Block
 from ..monitor import Monitor
 from ..slots import Slot
-from ..tier import Stores
+from ..transfers import Stores
 from .footprint import StorePlan, resident_slots
 from .stored_tiles import StoredTiles
 from .tile import Record, Tile
@@ -35,7 +35,7 @@ class StateStore:
         self._resident: set[Tile] = set()
         self._records: dict[Tile, Record] = {}
         self._memory: dict[Tile, Block] = {}
-        self._stored = StoredTiles("states", arena, plan.state_slots, plan.state_slot_bytes, monitor)
+        self._stored = StoredTiles("states", arena, plan.state_slots, plan.state_slot_bytes, monitor, stores.in_flight)
         self.slots = self._stored.slots
         for unit in plan.units:
             for tile, record, tier in zip(unit.tiles, unit.records, unit.state_tiers, strict=True):

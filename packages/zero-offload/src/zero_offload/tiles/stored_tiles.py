@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..arena import Arena, Block
 from ..monitor import Monitor
 from ..slots import Slot, Slots
-from ..tier import Stored
+from ..transfers import InFlight, Stored
 from .tile import Tile
 
 __all__ = ["StoredTiles"]
@@ -14,11 +14,11 @@ __all__ = ["StoredTiles"]
 class StoredTiles(dict[Tile, Stored]):
     """Where each tile is kept. `slots`: `count` of `nbytes` in the arena. `what`: the kind, for errors."""
 
-    def __init__(self, what: str, arena: Arena, count: int, nbytes: int, monitor: Monitor) -> None:
+    def __init__(self, what: str, arena: Arena, count: int, nbytes: int, monitor: Monitor, in_flight: InFlight) -> None:
         super().__init__()
         self._what = what
         blocks = [arena.take(nbytes) for _ in range(count)]
-        self.slots: Slots[Block] = Slots(blocks, monitor.condition, blocked=monitor.wait_for_change)
+        self.slots: Slots[Block] = Slots(blocks, in_flight, monitor.condition, blocked=monitor.wait_for_change)
 
     def begin_read(self, tile: Tile, nbytes: int, *, wait: bool, steal: bool = False) -> Slot[Block] | None:
         """A held slot with the tile under way, or there already. None: `wait` is off and no slot is free.
@@ -31,11 +31,11 @@ class StoredTiles(dict[Tile, Stored]):
         self[tile].drain()  # not in `fill`, which runs under the condition
 
         def fill(slot: Slot[Block]) -> None:
-            slot.filling.append(self[tile].read(slot.memory.raw(0, nbytes), f"{self._what} of {tile}"))
+            slot.fills(self[tile].read(slot.memory.raw(0, nbytes), f"{self._what} of {tile}"))
 
         slot = self.slots.try_take(tile, fill=fill, steal=steal)
         return self.slots.take(tile, fill=fill) if slot is None and wait else slot
 
     def begin_write(self, tile: Tile, slot: Slot[Block], nbytes: int) -> None:
         """Begin to write the tile from the slot, which its holder has yet to let go of."""
-        slot.leaving[tile] = self[tile].write(slot.memory.raw(0, nbytes), f"{self._what} of {tile}")
+        slot.leaves(self[tile].write(slot.memory.raw(0, nbytes), f"{self._what} of {tile}"))

@@ -1,9 +1,9 @@
-"""Tensors set aside on nvme between forward and backward, through a few slots of host memory.
+"""Tensors set aside on a stored tier between forward and backward, through a few slots of host memory.
 
 Owns what is stored and the order of reads. How a tensor lies in memory is `spill`'s. Here it lies on the host;
-from a device apart the same is done by a thread, see `queued_spill`.
+from a discrete device a thread does the same, see `queued_spill`.
 
-[Note: a piece's life]
+[Note: a tensor's life]
 A tensor is cut into pieces of one slot. A slot is written out at once and keeps its bytes until another piece needs it,
 so the last ones packed, which backward wants first, are not read at all:
 
@@ -32,18 +32,18 @@ from ..ending import Ending
 from ..errors import BudgetError, ClosedError, gib
 from ..slots import Slot, Slots
 from ..streams import Lane, Mark
-from ..tier import Stored, Transfers
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS
 from ..tiles.tile import round_up
-from .spill import Aside, Form, Spilled
+from ..transfers import Stored, Transfers
+from .spill import Form, Packed, Spilled
 
-__all__ = ["NvmeSpill", "OnNvme"]
+__all__ = ["OnTier", "StoredSpill"]
 
 Copy = Callable[[Lane, Tensor, Tensor], "Mark | None"]  # (lane, into, source): done when the mark is, or done (None)
 
 
 @dataclass(eq=False)
-class _Piece:
+class _Span:
     """Bytes [start, start + nbytes) of a tensor, and of what is stored of it."""
 
     start: int
@@ -51,30 +51,30 @@ class _Piece:
 
 
 @dataclass(eq=False)
-class OnNvme(Aside):
+class OnTier(Packed):
     """What is stored is given back when nobody can ask for it any more."""
 
     stored: Stored
-    pieces: list[_Piece]
+    pieces: list[_Span]
 
     def __del__(self) -> None:
         self.spill.drop(self)
 
 
-class NvmeSpill:
-    """NVMe, through `slots` pieces of host memory. Transfers carry the store's names, counters and errors.
+class StoredSpill:
+    """A ByteStore, through `slots` slots of host memory. `transfers`: the store's, with its names, counts and errors.
 
     Any thread may pack and load; one at a time does.
     """
 
-    def __init__(self, nvme: Transfers, *, slots: int = SPILL_SLOTS, piece_bytes: int = SPILL_PIECE_BYTES) -> None:
+    def __init__(self, transfers: Transfers, *, slots: int = SPILL_SLOTS, piece_bytes: int = SPILL_PIECE_BYTES) -> None:
         if slots < 2:
             raise ValueError(f"slots={slots}: at least 2, one being written or read beside the one in use")
-        self._nvme = nvme
-        self._piece_bytes = round_up(piece_bytes, nvme.alignment)
+        self._transfers = transfers
+        self._piece_bytes = round_up(piece_bytes, transfers.alignment)
         self.host_bytes = slots * Arena.rounded(self._piece_bytes)  # of the slots
         memory, stop, release = self._memory()
-        self._slots = Slots(memory.split(Arena.rounded(self._piece_bytes)))
+        self._slots = Slots(memory.split(Arena.rounded(self._piece_bytes)), transfers.in_flight)
         self._unused: list[Stored] = []
         self._all: list[Stored] = []
         self._last: Callable[[], Any] = lambda: None
@@ -82,7 +82,7 @@ class NvmeSpill:
         self._lock = threading.RLock()
         self._room = threading.Lock()  # of the extents' account
         self._open = True
-        self.dropped: deque[tuple[Stored, list[_Piece]]] = deque()
+        self.dropped: deque[tuple[Stored, list[_Span]]] = deque()
         # Also when model and graphs are forgotten without a close(): the ByteStore may live on.
         self._ending = Ending(self, partial(_give_back, stop, release, self._slots, self._all))
 
@@ -93,7 +93,7 @@ class NvmeSpill:
 
     @property
     def extent_bytes(self) -> int:
-        """On nvme, in use or not."""
+        """On the tier, in use or not."""
         return sum(stored.nbytes for stored in self._all)
 
     def pack(self, tensor: Tensor, what: str) -> Spilled:
@@ -104,25 +104,26 @@ class NvmeSpill:
             self._write_pieces(spilled, values, _copy)
             return spilled
 
-    def _begin(self, tensor: Tensor, what: str) -> tuple[OnNvme, Tensor]:
+    def _begin(self, tensor: Tensor, what: str) -> tuple[OnTier, Tensor]:
         """What stands for the tensor, with an extent, and its values as bytes where they are."""
         form = Form.of(tensor)
         values = form.flatten(tensor)
         pieces = [
-            _Piece(start, min(self._piece_bytes, values.numel() - start))
+            _Span(start, min(self._piece_bytes, values.numel() - start))
             for start in range(0, values.numel(), self._piece_bytes)
         ]
-        stored = self._room_for(round_up(values.numel(), self._nvme.alignment), what)
-        spilled = OnNvme(self, what, form, self._last, stored, pieces)
+        stored = self._room_for(round_up(values.numel(), self._transfers.alignment), what)
+        spilled = OnTier(self, what, form, self._last, stored, pieces)
         self._last = weakref.ref(spilled)
         return spilled, values
 
-    def _write_pieces(self, spilled: OnNvme, values: Tensor, copy: Copy) -> None:
+    def _write_pieces(self, spilled: OnTier, values: Tensor, copy: Copy) -> None:
         """Copy each piece into a slot; write it when its copy is done, while the next one is copied."""
 
         def fill(slot: Slot[Tensor]) -> None:
             copied = copy("swap_out", slot.memory[: slot.key.nbytes], _part(values, slot.key))
-            slot.filling = [] if copied is None else [copied]
+            if copied is not None:
+                slot.fills(copied)
 
         behind: Slot[Tensor] | None = None
         for piece in [*spilled.pieces, None]:
@@ -131,21 +132,21 @@ class NvmeSpill:
                 self._write(spilled, behind)
             behind = slot
 
-    def _write(self, spilled: OnNvme, slot: Slot[Tensor]) -> None:
+    def _write(self, spilled: OnTier, slot: Slot[Tensor]) -> None:
         try:
             slot.wait_filled()
-            slot.leaving["write"] = spilled.stored.write(*self._transfer(spilled, slot))
+            slot.leaves(spilled.stored.write(*self._transfer(spilled, slot)))
         finally:
             self._slots.keep(slot, due=-self._slots.tick())  # backward wants first what was packed last
 
-    def load(self, spilled: OnNvme) -> Tensor:
+    def load(self, spilled: OnTier) -> Tensor:
         """The tensor again; begins to read the one that was packed before it."""
         with self._lock, self._guard():
             values = spilled.form.empty()
             self._read_pieces(spilled, values.view(-1).view(torch.uint8), _copy)
             return spilled.form.restore(values)
 
-    def _read_pieces(self, spilled: OnNvme, values: Tensor, copy: Copy) -> None:
+    def _read_pieces(self, spilled: OnTier, values: Tensor, copy: Copy) -> None:
         """Copy each piece out of a slot, those that are not there behind their reads; begin to read the one before."""
         for piece in spilled.pieces:
             slot = self._slots.find(piece) or self._slots.take(piece, fill=partial(self._read, spilled))
@@ -153,12 +154,12 @@ class NvmeSpill:
                 slot.wait_filled()
                 copied = copy("swap_in", _part(values, piece), slot.memory[: piece.nbytes])
                 if copied is not None:
-                    slot.leaving["copy"] = copied
+                    slot.leaves(copied)
             finally:
                 self._slots.keep(slot)  # backward is done with it
         self._read_ahead(spilled)
 
-    def _read_ahead(self, spilled: OnNvme) -> None:
+    def _read_ahead(self, spilled: OnTier) -> None:
         """Begin to read the one before, into slots that nothing is wanted of."""
         before = spilled.before()
         if before is None:
@@ -170,12 +171,12 @@ class NvmeSpill:
                 ahead = self._slots.take(piece, fill=partial(self._read, before))
                 self._slots.keep(ahead, due=-self._slots.tick())
 
-    def _read(self, spilled: OnNvme, slot: Slot[Tensor]) -> None:
-        slot.filling.append(spilled.stored.read(*self._transfer(spilled, slot)))
+    def _read(self, spilled: OnTier, slot: Slot[Tensor]) -> None:
+        slot.fills(spilled.stored.read(*self._transfer(spilled, slot)))
 
-    def _transfer(self, spilled: OnNvme, slot: Slot[Tensor]) -> tuple[Tensor, str, int]:
+    def _transfer(self, spilled: OnTier, slot: Slot[Tensor]) -> tuple[Tensor, str, int]:
         """What a read or write of the slot's piece is given."""
-        nbytes = round_up(slot.key.nbytes, self._nvme.alignment)
+        nbytes = round_up(slot.key.nbytes, self._transfers.alignment)
         return slot.memory[:nbytes], f"activation of {spilled.what}", slot.key.start
 
     def close(self) -> None:
@@ -193,7 +194,7 @@ class NvmeSpill:
             if failure is not None:
                 raise failure
 
-    def drop(self, spilled: OnNvme) -> None:
+    def drop(self, spilled: OnTier) -> None:
         """It died: on any thread, at any time, so this is only noted."""
         self.dropped.append((spilled.stored, spilled.pieces))
 
@@ -214,11 +215,11 @@ class NvmeSpill:
                 stored.free()
             self._unused.clear()
             try:
-                self._all.append(self._nvme.allocate(nbytes))
+                self._all.append(self._transfers.allocate(nbytes))
             except (OSError, BudgetError) as error:
                 raise BudgetError(
-                    f"no room on nvme for {gib(nbytes)} of activations of {what}: {error}; take fewer tokens a "
-                    'micro-batch, or give some units the policy "recompute"'
+                    f"no room on {self._transfers.tier} for {gib(nbytes)} of activations of {what}: {error}; take "
+                    'fewer tokens a micro-batch, or give some units the policy "recompute"'
                 ) from error
             return self._all[-1]
 
@@ -234,7 +235,7 @@ class NvmeSpill:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """The first error of a transfer is every later call's too: what is on nvme can no longer be relied on."""
+        """The first error of a transfer is every later call's too: what is stored can no longer be relied on."""
         if self._failure is not None:
             raise self._failure
         if not self._open:
@@ -246,7 +247,7 @@ class NvmeSpill:
             raise
 
 
-def _part(values: Tensor, piece: _Piece) -> Tensor:
+def _part(values: Tensor, piece: _Span) -> Tensor:
     return values[piece.start : piece.start + piece.nbytes]
 
 

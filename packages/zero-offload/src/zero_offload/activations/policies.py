@@ -1,0 +1,75 @@
+"""Policies: what becomes of each unit's activations, and where they are set aside. Owns no forward and no bytes.
+
+[Note: what a policy keeps of a unit between forward and backward]
+    keep        everything that autograd saves, on the device
+    recompute   the unit's input, on the device; backward runs the unit's forward again
+    host, nvme  the unit's input, there; the same otherwise. So is every stored tier of the TieredStore, by its name
+Gradients are the same bits under all four: backward computes on the same values, wherever they were meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+
+from ..planning.budgets import POLICIES
+from ..planning.planner import Plan
+from ..store import TieredStore
+from ..streams import streams_of
+from .host_spill import HostSpill
+from .queued_spill import QueuedSpill
+from .spill import STAYS, ActivationError, Spill
+from .stored_spill import StoredSpill
+
+__all__ = ["Policy", "of_units", "spills_of"]
+
+Policy = str | Mapping[str, str] | Sequence[str] | Plan
+
+
+def of_units(policy: Policy, names: Sequence[str], blocks: set[str], store: TieredStore | None) -> dict[str, str]:
+    """The policy of each unit, by name."""
+    known = tuple(dict.fromkeys((*POLICIES, *(store.stores if store is not None else ()))))
+    if isinstance(policy, Plan):
+        policy = policy.activations
+    if isinstance(policy, str):
+        found = {name: policy if name in blocks else "keep" for name in names}
+    elif isinstance(policy, Mapping):
+        for pattern in policy:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ActivationError(f"no unit is called {pattern!r}; units: {', '.join(names)}")
+        found = {name: next((p for k, p in policy.items() if fnmatchcase(name, k)), "keep") for name in names}
+    else:
+        if len(policy) != len(names):
+            raise ActivationError(f"{len(policy)} policies for {len(names)} units; give one, or one a unit")
+        found = dict(zip(names, policy, strict=True))
+    for chosen in {policy} if isinstance(policy, str) else set(found.values()):
+        if chosen not in known:
+            raise ActivationError(f"{chosen!r} is no activation policy; policies are {', '.join(known)}")
+    return found
+
+
+def spills_of(
+    chosen: set[str], store: TieredStore | None, device: torch.device, sizes: Mapping[str, int]
+) -> dict[str, Spill]:
+    """Where the activations go that a policy sets aside, by policy."""
+    spills: dict[str, Spill] = {}
+    for policy in sorted(chosen - {"keep", "recompute"}):
+        if policy == "host":
+            make = streams_of(device)
+            if store is not None and store.streams is not None:
+                spills[policy] = HostSpill(store.streams)
+            elif make is not None:
+                spills[policy] = HostSpill(make(torch.empty(0, dtype=torch.uint8)), owned=True)
+            else:  # it is where the units compute
+                spills[policy] = STAYS
+        elif store is None or policy not in store.stores:
+            raise ActivationError(
+                'policy "nvme" needs the TieredStore that the model was sharded with, and one that has nvme='
+            )
+        elif store.streams is None:
+            spills[policy] = StoredSpill(store.stores[policy], **sizes)
+        else:
+            spills[policy] = QueuedSpill(store.stores[policy], store.streams, **sizes)
+    return spills

@@ -1,0 +1,351 @@
+"""One attached TieredStore: its shards on their tiers, from attach to close.
+
+Owns the wiring and the order of calls. Bytes are the tiers', the background the pipeline's, arithmetic the step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_core.saved_bytes import SavedBytes
+from zero_core.store import GroupStep, StoreContext
+
+from .arena import Arena
+from .asleep import Memory
+from .ending import Ending
+from .errors import AsleepError
+from .host_budget import HostBudget
+from .monitor import Monitor
+from .protocols import ByteStore, SegmentStep, UpdateStep
+from .running.link import Link
+from .running.pipeline import Pipeline, TileTask, UpdateJob
+from .running.uploads import Upload
+from .step_probe import check_change
+from .streams import Streams, arena_of
+from .tiles.device_tier import DeviceTier
+from .tiles.footprint import StorePlan, UnitPlan
+from .tiles.gradients import GradientStore
+from .tiles.parameters import ParameterStore
+from .tiles.states import StateStore
+from .tiles.tile import Tile, covers, segment_steps
+from .tiles.values import Values
+from .transfers import Stores
+
+__all__ = ["Attached"]
+
+
+class Attached:
+    """Reserves every byte of `plan` when it is made. Methods are those of zero-core's ShardStore."""
+
+    def __init__(
+        self,
+        plan: StorePlan,
+        context: StoreContext,
+        optimizer: torch.optim.Optimizer,
+        step: UpdateStep,
+        stores: Stores,
+        budget: HostBudget | None,
+        make_streams: Callable[[Tensor], Streams] | None,
+    ) -> None:
+        self.plan, self._context, self._optimizer, self._step, self._stores = plan, context, optimizer, step, stores
+        self.monitor = monitor = Monitor(stores.in_flight.timeline, context.observer)
+        self._order: list[int] = []
+        self._early_asked = True  # until the first update there is nothing to expect
+        self._in_use: set[int] = set()  # units that parameters() lent
+        with ExitStack() as undone:
+            undone.callback(stores.free)
+            self.arena = arena = arena_of(context.device, plan.arena_bytes, budget)
+            undone.callback(arena.close)
+            streams, device = None, None
+            if make_streams is not None:
+                streams = make_streams(arena.whole())
+                mirrors = [arena.take(plan.mirror_slot_bytes) for _ in range(plan.mirror_slots)]
+                device = DeviceTier(streams, plan, mirrors, stores.in_flight)
+            self._parameters = ParameterStore(plan, arena, stores, monitor, device)
+            self._states = StateStore(plan, arena, stores, monitor)
+            self._gradients = GradientStore(plan, arena, stores, step, monitor, context.reduce_dtype)
+            self._values = Values(plan, self._parameters, self._states, step)
+            self.link = link = (
+                None
+                if streams is None or device is None
+                else Link(
+                    streams,
+                    device,
+                    plan,
+                    self._parameters,
+                    self._gradients,
+                    monitor,
+                    [arena.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)],
+                    stores.in_flight,
+                )
+            )
+            self._pipeline = Pipeline(
+                self._parameters,
+                self._gradients,
+                self._states,
+                step,
+                monitor,
+                stores.in_flight,
+                enter_thread=None if streams is None else streams.enter_thread,
+                unit_done=None if link is None else link.up.poll,
+            )
+            self.memory = Memory(arena, self._parameters, self._states, self._gradients, link, monitor)
+            undone.pop_all()
+        # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
+        self.close = Ending(self, partial(_shut_down, self._pipeline, stores, link, arena, self.memory.aside))
+
+    def lay_out(self, initial: Callable[[int], Tensor]) -> None:
+        """Take over every shard in order, one in memory at a time; a discrete device asks for those that it keeps.
+
+        Where that fails, the masters are given back that were taken over, those first that are in memory: reading the
+        others needs it.
+        """
+        following, taken = iter(range(len(self.plan.units))), list[int]()
+
+        def take(i: int) -> Tensor:
+            master = initial(i)
+            try:
+                self._values.first(i, master)
+            except BaseException:
+                self._context.rescue(i, master)
+                raise
+            taken.append(i)
+            return master
+
+        def up_to(last: int) -> Tensor:
+            for i in following:
+                master = take(i)
+                if i == last:
+                    return master
+            raise AssertionError(f"unit {last} was asked for twice")
+
+        try:
+            with torch.no_grad(), self.monitor.guard():
+                if self.link is not None:
+                    context = replace(self._context, rescue=lambda place, master: None)
+                    self.link.device.attach(self._optimizer, up_to, context)
+                for i in following:
+                    take(i)
+            self._pipeline.wait()
+        except BaseException:
+            with suppress(Exception):  # what failed first is what is told
+                taken.sort(key=self._values.at_hand().__contains__, reverse=True)
+                for i in taken:
+                    with suppress(Exception), torch.no_grad():  # the user is told which are lost
+                        self._context.rescue(i, self._read(i, "master", 0, self.plan.units[i].spec.numel))
+            raise
+
+    # -- parameters ---------------------------------------------------------------------------------------------
+
+    def prefetch(self, i: int) -> None:
+        if self._pipeline.behind(i):
+            return  # the update hands it over from memory
+        with self.monitor.guard():
+            self._parameters.prefetch(i)
+            if self.link is not None:
+                self.link.up.poll()
+
+    def swap_in(self, i: int, out: Tensor) -> Upload:
+        assert self.link is not None, "swap_in without swaps_in"
+        with self.monitor.guard():
+            return self.link.swap_in(i, out)
+
+    def parameters(self, i: int) -> Tensor:
+        self._wait_for(i)
+        with self.monitor.guard():
+            lent = self._parameters.acquire(i) if self.link is None else self.link.parameters(i)
+        self._in_use.add(i)
+        return lent
+
+    def release(self, i: int) -> None:
+        (self._parameters if self.link is None else self.link).release(i)
+        self._in_use.discard(i)
+
+    # -- gradients ----------------------------------------------------------------------------------------------
+
+    def gradient_buffer(self, i: int) -> Tensor | None:
+        if self.link is not None:
+            with self.monitor.guard():
+                return self.link.gradient_buffer(i)
+        self._wait_for(i)
+        return self._gradients.lend(i)
+
+    def accept_gradient(self, i: int, gradient: Tensor) -> None:
+        self._wait_for(i)
+        if not self._early_asked:
+            self._early_asked = True
+            self._pipeline.read_early([tile for unit in self._order for tile in self.plan.units[unit].tiles])
+        self._gradients.check(i, gradient)
+        with torch.no_grad(), self.monitor.guard():
+            if self.link is not None:
+                self.link.accept(i, gradient.detach())
+                return
+            with self.monitor.span("norm", self.plan.units[i].spec.name):
+                self._gradients.accept(i, gradient.detach())
+
+    def discard_gradients(self) -> None:
+        self._landed()
+        if self.link is not None:
+            self.link.discard()
+        self._gradients.discard()
+
+    def discard_gradient(self, i: int, start: int, stop: int) -> None:
+        self._wait_for(i)
+        self._landed()
+        with torch.no_grad(), self.monitor.guard():
+            (self._whole(i) or self._gradients).zero(i, start, stop)
+
+    def read_gradient(self, i: int, start: int, stop: int) -> Tensor:
+        self._settle_gradient(i, start, stop)
+        with torch.no_grad(), self.monitor.guard():
+            device = self._whole(i)
+            return self._gradients.read(i, start, stop) if device is None else device.read_gradient(i, start, stop)
+
+    def write_gradient(self, i: int, start: int, values: Tensor) -> None:
+        self._settle_gradient(i, start, start + values.numel())
+        self._gradients.check_fits(i, values)
+        with torch.no_grad(), self.monitor.guard():
+            device = self._whole(i)
+            (self._gradients.write if device is None else device.write_gradient)(i, start, values)
+
+    def _settle_gradient(self, i: int, start: int, stop: int) -> None:
+        """Wait for what is under way of elements [start, stop)."""
+        self._check_range(i, "master", start, stop)
+        self._wait_for(i)
+        self._landed()
+
+    def gradient_norm_squared(self) -> Tensor:
+        self._landed()
+        squared = torch.tensor(self._gradients.norm_squared(), dtype=torch.float64)
+        if self._context.device.type != "cpu":  # pinned: from pageable memory the copy would wait for all kernels
+            squared = squared.pin_memory().to(self._context.device, non_blocking=True)
+        on_device = self.link.device.norm_squared() if self.link is not None else None
+        return squared if on_device is None else on_device + squared
+
+    # -- updates ------------------------------------------------------------------------------------------------
+
+    def update(
+        self, groups: Sequence[GroupStep], scale: float, order: Sequence[int], steps: Sequence[Sequence[int]]
+    ) -> None:
+        self._landed()
+        tasks: list[TileTask] = []
+        for i in order:
+            taken = self._gradients.take(i)
+            if taken is None:
+                continue
+            unit = self.plan.units[i]
+            found = [(tile, segment_steps(tile, unit.spec.segments, steps[i], groups)) for tile in unit.tiles]
+            found = [(tile, segments) for tile, segments in found if segments]
+            tasks += [
+                TileTask(tile, segments, taken, tile is found[-1][0], self._reads(unit, tile, segments))
+                for tile, segments in found
+            ]
+        if self.link is not None:
+            self.link.device.update(groups, scale, order, steps)
+        self._expect(order)
+        if tasks:
+            self._pipeline.submit(UpdateJob(tuple(tasks), float(scale)))
+
+    @staticmethod
+    def _reads(unit: UnitPlan, tile: Tile, segments: Sequence[SegmentStep]) -> bool:
+        """Whether an update of these segments needs the tile's parameter as it was."""
+        record = unit.records[tile.index]
+        has_master = record is not None and any(field.name == "master" for field in record.fields)
+        return not (has_master and covers(tile, segments))
+
+    def _expect(self, order: Sequence[int]) -> None:
+        """Learn what the next updates read: this order again, or, unit by unit, what followed this unit last time."""
+        if len(order) != 1 or len(self.plan.units) == 1:
+            self._order, self._early_asked = list(order), False
+            self._gradients.expect(order)
+            return
+        if order[0] in self._order:
+            at = self._order.index(order[0])
+            self._order = [*self._order[at + 1 :], *self._order[: at + 1]]
+        else:
+            self._order.append(order[0])
+        self._early_asked = False
+
+    def switch_options(self, group: int, before: Sequence[Mapping[str, Any]], what: str) -> None:
+        """As zero_core.store.SwitchesOptions: compares the step with the optimizer over the change."""
+        self.wait()  # the step is the background's until then
+        check_change(self._step, self._optimizer, group, before, what)
+        if self.link is not None:
+            self.link.device.switch_options(group, before, what)
+
+    def wait(self) -> None:
+        self._landed()
+        with self.monitor.guard():
+            self._pipeline.wait()
+
+    def _landed(self) -> None:
+        """Return when every gradient that was accepted is on the host."""
+        if self.link is not None:
+            self.link.down.wait()
+
+    def _wait_for(self, i: int) -> None:
+        if self._pipeline.behind(i):
+            self.monitor.wait_until(lambda: not self._pipeline.behind(i), self.plan.units[i].spec.name)
+
+    # -- state for checkpoints ----------------------------------------------------------------------------------
+
+    def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
+        self._check_range(i, name, start, stop)
+        with torch.no_grad(), self.monitor.guard():
+            self._pipeline.wait()
+            return self._read(i, name, start, stop)
+
+    def _read(self, i: int, name: str, start: int, stop: int) -> Tensor:
+        return (self._whole(i) or self._values).read(i, name, start, stop)
+
+    def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
+        self._check_range(i, name, start, start + values.numel())
+        with torch.no_grad(), self.monitor.guard():
+            self._pipeline.wait()
+            (self._whole(i) or self._values).write(i, name, start, values)
+
+    def _whole(self, i: int) -> DeviceTier | None:
+        """Where unit i's values are, if they are all on a discrete device."""
+        return self.link.device if self.link is not None and self.plan.units[i].whole else None
+
+    def _check_range(self, i: int, name: str, start: int, stop: int) -> None:
+        numel = self.plan.units[i].spec.numel
+        if not 0 <= start <= stop <= numel:
+            raise ValueError(f"elements [{start}, {stop}) of shard {i}, which has {numel}")
+        known = ("master", *self._step.state_names())
+        if name not in known:
+            raise KeyError(f"state {name!r}; known: {', '.join(known)}")
+
+    # -- asleep -------------------------------------------------------------------------------------------------
+
+    def sleep(self, to: ByteStore) -> None:
+        """See `TieredStore.sleep`."""
+        self.wait()
+        used = {*self._in_use, *(self.link.up.waiting if self.link is not None else ())}
+        if used:
+            names = ", ".join(self.plan.units[i].spec.name for i in sorted(used))
+            raise AsleepError(f"sleep() while {names} is in use: zero_core.sleep(model) gives units back first")
+        if self.link is not None:
+            self.link.streams.drain()
+        self.memory.put_into(to)
+
+
+def _shut_down(pipeline: Pipeline, stores: Stores, link: Link | None, arena: Arena, aside: SavedBytes) -> None:
+    """End the background, then give extents and memory back, unless a thread that uses them does not end."""
+    if link is not None:
+        link.down.close()  # it may wait for slots that the pipeline gives back
+    pipeline.close()
+    with ExitStack() as ending:  # from the last to the first, each whatever those before it raised
+        ending.callback(arena.close)
+        if link is not None:
+            ending.callback(link.close)
+        ending.callback(aside.free)
+        ending.callback(stores.free)
+        ending.callback(stores.in_flight.drain)
