@@ -172,7 +172,7 @@ def account(plan: StorePlan, shape: Shape) -> Account:
             if record is not None:
                 updated["device" if state == Tier.DEVICE else "host"] += count * update_bytes(shape, tile.numel)
                 records += count * state.stored
-    stay = resident_slots(plan.state_slots, plan.state_slot_bytes, records)
+    stay = resident_slots(plan.state_slots, records)
     moved, resident = {}, stay * plan.state_slot_bytes  # those of the first tiers
     # Where units are copied out of their slots and no copies stay, one that is read ahead has taken a slot.
     taken = shape.copies and not shape.turns

@@ -49,7 +49,7 @@ KINDS = ("parameters", "gradients", "optimizer", "buffers")
 STATE_KINDS = KINDS[:3]
 SMALL_UNIT_BYTES = 1 << 20
 LARGE_UNITS = 4  # at most so many, an embedding and a head for example, have slots of their own because they are large
-PASSING_BYTES = 96 << 20  # of states that are read, updated and written at a time
+PASSING_SLOTS = 12  # for states that are read, updated and written at a time
 MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
 LANDING_BUFFERS = 2  # on a discrete device: a gradient is written while the one before it is copied to the host
 MIRROR_SLOTS = 3  # of host memory, each a tile of parameters: one copied down, one being updated, one copied up
@@ -481,13 +481,12 @@ def slots_of_units(units: Sequence[UnitPlan], prefetch_bytes: int) -> tuple[tupl
     return tuple(sorted(i for _, i in (*sizes[:first], *sizes[last:]))), count, nbytes
 
 
-def resident_slots(slots: int, slot_bytes: int, tiles: int) -> int:
+def resident_slots(slots: int, tiles: int) -> int:
     """Slots whose tile stays from one update to the next, of `slots` through which so many tiles pass.
 
-    The others are enough for PASSING_BYTES in flight: with fewer, reads would not run far enough ahead.
+    The others are PASSING_SLOTS: with fewer, reads would not run far enough ahead.
     """
-    passing = max(MINIMUM_SLOTS, -(-PASSING_BYTES // slot_bytes)) if slot_bytes else slots
-    return slots if slots >= tiles else max(0, slots - passing)
+    return slots if slots >= tiles else max(0, slots - PASSING_SLOTS)
 
 
 def _slots(tiles: Counter[int], wanted: int | None) -> int:

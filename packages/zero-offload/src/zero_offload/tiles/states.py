@@ -6,8 +6,11 @@ Owns the records and where they are kept. The arithmetic is the UpdateStep's.
 Every step updates the same tiles in the same order, t0 to tn. If the tiles took turns in all slots, each tile would
 lose its slot shortly before it is needed again, and every step would read all of them: evicting the least recently used
 is the worst choice for a cycle. The best choice is to evict what is needed last (Belady's MIN), which is the tile that
-was just updated. So the first tiles keep their slots from one step to the next, and the others pass through the few
-slots that are left: PASSING_BYTES, or three, so that reads still run ahead. With a slot for each record, none is read.
+was just updated. So the first tiles keep their slots from one step to the next, and the others pass through the
+PASSING_SLOTS that are left, so that reads still run ahead. With a slot for each record, none is read.
+
+Slots for reads that run ahead come first, because what stays saves little time: the first tiles would be read during
+backward, which hides these reads. With few slots none stays.
 """
 
 from __future__ import annotations
@@ -31,7 +34,6 @@ class StateStore:
     """The update thread's, except while it is idle."""
 
     def __init__(self, plan: StorePlan, arena: Arena, stores: Stores, monitor: Monitor) -> None:
-        self._slot_bytes = plan.state_slot_bytes
         self._resident: set[Tile] = set()
         self._records: dict[Tile, Record] = {}
         self._memory: dict[Tile, Block] = {}
@@ -76,7 +78,7 @@ class StateStore:
         """An update of `tiles` in this order begins, and others like it will follow. Slots of other tiles are free."""
         stored = [tile for tile in tiles if self.stored(tile)]
         soonest = stored[: len(self.slots)]
-        self._resident = set(stored[: resident_slots(len(self.slots), self._slot_bytes, len(stored))])
+        self._resident = set(stored[: resident_slots(len(self.slots), len(stored))])
         self.slots.forget(but=soonest)
 
     def views(self, tile: Tile, slot: Slot[Block] | None) -> Mapping[str, Tensor]:
