@@ -95,7 +95,7 @@ def offload_activations(
         refuse_enclosing(served, nodes)
         norms = outer_norms(model, [node.module for node in nodes]) if served else {}
         modules = [*(node.module for node in served), *norms.values()]
-        head = Head.of(behind.engine, model, rows) if served else None
+        head = Head.of(behind.engine, model, rows, by_rows.begin_part) if served else None
         if head is not None:
             made._undo.append(head.close)
             modules.append(head.module)

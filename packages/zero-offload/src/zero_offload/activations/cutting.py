@@ -37,7 +37,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from zero_core.heap import FreedMemory
 from zero_core.runtime.outputs import tensors_of
 
 from .spill import ActivationError
@@ -51,12 +50,10 @@ __all__ = [
     "flatten",
     "leaves_of",
     "pieces_of",
-    "return_memory",
     "same",
     "unchanged_arguments",
 ]
 
-_freed = FreedMemory()
 _PACKED = (
     "cu_seqlens",
     "cu_seqlens_q",
@@ -103,12 +100,6 @@ class Cut:
             wide = leaf.float()
             return lambda part: wide.to(leaf.dtype)
         return lambda part: leaf
-
-
-def return_memory(device: torch.device) -> None:
-    """A part begins: see [Note: memory between parts]."""
-    if device.type == "cpu":
-        _freed.begin()
 
 
 def pieces_of(tensor: Tensor, rows: int) -> Callable[[int], Tensor]:

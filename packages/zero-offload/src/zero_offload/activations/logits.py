@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_core.runtime.hooks import Engine
 from zero_core.runtime.memoryless import METADATA
 
-from .cutting import pieces_of, return_memory
+from .cutting import pieces_of
 from .spill import ActivationError, ChangedInputError
 
 __all__ = ["Head", "Logits"]
@@ -50,8 +50,16 @@ _KNOWN = (METADATA - _UNSEEN) | {Tensor.__hash__, cast(Any, Tensor).is_cpu.__get
 class Head:
     """The head of a model, whose forward returns `Logits` where it builds a graph."""
 
-    def __init__(self, engine: Engine, model: nn.Module, head: nn.Linear, units: tuple[int, ...], rows: int) -> None:
-        self._engine, self.module, self.units, self.rows = engine, head, units, rows
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        head: nn.Linear,
+        units: tuple[int, ...],
+        rows: int,
+        begin_part: Callable[[torch.device], None],
+    ) -> None:
+        self._engine, self.module, self.units, self.rows, self.begin_part = engine, head, units, rows, begin_part
         self._inside = self._held = False
         self._original, self._vocabulary = head.forward, head.out_features
         head.forward = self._forward  # type: ignore[method-assign, assignment]
@@ -66,14 +74,14 @@ class Head:
         del self.module.__dict__["forward"]
 
     @staticmethod
-    def of(engine: Engine, model: nn.Module, rows: int) -> Head | None:
+    def of(engine: Engine, model: nn.Module, rows: int, begin_part: Callable[[torch.device], None]) -> Head | None:
         """The head of a language model whose logits are worth it: a plain linear layer that opens units of its own."""
         find = getattr(model, "get_output_embeddings", None)
         head = find() if find is not None else None
         units = next((node.units for node in engine.nodes if node.module is head), None)
         if type(head) is not nn.Linear or units is None or engine.loss_scale is not None or "forward" in head.__dict__:
             return None
-        return Head(engine, model, head, units, rows)
+        return Head(engine, model, head, units, rows, begin_part)
 
     def _enter(self, model: nn.Module, args: Any) -> None:
         self._inside = True
@@ -162,7 +170,7 @@ class _Later:
 
     def _loss(self, dtype: torch.dtype, labels: Tensor, ignore_index: int, forward: Callable[..., Tensor]) -> Tensor:
         def of_part(hidden: Tensor, wanted: Tensor) -> Tensor:
-            return_memory(labels.device)
+            self.head.begin_part(labels.device)
             logits = self._computed(forward, hidden).to(dtype).flatten(0, -2)
             losses = F.cross_entropy(logits, wanted.flatten(), ignore_index=ignore_index, reduction="none")
             return losses.float().sum()  # a sum in 16 bits would be rounded once a part

@@ -37,10 +37,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from zero_core.heap import FreedMemory
 from zero_core.store import Observer
 
 from .buffers import Buffers, Found
-from .cutting import Cut, Joined, argument_names, as_found, find_cut, flatten, return_memory, unchanged_arguments
+from .cutting import Cut, Joined, argument_names, as_found, find_cut, flatten, unchanged_arguments
 from .host_random import HostRandom
 from .mixing import refuse_batch_norm, rows_of_outputs
 from .spill import STAYS, ActivationError, Spill, Spilled
@@ -115,7 +116,7 @@ class Activations:
             cut, joined = by_rows.cut(name, module, buffers, original, leaves, structure, names, if_it_can=optional)
             if cut is None and optional:
                 return original(*args, **kwargs)
-            call = _Call(*told, (args, kwargs), leaves, structure, cut)
+            call = _Call(*told, (args, kwargs), leaves, structure, cut, by_rows.begin_part)
             del args, kwargs, leaves
             if cut is None:
                 return checkpoint(call.run, call.anchor, 0, use_reentrant=False)
@@ -146,6 +147,12 @@ class ByRows:
         self._rows, self._shared = rows, shared
         # Of the calls that were compared: what their outputs are. None: the call is left whole.
         self._kinds: dict[Any, tuple[bool, ...] | None] = {}
+        self._freed = FreedMemory()
+
+    def begin_part(self, device: torch.device) -> None:
+        """A part begins: see [Note: memory between parts] in cutting.py."""
+        if device.type == "cpu":
+            self._freed.begin()
 
     def cut(
         self,
@@ -193,7 +200,9 @@ class _Call:
         leaves: list[Any],
         structure: Any,
         cut: Cut | None = None,
+        begin_part: Callable[[torch.device], None] = lambda device: None,
     ) -> None:
+        self._begin_part = begin_part
         self._counts, self._observer, self._name, self._original = counts, observer, name, original
         self._structure, self._cut, self._buffers = structure, cut, buffers
         self._random = HostRandom()
@@ -227,7 +236,7 @@ class _Call:
         """Part k of the forward, the first time on what was given."""
         if self._cut is None:
             return self._compute(k)
-        return_memory(anchor.device)
+        self._begin_part(anchor.device)
         start = k * self._cut.rows
         with self._observer.span("part", f"{self._name} {start}:{start + self._cut.sizes[k]}"):
             return self._compute(k)
