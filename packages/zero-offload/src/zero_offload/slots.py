@@ -233,7 +233,7 @@ class Slots(Generic[Memory]):
             for each in slot.moving():
                 with suppress(Exception):
                     self._in_flight.wait([each])
-            self._in_flight.forget(slot, reads=True)
+            self._in_flight.forget(slot, writes=False)
         return set(self._by_key)
 
     def clear(self) -> None:

@@ -120,11 +120,12 @@ class InFlight:
             now = time.perf_counter_ns()
             self.timeline.transfer(request.kind, request.what, request.start_ns, now, request.buffer.nbytes)
 
-    def forget(self, place: Hashable, *, reads: bool = False) -> None:
-        """Whoever asks for the place waits for nothing that was begun before, or for none of the `reads` of it."""
+    def forget(self, place: Hashable, *, writes: bool = True) -> None:
+        """Who asks for the place from here on waits for nothing that was begun before; without `writes`, for no read of
+        it."""
         with self._lock:
             touching = self._touching.pop(place, {})
-            if reads and (kept := {each: touched for each, touched in touching.items() if touched[2]}):
+            if not writes and (kept := {each: touched for each, touched in touching.items() if touched[2]}):
                 self._touching[place] = kept
 
     def _transfers(self) -> list[Transfer]:
