@@ -11,6 +11,7 @@ from torch import nn
 
 import zero_core
 from tests import models
+from tests.kit import world
 from zero_core import checkpoint
 
 MICRO_BATCHES = 4
@@ -19,10 +20,6 @@ CLIP = 0.5
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
-
-
-def world() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

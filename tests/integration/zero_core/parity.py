@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import zero_core
 from tests import kit, models
+from tests.kit import world
 from zero_core.reference import Reference
 
 STEPS = 10
@@ -45,10 +45,6 @@ def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.01)
-
-
-def world() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def run(case: Case, options: dict[str, Any] | None = None) -> Distance | None:

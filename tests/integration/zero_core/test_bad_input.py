@@ -340,8 +340,7 @@ def test_nan_gradients_without_loss_scaling(stage):
     with pytest.raises(GradientError, match=r"gradient norm is nan at step 1; nothing was updated"):
         optimizer.step()
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    optimizer.step()
+    kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
     assert optimizer.step_count == 1
 
 
@@ -508,8 +507,7 @@ def test_steps_and_checkpoints_inside_gathered_are_refused(tmp_path):
             with pytest.raises(error, match=match):
                 use()
         optimizer.zero_grad()
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    optimizer.step()
+    kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
 
 
 def test_a_plain_optimizer_inside_gathered_steps_gradients_that_were_given_to_it():
@@ -522,8 +520,7 @@ def test_a_plain_optimizer_inside_gathered_steps_gradients_that_were_given_to_it
         plain.step()
         plain.zero_grad()
     torch.testing.assert_close(model.head.weight.detach().clone(), before - 0.1 * gradient)
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    optimizer.step()
+    kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
 
 
 def test_clipping_what_was_updated_in_backward_is_refused():
@@ -533,8 +530,7 @@ def test_clipping_what_was_updated_in_backward_is_refused():
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     assert all(parameter.grad is None for parameter in model.parameters())
-    toys.loss_of(model, toys.data(0, 0)).backward()
-    optimizer.step()
+    kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
 
 
 class Scripted(toys.Stack):

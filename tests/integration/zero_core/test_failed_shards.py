@@ -93,8 +93,7 @@ def test_a_store_that_fails_to_attach_leaves_the_model_as_it_was(at: int, dtype:
     with zero_core.gathered(model):
         assert all(torch.equal(a, b) for a, b in zip(values(model), values(expected), strict=True))
     loss = toys.loss_of(model, toys.data(0, 0).to(dtype))
-    loss.backward()
-    sharded.step()
+    kit.step(sharded, loss)
     sharded.close()
 
 

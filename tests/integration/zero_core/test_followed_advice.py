@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.following import X, adamw, advised, backward, model, same, sgd, sharded, step
 from zero_core import checkpoint, full_gradient, set_full_gradient
 from zero_core.optim.device_store import DeviceStore
@@ -56,8 +57,7 @@ def test_inside_uneven_a_forward_has_no_gradients_and_a_backward_comes_after():
                 net(X)
         with advised("backward() inside zero_core.uneven, where ranks may differ: leave the with block first"):
             loss.backward()
-    net(X).sum().backward()
-    optimizer.step()
+    kit.step(optimizer, net(X).sum())
 
 
 def test_gathered_is_opened_around_uneven():
@@ -210,8 +210,7 @@ def test_an_embedding_is_dense(kind):
     with advised("build the module with sparse=False (nn.Embedding, nn.EmbeddingBag)"):
         made(True)[0](rows).sum().backward()
     net, optimizer = made(False)
-    net(rows).sum().backward()
-    optimizer.step()
+    kit.step(optimizer, net(rows).sum())
 
 
 def test_a_store_without_access_lets_a_hook_see_gradients():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 
 
@@ -37,8 +38,7 @@ def trained(deferred: bool) -> tuple[torch.Tensor, torch.Tensor]:
     held = sum(unit.flat.untyped_storage().nbytes() for unit in zero_core.units(model))
     assert held == 0 and not model.codes.is_meta
     output = model(torch.ones(2, 8))
-    output.sum().backward()
-    sharded.step()
+    kit.step(sharded, output.sum())
     codes = model.codes.detach().clone()
     sharded.close()
     return codes, output.detach()

@@ -250,8 +250,7 @@ def test_data_that_is_assigned_is_copied() -> None:
         each.embed.weight.data = torch.full_like(each.embed.weight.data, 0.25)
     x = toys.data(0, 0)
     assert torch.equal(model(x), plain(x))
-    toys.loss_of(model, x).backward()
-    optimizer.step()
+    kit.step(optimizer, toys.loss_of(model, x))
 
 
 def test_data_that_is_assigned_and_still_held_is_refused_once_one_of_the_two_changes() -> None:

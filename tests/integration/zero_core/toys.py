@@ -8,18 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
+from tests.kit import world
 from zero_core.reference import Reference
 
 WIDTH = 13  # prime: no shard boundary falls on a parameter's
-
-
-def world() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 class Block(nn.Module):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zero_core
+from tests import kit
 from tests.integration.zero_core import toys
 from zero_offload import MemoryByteStore, OffloadError, SwapError, TieredStore
 from zero_offload.testing import FaultyByteStore
@@ -33,8 +34,7 @@ def test_a_disk_that_fails_at_shard_leaves_the_model_as_it_was(after: int, defer
     store = TieredStore("nvme", "nvme", "nvme", MemoryByteStore())
     sharded = zero_core.shard(model, optimizer, store=store)
     loss = toys.loss_of(model, toys.data(0, 0))
-    loss.backward()
-    sharded.step()
+    kit.step(sharded, loss)
     with zero_core.gathered(model):
         assert deferred or not all(torch.equal(p, v) for p, v in zip(model.parameters(), before, strict=True))
     sharded.close()

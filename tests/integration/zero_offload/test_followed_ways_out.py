@@ -237,8 +237,7 @@ def test_units_that_a_graph_holds_get_slots_or_are_on_the_host():
     def train(net, optimizer):
         x = torch.ones(1, 8, requires_grad=True)
         (slope,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
-        slope.square().sum().backward()
-        optimizer.step()
+        kit.step(optimizer, slope.square().sum())
 
     def stored(parameters="nvme", **options):
         net, optimizer = made()

@@ -105,8 +105,7 @@ def test_a_store_in_host_memory_has_to_be_told_where_to() -> None:
     optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(zero_core.ZeroError, match=r"give sleep\(to=\) a ByteStore"):
         zero_core.sleep(model)
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
+    kit.step(optimizer, model(torch.ones(4)).sum())
     optimizer.close()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zero_core
+from tests import kit
 from zero_core.store import ShardStore, StoreContext
 from zero_offload import BudgetError, ClosedError, MemoryByteStore, OffloadError, PlacementError, TieredStore
 from zero_offload.planning.accounting import Shape
@@ -352,8 +353,7 @@ def test_stages_that_keep_every_unit_need_a_slot_for_each_on_nvme() -> None:
         zero_core.shard(model, optimizer, store=store, param_dtype=torch.bfloat16, **options)
     store = TieredStore("nvme", "host", "host", nvme=MemoryByteStore())
     sharded = zero_core.shard(model, optimizer, store=store, param_dtype=torch.bfloat16, **options | {"stage": 3})
-    model(torch.zeros(1, 64, dtype=torch.bfloat16)).sum().backward()
-    sharded.step()
+    kit.step(sharded, model(torch.zeros(1, 64, dtype=torch.bfloat16)).sum())
     sharded.close()
 
 
