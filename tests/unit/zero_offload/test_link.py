@@ -346,7 +346,7 @@ def test_a_small_unit_that_is_open_all_along_takes_no_landing_from_the_others() 
         driver = make("host", driver={"numels": numels, "frozen": ()})
         plan = driver.store.describe()
         assert plan.own_landings == (2,)
-        assert plan.landing_bytes == driver.store.stats()["device_bytes"] == 2 * (2 * (TILE // 2) + 384)
+        assert plan.bytes_of("device", "buffers") == driver.store.stats()["device_bytes"] == 2 * (2 * (TILE // 2) + 384)
         driver.forward()
         lent = [driver.store.gradient_buffer(i) for i in (2, 0, 1)]
         assert all(

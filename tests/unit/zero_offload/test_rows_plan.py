@@ -151,7 +151,7 @@ def test_auto_cuts_where_the_memory_hides_more_than_the_sums_cost():
         rows: planned(tight, "host", placements=free, rows=rows).step_seconds for rows in (None, 32, 16, 8, 4, 2, 1)
     }
     found = planned(tight, "host", placements=free, rows="auto")
-    assert found.rows == min(by_rows, key=by_rows.get) == 16 and found.step_seconds == by_rows[16]
+    assert found.rows == min(by_rows, key=by_rows.get) == 8 and found.step_seconds == by_rows[8]
     assert by_rows[1] > by_rows[None] > 1.1 * by_rows[16]
 
 

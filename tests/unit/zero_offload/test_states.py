@@ -6,7 +6,7 @@ import pytest
 
 from zero_offload import MemoryByteStore
 from zero_offload.testing import FaultyByteStore
-from zero_offload.tiles import footprint
+from zero_offload.tiles import fitting
 
 from .harness import TILE, make, same
 
@@ -30,14 +30,14 @@ def reads(optimizer: str, gradients: str, slots: int) -> int:
 @pytest.mark.parametrize(("slots", "expected"), [(3, 8), (5, 6), (7, 4), (8, 0)])
 def test_the_first_states_are_not_read_again(monkeypatch: pytest.MonkeyPatch, slots: int, expected: int) -> None:
     """Fails if a slot is given away to a tile that is needed later, or if what is in a slot is read."""
-    monkeypatch.setattr(footprint, "PASSING_SLOTS", 3)
+    monkeypatch.setattr(fitting, "PASSING_SLOTS", 3)
     assert reads("nvme", "host", slots) == expected
 
 
 @pytest.mark.parametrize("slots", [5, 8])
 def test_states_that_stay_are_stored_all_the_same(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
     """Once their slots are taken they are read again. Fails if what stays is not written after an update."""
-    monkeypatch.setattr(footprint, "PASSING_SLOTS", 3)
+    monkeypatch.setattr(fitting, "PASSING_SLOTS", 3)
     found = []
     for optimizer in ("host", "nvme"):
         placement = {"parameters": "host", "gradients": "host", "optimizer": optimizer}
@@ -54,8 +54,8 @@ def test_states_that_stay_are_stored_all_the_same(monkeypatch: pytest.MonkeyPatc
 
 def test_enough_slots_are_left_for_reads_to_run_ahead() -> None:
     """Twelve, whatever their size: with three of 32 MiB, reads ran one tile ahead of the update instead of four."""
-    assert [footprint.resident_slots(count, 100) for count in (3, 8, 16)] == [0, 0, 4]
-    assert footprint.resident_slots(8, 8) == 8
+    assert [fitting.resident_slots(count, 100) for count in (3, 8, 16)] == [0, 0, 4]
+    assert fitting.resident_slots(8, 8) == 8
 
 
 @pytest.mark.parametrize(("passing", "ahead"), [(3, 2), (12, 4)])
@@ -63,7 +63,7 @@ def test_reads_run_ahead_of_the_update_through_the_slots_that_pass(
     monkeypatch: pytest.MonkeyPatch, passing: int, ahead: int
 ) -> None:
     """Five slots for eight tiles. Fails if slots that nothing stays in are not used to read ahead."""
-    monkeypatch.setattr(footprint, "PASSING_SLOTS", passing)
+    monkeypatch.setattr(fitting, "PASSING_SLOTS", passing)
     nvme = MemoryByteStore(asynchronous=False)
     placement = {"parameters": "host", "gradients": "host", "optimizer": "nvme"}
     driver = make(placement, nvme, slots=5, driver={"numels": (TILE // 2,) * 8, "frozen": ()})

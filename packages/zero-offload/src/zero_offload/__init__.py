@@ -15,7 +15,8 @@ from .planning.sizes import ModelSizes, ParameterSizes, UnitSizes
 from .protocols import ByteStore, Field, Ticket, UpdateStep
 from .store import TieredStore
 from .tier import Tier
-from .tiles.footprint import StorePlan, plan_store
+from .tiles.fitting import plan_store
+from .tiles.footprint import StorePlan
 from .timeline import Timeline
 from .torch_step import TorchStep
 

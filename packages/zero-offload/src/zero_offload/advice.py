@@ -19,7 +19,8 @@ from .errors import OffloadError, gib
 from .planning.accounting import Shape
 from .planning.budgets import contents, moved, unsharded_bytes
 from .planning.planner import Plan
-from .tiles.footprint import KINDS, STATE_KINDS, slots_of_units
+from .tiles.fitting import slots_of_units
+from .tiles.footprint import KINDS, STATE_KINDS
 
 __all__ = ["OutOfMemoryError", "explained"]
 

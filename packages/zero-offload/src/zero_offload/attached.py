@@ -30,7 +30,7 @@ from .running.uploads import Upload
 from .step_probe import check_change
 from .streams import Streams, arena_of
 from .tiles.device_tier import DeviceTier
-from .tiles.footprint import StorePlan, UnitPlan
+from .tiles.footprint import PlacedUnit, StorePlan
 from .tiles.gradients import GradientStore
 from .tiles.parameters import ParameterStore
 from .tiles.states import StateStore
@@ -254,7 +254,7 @@ class Attached:
             self._pipeline.submit(UpdateJob(tuple(tasks), float(scale)))
 
     @staticmethod
-    def _reads(unit: UnitPlan, tile: Tile, segments: Sequence[SegmentStep]) -> bool:
+    def _reads(unit: PlacedUnit, tile: Tile, segments: Sequence[SegmentStep]) -> bool:
         """Whether an update of these segments needs the tile's parameter as it was."""
         record = unit.records[tile.index]
         has_master = record is not None and any(field.name == "master" for field in record.fields)

@@ -24,7 +24,8 @@ from .protocols import ByteStore, UpdateStep
 from .step_probe import check_cuts
 from .streams import Streams, streams_of
 from .tier import Tier, tiers_with
-from .tiles.footprint import StorePlan, plan_store
+from .tiles.fitting import plan_store
+from .tiles.footprint import StorePlan
 from .tiles.tile import check_tile_numel
 from .timeline import Timeline
 from .torch_step import TorchStep

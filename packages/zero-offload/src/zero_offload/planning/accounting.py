@@ -31,7 +31,8 @@ from zero_core.store import lent_bytes
 
 from ..protocols import Field
 from ..tier import TIERS, Tier
-from ..tiles.footprint import Shards, StorePlan, resident_slots
+from ..tiles.fitting import Shards, resident_slots
+from ..tiles.footprint import StorePlan
 from ..tiles.tile import round_up
 from .sizes import ModelSizes, UnitSizes
 

@@ -11,7 +11,8 @@ from itertools import accumulate
 
 from ..errors import BudgetError, gib
 from ..tier import TIERS
-from ..tiles.footprint import SMALL_UNIT_BYTES, STATE_KINDS, StorePlan
+from ..tiles.fitting import SMALL_UNIT_BYTES
+from ..tiles.footprint import STATE_KINDS, StorePlan
 from .accounting import Held, Shape
 from .hardware import FRAGMENTS, GIB, Hardware, TierFigures
 from .sizes import Batch, ModelSizes

@@ -17,7 +17,8 @@ from torch import nn
 from ..placement import Placement, device_share, shares
 from ..protocols import UpdateStep
 from ..tier import Tier, tiers_with
-from ..tiles.footprint import KINDS, MINIMUM_SLOTS, StorePlan, check_device_shares
+from ..tiles.fitting import MINIMUM_SLOTS, check_device_shares
+from ..tiles.footprint import KINDS, StorePlan
 from .accounting import Account, AdamLayout, Held, Shape, account
 from .budgets import Budgets, PlanError, check, held_back_bytes
 from .hardware import Hardware

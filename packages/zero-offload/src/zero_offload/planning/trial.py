@@ -28,7 +28,8 @@ from zero_core.runtime.rehearsal import Rehearsal, UnitSize
 
 from ..placement import Placement
 from ..tier import Tier
-from ..tiles.footprint import MINIMUM_SLOTS, SPILL_PIECE_BYTES, SPILL_SLOTS, STATE_KINDS, StorePlan
+from ..tiles.fitting import MINIMUM_SLOTS
+from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS, STATE_KINDS, StorePlan
 from .accounting import Held, Shape, shards_of
 from .automatic import choose, choose_activations
 from .budgets import Budgets, activation_bytes, needed_bytes, unsharded_bytes
@@ -76,15 +77,15 @@ class Trial:
     def held(self, plan: StorePlan) -> Held:
         """What the rank holds: the store's `plan`, the buffers beside it, and activations."""
         sizes, shape, element = self.sizes, self.shape, self.shape.element
-        held, units, below = dict(plan.held), [run.unit for run in plan.runs], plan.below
-        swaps_in = below and shape.apart
+        held, units, offloads = dict(plan.held), [run.unit for run in plan.runs], plan.offloads
+        swaps_in = offloads and shape.apart
         own = swaps_in or not residency.CAN_SWAP  # units have memory of their own
         whole = 0  # bytes of parameters that stages 0 to 2 keep unsharded, where that is not the store's own memory
         if shape.stage < 3 and (shape.shard_count > 1 or own):
             whole = sum(run.count * run.unit.parameter_bytes for run in plan.runs) * shape.shard_count
             # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
             rounded = (
-                () if below or not shape.apart or not element.master else (r for r in plan.runs if r.unit.trainable)
+                () if offloads or not shape.apart or not element.master else (r for r in plan.runs if r.unit.trainable)
             )
             held["device", "parameters"] = (
                 whole
@@ -105,7 +106,7 @@ class Trial:
         if shape.stage == 3 and own:
             nbytes = [unit.nbytes(shape.parameter_dtype) for unit in sizes.units]
             device += unsharded_bytes(nbytes, [unit.encloses for unit in sizes.units], shape)
-        if not below and not shape.apart:  # zero-core's own store widens a gradient
+        if not offloads and not shape.apart:  # zero-core's own store widens a gradient
             device += element.widened * max((unit.spec.numel for unit in units if unit.trainable), default=0)
         if summed := sizes.summed(self.policies, self._batch):
             widens = shape.parameter_dtype.itemsize < FP32_BYTES
@@ -123,7 +124,7 @@ class Trial:
         tiers = {tier for run in plan.runs for tier in run.unit.gradient_tiers}
         if shape.apart and tiers - {Tier.DEVICE}:
             lends = shape.accumulate  # every gradient has a landing buffer
-        elif shape.apart or not plan.below:  # zero-core's own store keeps a sum in other memory than what it lends
+        elif shape.apart or not plan.offloads:  # zero-core's own store keeps a sum in other memory than what it lends
             lends = int(shape.arriving == 1 or shape.reduce_dtype.itemsize == FP32_BYTES)
         else:
             lends = int(not any(tier.stored for tier in tiers))

@@ -23,7 +23,8 @@ from ..arena import Arena, Block
 from ..monitor import Monitor
 from ..slots import Slot
 from ..transfers import Stores
-from .footprint import StorePlan, resident_slots
+from .fitting import resident_slots
+from .footprint import StorePlan
 from .stored_tiles import StoredTiles
 from .tile import Record, Tile
 

@@ -1,0 +1,325 @@
+"""How shards become a `StorePlan`: cut into tiles, placed on tiers, and as many slots as a budget holds. Pure.
+
+[Note: Units that are alike]
+A store has runs of one unit each. A plan of a model that does not exist has one run of all units in a row that are
+alike, cut where a placement changes: a trillion parameters have ten thousand units, and the planner tries many
+placements of them. So `Shards` cuts once and places as often as it is asked to.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise, product
+
+import torch
+
+from zero_core.memory import FP32_BYTES
+from zero_core.store import ShardSpec
+
+from ..arena import PAGE_BYTES
+from ..errors import BudgetError, PlacementError, gib
+from ..placement import Placement, device_share, shares, tier_at
+from ..protocols import UpdateStep
+from ..tier import TIERS, Tier
+from .footprint import KINDS, STATE_KINDS, PlacedUnit, StorePlan, UnitRun
+from .tile import Record, Tile, check_tile_numel, cut, record_of, round_up
+
+__all__ = ["MINIMUM_SLOTS", "Shards", "check_device_shares", "plan_store", "resident_slots", "slots_of_units"]
+
+MEMORY = (Tier.DEVICE, Tier.HOST)
+SMALL_UNIT_BYTES = 1 << 20
+LARGE_UNITS = 4  # at most so many, an embedding and a head for example, have slots of their own because they are large
+PASSING_SLOTS = 12  # for states that are read, updated and written at a time
+MINIMUM_SLOTS = 3  # one being read, one being updated, one being written
+MIRROR_SLOTS = 3  # of host memory, each a tile of parameters: one copied down, one being updated, one copied up
+STAGING_SLOTS = 4  # of host memory, each a tile in the reduce dtype: gradients that cannot go straight to their place
+
+
+class Shards:
+    """Shards that are cut into tiles once and can be placed many times. Those that are alike are counted together.
+
+    `shards`: each with how many of its kind there are in a row. The rest is as `plan_store` has it.
+    """
+
+    def __init__(
+        self,
+        shards: Iterable[tuple[ShardSpec, int]],
+        step: UpdateStep,
+        *,
+        tile_numel: int,
+        prefetch_bytes: int = 0,
+        shard_count: int = 1,
+        alignment: int = PAGE_BYTES,
+        landing_dtype: torch.dtype | None = None,
+        gradient_itemsize: int = FP32_BYTES,
+        tiers: tuple[Tier, ...] = TIERS,
+    ) -> None:
+        check_tile_numel(tile_numel)
+        self._step, self._tile_numel, self._alignment = step, tile_numel, max(alignment, PAGE_BYTES)
+        self._prefetch_bytes, self._gradient_itemsize = prefetch_bytes // max(1, shard_count), gradient_itemsize
+        self._landing_dtype, self._discrete = landing_dtype, landing_dtype is not None
+        self._tiers = tiers
+        self._records: dict[tuple[int, torch.dtype], Record] = {}
+        self.cut: list[UnitRun] = []
+        self.numel = self.trained_numel = 0
+        for number, (spec, count) in enumerate(shards):
+            unit = PlacedUnit(spec, cut(number, spec, tile_numel), (), (), (), (), self._discrete)
+            self.cut.append(UnitRun(unit, count, self.numel, self.trained_numel))
+            self.numel += count * spec.numel
+            self.trained_numel += count * spec.numel * spec.trained
+
+    def ends(self, *, trained: bool) -> list[float]:
+        """Where each unit ends, as a fraction of all elements, or of the trained ones."""
+        specs = [run.unit.spec for run in self.cut for _ in range(run.count)]
+        numels = [spec.numel * (spec.trained or not trained) for spec in specs]
+        total = max(1, sum(numels))
+        return [end / total for end in accumulate(numels, initial=0)]
+
+    def place(self, placements: Mapping[str, Placement], slots: int | None) -> StorePlan:
+        """The plan of these placements, by kind. Raises PlacementError for one that cannot be, or too few `slots`."""
+        if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < MINIMUM_SLOTS):
+            raise PlacementError(f"slots={slots!r}: at least {MINIMUM_SLOTS} (a read, an update and a write at a time)")
+        fractions = [shares(placements[kind], kind, self._tiers) for kind in STATE_KINDS]
+        bounds = [[bound for bound in accumulate(kind.values()) if 0 < bound < 1] for kind in fractions]
+        runs = [placed for run in self.cut for placed in self._placed(run, fractions, bounds)]
+        states, gradients = Counter[int](), Counter[int]()  # stored tiles by the bytes that they take of a slot
+        for run in runs:
+            for tile, record, _, gradient, state in run.unit.rows():
+                if record is not None and state.stored:
+                    states[record.nbytes] += run.count
+                if tile.trainable and gradient.stored:
+                    gradients[round_up(tile.numel * self._gradient_itemsize, self._alignment)] += run.count
+        units = [run.unit for run in runs for _ in range(run.count)]
+        own, shared, largest = slots_of_units(units, self._prefetch_bytes)
+        plan = StorePlan(
+            runs=tuple(runs),
+            tile_numel=self._tile_numel,
+            alignment=self._alignment,
+            state_slots=_slots(states, slots),
+            state_slot_bytes=max(states, default=0),
+            gradient_slots=_slots(gradients, slots),
+            gradient_slot_bytes=max(gradients, default=0),
+            unit_slots=shared,
+            unit_slot_bytes=round_up(largest, self._alignment),
+            own_slots=own,
+            gradient_itemsize=self._gradient_itemsize,
+            tiers=self._tiers,
+        )
+        return plan if self._landing_dtype is None else _with_link(plan, self._landing_dtype, self._step)
+
+    def _placed(
+        self, run: UnitRun, fractions: Sequence[Mapping[Tier, float]], bounds: Sequence[Sequence[float]]
+    ) -> Iterator[UnitRun]:
+        """Parts of the run in which no placement changes but in a part of one unit, with their tiers and records.
+
+        A share of the parameters is one of all elements; of gradients and states it is one of the trained elements.
+        """
+        spec, tiles = run.unit.spec, run.unit.tiles
+        trained = (run.trained_start, max(1, self.trained_numel))
+        scales = [(run.start, max(1, self.numel)), trained, trained]
+        ends = {0, run.count}
+        for (start, numel), of_kind in zip(scales, bounds, strict=True):
+            for bound in of_kind:
+                at = int((bound * numel - start) // spec.numel) if spec.numel else 0
+                ends |= {end for end in range(at - 1, at + 3) if 0 < end < run.count}
+        for first, stop in pairwise(sorted(ends)):
+            before = first * spec.numel
+            parameters, gradients, states = (
+                self._tiers_of(tiles, start + before, numel, kind)
+                for (start, numel), kind in zip(scales, fractions, strict=True)
+            )
+            if self._discrete and spec.trained and states[:1] == (Tier.DEVICE,):
+                parameters = states  # a share of all elements may end before the same share of the trained ones
+            records = tuple(self._record(tile, spec.dtype, tier) for tile, tier in zip(tiles, states, strict=True))
+            unit = PlacedUnit(spec, tiles, records, parameters, gradients, states, self._discrete)
+            yield UnitRun(unit, stop - first, run.start + before, run.trained_start + before * spec.trained)
+
+    def _tiers_of(
+        self, tiles: Sequence[Tile], start: int, numel: int, fractions: Mapping[Tier, float]
+    ) -> tuple[Tier, ...]:
+        """The tier of each tile of a unit with `start` of `numel` elements before it.
+
+        A discrete device has whole units: those whose middle is within its fraction. The others begin behind it.
+        """
+        least = 0.0
+        if self._discrete and tiles:
+            if tier_at(min(1.0, (start + tiles[-1].stop / 2) / numel), fractions) == Tier.DEVICE:
+                return (Tier.DEVICE,) * len(tiles)
+            least = fractions[Tier.DEVICE]
+        middles = ((start + tile.start + tile.numel / 2) / numel for tile in tiles)
+        return tuple(tier_at(min(1.0, max(least, middle)), fractions) for middle in middles)
+
+    def _record(self, tile: Tile, dtype: torch.dtype, state: Tier) -> Record | None:
+        """None where no element has a state, or a discrete device keeps it."""
+        if not tile.trainable or (self._discrete and state == Tier.DEVICE):
+            return None
+        key = (tile.numel, dtype)
+        if key not in self._records:
+            self._records[key] = record_of(self._step, *key, self._alignment)
+        return self._records[key] if self._records[key].nbytes else None
+
+
+def plan_store(
+    specs: Sequence[ShardSpec],
+    step: UpdateStep,
+    *,
+    parameters: Placement = Tier.HOST,
+    gradients: Placement = Tier.HOST,
+    optimizer: Placement = Tier.HOST,
+    tile_numel: int = 1 << 22,
+    slots: int | None = None,
+    host_bytes: int | None = None,
+    prefetch_bytes: int = 0,
+    shard_count: int = 1,
+    alignment: int = PAGE_BYTES,
+    landing_dtype: torch.dtype | None = None,
+    gradient_itemsize: int = FP32_BYTES,
+    tiers: tuple[Tier, ...] = TIERS,
+) -> StorePlan:
+    """Cut, place and count. `step` is bound already.
+
+    `slots`: of states and of gradients each; None: a quarter of what is stored, at least 3, fewer where `host_bytes`
+    is short. `landing_dtype`: with a discrete device, the reduce dtype of what comes from it.
+    `gradient_itemsize`: bytes that are kept of an element (`ElementBytes.gradient`). `tiers`: all there are, fast to
+    slow. Raises PlacementError, or BudgetError when `host_bytes` is too small even with 3 slots.
+    """
+    if landing_dtype is not None:
+        check_device_shares(parameters, gradients, optimizer)
+    shards = Shards(
+        ((spec, 1) for spec in specs),
+        step,
+        tile_numel=tile_numel,
+        prefetch_bytes=prefetch_bytes,
+        shard_count=shard_count,
+        alignment=alignment,
+        landing_dtype=landing_dtype,
+        gradient_itemsize=gradient_itemsize,
+        tiers=tiers,
+    )
+    plan = shards.place({"parameters": parameters, "gradients": gradients, "optimizer": optimizer}, slots)
+    return plan if host_bytes is None else _fit(plan, host_bytes, fixed=slots is not None)
+
+
+def check_device_shares(parameters: Placement, gradients: Placement, optimizer: Placement) -> None:
+    """Raises PlacementError unless units whose states are on a discrete device have everything else there too."""
+    states = device_share(optimizer)
+    if not math.isclose(device_share(gradients), states, abs_tol=1e-6):
+        raise PlacementError(
+            f"gradients={gradients!r} and optimizer={optimizer!r}: on a discrete device a unit's gradient is where its "
+            f'states are; give both the same share of "device" ({states:g})'
+        )
+    if device_share(parameters) < states - 1e-6:
+        raise PlacementError(
+            f"parameters={parameters!r} and optimizer={optimizer!r}: states on the device need their parameters there; "
+            f'give parameters at least {states:g} of "device"'
+        )
+
+
+def _with_link(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePlan:
+    """With what a discrete device needs: where gradients pass through, where the host updates its parameters."""
+    units = [run.unit for run in plan.runs]
+    away = [unit for unit in units if unit.trainable and not unit.whole]
+    tile = max((tile.numel for unit in away for tile in unit.tiles), default=0)
+    homes = [tile.numel * unit.spec.dtype.itemsize for unit in units if unit.home for tile in unit.tiles]
+    largest = max((unit.spec.numel for unit in away if not unit.spec.encloses), default=0)
+    # A unit that is open during the whole backward would hold a buffer that the others take turns with. A small one,
+    # such as a final norm, may be.
+    small = min(largest * dtype.itemsize // 16, SMALL_UNIT_BYTES)
+    own = {id(unit) for unit in away if unit.spec.encloses or unit.spec.numel * dtype.itemsize <= small}
+    return replace(
+        plan,
+        landing_numel=largest,
+        landing_itemsize=dtype.itemsize,
+        own_landings=tuple(i for i, unit in enumerate(plan.units) if id(unit) in own),
+        staging_slots=STAGING_SLOTS if away else 0,
+        staging_slot_bytes=round_up(tile * dtype.itemsize, PAGE_BYTES),
+        state_values=len(step.state_names()),
+        mirror_slots=MIRROR_SLOTS if homes else 0,
+        mirror_slot_bytes=round_up(max(homes, default=0), PAGE_BYTES),
+    )
+
+
+def slots_of_units(units: Sequence[PlacedUnit], prefetch_bytes: int) -> tuple[tuple[int, ...], int, int]:
+    """Streamed units with a slot of their own; how many slots the others share, those prefetched and two; their bytes.
+
+    A final norm open during the whole forward would otherwise take a slot as large as a block's, and so would each
+    block's adapters, while an embedding would make every slot as large as itself. Units with a slot of their own are
+    the smallest ones, if together they cost no more than one shared slot, and, at either end of the sizes, those that
+    make the slots take less memory in all. Such a unit is read once. Where modules open several units at once, those in
+    use take as many slots for each.
+    """
+    sizes = sorted((unit.parameter_bytes, i) for i, unit in enumerate(units) if unit.streamed)
+    ends = [0, *accumulate(size for size, _ in sizes)]
+    largest, small = (sizes[-1][0] if sizes else 0), 0
+    while small < len(sizes) and sizes[small][0] <= min(largest // 16, SMALL_UNIT_BYTES) and ends[small + 1] <= largest:
+        small += 1
+    edges = [k for k in range(1, len(sizes)) if sizes[k - 1][0] < sizes[k][0]]
+    firsts = [small, *(k for k in edges if k > small and sizes[k - 1][0] <= largest // 16)]
+    lasts = [len(sizes), *(k for k in edges if len(sizes) - k <= LARGE_UNITS)]
+    best = None
+    for first, last in product(firsts, lasts):
+        if first <= last:
+            ahead = bisect_right(ends, ends[first] + prefetch_bytes, first, last + 1) - 1 - first
+            beside = Counter(units[i].spec.beside for _, i in sizes[first:last])
+            del beside[None]
+            at_once = max(beside.values(), default=1)
+            count, nbytes = (
+                min(last - first, max(at_once, ahead) + 2 * at_once),
+                sizes[last - 1][0] if first < last else 0,
+            )
+            total = ends[first] + count * nbytes + ends[-1] - ends[last]
+            if best is None or total < best[0]:
+                best = total, first, last, count, nbytes
+    assert best is not None
+    _, first, last, count, nbytes = best
+    return tuple(sorted(i for _, i in (*sizes[:first], *sizes[last:]))), count, nbytes
+
+
+def resident_slots(slots: int, tiles: int) -> int:
+    """Slots whose tile stays from one update to the next, of `slots` through which so many tiles pass.
+
+    The others are PASSING_SLOTS: with fewer, reads would not run far enough ahead.
+    """
+    return slots if slots >= tiles else max(0, slots - PASSING_SLOTS)
+
+
+def _slots(tiles: Counter[int], wanted: int | None) -> int:
+    """A quarter of the bytes, at least 3, never more than there are tiles. `tiles`: how many there are of each size."""
+    if not tiles:
+        return 0
+    quarter = -(-sum(size * count for size, count in tiles.items()) // (4 * max(tiles)))
+    return min(tiles.total(), max(MINIMUM_SLOTS, quarter if wanted is None else wanted))
+
+
+def _fit(plan: StorePlan, host_bytes: int, *, fixed: bool) -> StorePlan:
+    """The plan with as many slots as the budget holds. BudgetError with what is missing and what to change."""
+    smallest = replace(
+        plan,
+        state_slots=min(plan.state_slots, MINIMUM_SLOTS),
+        gradient_slots=min(plan.gradient_slots, MINIMUM_SLOTS),
+    )
+    least = plan if fixed else smallest
+    if least.arena_bytes > host_bytes:
+        parts = ", ".join(f"{kind} {gib(sum(least.bytes_of(tier, kind) for tier in MEMORY))}" for kind in KINDS)
+        movable = [kind for kind in STATE_KINDS if any(least.bytes_of(tier, kind) for tier in MEMORY)]
+        remedies = [f'{kind}="{plan.tiers[-1]}"' for kind in reversed(movable)]
+        if fixed and smallest.arena_bytes < least.arena_bytes:
+            remedies.append(f"slots={MINIMUM_SLOTS}")
+        if plan.tile_numel > 1 << 20:
+            remedies.append("a smaller tile_numel")
+        raise BudgetError(
+            f"host tier needs {gib(least.arena_bytes)} ({parts}), budget is {gib(host_bytes)}: "
+            f"{gib(least.arena_bytes - host_bytes)} are missing; lower it with {', '.join(remedies) or 'more ranks'}, "
+            "or raise host_bytes"
+        )
+    while plan.arena_bytes > host_bytes:
+        states, gradients = plan.state_slots, plan.gradient_slots
+        if gradients > smallest.gradient_slots and (gradients > states or states == smallest.state_slots):
+            plan = replace(plan, gradient_slots=gradients - 1)
+        else:
+            plan = replace(plan, state_slots=states - 1)
+    return plan
