@@ -148,12 +148,12 @@ def test_parameters_on_nvme_are_read_for_forward_and_backward_of_every_micro_bat
 
 def test_copies_stay_for_backward_within_the_bytes_that_may_be_ahead_and_slots_hold_as_many():
     for nbytes, staying in ((4 * MI, 2), (7 * MI, 3), (1, 1), (1 << 40, 8), (0, 0)):
-        for shape in (Shape(apart=True, prefetch_bytes=nbytes), Shape(shard_count=2, prefetch_bytes=nbytes)):
+        for shape in (Shape(discrete=True, prefetch_bytes=nbytes), Shape(shard_count=2, prefetch_bytes=nbytes)):
             assert stays([2 * MI] * 8, [False] * 8, shape) == [False] * (8 - staying) + [True] * staying
             counted = count(sizes(*[MI] * 8), shape, {**HOST, "parameters": "nvme"})
             assert counted.moved["nvme"]["backward_read"] <= max(1, 8 - staying) * 2 * MI // shape.shard_count
     flags = functools.partial(stays, [2 * MI] * 4, [True, False, False, False])
-    assert flags(Shape(apart=True, prefetch_bytes=1)) == [True, False, False, True]  # the model's own unit always
+    assert flags(Shape(discrete=True, prefetch_bytes=1)) == [True, False, False, True]  # the model's own unit always
     assert not any(flags(Shape(shard_count=2, stage=2, prefetch_bytes=1 << 40)))
     assert any(flags(Shape(prefetch_bytes=4 * MI))) != residency.CAN_SWAP  # what is lent is no copy
 

@@ -102,7 +102,7 @@ def _ways(plan: Plan, tiers: tuple[str, ...], said: Mapping[str, int]) -> list[s
     below = {"device": "host", "host": "nvme"}[tiers[-1]]
     held = {kind: sum(plan.bytes_of(tier, kind) for tier in tiers) for kind in STATE_KINDS}
     for kind in STATE_KINDS:
-        kinds, arguments = moved(kind, below, held, apart=tiers == ("device",))
+        kinds, arguments = moved(kind, below, held, discrete=tiers == ("device",))
         gain = sum(held[each] for each in kinds)
         gains.append((gain if held[kind] else 0, f"{arguments} ({gib(gain)})"))
     activations = sum(plan.bytes_of(tier, "activations") for tier in tiers)

@@ -41,7 +41,7 @@ def whole(least: int = 0, *, exponent: bool = True) -> Check:
                 raise ValueError(f"{value!r} is a float: write {int(value)}, without a point or an exponent")
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{value!r} is no whole number of at least {least}")
+            raise ValueError(f"{value!r} must be an integer of at least {least}")
         return value
 
     return check

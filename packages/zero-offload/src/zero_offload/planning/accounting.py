@@ -69,7 +69,7 @@ class Shape:
     prefetch_bytes: int = 0
     resident_bytes: int = 0
     step: Any = field(default_factory=AdamLayout)  # an UpdateStep, or as much of one as AdamLayout is
-    apart: bool = False  # the device tier is not host memory
+    discrete: bool = False  # the device tier is not host memory
     tiers: tuple[Tier, ...] = TIERS  # fast to slow
 
     @property
@@ -79,7 +79,7 @@ class Shape:
     @property
     def copies(self) -> bool:
         """Whether a unit in use is a copy of what the store has: on a device, gathered, or under a fixed storage."""
-        return self.apart or self.shard_count > 1 or not residency.CAN_SWAP
+        return self.discrete or self.shard_count > 1 or not residency.CAN_SWAP
 
     @property
     def turns(self) -> bool:
@@ -121,7 +121,7 @@ def shards_of(sizes: ModelSizes, shape: Shape) -> Shards:
         prefetch_bytes=lent_bytes(whole, shape.prefetch_bytes, shape.resident_bytes, shape.shard_count),
         shard_count=shape.shard_count,
         alignment=shape.alignment,
-        landing_dtype=shape.reduce_dtype if shape.apart else None,
+        landing_dtype=shape.reduce_dtype if shape.discrete else None,
         gradient_itemsize=shape.gradient_itemsize,
         tiers=shape.tiers,
     )

@@ -156,16 +156,17 @@ def check(held: Held, held_back: int, budgets: Budgets, hardware: Hardware, stag
             raise PlanError(tier, needed, budget, contents(kinds), ways)
 
 
-def moved(kind: str, below: str, held: Mapping[str, int], *, apart: bool) -> tuple[tuple[str, ...], str]:
-    """The kinds that leave a tier with `kind`, and the arguments that place them `below`. `held`: bytes there by kind.
+def moved(kind: str, slower: str, held: Mapping[str, int], *, discrete: bool) -> tuple[tuple[str, ...], str]:
+    """The kinds that leave a tier with `kind`, and the arguments that place them on a `slower` one.
 
-    On a device apart a tile's gradient is where its states are, and these are nowhere without their parameters.
+    held: bytes there by kind. On a discrete device a unit's gradient is where its states are, and these are nowhere
+    without their parameters.
     """
     states = ("optimizer", "gradients")
     together: tuple[str, ...] = (kind,)
-    if apart and any(held.get(each) for each in states):
+    if discrete and any(held.get(each) for each in states):
         together = states if kind in states else (kind, *states)
-    return together, " and ".join(f'{each}="{below}"' for each in together)
+    return together, " and ".join(f'{each}="{slower}"' for each in together)
 
 
 def contents(kinds: Mapping[str, int]) -> str:
@@ -202,7 +203,7 @@ def _ways_out(
     ways = []
     if kinds[largest]:
         there = below == "host" or budgets.nvme > 0
-        arguments = moved(largest, below, kinds, apart=tier == "device" and not budgets.shared)[1]
+        arguments = moved(largest, below, kinds, discrete=tier == "device" and not budgets.shared)[1]
         ways.append(arguments + ("" if there else ", which needs nvme (hardware.nvme_gib is 0)"))
     if kinds["activations"]:
         ways.append("fewer tokens a micro-batch")

@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def needs_store(self) -> bool:
-        """False where all states stay on a device apart from the host: then `zero_core.shard` is given no store."""
+        """False where all states stay on a discrete device: then `zero_core.shard` is given no store."""
         shared = self.budgets is None or self.budgets.shared
         return shared or any(placement not in ("device", {"device": 1.0}) for placement in self.placements.values())
 
@@ -235,8 +235,8 @@ def plan(
         >>> planned.bytes_of("nvme", "optimizer") / planned.bytes_of("host", "parameters")
         2.0
     """
-    tiers, apart = tiers_with(hardware.tiers if hardware else ()), hardware is not None and not hardware.shares_host
-    given = _given(tiers, apart, parameters=parameters, gradients=gradients, optimizer=optimizer)
+    tiers, discrete = tiers_with(hardware.tiers if hardware else ()), hardware is not None and not hardware.shares_host
+    given = _given(tiers, discrete, parameters=parameters, gradients=gradients, optimizer=optimizer)
     batch = _batch(tokens, accumulate, micro_batch, rows, whole_logits, activations)
     own, reduced = _dtypes_of(model)
     dtype = parameter_dtype or own
@@ -254,7 +254,7 @@ def plan(
         prefetch_bytes=prefetch_bytes,
         resident_bytes=resident_bytes,
         step=AdamLayout() if step is None else step,
-        apart=apart,
+        discrete=discrete,
         tiers=tiers,
     )
     budgets = None if hardware is None else Budgets.of_rank(hardware, host_bytes)
@@ -345,17 +345,17 @@ def _batch(
     return batch
 
 
-def _given(tiers: Sequence[Tier], apart: bool, **wanted: str | Placement) -> dict[str, Placement]:
+def _given(tiers: Sequence[Tier], discrete: bool, **wanted: str | Placement) -> dict[str, Placement]:
     """The placements that are not left to the planner.
 
-    Raises PlacementError for one that cannot be, or that cannot be updated on a device `apart`, where what is left to
-    "auto" will follow.
+    Raises PlacementError for one that cannot be, or that cannot be updated on a `discrete` device, where what is left
+    to "auto" will follow.
     """
     given = {kind: placement for kind, placement in wanted.items() if placement != "auto"}
     for kind, placement in given.items():
         shares(placement, kind, tiers)
     states = given.get("optimizer", given.get("gradients"))
-    if apart and states is not None:
+    if discrete and states is not None:
         device = device_share(states)
         follows: Placement = {"device": device, "host": 1.0 - device}
         check_device_shares(given.get("parameters", "device"), given.get("gradients", follows), states)

@@ -8,7 +8,7 @@ Owns the arithmetic of windows. Pure: takes bytes from `accounting` and rates fr
                reads of the first tiles may start, and the writes of the last may end, in backward
 Within a window the resources (compute, each stored tier, link, network, the CPU's update) work side by side, so it
 lasts as long as its busiest one. Where the CPU is the compute device its update competes with compute: I/O hides,
-arithmetic adds. Where compute is apart from the host the windows have ends as well, which nothing hides: `timetable`
+arithmetic adds. On a discrete device the windows have ends as well, which nothing hides: `timetable`
 has them by unit. The rates of a tier that compresses are those that it reaches beside compute.
 A window is w FLOP per parameter and token: 2 for a forward; 4 for a backward, of which a parameter that is not trained
 takes 2; 2 more to recompute. Traffic of B bytes per parameter hides in it iff tokens ≥ B·F/(w·BW).
@@ -171,13 +171,13 @@ class _Step:
     host_update: float
     device_update: float
 
-    def below(self, kind: str) -> int:
+    def off_device(self, kind: str) -> int:
         """Bytes that are not on the device."""
         return sum(nbytes for (tier, each), nbytes in self.held.items() if each == kind and tier != "device")
 
     def windows(self) -> dict[str, dict[str, float]]:
         """Seconds of each resource in the first forward, a later one and a backward, and what slips to backward."""
-        shape, accumulate, away = self.shape, self.shape.accumulate, self.below("activations")
+        shape, accumulate, away = self.shape, self.shape.accumulate, self.off_device("activations")
         share = (shape.shard_count - 1) / shape.shard_count  # of what is gathered or reduced, from other ranks
         nbytes = [unit.nbytes(shape.parameter_dtype) for unit in self.sizes.units]
         staying = stays(nbytes, [unit.encloses for unit in self.sizes.units], shape)
@@ -185,9 +185,9 @@ class _Step:
         reduction = sum(unit.trained_numel for unit in self.sizes.units) * shape.reduce_dtype.itemsize * share
         arrived = shape.arriving / accumulate  # the share of backwards that end in a reduction
         narrow = shape.reduce_dtype.itemsize / shape.gradient_itemsize
-        parameters = self.below("parameters")
-        up = parameters - sum(compress(self._units_below("parameters", nbytes), staying)) + away
-        down = self.below("gradients") * narrow * arrived  # bytes of a backward, as `up`
+        parameters = self.off_device("parameters")
+        up = parameters - sum(compress(self._units_off_device("parameters", nbytes), staying)) + away
+        down = self.off_device("gradients") * narrow * arrived  # bytes of a backward, as `up`
         mixed = self.hardware.rank_rate("link_mixed_gbps") or float("inf")
         forward = {"link": max(parameters / self.link, away / self.link_out), "network": gather / self.network}
         backward = {
@@ -222,20 +222,20 @@ class _Step:
         back_share = 1 / max(1, sum(works))
         nbytes = [unit.nbytes(shape.parameter_dtype) for unit in sizes.units]
         staying = stays(nbytes, [unit.encloses for unit in sizes.units], shape)
-        parameters = self._units_below("parameters", nbytes)
+        parameters = self._units_off_device("parameters", nbytes)
         trained = [unit.trained_numel for unit in sizes.units]
-        gradients, states = self._units_below("gradients", trained), self._units_below("optimizer", trained)
+        gradients, states = self._units_off_device("gradients", trained), self._units_off_device("optimizer", trained)
         element = self.account.updated.get("host", 0) / self.host_update / max(1.0, sum(states))
         reduced, itemsize = shape.reduce_dtype.itemsize, shape.parameter_dtype.itemsize
         added = reduced + (0 if shape.arriving == 1 else 2 * FP32_BYTES)
-        aside = self.below("activations") / max(1, sizes.blocks)
+        aside = self.off_device("activations") / max(1, sizes.blocks)
         arrived = shape.arriving / shape.accumulate
         units = [
             UnitWork(
                 forward=forward * unit.compute_numel * share,
                 backward=backward * work * back_share,
                 update=element * updated,
-                # What lives on the device and is updated below crosses after its update, as what lives below does.
+                # What lives on the device and is updated on the host crosses after its update, as what lives there.
                 upload=max(used, updated * itemsize) / self.link,
                 upload_again=(used * (not stay) + aside * unit.is_block) / self.link / slower,
                 download=arrived * reduces * reduced / self.link_out / slower,
@@ -251,11 +251,11 @@ class _Step:
         first, later = (forward_seconds(units, shape.prefetch_bytes, updated=updated) for updated in (True, False))
         return first, later, back, tail
 
-    def _units_below(self, kind: str, of_units: Sequence[int]) -> list[float]:
+    def _units_off_device(self, kind: str, of_units: Sequence[int]) -> list[float]:
         """What of each unit's bytes or elements is not on the device, which has the first ones. One shard's."""
         numels = [number / self.shape.shard_count for number in of_units]
         device = self.held.get(("device", kind), 0)
-        total = device + self.below(kind)
+        total = device + self.off_device(kind)
         edge = sum(numels) * (device / total if total else 1.0)
         found, start = [], 0.0
         for numel in numels:

@@ -1,9 +1,9 @@
 """`probe`: measure this machine's `Hardware`. Takes a few seconds, and about 1 GiB of host memory (2 GiB beside a GPU).
 
-Owns the measurements only; those of a device apart are `probing_device`'s. Figures are what this package would reach:
-direct I/O through the caller's own `ByteStore` from huge-page memory, the caller's own `UpdateStep` on tiles out of
-cache, a transformer block's forward and backward. Each is the best of a few rounds: the machine's, not that of whatever
-else ran at the time.
+Owns the measurements only; those of a discrete device are `probing_device`'s. Figures are what this package would
+reach: direct I/O through the caller's own `ByteStore` from huge-page memory, the caller's own `UpdateStep` on tiles out
+of cache, a transformer block's forward and backward. Each is the best of a few rounds: the machine's, not that of
+whatever else ran at the time.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def probe(
     small ones being slower.
     """
     where = indexed(torch.device(device))
-    apart = where.type != "cpu"
-    measured = device_figures(where, parameter_dtype) if apart else {}  # before libraries have workspaces
+    discrete = where.type != "cpu"
+    measured = device_figures(where, parameter_dtype) if discrete else {}  # before libraries have workspaces
     figures: dict[str, Any] = {
         "name": name or platform.node() or "this machine",
         "ranks_per_node": ranks_per_node,
@@ -73,9 +73,9 @@ def probe(
     }
     figures |= {k: round(v, 2) if k.endswith("_gib") else _figure(v) for k, v in measured.items()}
     if step is not None:
-        gbps = update_gbps(step, parameter_dtype, SERVER_TILES if apart else UPDATE_TILES)
+        gbps = update_gbps(step, parameter_dtype, SERVER_TILES if discrete else UPDATE_TILES)
         # Beside a GPU a rank's update has its share of the cores only: the node's figure is that of all ranks.
-        figures["update_gbps"] = _figure(gbps * (ranks_per_node if apart else 1))
+        figures["update_gbps"] = _figure(gbps * (ranks_per_node if discrete else 1))
     if nvme is not None:
         figures.update(nvme_figures(nvme))
     return Hardware(**figures)
@@ -163,8 +163,8 @@ def compute_tflops(device: torch.device, dtype: torch.dtype, hidden_size: int, t
     inner, outer = (
         nn.Linear(a, b, bias=False, device=device, dtype=dtype) for a, b in ((width, 3 * width), (3 * width, width))
     )
-    apart = device.type != "cpu"
-    sequence = min(2048 if apart else 256, tokens)
+    discrete = device.type != "cpu"
+    sequence = min(2048 if discrete else 256, tokens)
     x = torch.randn(max(1, tokens // sequence), sequence, width, device=device, dtype=dtype, requires_grad=True)
     numel = sum(p.numel() for layer in (project, inner, outer) for p in layer.parameters())
 
@@ -181,7 +181,7 @@ def compute_tflops(device: torch.device, dtype: torch.dtype, hidden_size: int, t
         torch.get_device_module(device).synchronize(device)
 
     flop = 6 * numel * x.shape[0] * sequence
-    if apart:
+    if discrete:
         return _figure(DEVICE_BLOCKS * flop / best(queued) / 1e12)
     first = least_seconds(block, 1)
     # A dtype that this processor has no arithmetic for takes seconds, beside which what a first call costs is nothing.

@@ -1,4 +1,4 @@
-"""What `probe` asks of a device apart: its memory, how fast that is, and the link to the host in each direction.
+"""What `probe` asks of a discrete device: its memory, how fast that is, and the link to the host in each direction.
 
 Owns these measurements only. NOT YET RUN ON A GPU: the tests run it on a simulated device.
 

@@ -1,7 +1,8 @@
-"""A forward and a backward unit by unit, where compute is apart from the host: what starts when, who waits for what.
+"""A forward and a backward unit by unit, on a discrete device: what starts when, who waits for what.
 
 Pure: seconds of work in, seconds of time out. Where those come from is `prediction`'s. It exists because sums do not
-tell the ends: the first unit's update and copy have nothing to hide behind, nor has the last gradient's way down.
+tell the ends: the first unit's update and copy have nothing to hide behind, nor has the last gradient's copy to the
+host.
 
 [Note: who waits for whom]
     update    u0 | u1 | u2 | ...                          the CPU, in forward order, from the end of step() on

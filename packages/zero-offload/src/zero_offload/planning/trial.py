@@ -6,13 +6,13 @@ Integers only. The store's part is a `StorePlan`'s, the rule of choice `automati
     device  zero-core's pool: on several ranks units that are gathered and gradients on their way
             (`zero_core.runtime.rehearsal` has its size), and whole gradients that wait for the step, at stage 1 and
             under `no_sync`.
-            On a device apart with a store below it units have memory of their own instead: the one in use with those
-            fetched ahead (in backward the one before it is still open then), and those that stay. There the gradient of
-            the unit whose backward runs is one of two landing buffers, as the one before it is on its way to the host;
-            and autograd has just made a parameter's. A unit that computes some rows at a time has the fp32 sum of its
-            gradient over them, and what a parameter's gradient is widened to before it is added.
+            On a discrete device with a store for the other tiers units have memory of their own instead: the one in use
+            with those fetched ahead (in backward the one before it is still open then), and those that stay. There the
+            gradient of the unit whose backward runs is one of two landing buffers, as the one before it is on its way
+            to the host; and autograd has just made a parameter's. A unit that computes some rows at a time has the fp32
+            sum of its gradient over them, and what a parameter's gradient is widened to before it is added.
     host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
-            from a device apart, and the rounding of blocks to pages
+            from a discrete device, and the rounding of blocks to pages
 Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
 """
 
@@ -61,7 +61,7 @@ class Trial:
         least = slots if slots is not None or self.budgets is None else MINIMUM_SLOTS
         place, shards = self._shards.place, self._shards
         tile = self.shape.tile_numel / max(1, shards.numel)
-        ends = {kind: shards.ends(trained=kind != "parameters") if self.shape.apart else () for kind in STATE_KINDS}
+        ends = {kind: shards.ends(trained=kind != "parameters") if self.shape.discrete else () for kind in STATE_KINDS}
         placements = choose(self.given, self.budgets, tile, ends, lambda tried: self.held(place(tried, least)))
         plan = place(placements, least)
         if slots is not None or self.budgets is None:
@@ -78,14 +78,16 @@ class Trial:
         """What the rank holds: the store's `plan`, the buffers beside it, and activations."""
         sizes, shape, element = self.sizes, self.shape, self.shape.element
         held, units, offloads = dict(plan.held), [run.unit for run in plan.runs], plan.offloads
-        swaps_in = offloads and shape.apart
+        swaps_in = offloads and shape.discrete
         own = swaps_in or not residency.CAN_SWAP  # units have memory of their own
         whole = 0  # bytes of parameters that stages 0 to 2 keep unsharded, where that is not the store's own memory
         if shape.stage < 3 and (shape.shard_count > 1 or own):
             whole = sum(run.count * run.unit.parameter_bytes for run in plan.runs) * shape.shard_count
             # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
             rounded = (
-                () if offloads or not shape.apart or not element.master else (r for r in plan.runs if r.unit.trainable)
+                ()
+                if offloads or not shape.discrete or not element.master
+                else (r for r in plan.runs if r.unit.trainable)
             )
             held["device", "parameters"] = (
                 whole
@@ -95,7 +97,7 @@ class Trial:
         pooled = self._pool(plan, own) - (0 if own else whole)
         device = plan.bytes_of("device", "buffers")
         trained = [unit for unit in sizes.units if unit.trained]
-        if shape.apart and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
+        if shape.discrete and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
             made = max((p.numel for unit in trained for p in unit.parameters), default=0)
             device += pooled + made * shape.parameter_dtype.itemsize
             if shape.arriving > 1:  # what is added to a sum on the device comes in other memory than the sum's
@@ -106,25 +108,27 @@ class Trial:
         if shape.stage == 3 and own:
             nbytes = [unit.nbytes(shape.parameter_dtype) for unit in sizes.units]
             device += unsharded_bytes(nbytes, [unit.encloses for unit in sizes.units], shape)
-        if not offloads and not shape.apart:  # zero-core's own store widens a gradient
+        if not offloads and not shape.discrete:  # zero-core's own store widens a gradient
             device += element.widened * max((unit.spec.numel for unit in units if unit.trainable), default=0)
         if summed := sizes.summed(self.policies, self._batch):
             widens = shape.parameter_dtype.itemsize < FP32_BYTES
             device += (max(map(sum, summed)) + widens * max(map(max, summed))) * FP32_BYTES
-        memory = ("host",) if shape.apart else ("host", "device")
+        memory = ("host",) if shape.discrete else ("host", "device")
         states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
         spill = SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in self.policies else 0  # what checkpoints travel through
         held |= {("device", "buffers"): device, ("host", "buffers"): plan.arena_bytes - states + spill}
-        activations = activation_bytes(sizes, self.policies, self._batch, on_heap=not shape.apart)
+        activations = activation_bytes(sizes, self.policies, self._batch, on_heap=not shape.discrete)
         return held | {(tier, "activations"): nbytes for tier, nbytes in activations.items()}
 
     def _pool(self, plan: StorePlan, own: bool) -> int:
         """Bytes of zero-core's pool. own: units have memory of their own."""
         shape = self.shape
         tiers = {tier for run in plan.runs for tier in run.unit.gradient_tiers}
-        if shape.apart and tiers - {Tier.DEVICE}:
+        if shape.discrete and tiers - {Tier.DEVICE}:
             lends = shape.accumulate  # every gradient has a landing buffer
-        elif shape.apart or not plan.offloads:  # zero-core's own store keeps a sum in other memory than what it lends
+        elif (
+            shape.discrete or not plan.offloads
+        ):  # zero-core's own store keeps a sum in other memory than what it lends
             lends = int(shape.arriving == 1 or shape.reduce_dtype.itemsize == FP32_BYTES)
         else:
             lends = int(not any(tier.stored for tier in tiers))
@@ -146,7 +150,7 @@ class Trial:
                 resident_bytes=shape.resident_bytes,
                 lends=lends,
                 gathers=not own,
-                exchanges=not shape.apart,
+                exchanges=not shape.discrete,
             ).pooled_bytes()
         return self._pooled[own, lends]
 

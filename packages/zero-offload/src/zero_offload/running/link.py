@@ -12,6 +12,7 @@ from torch import Tensor
 from ..arena import Block
 from ..monitor import Monitor
 from ..streams import Streams
+from ..tier import Tier
 from ..tiles.device_tier import DeviceTier
 from ..tiles.footprint import StorePlan
 from ..tiles.gradients import GradientStore
@@ -45,7 +46,7 @@ class Link:
     @property
     def device_bytes(self) -> int:
         """What passes through the device now, beside what was placed there."""
-        return self._plan.bytes_of("device", "buffers") + sum(copy.nbytes for copy in self._copies.values())
+        return self._plan.bytes_of(Tier.DEVICE, "buffers") + sum(copy.nbytes for copy in self._copies.values())
 
     @property
     def up_bytes(self) -> int:
