@@ -91,6 +91,6 @@ def test_a_device_that_its_reserve_fills_is_refused_with_the_size_that_would_do(
     with pytest.raises(PlanError, match=r"device_gib=1 leaves nothing beside hardware.device_reserved_gib=") as refused:
         planned(1)
     least = float(re.search(r"([\d.]+) would do", str(refused.value))[1])
-    assert planned(least).total("device") <= planned(least).budgets.device
+    assert planned(least).total("device") <= planned(least).budgets.of("device")
     with pytest.raises(PlanError):
         planned(least - 0.02)

@@ -41,7 +41,7 @@ def test_what_does_not_fit_on_the_device_leaves_it_from_the_end_states_and_gradi
     found = plan(LLAMA, small, tokens=2048)
     shares = {kind: found.placements[kind].get("device", 0.0) for kind in STATES}
     assert 0 < shares["optimizer"] == shares["gradients"] < shares["parameters"] == 1.0
-    assert 0.9 * found.budgets.device < found.total("device") <= found.budgets.device
+    assert 0.9 * found.budgets.of("device") < found.total("device") <= found.budgets.of("device")
     given = plan(LLAMA, small, tokens=2048, optimizer="host")
     assert given.placements["gradients"] == {"host": 1.0}
     with pytest.raises(PlacementError, match='same share of "device"'):

@@ -123,7 +123,7 @@ def test_the_device_holds_two_units_two_landing_buffers_and_activations(models, 
     assert found.bytes_of("device", "buffers") == pytest.approx(units + gradients, rel=0.001)
     assert found.bytes_of("device", "buffers") < 2 * block + 2 * block + GIB
     assert all(found.bytes_of("device", kind) == 0 for kind in KINDS)
-    assert found.total("device") < found.budgets.device
+    assert found.total("device") < found.budgets.of("device")
 
 
 def test_14b_with_exact_states_fits_over_device_and_host_and_not_on_the_host(models, h200):
@@ -132,4 +132,4 @@ def test_14b_with_exact_states_fits_over_device_and_host_and_not_on_the_host(mod
     found = planned(models["14B"], h200, 8192, "auto")
     assert found.bytes_of("device", "optimizer") > 0 and found.bytes_of("host", "optimizer") > 0
     assert found.total("nvme") == 0
-    assert found.total("device") <= found.budgets.device and found.total("host") <= found.budgets.host
+    assert found.total("device") <= found.budgets.of("device") and found.total("host") <= found.budgets.of("host")

@@ -84,11 +84,11 @@ class ZeroConfig:
                 raise ConfigError(f"nvme_paths has {path!r}: the only name in braces is {{local_rank}}")
         for kind in _KINDS:
             self._check_place(kind)
-        if any("nvme" in place for place in self.placements.values()) and not self.nvme_paths:
+        if self.on_nvme and not self.nvme_paths:
             raise ConfigError(
                 'nvme_paths is empty and something is kept on "nvme": name a folder on your fastest drive'
             )
-        if self.activations == "nvme" and not any("nvme" in place for place in self.placements.values()):
+        if self.activations == "nvme" and not self.on_nvme:
             raise ConfigError(
                 "activations='nvme' needs something else on nvme, whose files it shares: write optimizer: nvme, or "
                 "activations: host"
@@ -111,6 +111,16 @@ class ZeroConfig:
         """Where parameters, gradients and optimizer states are kept: "device", "host" or "nvme", or fractions."""
         places = {kind: getattr(self, kind) or _PLACES[self.offload] for kind in _KINDS}
         return {kind: place if isinstance(place, str) else dict(place) for kind, place in places.items()}
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is placed elsewhere than on the device alone."""
+        return any(place != "device" for place in self.placements.values())
+
+    @property
+    def on_nvme(self) -> bool:
+        """Whether anything is placed on nvme, in whole or in part."""
+        return any("nvme" in place for place in self.placements.values())
 
     @classmethod
     def of(cls, given: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> ZeroConfig:

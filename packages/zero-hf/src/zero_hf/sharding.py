@@ -97,9 +97,8 @@ def shard(
                 reduce_dtype=options.get("reduce_dtype"),
             )
         store = None
-        if any(place != "device" for place in config.placements.values()):
-            on_nvme = any("nvme" in place for place in config.placements.values())  # though the plan has no bytes there
-            slab = _slab(config, stack) if on_nvme else None
+        if config.offloads:
+            slab = _slab(config, stack) if config.on_nvme else None  # also where the plan has no bytes there
             store = zero_offload.TieredStore(
                 plan=planned, nvme=slab, step=step, host_bytes=config.host_bytes, overlap=config.overlap
             )
@@ -224,7 +223,7 @@ def _step(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
             reasons.append(str(error))
         if config.states != "fp32":
             raise ConfigError(f"states={config.states!r} with {type(optimizer).__name__}: {reasons[0]}")
-    if any(place != "device" for place in config.placements.values()):
+    if config.offloads:
         kept_states(optimizer, torch.device("cpu"))  # raises for one that does not run on the device either
         raise ConfigError(
             f"{type(optimizer).__name__} has no update on the host: {reasons[0]}. Take one that has, or keep all on "

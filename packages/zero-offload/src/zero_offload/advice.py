@@ -17,8 +17,9 @@ from zero_core.store import lent_bytes
 
 from .errors import OffloadError, gib
 from .planning.accounting import Shape
-from .planning.budgets import contents, moved, unsharded_bytes
+from .planning.budgets import contents, moved, slower, unsharded_bytes
 from .planning.planner import Plan
+from .tier import Tier
 from .tiles.fitting import slots_of_units
 from .tiles.footprint import KINDS, STATE_KINDS
 
@@ -55,7 +56,7 @@ def explained(plan: Plan) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, OffloadError) or not is_out_of_memory(error):
             raise
-        tier = "device" if isinstance(error, torch.OutOfMemoryError) else "host"
+        tier = Tier.DEVICE if isinstance(error, torch.OutOfMemoryError) else Tier.HOST
         said = amounts(str(error))
         raise OutOfMemoryError(_text(plan, tier, said, error), tier, said.get("asked")) from error
 
@@ -71,10 +72,10 @@ def amounts(text: str) -> dict[str, int]:
     return {name: int(float(match[1]) * _UNITS[match[2]]) for name, match in found.items() if match}
 
 
-def _text(plan: Plan, tier: str, said: Mapping[str, int], error: BaseException) -> str:
+def _text(plan: Plan, tier: Tier, said: Mapping[str, int], error: BaseException) -> str:
     shared = plan.budgets is None or plan.budgets.shared
-    where = "host" if shared else tier
-    tiers = ("device", "host") if shared else (tier,)
+    where = Tier.HOST if shared else tier
+    tiers = (Tier.DEVICE, Tier.HOST) if shared else (tier,)
     if "asked" in said:
         asked = f"{gib(said['asked'])} more were asked for"
     else:
@@ -85,7 +86,7 @@ def _text(plan: Plan, tier: str, said: Mapping[str, int], error: BaseException) 
     return f"out of memory on the {where} tier: {facts}; lower it with {', or '.join(_ways(plan, tiers, said))}"
 
 
-def _given(plan: Plan, where: str, tiers: tuple[str, ...]) -> str:
+def _given(plan: Plan, where: str, tiers: tuple[Tier, ...]) -> str:
     """ "the plan gave it 12.1 GiB of 79.0 GiB (activations 10.3 GiB, buffers 1.8 GiB)"."""
     parts = {kind: sum(plan.bytes_of(tier, kind) for tier in tiers) for kind in (*KINDS, "activations")}
     budget = plan.budgets.of(where) if plan.budgets else None
@@ -96,20 +97,20 @@ def _given(plan: Plan, where: str, tiers: tuple[str, ...]) -> str:
     )
 
 
-def _ways(plan: Plan, tiers: tuple[str, ...], said: Mapping[str, int]) -> list[str]:
+def _ways(plan: Plan, tiers: tuple[Tier, ...], said: Mapping[str, int]) -> list[str]:
     """What to change, the largest gain first; what it is worth where the plan knows."""
     gains: list[tuple[int, str]] = []
-    below = {"device": "host", "host": "nvme"}[tiers[-1]]
+    next_tier = slower(tiers[-1])
     held = {kind: sum(plan.bytes_of(tier, kind) for tier in tiers) for kind in STATE_KINDS}
     for kind in STATE_KINDS:
-        kinds, arguments = moved(kind, below, held, discrete=tiers == ("device",))
+        kinds, arguments = moved(kind, next_tier, held, discrete=tiers == (Tier.DEVICE,))
         gain = sum(held[each] for each in kinds)
         gains.append((gain if held[kind] else 0, f"{arguments} ({gib(gain)})"))
     activations = sum(plan.bytes_of(tier, "activations") for tier in tiers)
     gains.append((activations // 2, f"half the tokens a micro-batch ({gib(activations // 2)})"))
-    slower = _next_policy(plan, tiers)
-    if slower:  # worth more than half where blocks are kept
-        gains.append((activations // 2 + 1, f'activations="{slower}"'))
+    policy = _next_policy(plan, tiers)
+    if policy:  # worth more than half where blocks are kept
+        gains.append((activations // 2 + 1, f'activations="{policy}"'))
     gains.append((_prefetched_bytes(plan, tiers), "prefetch_bytes=0"))
     gains.append((plan.shape.resident_bytes, f"resident_bytes=0 ({gib(plan.shape.resident_bytes)})"))
     ways = list(dict.fromkeys(text for gain, text in sorted(gains, key=lambda each: -each[0]) if gain > 0))
@@ -118,7 +119,7 @@ def _ways(plan: Plan, tiers: tuple[str, ...], said: Mapping[str, int]) -> list[s
     return ways or ["more ranks with stage=3, or smaller units (TiledLinear)"]
 
 
-def _prefetched_bytes(plan: Plan, tiers: tuple[str, ...]) -> int:
+def _prefetched_bytes(plan: Plan, tiers: tuple[Tier, ...]) -> int:
     """What `prefetch_bytes=0` saves: of units that are gathered ahead, and of their slots on the host."""
     units, shards = plan.store.units, plan.shape.shard_count
     nbytes = [unit.spec.numel * shards * unit.spec.dtype.itemsize for unit in units]
@@ -128,15 +129,16 @@ def _prefetched_bytes(plan: Plan, tiers: tuple[str, ...]) -> int:
         ahead = lent_bytes(nbytes, shape.prefetch_bytes, shape.resident_bytes, shards)
         own, shared, largest = slots_of_units(units, ahead // shards)
         slots = sum(units[i].parameter_bytes for i in own) + shared * largest
-        return gathered * bool(plan.bytes_of("device", "buffers")) + slots * ("host" in tiers)
+        return gathered * bool(plan.bytes_of(Tier.DEVICE, "buffers")) + slots * (Tier.HOST in tiers)
 
     return held(plan.shape) - held(replace(plan.shape, prefetch_bytes=0))
 
 
-def _next_policy(plan: Plan, tiers: tuple[str, ...]) -> str:
+def _next_policy(plan: Plan, tiers: tuple[Tier, ...]) -> str:
     """The policy that takes away what most units keep on these tiers; empty: there is none."""
     if not plan.activations:
         return ""
     common = Counter(plan.activations).most_common(1)[0][0]
-    lower = {"keep": "recompute", "recompute": "host" if tiers == ("device",) else "nvme"}
-    return lower.get(common, "nvme" if common == "host" and "host" in tiers else "")
+    if common == "keep":
+        return "recompute"
+    return str(slower(tiers[-1])) if common in ("recompute", tiers[-1]) else ""

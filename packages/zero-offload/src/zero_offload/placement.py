@@ -68,4 +68,4 @@ def tier_at(middle: float, fractions: Mapping[Tier, float]) -> Tier:
 
 def device_share(placement: Placement) -> float:
     """The fraction on the device."""
-    return placement.get("device", 0.0) if isinstance(placement, Mapping) else float(placement == "device")
+    return placement.get(Tier.DEVICE, 0.0) if isinstance(placement, Mapping) else float(placement == Tier.DEVICE)

@@ -153,7 +153,7 @@ def account(plan: StorePlan, shape: Shape) -> Account:
         unit, count = run.unit, run.count
         streamed = count - sum(i in own for i in range(first, first + count))  # the others stay where they are read
         first += count
-        updated["device"] += count * unit.spec.numel * on_device if unit.whole else 0
+        updated[Tier.DEVICE] += count * unit.spec.numel * on_device if unit.whole else 0
         size = unit.spec.dtype.itemsize
         stored = Counter(
             {tier: round_up((stop - start) * size, align) for tier, start, stop in unit.stored(unit.parameter_tiers)}
@@ -171,7 +171,7 @@ def account(plan: StorePlan, shape: Shape) -> Account:
                 extents[gradient, "reduced"] += count * round_up(tile.numel * shape.reduce_dtype.itemsize, align)
                 extents[gradient, "summed"] += count * round_up(tile.numel * FP32_BYTES, align)
             if record is not None:
-                updated["device" if state == Tier.DEVICE else "host"] += count * update_bytes(shape, tile.numel)
+                updated[Tier.DEVICE if state == Tier.DEVICE else Tier.HOST] += count * update_bytes(shape, tile.numel)
                 records += count * state.stored
     stay = resident_slots(plan.state_slots, records)
     moved, resident = {}, stay * plan.state_slot_bytes  # those of the first tiers

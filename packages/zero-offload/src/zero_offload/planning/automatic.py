@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 from ..placement import Placement, device_share
+from ..tier import TIERS, Tier
 from ..tiles.footprint import STATE_KINDS
 from .accounting import Held
-from .budgets import POLICIES, Budgets, activation_bytes, needed_bytes
+from .budgets import POLICIES, Budgets, activation_bytes, needed_bytes, slower
 from .sizes import Batch, ModelSizes
 
 __all__ = ["choose", "choose_activations"]
@@ -41,40 +43,41 @@ def choose(
     Where nothing fits, the lowest placement, for the caller to refuse.
     """
     if budgets is None:
-        return {kind: given.get(kind, "host") for kind in STATE_KINDS}
-    # Tiles up to ends["device"], a fraction of all elements, lie on the device, up to ends["host"] on host.
-    on_device = 0.0 if budgets.shared else 1.0
-    ends = {kind: {"device": on_device, "host": 1.0} for kind in DEMOTED if kind not in given}
+        return {kind: given.get(kind, Tier.HOST) for kind in STATE_KINDS}
+    # Tiles up to ends[tier], a fraction of all elements, lie there or on a faster tier; the slowest has the others.
+    fastest = {tier: 0.0 if tier == Tier.DEVICE and budgets.shared else 1.0 for tier in TIERS[:-1]}
+    ends = {kind: dict(fastest) for kind in DEMOTED if kind not in given}
     tied = [kind for kind in DEMOTED[:2] if kind in ends]  # where its states are is where a tile's gradient is
     for kind in DEMOTED[:2]:
         if kind in given and tied and not budgets.shared:
-            ends[tied[0]]["device"] = device_share(given[kind])
+            ends[tied[0]][Tier.DEVICE] = device_share(given[kind])
             tied = []
 
     def placements() -> dict[str, Placement]:
-        return {kind: given[kind] if kind in given else _fractions(**ends[kind]) for kind in STATE_KINDS}
+        return {kind: given[kind] if kind in given else _fractions(ends[kind]) for kind in STATE_KINDS}
 
     for _ in range(MOST_PASSES):
         moved = False
         held = cost(placements())
         for tier, total in needed_bytes(held, budgets).items():
             over = total - (budgets.of(tier) or 0)
-            if over > 0 and (tier == "device" or (tier == "host" and budgets.nvme > 0)):
-                moved = _demote(held, ends, tier, over, tile, units, tied if tier == "device" else ()) or moved
+            if over > 0 and tier in fastest and (not slower(tier).stored or budgets.of(slower(tier))):
+                together = tied if tier == Tier.DEVICE else ()
+                moved = _demote(held, ends, Tier(tier), over, tile, units, together) or moved
         if not moved:
             break
     return placements()
 
 
-def _fractions(device: float, host: float) -> dict[str, float]:
-    found = {"device": device, "host": host - device, "nvme": 1.0 - host}
-    return {tier: fraction for tier, fraction in found.items() if fraction > 0}
+def _fractions(ends: Mapping[Tier, float]) -> dict[str, float]:
+    spans = zip(TIERS, pairwise([0.0, *ends.values(), 1.0]), strict=True)
+    return {str(tier): stop - start for tier, (start, stop) in spans if stop > start}
 
 
 def _demote(
     held: Held,
-    ends: dict[str, dict[str, float]],
-    tier: str,
+    ends: dict[str, dict[Tier, float]],
+    tier: Tier,
     over: int,
     tile: float,
     units: Mapping[str, Sequence[float]],
@@ -84,16 +87,16 @@ def _demote(
 
     `tied`: kinds that leave it together.
     """
-    moved = False
+    moved, faster = False, TIERS[: TIERS.index(tier)]
     for kind in [kind for kind in DEMOTED if kind in ends and kind not in tied[1:]]:
         together = tied if kind in tied else (kind,)
-        end, begin = ends[kind][tier], 0.0 if tier == "device" else ends[kind]["device"]
+        end, begin = ends[kind][tier], max((ends[kind][each] for each in faster), default=0.0)
         moving = sum(held.get((tier, each), 0) for each in together)
         if over <= 0 or end <= begin:
             continue
         # A tile moves when its middle is beyond the end, so half a tile more moves no less than `over`.
         share = (end - begin) * over / moving if moving else 1.0
-        if tier == "device" and units[kind]:
+        if tier == Tier.DEVICE and units[kind]:
             lower = units[kind][max(0, bisect_right(units[kind], end - share) - 1)]
         else:
             lower = end - share - tile / 2
@@ -118,17 +121,18 @@ def choose_activations(
     if room is None or not tokens or not sizes.saved_bytes_per_token:
         return _of_blocks(sizes, ("keep",) * count)
 
-    device = room.host if room.shared else room.device
+    device, host = (room.of(tier) or 0 for tier in (Tier.HOST if room.shared else Tier.DEVICE, Tier.HOST))
+    stored = bool(room.of(TIERS[-1]))
     # Whatever the policy, one unit is computed with and the output is there.
-    free = device - activation_bytes(sizes, ("host",) * len(sizes.units), batch)["device"]
+    free = device - activation_bytes(sizes, (Tier.HOST,) * len(sizes.units), batch)[Tier.DEVICE]
     saved, checkpoint = sizes.kept_bytes_per_token(room.shared) * tokens, sizes.checkpoint_bytes_per_token * tokens
     if count * saved <= KEEP_SHARE * free:
         return _of_blocks(sizes, ("keep",) * count)
-    if count * checkpoint <= CHECKPOINT_SHARE * free or (room.shared and not room.nvme):
+    if count * checkpoint <= CHECKPOINT_SHARE * free or (room.shared and not stored):
         kept = min(count, max(0, int((KEEP_SHARE * free - count * checkpoint) // max(1, saved - checkpoint))))
         return _of_blocks(sizes, ("recompute",) * (count - kept) + ("keep",) * kept)
-    on_host = not room.shared and (count * checkpoint <= CHECKPOINT_SHARE * room.host or not room.nvme)
-    return _of_blocks(sizes, ("host" if on_host else "nvme",) * count)
+    on_host = not stored or (not room.shared and count * checkpoint <= CHECKPOINT_SHARE * host)
+    return _of_blocks(sizes, (str(Tier.HOST if on_host else TIERS[-1]),) * count)
 
 
 def _of_blocks(sizes: ModelSizes, policies: Sequence[str]) -> tuple[str, ...]:

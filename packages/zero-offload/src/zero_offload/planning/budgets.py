@@ -6,18 +6,18 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from ..errors import BudgetError, gib
-from ..tier import TIERS
+from ..tier import TIERS, Tier
 from ..tiles.fitting import SMALL_UNIT_BYTES
 from ..tiles.footprint import STATE_KINDS, StorePlan
 from .accounting import Held, Shape
-from .hardware import FRAGMENTS, GIB, Hardware, TierFigures
+from .hardware import FRAGMENTS, GIB, Hardware
 from .sizes import Batch, ModelSizes
 
-POLICIES = ("keep", "recompute", "host", "nvme")
+POLICIES = ("keep", "recompute", *TIERS[1:])
 # 16-bit inputs of a unit: of a final norm that computes all rows in fp32, before its backward and during it.
 NORM_SAVES, NORM_HOLDS = 2, 12
 
@@ -39,30 +39,33 @@ class PlanError(BudgetError, ValueError):
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes a rank may use on each tier. `shared`: the device tier is host memory and counts against `host`.
+    """Bytes a rank may use on each tier that has a limit: `rooms`, in the order in which they are checked.
 
-    `tiers`: the other stored ones.
+    in_host: by tier, the bytes of host memory that a byte there takes as well.
     """
 
-    device: int
-    host: int
-    nvme: int
-    shared: bool
-    tiers: Mapping[str, TierFigures] = field(default_factory=dict)
+    rooms: Mapping[str, int]
+    in_host: Mapping[str, float]
 
     @classmethod
     def of_rank(cls, hardware: Hardware, host_bytes: int | None = None) -> Budgets:
-        host = hardware.host_bytes if host_bytes is None else host_bytes
-        return cls(hardware.device_bytes, host, hardware.nvme_bytes, hardware.shares_host, hardware.tiers)
+        rooms = hardware.rooms | ({} if host_bytes is None else {Tier.HOST: host_bytes})
+        in_host = {name: 1 / figures.ratio for name, figures in hardware.tiers.items() if figures.in_host_memory}
+        return cls(rooms, in_host | ({Tier.DEVICE: 1.0} if hardware.shares_host else {}))
+
+    @property
+    def shared(self) -> bool:
+        """Whether the device tier is host memory and counts against that."""
+        return Tier.DEVICE not in self.rooms
 
     def of(self, tier: str) -> int | None:
         """Bytes of `tier`; None for one that has no budget of its own."""
-        if tier not in TIERS:
-            figures = self.tiers[tier]
-            return None if figures.gib is None else int(figures.gib * GIB * figures.ratio)
-        if tier == "device" and self.shared:
-            return None
-        return int(getattr(self, tier))
+        return self.rooms.get(tier)
+
+
+def slower(tier: str) -> Tier:
+    """The tier to which a plan moves what a faster one has no room for."""
+    return TIERS[TIERS.index(Tier(tier)) + 1]
 
 
 def held_back_bytes(plan: StorePlan, shape: Shape) -> int:
@@ -106,10 +109,10 @@ def activation_bytes(
     """
     chosen = Counter(policy for unit, policy in zip(sizes.units, policies, strict=True) if unit.is_block)
     checkpoint, tokens, others = sizes.checkpoint_bytes_per_token, batch.each, batch.each - batch.at_once
-    found = {tier: checkpoint * tokens * chosen[tier] for tier in ("host", "nvme")}
+    found: dict[str, int] = {tier: checkpoint * tokens * chosen[tier] for tier in TIERS[1:]}
     working = 0
     if chosen["keep"] < chosen.total():
-        beside = 3 if chosen["host"] or chosen["nvme"] else 2
+        beside = 3 if any(chosen[tier] for tier in TIERS[1:]) else 2
         working = sizes.working_bytes_per_token * batch.at_once + beside * checkpoint * others
         if others and not sizes.norms_by_rows:
             working = max(working, NORM_HOLDS * checkpoint * tokens)
@@ -118,22 +121,18 @@ def activation_bytes(
         kept = 1 if sizes.norms_by_rows else NORM_SAVES
         output = sizes.output_bytes_per_token * batch.at_once + (2 + kept) * checkpoint * others
     stored = chosen["keep"] * sizes.kept_bytes_per_token(on_heap) + chosen["recompute"] * checkpoint
-    found["device"] = stored * tokens + max(working, output)
+    found[Tier.DEVICE] = stored * tokens + max(working, output)
     return found
 
 
 def needed_bytes(held: Held, budgets: Budgets) -> dict[str, int]:
     """Bytes by tier that has a budget, device counted as host where they share."""
-    tiers = (*TIERS, *(tier for tier in budgets.tiers if tier not in TIERS))
-    return {tier: sum(_kinds(tier, held, budgets).values()) for tier in tiers if budgets.of(tier) is not None}
+    return {tier: sum(_kinds(tier, held, budgets).values()) for tier in budgets.rooms}
 
 
 def _kinds(tier: str, held: Held, budgets: Budgets) -> Counter[str]:
     """Bytes by kind that count against the budget of `tier`."""
-    counted = {tier: 1.0}
-    if tier == "host":
-        counted |= {"device": 1.0} if budgets.shared else {}
-        counted |= {name: 1 / figures.ratio for name, figures in budgets.tiers.items() if figures.in_host_memory}
+    counted = {tier: 1.0} | (dict(budgets.in_host) if tier == Tier.HOST else {})
     kinds = Counter[str]()
     for (where, kind), nbytes in held.items():
         kinds[kind] += int(nbytes * counted.get(where, 0))
@@ -146,12 +145,11 @@ def check(held: Held, held_back: int, budgets: Budgets, hardware: Hardware, stag
     Its text names arguments of `plan` and fields of `hardware`.
     """
     for tier, needed in needed_bytes(held, budgets).items():
-        budget = budgets.of(tier)
-        assert budget is not None
+        budget = budgets.rooms[tier]
         if needed > budget:
-            kinds, on_device = _kinds(tier, held, budgets), tier == "device" or (tier == "host" and budgets.shared)
+            kinds, on_device = _kinds(tier, held, budgets), tier == (Tier.HOST if budgets.shared else Tier.DEVICE)
             waits = "" if not (held_back and on_device) else "stage=2" if stage == 1 else "no_sync=False"
-            swaps = any(nbytes for (where, _), nbytes in held.items() if where not in ("device", "host"))
+            swaps = any(nbytes for (where, _), nbytes in held.items() if Tier(where).stored)
             ways = _ways_out(tier, kinds, waits, swaps, budgets, hardware)
             raise PlanError(tier, needed, budget, contents(kinds), ways)
 
@@ -183,13 +181,11 @@ def _ways_out(
     reducing: the argument that reduces every micro-batch; empty: no gradient waits. swaps: tiles pass through
     slots on the host.
     """
-    if tier == "nvme":
-        return "give more nvme paths or room (hardware.nvme_gib, hardware.nvme_paths), or train on more nodes"
-    if tier in budgets.tiers:
-        return f"give it more room (hardware.tiers.{tier}.gib), or place less there"
+    if Tier(tier).stored:
+        return hardware.more_room(tier)
     if not getattr(hardware, f"{tier}_bytes"):
         ranks, reserved, grows = hardware.ranks_per_node, hardware.host_reserved_gib, 0.0
-        if tier == "device":  # of a larger one more is reserved
+        if tier == Tier.DEVICE:  # of a larger one more is reserved
             ranks, reserved = 1, hardware.reserved_gib
             grows = FRAGMENTS if hardware.device_reserved_gib is None else 0.0
         needed = reserved - grows * hardware.device_gib + sum(kinds.values()) / GIB
@@ -198,21 +194,21 @@ def _ways_out(
             f"hardware.{tier}_gib={getattr(hardware, f'{tier}_gib'):g} leaves nothing beside "
             f"hardware.{tier}_reserved_gib={reserved:.3g} of each rank, which libraries take; {least:g} would do"
         )
-    below = "host" if tier == "device" else "nvme"
+    next_tier = slower(tier)
     largest = max(STATE_KINDS, key=lambda kind: kinds[kind])
     ways = []
     if kinds[largest]:
-        there = below == "host" or budgets.nvme > 0
-        arguments = moved(largest, below, kinds, discrete=tier == "device" and not budgets.shared)[1]
-        ways.append(arguments + ("" if there else ", which needs nvme (hardware.nvme_gib is 0)"))
+        needs = f", which needs {next_tier} (hardware.{next_tier}_gib is 0)"
+        arguments = moved(largest, next_tier, kinds, discrete=tier == Tier.DEVICE)[1]
+        ways.append(arguments + (needs if next_tier.stored and not budgets.of(next_tier) else ""))
     if kinds["activations"]:
         ways.append("fewer tokens a micro-batch")
     if reducing:
         ways.append(f"reducing every micro-batch ({reducing})")
-    if kinds["buffers"] and (tier == "device" or swaps):
-        ways.append("smaller units (TiledLinear)" if tier == "device" else "fewer slots (slots=...)")
+    if kinds["buffers"] and (tier == Tier.DEVICE or swaps):
+        ways.append("smaller units (TiledLinear)" if tier == Tier.DEVICE else "fewer slots (slots=...)")
     ways.append(f"more ranks than {hardware.ranks} with stage=3")
     allowed = ""
-    if tier == "host" and sum(kinds.values()) <= hardware.host_bytes:  # the caller allows less than the machine has
+    if tier == Tier.HOST and sum(kinds.values()) <= hardware.host_bytes:  # the caller allows less than the machine has
         allowed = f"; or set host_bytes={sum(kinds.values())}, which the host has"
     return f"lower it with {', or '.join(ways)}{allowed}"

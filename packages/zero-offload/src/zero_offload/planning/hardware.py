@@ -218,6 +218,20 @@ class Hardware:
         """Bytes on nvme that one rank may use, on all of its paths."""
         return int(self.nvme_gib * self.paths_per_rank * GIB)
 
+    @property
+    def rooms(self) -> dict[str, int]:
+        """Bytes of one rank on each tier that has a limit of its own, which a device that is host memory has not."""
+        found: dict[str, int] = {} if self.shares_host else {Tier.DEVICE: self.device_bytes}
+        others = {name: figures for name, figures in self.tiers.items() if figures.gib is not None}
+        rooms = {name: int((figures.gib or 0.0) * GIB * figures.ratio) for name, figures in others.items()}
+        return found | {Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes} | rooms
+
+    def more_room(self, tier: str) -> str:
+        """What to change where a stored tier is too small."""
+        if tier == Tier.NVME:
+            return "give more nvme paths or room (hardware.nvme_gib, hardware.nvme_paths), or train on more nodes"
+        return f"give it more room (hardware.tiers.{tier}.gib), or place less there"
+
     def flops(self, dtype: torch.dtype) -> float | None:
         """FLOP a second of one rank that computes in `dtype`; None: not known."""
         found = self.tflops

@@ -74,7 +74,7 @@ class Plan:
     def needs_store(self) -> bool:
         """False where all states stay on a discrete device: then `zero_core.shard` is given no store."""
         shared = self.budgets is None or self.budgets.shared
-        return shared or any(placement not in ("device", {"device": 1.0}) for placement in self.placements.values())
+        return shared or any(device_share(placement) < 1 for placement in self.placements.values())
 
     def bytes_of(self, tier: str, kind: str) -> int:
         """Bytes of `kind` (parameters, gradients, optimizer, buffers, activations) on `tier`, not compressed."""
@@ -357,8 +357,8 @@ def _given(tiers: Sequence[Tier], discrete: bool, **wanted: str | Placement) -> 
     states = given.get("optimizer", given.get("gradients"))
     if discrete and states is not None:
         device = device_share(states)
-        follows: Placement = {"device": device, "host": 1.0 - device}
-        check_device_shares(given.get("parameters", "device"), given.get("gradients", follows), states)
+        follows: Placement = {Tier.DEVICE: device, Tier.HOST: 1.0 - device}
+        check_device_shares(given.get("parameters", Tier.DEVICE), given.get("gradients", follows), states)
     return given
 
 

@@ -22,6 +22,7 @@ from itertools import compress
 
 from zero_core.memory import FP32_BYTES
 
+from ..tier import Tier
 from ..tiles.footprint import LANDING_BUFFERS, StorePlan
 from .accounting import Account, Held, Shape, stays
 from .hardware import Hardware
@@ -62,7 +63,8 @@ def predict(
     """
     summed = sum(map(sum, sizes.summed(activations, batch)))
     rates = _rates(account, shape, hardware, summed > 0)
-    if rates is None or transfer_seconds(hardware, "nvme", held.get(("nvme", "activations"), 0), 0) is None:
+    checkpoints = [transfer_seconds(hardware, tier, held.get((tier, "activations"), 0), 0) for tier in account.moved]
+    if rates is None or None in checkpoints:
         return None
     stored = sum(plan.bytes_of(tier, "optimizer") for tier in account.moved)
     slips = min(1.0, plan.state_slots * plan.state_slot_bytes / stored) if stored else 0.0
@@ -82,8 +84,8 @@ def predict(
     widened = itemsize + FP32_BYTES if itemsize < FP32_BYTES else 0
     moved = summed * (batch.parts * widened + (batch.parts - 1) * 3 * FP32_BYTES)
     backward += moved / (step.host_update if hardware.shares_host else step.device_update)
-    on_host = account.updated.get("host", 0) / step.host_update
-    update = on_host + account.updated.get("device", 0) / step.device_update
+    on_host = account.updated.get(Tier.HOST, 0) / step.host_update
+    update = on_host + account.updated.get(Tier.DEVICE, 0) / step.device_update
     windows = step.windows()
     lanes = list(windows["backward"])
     if hardware.shares_host:
@@ -137,7 +139,7 @@ def transfer_seconds(hardware: Hardware, tier: str, read_bytes: float, write_byt
 
 def _rates(account: Account, shape: Shape, hardware: Hardware, sums: bool) -> list[float] | None:
     """The rates of a `_Step`; None: one that is needed is not known. `sums`: gradients are summed over parts."""
-    on_host, on_device = bool(account.updated.get("host")), sums or bool(account.updated.get("device"))
+    on_host, on_device = bool(account.updated.get(Tier.HOST)), sums or bool(account.updated.get(Tier.DEVICE))
     shares = hardware.shares_host
     needed = (
         ("link_gbps", not shares),
@@ -173,7 +175,7 @@ class _Step:
 
     def off_device(self, kind: str) -> int:
         """Bytes that are not on the device."""
-        return sum(nbytes for (tier, each), nbytes in self.held.items() if each == kind and tier != "device")
+        return sum(nbytes for (tier, each), nbytes in self.held.items() if each == kind and tier != Tier.DEVICE)
 
     def windows(self) -> dict[str, dict[str, float]]:
         """Seconds of each resource in the first forward, a later one and a backward, and what slips to backward."""
@@ -225,7 +227,7 @@ class _Step:
         parameters = self._units_off_device("parameters", nbytes)
         trained = [unit.trained_numel for unit in sizes.units]
         gradients, states = self._units_off_device("gradients", trained), self._units_off_device("optimizer", trained)
-        element = self.account.updated.get("host", 0) / self.host_update / max(1.0, sum(states))
+        element = self.account.updated.get(Tier.HOST, 0) / self.host_update / max(1.0, sum(states))
         reduced, itemsize = shape.reduce_dtype.itemsize, shape.parameter_dtype.itemsize
         added = reduced + (0 if shape.arriving == 1 else 2 * FP32_BYTES)
         aside = self.off_device("activations") / max(1, sizes.blocks)
@@ -254,7 +256,7 @@ class _Step:
     def _units_off_device(self, kind: str, of_units: Sequence[int]) -> list[float]:
         """What of each unit's bytes or elements is not on the device, which has the first ones. One shard's."""
         numels = [number / self.shape.shard_count for number in of_units]
-        device = self.held.get(("device", kind), 0)
+        device = self.held.get((Tier.DEVICE, kind), 0)
         total = device + self.off_device(kind)
         edge = sum(numels) * (device / total if total else 1.0)
         found, start = [], 0.0

@@ -27,7 +27,7 @@ from zero_core.runtime import residency
 from zero_core.runtime.rehearsal import Rehearsal, UnitSize
 
 from ..placement import Placement
-from ..tier import Tier
+from ..tier import TIERS, Tier
 from ..tiles.fitting import MINIMUM_SLOTS
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS, STATE_KINDS, StorePlan
 from .accounting import Held, Shape, shards_of
@@ -53,7 +53,7 @@ class Trial:
         self.sizes, self.shape, self.budgets, self.given, self._batch = sizes, shape, budgets, given, batch
         self._shards = shards_of(sizes, shape)
         self._pooled: dict[tuple[bool, int], int] = {}
-        everything = self._shards.place({kind: given.get(kind, "nvme") for kind in STATE_KINDS}, None)
+        everything = self._shards.place({kind: given.get(kind, TIERS[-1]) for kind in STATE_KINDS}, None)
         self.policies = choose_activations(activations, sizes, batch, self._room(everything))
 
     def best(self, slots: int | None) -> tuple[StorePlan, dict[str, Placement]]:
@@ -67,7 +67,7 @@ class Trial:
         if slots is not None or self.budgets is None:
             return plan, placements
         slot_bytes = plan.state_slot_bytes + plan.gradient_slot_bytes
-        room = self.budgets.host - needed_bytes(self.held(plan), self.budgets)["host"]
+        room = self.budgets.rooms[Tier.HOST] - needed_bytes(self.held(plan), self.budgets)[Tier.HOST]
         if slot_bytes and room > 0:
             quarter = place(placements, None)
             most = max(quarter.state_slots, quarter.gradient_slots)
@@ -84,18 +84,15 @@ class Trial:
         if shape.stage < 3 and (shape.shard_count > 1 or own):
             whole = sum(run.count * run.unit.parameter_bytes for run in plan.runs) * shape.shard_count
             # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
-            rounded = (
-                ()
-                if offloads or not shape.discrete or not element.master
-                else (r for r in plan.runs if r.unit.trainable)
-            )
-            held["device", "parameters"] = (
+            rounds = shape.discrete and not offloads and element.master
+            rounded = (run for run in plan.runs if rounds and run.unit.trainable)
+            held[Tier.DEVICE, "parameters"] = (
                 whole
-                + plan.bytes_of("device", "parameters")
+                + plan.bytes_of(Tier.DEVICE, "parameters")
                 - sum(run.count * run.unit.parameter_bytes for run in rounded)
             )
         pooled = self._pool(plan, own) - (0 if own else whole)
-        device = plan.bytes_of("device", "buffers")
+        device = plan.bytes_of(Tier.DEVICE, "buffers")
         trained = [unit for unit in sizes.units if unit.trained]
         if shape.discrete and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
             made = max((p.numel for unit in trained for p in unit.parameters), default=0)
@@ -113,10 +110,10 @@ class Trial:
         if summed := sizes.summed(self.policies, self._batch):
             widens = shape.parameter_dtype.itemsize < FP32_BYTES
             device += (max(map(sum, summed)) + widens * max(map(max, summed))) * FP32_BYTES
-        memory = ("host",) if shape.discrete else ("host", "device")
+        memory = (Tier.HOST,) if shape.discrete else (Tier.HOST, Tier.DEVICE)
         states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
-        spill = SPILL_SLOTS * SPILL_PIECE_BYTES if "nvme" in self.policies else 0  # what checkpoints travel through
-        held |= {("device", "buffers"): device, ("host", "buffers"): plan.arena_bytes - states + spill}
+        spill = SPILL_SLOTS * SPILL_PIECE_BYTES if TIERS[-1] in self.policies else 0  # what checkpoints travel through
+        held |= {(Tier.DEVICE, "buffers"): device, (Tier.HOST, "buffers"): plan.arena_bytes - states + spill}
         activations = activation_bytes(sizes, self.policies, self._batch, on_heap=not shape.discrete)
         return held | {(tier, "activations"): nbytes for tier, nbytes in activations.items()}
 
@@ -165,6 +162,6 @@ class Trial:
         """The budgets, less the states that are given a tier: what there is for activations, at most."""
         if self.budgets is None:
             return None
-        device, host = (sum(plan.bytes_of(tier, kind) for kind in STATE_KINDS) for tier in ("device", "host"))
-        host = self.budgets.host - host - (device if self.budgets.shared else 0)
-        return replace(self.budgets, device=max(0, self.budgets.device - device), host=max(0, host))
+        needed = needed_bytes({key: nbytes for key, nbytes in plan.held.items() if key[1] in STATE_KINDS}, self.budgets)
+        memory = {tier: max(0, self.budgets.rooms[tier] - needed[tier]) for tier in needed if not Tier(tier).stored}
+        return replace(self.budgets, rooms={**self.budgets.rooms, **memory})

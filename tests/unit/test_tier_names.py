@@ -1,0 +1,67 @@
+"""No code asks for a tier by its name, but for the modules that are listed here with the reason."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGES = Path(__file__).parents[2] / "packages"
+NAMES = {"device", "host", "nvme"}
+SETTINGS, PUBLIC, LATER = (
+    "keys of settings",
+    "names and defaults that users know",
+    "activations on any tier are to come",
+)
+ALLOWED = {
+    "zero_offload/tier": "here the names are given",
+    "zero_offload/planning/hardware": SETTINGS,
+    "zero_offload/planning/probing": SETTINGS,
+    "zero_offload/planning/planner": PUBLIC,
+    "zero_offload/store": PUBLIC,
+    "zero_offload/activations/__init__": LATER,
+    "zero_hf/config": SETTINGS,
+    "zero_hf/sharding": PUBLIC,
+    "zero_hf/trl": PUBLIC,
+    "zero_hf/deepspeed/keys": SETTINGS,
+    "zero_hf/deepspeed/translation": SETTINGS,
+    "zero_train/checks": SETTINGS,
+    "zero_train/deepspeed": SETTINGS,
+    "zero_train/engine": PUBLIC,
+    "zero_train/formats": SETTINGS,
+    "zero_train/planning": SETTINGS,
+    "zero_train/report": PUBLIC,
+    "zero_train/schema": SETTINGS,
+    "zero_train/unused_keys": SETTINGS,
+}
+
+
+def named(text: str) -> set[str]:
+    """The tiers that a module names: as a string, or nvme as `Tier.NVME`. Docstrings do not count.
+
+    `Tier.DEVICE` and `Tier.HOST` are the two memories that there always are, as `torch.device("cpu")` is.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and node.value in NAMES:
+            found.add(node.value)
+        if isinstance(node, ast.Attribute) and node.attr == "NVME":
+            found.add("nvme")
+    return found
+
+
+def modules() -> dict[str, Path]:
+    roots = [PACKAGES / f"zero-{name}" / "src" for name in ("offload", "hf", "train")]
+    return {path.relative_to(root).with_suffix("").as_posix(): path for root in roots for path in root.rglob("*.py")}
+
+
+def test_only_listed_modules_name_a_tier() -> None:
+    naming = {name for name, path in modules().items() if named(path.read_text(encoding="utf-8"))}
+    assert naming == set(ALLOWED)
+
+
+@pytest.mark.parametrize("text", ['tier == "nvme"', "tier is Tier.NVME", 'held["host", kind]', 'f("device")'])
+def test_a_name_is_noticed(text: str) -> None:
+    assert named(text)
+    assert not named('def f():\n    "keeps it in host memory"\n')
