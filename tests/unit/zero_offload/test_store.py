@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from zero_offload.planning.accounting import Shape
 from zero_offload.testing import FaultyByteStore
 
 from .harness import NUMELS, TILE, Driver, make, make_specs, same, threads
+from .simulated import simulated_device
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -275,6 +277,18 @@ def test_two_stores_on_one_byte_store_do_not_meet() -> None:
     pair[1].store.close()
     assert nvme.used_bytes == 0  # every extent came back
     alone.store.close()
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+@pytest.mark.parametrize("placement", ["host", "nvme", {"device": 0.3, "host": 0.3, "nvme": 0.4}], ids=str)
+def test_what_attach_takes_is_the_sum_of_the_plans_rows(placement: Any, discrete: bool) -> None:
+    with simulated_device() if discrete else nullcontext():
+        nvme = MemoryByteStore()
+        driver = make(placement, nvme)
+        plan = driver.store.describe()
+        assert driver.store._arena._taken == plan.arena_bytes
+        assert nvme.used_bytes == plan.extent_bytes("nvme")
+        driver.store.close()
 
 
 def test_stats_and_describe() -> None:
