@@ -24,7 +24,7 @@ from .budgets import Budgets, PlanError, check, held_back_bytes
 from .hardware import Hardware
 from .prediction import Prediction, predict
 from .sizes import Batch, ModelSizes
-from .trial import Trial
+from .trial import best
 
 __all__ = ["Plan", "PlanError", "fits", "plan"]
 
@@ -274,17 +274,16 @@ def _planned(
     batch: Batch,
 ) -> Plan:
     """The plan of a batch whose rows are chosen."""
-    trial = Trial(sizes, shape, budgets, given, batch, activations)
-    store, placements = trial.best(slots)
-    counted, held, held_back = account(store, shape), trial.held(store), held_back_bytes(store, shape)
+    store, placements, policies, held = best(sizes, shape, budgets, given, batch, activations, slots)
+    counted, held_back = account(store, shape), held_back_bytes(store, shape)
     prediction = None
     if budgets is not None and hardware is not None:
         check(held, held_back, budgets, hardware, shape.stage)
         if batch.tokens:
-            prediction = predict(sizes, shape, store, counted, held, hardware, batch=batch, activations=trial.policies)
+            prediction = predict(sizes, shape, store, counted, held, hardware, batch=batch, activations=policies)
     return Plan(
         placements,
-        trial.policies,
+        policies,
         shape,
         store,
         counted,

@@ -1,167 +1,62 @@
-"""One model while placements and slots are tried: what a rank holds with each, and the best that fits.
+"""The search for a plan: tries placements and slots, and takes the fastest that fit. Integers only.
 
-Integers only. The store's part is a `StorePlan`'s, the rule of choice `automatic`'s; here are the buffers beside it.
-
-[Note: Buffers]
-    device  zero-core's pool: on several ranks units that are gathered and gradients on their way
-            (`zero_core.runtime.rehearsal` has its size), and whole gradients that wait for the step, at stage 1 and
-            under `no_sync`.
-            On a discrete device with a store for the other tiers units have memory of their own instead: the one in use
-            with those fetched ahead (in backward the one before it is still open then), and those that stay. There the
-            gradient of the unit whose backward runs is one of two landing buffers, as the one before it is on its way
-            to the host; and autograd has just made a parameter's. A unit that computes some rows at a time has the fp32
-            sum of its gradient over them, and what a parameter's gradient is widened to before it is added.
-    host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
-            from a discrete device, and the rounding of blocks to pages
-Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
+What a rank holds with each is `holding`'s, the rule of choice `automatic`'s.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-
-from zero_core.memory import FP32_BYTES
-from zero_core.runtime import residency
-from zero_core.runtime.rehearsal import Rehearsal, UnitSize
 
 from ..placement import Placement
 from ..tier import TIERS, Tier
 from ..tiles.fitting import MINIMUM_SLOTS
-from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS, STATE_KINDS, StorePlan
+from ..tiles.footprint import STATE_KINDS, StorePlan
 from .accounting import Held, Shape, shards_of
 from .automatic import choose, choose_activations
-from .budgets import Budgets, activation_bytes, needed_bytes, unsharded_bytes
+from .budgets import Budgets, needed_bytes
+from .holding import Holding
 from .sizes import Batch, ModelSizes
 
-__all__ = ["Trial"]
+__all__ = ["best"]
 
 
-class Trial:
-    """What stays the same while placements and slots are tried."""
+def best(
+    sizes: ModelSizes,
+    shape: Shape,
+    budgets: Budgets | None,
+    given: Mapping[str, Placement],
+    batch: Batch,
+    activations: str | Sequence[str],
+    slots: int | None,
+) -> tuple[StorePlan, dict[str, Placement], tuple[str, ...], Held]:
+    """The store's plan, its placements, the policy of each unit, and what the rank holds with them.
 
-    def __init__(
-        self,
-        sizes: ModelSizes,
-        shape: Shape,
-        budgets: Budgets | None,
-        given: Mapping[str, Placement],
-        batch: Batch,
-        activations: str | Sequence[str],
-    ) -> None:
-        self.sizes, self.shape, self.budgets, self.given, self._batch = sizes, shape, budgets, given, batch
-        self._shards = shards_of(sizes, shape)
-        self._pooled: dict[tuple[bool, int], int] = {}
-        everything = self._shards.place({kind: given.get(kind, TIERS[-1]) for kind in STATE_KINDS}, None)
-        self.policies = choose_activations(activations, sizes, batch, self._room(everything))
-
-    def best(self, slots: int | None) -> tuple[StorePlan, dict[str, Placement]]:
-        """The fastest placement that fits, and with it as many slots as do, up to a quarter of what is stored."""
-        least = slots if slots is not None or self.budgets is None else MINIMUM_SLOTS
-        place, shards = self._shards.place, self._shards
-        tile = self.shape.tile_numel / max(1, shards.numel)
-        ends = {kind: shards.ends(trained=kind != "parameters") if self.shape.discrete else () for kind in STATE_KINDS}
-        placements = choose(self.given, self.budgets, tile, ends, lambda tried: self.held(place(tried, least)))
-        plan = place(placements, least)
-        if slots is not None or self.budgets is None:
-            return plan, placements
+    The fastest placement that fits, and with it as many slots as do, up to a quarter of what is stored.
+    """
+    shards = shards_of(sizes, shape)
+    everything = shards.place({kind: given.get(kind, TIERS[-1]) for kind in STATE_KINDS}, None)
+    policies = choose_activations(activations, sizes, batch, _room(everything, budgets))
+    held = Holding(sizes, shape, batch, policies, shards.cut).held
+    least = slots if slots is not None or budgets is None else MINIMUM_SLOTS
+    tile = shape.tile_numel / max(1, shards.numel)
+    ends = {kind: shards.ends(trained=kind != "parameters") if shape.discrete else () for kind in STATE_KINDS}
+    placements = choose(given, budgets, tile, ends, lambda tried: held(shards.place(tried, least)))
+    plan = shards.place(placements, least)
+    if slots is None and budgets is not None:
         slot_bytes = plan.state_slot_bytes + plan.gradient_slot_bytes
-        room = self.budgets.rooms[Tier.HOST] - needed_bytes(self.held(plan), self.budgets)[Tier.HOST]
+        room = budgets.rooms[Tier.HOST] - needed_bytes(held(plan), budgets)[Tier.HOST]
         if slot_bytes and room > 0:
-            quarter = place(placements, None)
+            quarter = shards.place(placements, None)
             most = max(quarter.state_slots, quarter.gradient_slots)
-            plan = place(placements, max(MINIMUM_SLOTS, min(most, MINIMUM_SLOTS + room // slot_bytes)))
-        return plan, placements
+            plan = shards.place(placements, max(MINIMUM_SLOTS, min(most, MINIMUM_SLOTS + room // slot_bytes)))
+    return plan, placements, policies, held(plan)
 
-    def held(self, plan: StorePlan) -> Held:
-        """What the rank holds: the store's `plan`, the buffers beside it, and activations."""
-        sizes, shape, element = self.sizes, self.shape, self.shape.element
-        held, units, offloads = dict(plan.held), [run.unit for run in plan.runs], plan.offloads
-        swaps_in = offloads and shape.discrete
-        own = swaps_in or not residency.CAN_SWAP  # units have memory of their own
-        whole = 0  # bytes of parameters that stages 0 to 2 keep unsharded, where that is not the store's own memory
-        if shape.stage < 3 and (shape.shard_count > 1 or own):
-            whole = sum(run.count * run.unit.parameter_bytes for run in plan.runs) * shape.shard_count
-            # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
-            rounds = shape.discrete and not offloads and element.master
-            rounded = (run for run in plan.runs if rounds and run.unit.trainable)
-            held[Tier.DEVICE, "parameters"] = (
-                whole
-                + plan.bytes_of(Tier.DEVICE, "parameters")
-                - sum(run.count * run.unit.parameter_bytes for run in rounded)
-            )
-        pooled = self._pool(plan, own) - (0 if own else whole)
-        device = plan.bytes_of(Tier.DEVICE, "buffers")
-        trained = [unit for unit in sizes.units if unit.trained]
-        if shape.discrete and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
-            made = max((p.numel for unit in trained for p in unit.parameters), default=0)
-            device += pooled + made * shape.parameter_dtype.itemsize
-            if shape.arriving > 1:  # what is added to a sum on the device comes in other memory than the sum's
-                largest = max((unit.spec.numel for unit in units if unit.whole), default=0)
-                device += largest * shape.shard_count * element.gradient(1)
-        else:
-            device += max(pooled, max((unit.numel for unit in trained), default=0) * element.gradient(1))
-        if shape.stage == 3 and own:
-            nbytes = [unit.nbytes(shape.parameter_dtype) for unit in sizes.units]
-            device += unsharded_bytes(nbytes, [unit.encloses for unit in sizes.units], shape)
-        if not offloads and not shape.discrete:  # zero-core's own store widens a gradient
-            device += element.widened * max((unit.spec.numel for unit in units if unit.trainable), default=0)
-        if summed := sizes.summed(self.policies, self._batch):
-            widens = shape.parameter_dtype.itemsize < FP32_BYTES
-            device += (max(map(sum, summed)) + widens * max(map(max, summed))) * FP32_BYTES
-        memory = (Tier.HOST,) if shape.discrete else (Tier.HOST, Tier.DEVICE)
-        states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
-        spill = SPILL_SLOTS * SPILL_PIECE_BYTES if TIERS[-1] in self.policies else 0  # what checkpoints travel through
-        held |= {(Tier.DEVICE, "buffers"): device, (Tier.HOST, "buffers"): plan.arena_bytes - states + spill}
-        activations = activation_bytes(sizes, self.policies, self._batch, on_heap=not shape.discrete)
-        return held | {(tier, "activations"): nbytes for tier, nbytes in activations.items()}
 
-    def _pool(self, plan: StorePlan, own: bool) -> int:
-        """Bytes of zero-core's pool. own: units have memory of their own."""
-        shape = self.shape
-        tiers = {tier for run in plan.runs for tier in run.unit.gradient_tiers}
-        if shape.discrete and tiers - {Tier.DEVICE}:
-            lends = shape.accumulate  # every gradient has a landing buffer
-        elif (
-            shape.discrete or not plan.offloads
-        ):  # zero-core's own store keeps a sum in other memory than what it lends
-            lends = int(shape.arriving == 1 or shape.reduce_dtype.itemsize == FP32_BYTES)
-        else:
-            lends = int(not any(tier.stored for tier in tiers))
-        if (own, lends) not in self._pooled:
-            units = []
-            for run in self._shards.cut:
-                spec = run.unit.spec
-                size = UnitSize(spec.numel * shape.shard_count, spec.dtype.itemsize, run.unit.trainable, spec.encloses)
-                units += [size] * min(run.count, self._most_in_a_row(size))
-            self._pooled[own, lends] = Rehearsal(
-                units,
-                shape.stage,
-                shard_count=shape.shard_count,
-                replicas=shape.replicas,
-                reduce_itemsize=shape.reduce_dtype.itemsize,
-                accumulate=shape.accumulate,
-                no_sync=shape.no_sync,
-                prefetch_bytes=shape.prefetch_bytes,
-                resident_bytes=shape.resident_bytes,
-                lends=lends,
-                gathers=not own,
-                exchanges=not shape.discrete,
-            ).pooled_bytes()
-        return self._pooled[own, lends]
-
-    def _most_in_a_row(self, size: UnitSize) -> int:
-        """How many units of one size to rehearse: where nothing is kept, the pool is as large for any more of them."""
-        shape = self.shape
-        if shape.stage < 3 or shape.no_sync:
-            return sys.maxsize
-        return 8 + (shape.prefetch_bytes + shape.resident_bytes) // max(1, size.numel * size.itemsize)
-
-    def _room(self, plan: StorePlan) -> Budgets | None:
-        """The budgets, less the states that are given a tier: what there is for activations, at most."""
-        if self.budgets is None:
-            return None
-        needed = needed_bytes({key: nbytes for key, nbytes in plan.held.items() if key[1] in STATE_KINDS}, self.budgets)
-        memory = {tier: max(0, self.budgets.rooms[tier] - needed[tier]) for tier in needed if not Tier(tier).stored}
-        return replace(self.budgets, rooms={**self.budgets.rooms, **memory})
+def _room(plan: StorePlan, budgets: Budgets | None) -> Budgets | None:
+    """The budgets, less the states that are given a tier: what there is for activations, at most."""
+    if budgets is None:
+        return None
+    needed = needed_bytes({key: nbytes for key, nbytes in plan.held.items() if key[1] in STATE_KINDS}, budgets)
+    memory = {tier: max(0, budgets.rooms[tier] - needed[tier]) for tier in needed if not Tier(tier).stored}
+    return replace(budgets, rooms={**budgets.rooms, **memory})

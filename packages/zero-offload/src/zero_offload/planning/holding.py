@@ -1,0 +1,125 @@
+"""What one rank holds with a placement: the store's bytes, the buffers beside it, and activations. Integers only.
+
+[Note: Buffers]
+    device  zero-core's pool: on several ranks units that are gathered and gradients on their way
+            (`zero_core.runtime.rehearsal` has its size), and whole gradients that wait for the step, at stage 1 and
+            under `no_sync`.
+            On a discrete device with a store for the other tiers units have memory of their own instead: the one in use
+            with those fetched ahead (in backward the one before it is still open then), and those that stay. There the
+            gradient of the unit whose backward runs is one of two landing buffers, as the one before it is on its way
+            to the host; and autograd has just made a parameter's. A unit that computes some rows at a time has the fp32
+            sum of its gradient over them, and what a parameter's gradient is widened to before it is added.
+    host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
+            from a discrete device, and the rounding of blocks to pages
+Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from zero_core.memory import FP32_BYTES
+from zero_core.runtime import residency
+from zero_core.runtime.rehearsal import Rehearsal, UnitSize
+
+from ..tier import TIERS, Tier
+from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS, STATE_KINDS, StorePlan, UnitRun
+from .accounting import Held, Shape
+from .budgets import activation_bytes, unsharded_bytes
+from .sizes import Batch, ModelSizes
+
+__all__ = ["Holding"]
+
+
+class Holding:
+    """What does not depend on the placement: the model, the `policies` of its units, and its shards in runs."""
+
+    def __init__(
+        self, sizes: ModelSizes, shape: Shape, batch: Batch, policies: Sequence[str], cut: Sequence[UnitRun]
+    ) -> None:
+        self.sizes, self.shape, self.policies = sizes, shape, policies
+        self._batch, self._cut = batch, cut
+        self._pooled: dict[tuple[bool, int], int] = {}
+
+    def held(self, plan: StorePlan) -> Held:
+        """What the rank holds: the store's `plan`, the buffers beside it, and activations."""
+        sizes, shape, element = self.sizes, self.shape, self.shape.element
+        held, units, offloads = dict(plan.held), [run.unit for run in plan.runs], plan.offloads
+        swaps_in = offloads and shape.discrete
+        own = swaps_in or not residency.CAN_SWAP  # units have memory of their own
+        whole = 0  # bytes of parameters that stages 0 to 2 keep unsharded, where that is not the store's own memory
+        if shape.stage < 3 and (shape.shard_count > 1 or own):
+            whole = sum(run.count * run.unit.parameter_bytes for run in plan.runs) * shape.shard_count
+            # zero-core's own store rounds a 16-bit shard from the master where the whole unit stays.
+            rounds = shape.discrete and not offloads and element.master
+            rounded = (run for run in plan.runs if rounds and run.unit.trainable)
+            held[Tier.DEVICE, "parameters"] = (
+                whole
+                + plan.bytes_of(Tier.DEVICE, "parameters")
+                - sum(run.count * run.unit.parameter_bytes for run in rounded)
+            )
+        pooled = self._pool(plan, own) - (0 if own else whole)
+        device = plan.bytes_of(Tier.DEVICE, "buffers")
+        trained = [unit for unit in sizes.units if unit.trained]
+        if shape.discrete and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
+            made = max((p.numel for unit in trained for p in unit.parameters), default=0)
+            device += pooled + made * shape.parameter_dtype.itemsize
+            if shape.arriving > 1:  # what is added to a sum on the device comes in other memory than the sum's
+                largest = max((unit.spec.numel for unit in units if unit.whole), default=0)
+                device += largest * shape.shard_count * element.gradient(1)
+        else:
+            device += max(pooled, max((unit.numel for unit in trained), default=0) * element.gradient(1))
+        if shape.stage == 3 and own:
+            nbytes = [unit.nbytes(shape.parameter_dtype) for unit in sizes.units]
+            device += unsharded_bytes(nbytes, [unit.encloses for unit in sizes.units], shape)
+        if not offloads and not shape.discrete:  # zero-core's own store widens a gradient
+            device += element.widened * max((unit.spec.numel for unit in units if unit.trainable), default=0)
+        if summed := sizes.summed(self.policies, self._batch):
+            widens = shape.parameter_dtype.itemsize < FP32_BYTES
+            device += (max(map(sum, summed)) + widens * max(map(max, summed))) * FP32_BYTES
+        memory = (Tier.HOST,) if shape.discrete else (Tier.HOST, Tier.DEVICE)
+        states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
+        spill = SPILL_SLOTS * SPILL_PIECE_BYTES if TIERS[-1] in self.policies else 0  # what checkpoints travel through
+        held |= {(Tier.DEVICE, "buffers"): device, (Tier.HOST, "buffers"): plan.arena_bytes - states + spill}
+        activations = activation_bytes(sizes, self.policies, self._batch, on_heap=not shape.discrete)
+        return held | {(tier, "activations"): nbytes for tier, nbytes in activations.items()}
+
+    def _pool(self, plan: StorePlan, own: bool) -> int:
+        """Bytes of zero-core's pool. own: units have memory of their own."""
+        shape = self.shape
+        tiers = {tier for run in plan.runs for tier in run.unit.gradient_tiers}
+        if shape.discrete and tiers - {Tier.DEVICE}:
+            lends = shape.accumulate  # every gradient has a landing buffer
+        elif shape.discrete or not plan.offloads:  # zero-core's own store keeps a sum elsewhere than what it lends
+            lends = int(shape.arriving == 1 or shape.reduce_dtype.itemsize == FP32_BYTES)
+        else:
+            lends = int(not any(tier.stored for tier in tiers))
+        if (own, lends) not in self._pooled:
+            units = []
+            for run in self._cut:
+                spec = run.unit.spec
+                size = UnitSize(spec.numel * shape.shard_count, spec.dtype.itemsize, run.unit.trainable, spec.encloses)
+                units += [size] * min(run.count, self._most_in_a_row(size))
+            self._pooled[own, lends] = Rehearsal(
+                units,
+                shape.stage,
+                shard_count=shape.shard_count,
+                replicas=shape.replicas,
+                reduce_itemsize=shape.reduce_dtype.itemsize,
+                accumulate=shape.accumulate,
+                no_sync=shape.no_sync,
+                prefetch_bytes=shape.prefetch_bytes,
+                resident_bytes=shape.resident_bytes,
+                lends=lends,
+                gathers=not own,
+                exchanges=not shape.discrete,
+            ).pooled_bytes()
+        return self._pooled[own, lends]
+
+    def _most_in_a_row(self, size: UnitSize) -> int:
+        """How many units of one size to rehearse: where nothing is kept, the pool is as large for any more of them."""
+        shape = self.shape
+        if shape.stage < 3 or shape.no_sync:
+            return sys.maxsize
+        return 8 + (shape.prefetch_bytes + shape.resident_bytes) // max(1, size.numel * size.itemsize)
