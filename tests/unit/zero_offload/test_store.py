@@ -286,7 +286,7 @@ def test_what_attach_takes_is_the_sum_of_the_plans_rows(placement: Any, discrete
         nvme = MemoryByteStore()
         driver = make(placement, nvme)
         plan = driver.store.describe()
-        assert driver.store._arena._taken == plan.arena_bytes
+        assert driver.store._on.arena._taken == plan.arena_bytes
         assert nvme.used_bytes == plan.extent_bytes("nvme")
         driver.store.close()
 
