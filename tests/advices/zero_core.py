@@ -121,7 +121,7 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
             "Ask for p.grad again after backward(), or keep",
             "which has no memory: use zero_core.full_gradient",
             "a view of {}.grad is used after",
-            "which reaches no shard: write p.grad.copy_(tensor)",
+            "would be lost: write p.grad.copy_(tensor)",
         ),
         "test_a_gradient_is_zeroed_by_the_optimizer": ("call optimizer.zero_grad(), which forgets it",),
         "test_loss_scale_takes_the_place_of_a_grad_scaler": ("leave the GradScaler out",),
@@ -200,6 +200,7 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_view_from_before_a_step_is_taken_anew_or_cloned": (
             "a view (p.data, p.detach(), p[i] ...) of a {} is used",
         ),
+        "test_new_values_are_copied_into_a_view": ("write into the view with copy_(tensor)",),
         "test_a_model_is_moved_and_cast_before_shard_or_by_its_options": (
             "move or cast the model before zero_core.shard",
             "do it before, write values inside zero_core.gathered",

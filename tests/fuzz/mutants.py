@@ -17,7 +17,7 @@ from zero_core.building import wrapping
 from zero_core.building.overlaps import Overlaps
 from zero_core.optim import elementwise
 from zero_core.optim.options import Options
-from zero_core.runtime import hooks, parameter
+from zero_core.runtime import hooks, parameter, versions, views
 from zero_core.runtime.attaching import _Collector
 from zero_core.runtime.fast_paths import FastPaths
 from zero_core.runtime.gradient import UnitGradient
@@ -56,16 +56,11 @@ def _patched(*patches: tuple[Any, str, Any]) -> Callable[[], list[Any]]:
     return lambda: [mock.patch.object(*each) for each in patches]
 
 
-_WRITING_THROUGH = parameter._writing_through
+_WITH_VIEWS = views._with_views
 
 
-def _but_for_detach(func: Any, result: Any, taken: Any, **how: Any) -> Any:
-    return result if func is Tensor.detach else _WRITING_THROUGH(func, result, taken, **how)
-
-
-def _unseen(unit: Unit, k: int) -> None:
-    """`Unit.overwritten` of which autograd learns nothing."""
-    unit.epochs[k] += 1
+def _but_for_detach(func: Any, result: Any, copies: Any, **how: Any) -> Any:
+    return result if func is Tensor.detach else _WITH_VIEWS(func, result, copies, **how)
 
 
 _HOOK_OUTPUTS = hooks.hook_outputs
@@ -101,10 +96,8 @@ MUTANTS: dict[str, Callable[[], list[Any]]] = {
     "writes in forward are lost": _patched(
         (Unit, "was_written", lambda unit: False), (Unit, "unseen_write", lambda unit: None)
     ),
-    "writes through detach are lost": _patched((parameter, "_writing_through", _but_for_detach)),
-    "changes before a backward are not seen": _patched(
-        (Unit, "overwritten", _unseen), (parameter, "increment_version", lambda tensor: None)
-    ),
+    "writes through detach are lost": _patched((views, "_with_views", _but_for_detach)),
+    "changes before a backward are not seen": _patched((versions, "increment_version", lambda tensor: None)),
     "shard evaluates weights": _patched((wrapping, "_own_numel", _computed)),
     "shared memory is not seen": _patched((sharding, "overlaps_of", lambda model, optimized: Overlaps([], [], []))),
     "hooks put on after shard are lost": _patched(

@@ -102,6 +102,15 @@ def test_a_view_from_before_a_step_is_taken_anew_or_cloned():
     assert not torch.equal(net[0].weight.data, kept)
 
 
+def test_new_values_are_copied_into_a_view():
+    net, _ = sharded()
+    view = net[0].weight.data
+    with advised("write into the view with copy_(tensor)"):
+        view.data = torch.ones_like(view)
+    view.copy_(torch.ones(view.shape))
+    assert bool((net[0].weight.detach() == 1).all())
+
+
 def test_a_model_is_moved_and_cast_before_shard_or_by_its_options():
     for change in (lambda net: net.to(torch.bfloat16), lambda net: net.to("meta")(X)):
         net, _ = sharded()

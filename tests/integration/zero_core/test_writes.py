@@ -299,6 +299,15 @@ def pickled(value):
     return torch.load(file)
 
 
+def test_new_memory_for_a_view_is_refused():
+    model = toys.Stack()
+    zero_core.shard(model, toys.sgd(model.parameters()))
+    for view in (model.head.weight.data, model.head.weight.detach()[0]):
+        for replace in (lambda view: setattr(view, "data", torch.zeros(3)), lambda view: view.resize_(1)):
+            with pytest.raises(ChangedParameterError, match="the memory of a view of a Sharded parameter"):
+                replace(view)
+
+
 def test_a_view_pickles_and_copies_as_a_plain_tensor():
     model = kit.sharded(toys.Stack, toys.sgd)[0]
     view = model.head.weight.data

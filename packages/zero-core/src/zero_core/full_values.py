@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from .errors import GradientError, ZeroError
 from .runtime.gradient_access import read, refusal, write
@@ -98,8 +97,7 @@ def set_full_state(parameter: nn.Parameter, name: str, values: Tensor) -> None:
             "the first step(), or give zero_core.shard an optimizer that has its states already"
         )
     if name == "master":
-        engine.copies.write(unit, k, flat)
-        increment_version(parameter)
+        engine.copies.write(unit, k, flat, parameter)
     else:
         engine.writes.note(f"{name} of {place.name}", flat)
         unit.write_part(name, k, flat)

@@ -100,7 +100,8 @@ class ShardView:
         for unit, k, name in self.parameters():
             if name in names:
                 unit.overwritten(k)
-                unit.rewritten[k] = not as_built
+                if as_built:
+                    unit.versions[k].ends = 0
 
     def left_out(self, also: Callable[[str], bool]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the parameters that a checkpoint of what is trained can do without. Collective.
@@ -110,7 +111,7 @@ class ShardView:
         """
         kept = {named.name for named in self.names if any(map(also, named.names))}
         frozen = [(unit, k, name) for unit, k, name in self.parameters() if not unit.trainable and name not in kept]
-        written = self.ranks.numbers([float(unit.rewritten[k]) for unit, k, _ in frozen])
+        written = self.ranks.numbers([float(unit.versions[k].ends > 0) for unit, k, _ in frozen])
         counts = self.ranks.sum_everywhere(written, "checkpoint.save").tolist() if frozen else []
         return {
             clean_name(name): unit.layout.slots[k].shape

@@ -146,7 +146,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 unit.overwritten(k)
             steps.append(unit.count_step(Leftover.STEPPED))
         engine.factors.forget()
-        engine.reducer.changed()
         engine.store.update(frozen(self.param_groups), scale, engine.next_use(), steps)
         self._count()
 

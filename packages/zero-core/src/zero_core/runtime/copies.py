@@ -14,6 +14,7 @@ from .calls import Calls, mended
 from .outputs import outside_transforms
 from .unit import Unit
 from .uses import Uses
+from .versions import Stamp
 
 __all__ = ["Copies"]
 
@@ -23,14 +24,14 @@ class Copies:
 
     def __init__(self, units: Sequence[Unit], uses: Uses, calls: Calls) -> None:
         self._units, self._uses, self.calls = units, uses, calls
-        self.taken: dict[tuple[int, int], tuple[int, Tensor]] = {}  # (unit, k) -> epoch, values
+        self.taken: dict[tuple[int, int], tuple[Stamp, Tensor]] = {}  # (unit, k) -> of what, values
 
     @outside_transforms
     def full(self, unit: Unit, k: int) -> Tensor:
         """Parameter k of the unit, whole. Collective. Never an inference tensor, whose writes nothing counts."""
-        epoch, known = self.taken.get((unit.index, k), (-1, None))
-        if known is not None and epoch == unit.epochs[k]:
-            return known
+        known = self.taken.get((unit.index, k))
+        if known is not None and known[0].current():
+            return known[1]
         (values,) = self._copy(unit, [k])
         return values
 
@@ -40,7 +41,7 @@ class Copies:
         for u in sorted(wanted):
             unit = self._units[u]
             for k, values in zip(wanted[u], self._copy(unit, wanted[u]), strict=True):
-                self.taken[u, k] = unit.epochs[k], values
+                self.taken[u, k] = Stamp([unit.versions[k]]), values
 
     @mended
     def _copy(self, unit: Unit, indices: Sequence[int]) -> list[Tensor]:
@@ -53,10 +54,10 @@ class Copies:
         return values
 
     @outside_transforms
-    def write(self, unit: Unit, k: int, values: Tensor) -> None:
-        """Keep new whole values of parameter k: this rank's part goes to the store."""
+    def write(self, unit: Unit, k: int, values: Tensor, uncounted: Tensor | None) -> None:
+        """Keep new whole values of parameter k: this rank's part goes to the store. uncounted: see `Version.wrote`."""
         unit.reshard()
-        unit.epochs[k] += 1
+        unit.versions[k].ended(uncounted)
         flat = values.detach().reshape(-1)
         self._uses.writes.note(unit.layout.slots[k].name, flat)
         unit.write_part("master", k, flat)

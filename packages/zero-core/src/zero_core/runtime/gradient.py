@@ -35,6 +35,7 @@ from ..errors import GradientError
 from ..layout import UnitLayout
 from .context import UnitContext
 from .states import moved
+from .versions import Version
 
 __all__ = ["TRANSITIONS", "GradientState", "Leftover", "Reduction", "UnitGradient"]
 
@@ -82,10 +83,10 @@ class UnitGradient:
         self.state = GradientState.NONE
         self.used = [False] * len(parameters)  # since the last step, on this rank
         self.leftover = [Leftover.NOTHING] * len(parameters)
-        self.generation = [0] * len(parameters)  # other when a gradient has gone: consumed, discarded or dropped
+        self.versions = [Version() for _ in parameters]
+        self.in_store = Version()  # of what the store keeps
         self.stored = False  # the store has a gradient since the last step
         self.lost = False  # a backward since the last step raised, and what it had left of this unit is gone
-        self.age = 0  # other after every change of what waits for the step
         self.dropped: set[int] = set()  # parameters whose `.grad` was set to None after it arrived
         self.current: Tensor | None = None  # (numel,) reduce dtype: this backward's, the pool's memory or the store's
         self.filled: set[int] = set()  # which parameters `current` has
@@ -113,7 +114,7 @@ class UnitGradient:
             into.add_(gradient) if k in self.filled else into.copy_(gradient)
         self.filled.add(k)
         self.used[k] = True
-        self.age += 1
+        self.versions[k].wrote()
 
     def _memory(self) -> Tensor:
         """The store's own memory where nothing happens between here and there, else a pooled buffer."""
@@ -147,12 +148,13 @@ class UnitGradient:
         self.leftover[k] = Leftover.NOTHING
         self.dropped.add(k)
         self.used[k] = False
-        self.generation[k] += 1
+        self.versions[k].ended()
 
     def forget_dropped(self) -> None:
         """Zero what was dropped. Late, because where all is dropped there is no need to."""
         for k in sorted(self.dropped):
             self.ranks.fold(self.index * 8191 + k)
+            self.in_store.wrote()
             slot = self.layout.slots[k]
             if self.kept is not None:
                 self.kept[slot.offset : slot.stop].zero_()
@@ -202,7 +204,9 @@ class UnitGradient:
     def _clear_flags(self) -> None:
         self.stored = self.lost = False
         self.used = [False] * len(self.used)
-        self.generation = [number + 1 for number in self.generation]
+        self.in_store.wrote()
+        for version in self.versions:
+            version.ended()
         self.dropped.clear()
 
     @property
@@ -293,6 +297,7 @@ class Reduction:
             if ranks.shard.size > 1 and ranks.replicate.size > 1:
                 work = ranks.average_replicas(self.part, of.name, of.index)
                 ranks.wait(work, "all_reduce", of.name)
+        of.in_store.wrote()
         of.store.accept_gradient(of.index, self.part)
         of.pool.give_if_lent(self.part)
         of.pool.give_if_lent(self.whole)  # the same as the part where nothing is scattered: given once

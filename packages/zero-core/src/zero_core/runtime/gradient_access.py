@@ -138,8 +138,8 @@ def edit(engine: Engine, unit: Unit, k: int, change: Callable[[Tensor], Any]) ->
 
 def _changed(engine: Engine, unit: Unit, k: int) -> None:
     engine.factors.forget((unit.index, k))
-    engine.reducer.changed()
-    unit.gradient.age += 1
+    unit.gradient.in_store.wrote()
+    unit.gradient.versions[k].wrote()
 
 
 def _mine(unit: Unit, k: int) -> Iterator[tuple[int, int]]:
@@ -210,7 +210,7 @@ def apply_factors(engine: Engine) -> None:
             engine.factors.apply((u, k), unit.gradient.kept[slot.offset : slot.stop])
         if unit.gradient.stored:
             store = access(engine, unit.layout.slots[k].name)
+            unit.gradient.in_store.wrote()
             for start, stop in _mine(unit, k):
                 store.write_gradient(u, start, engine.factors.apply((u, k), store.read_gradient(u, start, stop)))
     engine.factors.forget()
-    engine.reducer.changed()

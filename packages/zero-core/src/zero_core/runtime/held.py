@@ -22,8 +22,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..device import sent
 from ..errors import GradientError
 from .memoryless import METADATA, name_of
+from .versions import Stamp, Version
+from .views import REPLACING, FullCopy, call_with_copies, is_copying
 
-__all__ = ["GradientHome", "GradientView", "HeldGradient", "HeldNorm"]
+__all__ = ["GradientHome", "HeldGradient", "HeldNorm"]
 
 _T: Any = Tensor
 
@@ -35,8 +37,9 @@ class GradientHome(Protocol):
     def name(self) -> str:
         """Of the parameter."""
 
-    def gradient_age(self) -> tuple[int, int]:
-        """(other after each step or zero_grad(), other after each change) of this gradient."""
+    @property
+    def gradient_version(self) -> Version:
+        """By which changes of this gradient are told. It ends at each step or zero_grad()."""
 
     def multiply_gradient(self, factor: Tensor | float) -> None:
         """Multiply it by a number, or by a tensor of one element, before the step at the latest."""
@@ -64,16 +67,16 @@ class HeldGradient(Tensor):
     """
 
     home: GradientHome
-    age: int
+    stamp: Stamp
 
     @classmethod
     def of(cls, parameter: Tensor, home: GradientHome) -> HeldGradient:
         held = _made(cls, parameter.shape, parameter.dtype, parameter.device)
-        held.home, (held.age, _) = home, home.gradient_age()
+        held.home, held.stamp = home, Stamp([home.gradient_version])
         return held
 
     def check(self) -> None:
-        if self.age != self.home.gradient_age()[0]:
+        if not self.stamp.alive():
             raise GradientError(
                 f"{self.home.name}.grad from before a step() or zero_grad() is used: the optimizer has consumed that "
                 "gradient. Ask for p.grad again after backward(), or keep a copy, p.grad.clone()"
@@ -108,7 +111,9 @@ class HeldGradient(Tensor):
                 edit = g.home.edit_gradient if isinstance(g, HeldGradient) else _call_with(g)
                 edit(partial(_in_place, method, args[1:], kwargs))
             return args[0] if isinstance(args[0], Tensor) else None
-        return _call_with_values(func, args, kwargs)
+        if func in REPLACING:
+            _refuse_replacing()
+        return call_with_copies(HeldGradient, GradientCopy, func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -127,13 +132,13 @@ class HeldGradient(Tensor):
 class HeldNorm(Tensor):
     """Norms of held gradients, () or (n,), fp32, computed when they are read. See [Note: norms of held gradients]."""
 
-    parts: list[tuple[HeldGradient, int] | Tensor]  # a gradient and its age then; or a number that is known
+    parts: list[tuple[HeldGradient, Stamp] | Tensor]  # a gradient as it was then; or a number that is known
     order: float
 
     @classmethod
     def of(cls, gradient: HeldGradient, order: float) -> HeldNorm:
         norm = _made(cls, torch.Size(()), torch.float32, gradient.device)
-        norm.parts, norm.order = [(gradient, gradient.home.gradient_age()[1])], order
+        norm.parts, norm.order = [(gradient, Stamp([gradient.home.gradient_version]))], order
         return norm
 
     @classmethod
@@ -195,9 +200,9 @@ def _norm(order: float, parts: Sequence[Any], device: torch.device) -> Tensor:
     held = [part[0] for part in parts if not isinstance(part, Tensor)]
     for part in parts:
         if not isinstance(part, Tensor):
-            gradient, age = part
+            gradient, stamp = part
             gradient.check()
-            if gradient.home.gradient_age()[1] != age:
+            if not stamp.current():
                 raise GradientError(
                     f"a norm of {gradient.home.name}.grad is read after the gradient has changed: norms are computed "
                     "when they are read. Read it before, norm.item()"
@@ -257,116 +262,44 @@ def _factor(func: Any, by: Any) -> Tensor | float | None:
     return 1.0 / by if exact else None
 
 
-class _Copy:
-    """A copy of a full gradient that a call was made with, and its views with it: what is written into it is kept."""
+class GradientCopy(FullCopy):
+    """The full values of a held gradient."""
+
+    owner: HeldGradient
 
     def __init__(self, held: HeldGradient) -> None:
-        self.held = held
-        self.values = held.home.gradient().to(held.dtype)
-        self.age = held.home.gradient_age()[1]
+        values = held.home.gradient().to(held.dtype)  # what is kept of it is reduced before the stamp is taken
+        super().__init__(held, values, Stamp([held.home.gradient_version]))
 
     def check(self) -> None:
-        self.held.check()
-        if self.age != self.held.home.gradient_age()[1]:
+        self.owner.check()
+        if not self.stamp.current():
             raise GradientError(
-                f"a view of {self.held.home.name}.grad is used after the gradient has changed: it holds the values "
+                f"a view of {self.owner.home.name}.grad is used after the gradient has changed: it holds the values "
                 "from before. Take a new view, or clone() what is to stay"
             )
 
     def write_back(self) -> None:
         self.check()
-        self.held.home.overwrite_gradient(self.values)
-        self.age = self.held.home.gradient_age()[1]
+        self.owner.home.overwrite_gradient(self.values)
+        self.stamp.renew()
 
-    def shared_with(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
+    def refuse(self, func: Any, *, makes_parameter: bool) -> None:
+        if func in REPLACING:
+            _refuse_replacing()
 
-
-class GradientView(Tensor):
-    """A view of a copy of a held gradient (`p.grad[0]`): what is written into it becomes the gradient."""
-
-    copy: _Copy
-    kept: bool  # asked for as a copy: it may be read when it is old, and not be written
-
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        views: list[GradientView] = []
-        with torch._C.DisableTorchFunctionSubclass():
-
-            def plain(view: GradientView) -> Tensor:
-                if func not in METADATA and not view.kept:
-                    view.copy.check()
-                views.append(view)
-                return view.as_subclass(Tensor)
-
-            args, kwargs = tree_map_only(GradientView, plain, (args, kwargs or {}))
-            before = [view._version for view in views]
-        _refuse_replaced(func)
-        result = func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            for view, version in zip(views, before, strict=True):
-                if view._version != version:
-                    view.copy.write_back()
-        return _with_views(func, result, [view.copy for view in views])
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)
+    def is_owner(self, func: Any) -> bool:
+        return not is_copying(func)  # a gradient ends, and what was asked for to be kept does not
 
 
-def _refuse_replaced(func: Any) -> None:
-    if func in _REPLACED:
-        raise GradientError(
-            "the memory of a gradient was replaced (p.grad.data = tensor), which reaches no shard: write "
-            "p.grad.copy_(tensor), or zero_core.set_full_gradient(p, tensor)"
-        )
-
-
-def _call_with_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call `func` with copies of the full gradients, and keep what it changed in place."""
-    _refuse_replaced(func)
-    copies: dict[int, tuple[_Copy, int]] = {}
-
-    def copied(held: HeldGradient) -> Tensor:
-        if id(held) not in copies:
-            made = _Copy(held)
-            copies[id(held)] = made, made.values._version
-        return copies[id(held)][0].values
-
-    args, kwargs = tree_map_only(HeldGradient, copied, (args, kwargs))
-    result = func(*args, **kwargs)
-    for made, version in copies.values():
-        if made.values._version != version:
-            made.write_back()
-    made_of = [made for made, _ in copies.values()]
-    itself = next((made.held for made in made_of if result is made.values and func not in _COPYING), None)
-    return _with_views(func, result, made_of) if itself is None else itself
-
-
-def _with_views(func: Any, result: Any, copies: Sequence[_Copy]) -> Any:
-    """`result`, in which every tensor that shares memory with a copy is a GradientView."""
-
-    def viewed(tensor: Tensor) -> Tensor:
-        made = next((copy for copy in copies if type(tensor) is Tensor and copy.shared_with(tensor)), None)
-        if made is None or not tensor.numel():
-            return tensor
-        view = tensor.as_subclass(GradientView)
-        view.copy, view.kept = made, func in _COPYING
-        return view
-
-    if func in _ARRAYS:
-        result.flags.writeable = False  # what is written into an array reaches nobody, so numpy shall say so
-        return result
-    with torch._C.DisableTorchFunctionSubclass():
-        return tree_map_only(Tensor, viewed, result)
+def _refuse_replacing() -> None:
+    raise GradientError(
+        "the memory of a gradient was replaced (p.grad.data = tensor), which would be lost: write "
+        "p.grad.copy_(tensor), or zero_core.set_full_gradient(p, tensor)"
+    )
 
 
 _THE_SAME: set[Any] = {Tensor.detach, _T.data.__get__, Tensor.requires_grad_, Tensor.contiguous}
-_COPYING: set[Any] = {Tensor.cpu, Tensor.to}  # asked for to be kept, though on the CPU torch does not copy
-_ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
-_REPLACED: set[Any] = {_T.data.__set__, Tensor.resize_}
 _NORMS: set[Any] = {torch.linalg.vector_norm, torch.norm, Tensor.norm, torch._foreach_norm}
 _QUOTIENTS: set[Any] = {Tensor.div_, Tensor.__itruediv__, torch._foreach_div_}
 _PRODUCTS: set[Any] = {Tensor.mul_, Tensor.__imul__, torch._foreach_mul_, *_QUOTIENTS}

@@ -1,7 +1,7 @@
 """The sharded parameter: the user's own Parameter object, whose class is flipped while it has no memory.
 
-Owns the class, the allow-list of what can be asked without memory, and the gather that answers everything else. It does
-not know units: it asks the `Home` that a parameter belongs to.
+Owns the class, and the gather that answers what cannot be asked without memory. It does not know units: it asks the
+`Home` that a parameter belongs to.
 
 [Note: the class flip]
 Between uses `p.__class__ is Sharded`; inside its unit it is `nn.Parameter` and costs nothing. Identity, ties, hooks and
@@ -13,22 +13,22 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_map_only
 
 from ..building.parts import wraps
 from ..errors import ChangedParameterError, GradientError, ShardedParameterError
 from .held import GradientHome, HeldGradient
 from .memoryless import METADATA
 from .outputs import outside_transforms, unwrapped
+from .versions import Stamp, Version
+from .views import NEW_PARAMETER, REPLACING, FullCopy, View, call_with_copies
 
 __all__ = [
     "Home",
+    "ParameterCopy",
     "Sharded",
     "home_of",
     "keep_state_dict",
@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 _HOME = "_zero_home"
-_NEW_PARAMETER = vars(nn.Parameter)["__new__"].__func__.__code__  # nn.Parameter(tensor), which detaches the tensor
 _T: Any = Tensor  # its attributes are descriptors with __get__ and __set__, which their annotations hide
 
 
@@ -49,17 +48,17 @@ class Home(Protocol):
     def full_copy(self, parameter: Tensor) -> Tensor:
         """A plain tensor with the parameter's full values. Collective."""
 
-    def write_back(self, parameter: Tensor, values: Tensor) -> None:
-        """Keep `values` (the parameter's shape) as the parameter's new ones."""
+    def write_back(self, parameter: Tensor, values: Tensor, uncounted: Tensor | None) -> None:
+        """Keep `values` (the parameter's shape) as the parameter's new ones. uncounted: see `Version.wrote`."""
 
     def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
-        """As `write_back`, where nothing was gathered. Collective. False: not now, gather."""
+        """As `write_back`, where nothing was gathered; autograd does not count it. Collective. False: gather first."""
 
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
         """`p.data = values` was asked: keep a copy, and raise as soon as torch would show one as the other changes."""
 
-    def epoch(self, parameter: Tensor) -> int:
-        """Another number each time the parameter's values have changed."""
+    def versions(self, parameter: Tensor) -> Sequence[Version]:
+        """By which changes of the parameter's values are told."""
 
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         """The parameter takes part in a graph outside its unit; returns what its gradient goes through."""
@@ -199,24 +198,10 @@ def _values_for_graphs(parameter: Tensor) -> Tensor:
 
 def _call_gathered(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `func` with the full values of every sharded argument; keep what it wrote in place."""
-    gathered: dict[int, tuple[_Taken, int]] = {}
-
-    def full(parameter: Sharded) -> Tensor:
-        if id(parameter) not in gathered:
-            values = _full(parameter)
-            gathered[id(parameter)] = _Taken(parameter, values, home_of(parameter).epoch(parameter)), values._version
-        return gathered[id(parameter)][0].values
-
-    args, kwargs = tree_map_only(Sharded, full, (args, kwargs))
-    result = func(*args, **kwargs)
-    for taken, version in gathered.values():
-        if taken.values._version != version:
-            taken.write_back()
-        if result is taken.values:
-            return taken.parameter
-    counts = func != _T.data.__get__
-    plain = [taken for taken, _ in gathered.values() if not wraps(type(taken.values))]
-    return _writing_through(func, result, [replace(taken, counts=counts) for taken in plain], apart=True)
+    counts = func != _T.data.__get__  # autograd counts every write but those through `.data`
+    return call_with_copies(
+        Sharded, lambda parameter: ParameterCopy(parameter, _full(parameter), counts), func, args, kwargs
+    )
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -247,116 +232,41 @@ def _places(inputs: Sequence[Any]) -> Any:
         return [torch.autograd.graph.get_gradient_edge(p) if isinstance(p, Sharded) else p for p in inputs]
 
 
-@dataclass
-class _Taken:
-    """The full values of a parameter as they were in one epoch, which the views of a `WriteThrough` share."""
+class ParameterCopy(FullCopy):
+    """The full values of a parameter. counts: a write into them is one that autograd counts."""
 
-    parameter: Sharded
-    values: Tensor
-    epoch: int
-    kept: bool = False  # asked for to be kept, as a state dict's: it may be read when it is old, and not be written
-    counts: bool = True  # a write is one that autograd counts, as it counts all but those through `.data`
+    def __init__(self, parameter: Tensor, values: Tensor, counts: bool = True) -> None:
+        super().__init__(parameter, values, Stamp(home_of(parameter).versions(parameter)))
+        self._counts = counts
 
     def write_back(self) -> None:
-        home = home_of(self.parameter)
-        home.write_back(self.parameter, self.values.detach())
-        if self.counts:
-            increment_version(self.parameter)
-        self.epoch = home.epoch(self.parameter)
+        uncounted = self.owner if self._counts else None
+        home_of(self.owner).write_back(self.owner, self.values.detach(), uncounted)
+        self.stamp.renew()
 
     def check(self) -> None:
-        if self.epoch != home_of(self.parameter).epoch(self.parameter):
+        if not self.stamp.current():
             raise ChangedParameterError(
-                f"a view (p.data, p.detach(), p[i] ...) of a {self.parameter!r} is used after a step() or a write has "
+                f"a view (p.data, p.detach(), p[i] ...) of a {self.owner!r} is used after a step() or a write has "
                 "changed the parameter: it holds the values from before. Take a new view, or clone() what is to stay"
             )
 
-
-def _writing_through(func: Callable[..., Any], result: Any, taken: Sequence[_Taken], *, apart: bool = False) -> Any:
-    """`result`, in which every view of gathered values writes through to its parameter.
-
-    apart: the views get version counters of their own, by which a write into one is told from a write into another.
-    """
-
-    def through(tensor: Tensor) -> Tensor:
-        if tensor.grad_fn is not None or not tensor.numel() or type(tensor) is not Tensor:
-            return tensor
-        if unwrapped(tensor) is not tensor:
-            return tensor  # torch.func's, without a storage to ask for
-        for each in taken:
-            if tensor.untyped_storage().data_ptr() == each.values.untyped_storage().data_ptr():
-                return WriteThrough.of(tensor.data if apart else tensor, each)
-        return tensor
-
-    if func in _COPYING:  # the caller means a copy, though on the CPU torch makes none: it may be kept
-        taken = [replace(each, kept=True) for each in taken]
-    if func in _ARRAYS:
-        result.flags.writeable = False  # what is written into an array reaches nobody, so numpy shall say so
-        return result
-    return tree_map_only(Tensor, through, result)
-
-
-class WriteThrough(Tensor):
-    """A view of a sharded parameter's gathered values (`p.data`, `p[1]`): what is written reaches the shards.
-
-    It raises ChangedParameterError once the parameter's values are others, where a view of torch's would show them.
-    """
-
-    taken: _Taken
-
-    @classmethod
-    def of(cls, view: Tensor, taken: _Taken) -> WriteThrough:
-        made = view.as_subclass(cls)
-        made.taken = taken
-        return made
-
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        views: list[WriteThrough] = []
-        if func is Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER and not args[0].taken.kept:
-            _refuse_another(args[0].taken.parameter)
-        with torch._C.DisableTorchFunctionSubclass():
-
-            def plain(view: WriteThrough) -> Tensor:
-                if func not in METADATA and not view.taken.kept:
-                    view.taken.check()
-                views.append(view)
-                return view.as_subclass(Tensor)
-
-            args, kwargs = tree_map_only(WriteThrough, plain, (args, kwargs or {}))
-            before = [view._version for view in views]
-        result = func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            for view, version in zip(views, before, strict=True):
-                if view._version != version:
-                    view.taken.check()
-                    view.taken.write_back()
-            return _writing_through(func, result, [view.taken for view in views])
-
-    def shares(self, values: Tensor) -> bool:
-        """Whether this is all of `values`, in the same order."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return (self.data_ptr(), self.stride()) == (values.data_ptr(), values.stride())
-
-    def __iter__(self) -> Any:
-        return iter(self.unbind(0))
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if not self.taken.kept:
-            self.taken.check()
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+    def refuse(self, func: Any, *, makes_parameter: bool) -> None:
+        if makes_parameter:
+            _refuse_another(self.owner)
+        if func in REPLACING:
+            raise ChangedParameterError(
+                f"the memory of a view of a {self.owner!r} was replaced (p.data.data = tensor, or resize_()), which "
+                "would be lost: write into the view with copy_(tensor)"
+            )
 
 
 def keep_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """A state dict is asked for to be kept: a post-hook that lets its values be read when they are old."""
     for name in module._parameters:
         value = state.get(prefix + name)
-        if isinstance(value, WriteThrough):
-            value.taken = replace(value.taken, kept=True)
+        if isinstance(value, View):
+            value.kept = True
 
 
 def _get_grad(parameter: Sharded) -> Tensor | None:
@@ -396,13 +306,13 @@ def _set_data(parameter: Sharded, value: Tensor) -> None:
             f"new data ({changes}) for a {parameter!r}: move or cast the model before zero_core.shard, whose device= "
             "and param_dtype= say where and in what to compute"
         )
-    if not isinstance(value, WriteThrough):
+    if not isinstance(value, View) or not isinstance(value.copy, ParameterCopy):
         home_of(parameter).take_values(parameter, value)
-    elif value.taken.parameter is parameter and value.shares(value.taken.values):
-        value.taken.check()  # p.data += x: written through already
+    elif value.copy.owner is parameter and value.shares(value.copy.values):
+        value.copy.check()  # p.data += x: written through already
     else:
         raise ChangedParameterError(
-            f"a {parameter!r} was given a view of {value.taken.parameter!r}, p.data = q.data, which in torch makes the "
+            f"a {parameter!r} was given a view of {value.copy.owner!r}, p.data = q.data, which in torch makes the "
             "two share memory: write p.data.copy_(q.data)"
         )
 
@@ -410,7 +320,7 @@ def _set_data(parameter: Sharded, value: Tensor) -> None:
 def _get_data(parameter: Sharded) -> Tensor:
     if wraps(type(parameter)):
         raise ShardedParameterError(
-            f"p.data of a {parameter!r}: what is written into it would reach no shard. Read with p.detach(), write "
+            f"p.data of a {parameter!r}: what is written into it would be lost. Read with p.detach(), write "
             "with p.copy_() or inside zero_core.gathered(module)"
         )
     return _call_gathered(_T.data.__get__, (parameter,), {})
@@ -436,13 +346,12 @@ def _copy(parameter: Sharded, source: Any, non_blocking: bool = False) -> Tensor
     if plain and not torch.is_grad_enabled() and not wraps(type(parameter)):
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device).copy_(source)
         if home_of(parameter).overwrite(parameter, values):
-            increment_version(parameter)
             return parameter
     return _call_gathered(Tensor.copy_, (parameter, source, non_blocking), {})
 
 
 def _detach(parameter: Sharded) -> Tensor:
-    if sys._getframe(2).f_code is _NEW_PARAMETER:  # above __torch_function__
+    if sys._getframe(2).f_code is NEW_PARAMETER:  # above __torch_function__
         _refuse_another(parameter)
     return _call_gathered(Tensor.detach, (parameter,), {})
 
@@ -475,10 +384,6 @@ def _same_shape(func: Callable[..., Any], parameter: Any, other: Any) -> Any:
 def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
     raise ShardedParameterError(f"the memory of a {parameter!r} was asked for: use zero_core.gathered(module)")
 
-
-# Their results are asked for to be kept, though on the CPU torch does not copy.
-_COPYING: set[Any] = {Tensor.cpu, Tensor.to}
-_ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
 
 _AUTOGRAD: dict[Any, Callable[..., Any]] = {torch.autograd.grad: _grad, torch.autograd.backward: _backward}
 

@@ -16,6 +16,7 @@ from . import gradient_access
 from .gradient import Leftover
 from .hooks import Engine
 from .unit import Unit
+from .versions import Version
 
 __all__ = ["Place", "places_of"]
 
@@ -40,14 +41,14 @@ class Place:
     def full_copy(self, parameter: Tensor) -> Tensor:
         return self.engine.copies.full(self.unit, self.index)
 
-    def write_back(self, parameter: Tensor, values: Tensor) -> None:
-        self.engine.copies.write(self.unit, self.index, values)
+    def write_back(self, parameter: Tensor, values: Tensor, uncounted: Tensor | None) -> None:
+        self.engine.copies.write(self.unit, self.index, values, uncounted)
 
     def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
         if self.engine.uses.uneven:
             return False
         self.engine.ranks.meet(f"copy_() into {self.name}")
-        self.engine.copies.write(self.unit, self.index, values)
+        self.engine.copies.write(self.unit, self.index, values, parameter)
         return True
 
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
@@ -56,11 +57,11 @@ class Place:
                 f"tensor.data = values for a tensor over the memory of {self.name}, which in torch would leave that "
                 "memory: assign the values to the attribute that holds the tensor"
             )
-        self.engine.copies.write(self.unit, self.index, values)
+        self.engine.copies.write(self.unit, self.index, values, None)  # torch counts no p.data = values
         self.engine.writes.given(self.name, values, trained=self.unit.trainable)
 
-    def epoch(self, parameter: Tensor) -> int:
-        return self.unit.epochs[self.index]
+    def versions(self, parameter: Tensor) -> list[Version]:
+        return [self.unit.versions[self.index]]
 
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         return self.engine.note_external_use(self.unit)
@@ -74,13 +75,13 @@ class Place:
 
     # -- `held.GradientHome` -------------------------------------------------------------------------------------------
 
-    def gradient_age(self) -> tuple[int, int]:
-        gradient = self.unit.gradient
-        return gradient.generation[self.index], gradient.age
+    @property
+    def gradient_version(self) -> Version:
+        return self.unit.gradient.versions[self.index]
 
     def multiply_gradient(self, factor: Tensor | float) -> None:
         self.engine.factors.multiply((self.unit.index, self.index), factor)
-        self.unit.gradient.age += 1
+        self.gradient_version.wrote()
 
     def gradient(self) -> Tensor:
         values = gradient_access.read(self.engine, self.unit, self.index)
@@ -131,10 +132,10 @@ class Window(Place):
     def full_copy(self, parameter: Tensor) -> Tensor:
         return self.over(super().full_copy(parameter))
 
-    def write_back(self, parameter: Tensor, values: Tensor) -> None:
+    def write_back(self, parameter: Tensor, values: Tensor, uncounted: Tensor | None) -> None:
         whole = super().full_copy(parameter).clone()
         self.over(whole).copy_(values)
-        super().write_back(parameter, whole)
+        super().write_back(parameter, whole, uncounted)
 
     def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
         return False

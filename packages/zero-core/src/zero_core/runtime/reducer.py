@@ -14,6 +14,7 @@ from ..errors import ZeroError
 from .context import UnitContext
 from .gradient import GradientState, Leftover, Reduction
 from .unit import Unit
+from .versions import Stamp
 
 __all__ = ["Reducer"]
 
@@ -40,7 +41,7 @@ class Reducer:
         self._under_way: tuple[Reduction, Callable[[], None] | None] | None = None
         self._updating: Callable[[], None] | None = None  # of the unit that was accepted last
         self.updating = False  # an update has begun and not ended
-        self._squared: Tensor | None = None  # of the store's gradients, as long as they are the same
+        self._squared: tuple[Stamp, Tensor] | None = None  # of the store's gradients, as they were then
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -90,13 +91,10 @@ class Reducer:
 
     def norm_squared(self) -> Tensor:
         """() float64, device: the sum of this rank's squared gradients that are the store's."""
-        if self._squared is None:
-            self._squared = self._store.gradient_norm_squared()
-        return self._squared
-
-    def changed(self) -> None:
-        """The store's gradients change, or are about to."""
-        self._squared = None
+        if self._squared is None or not self._squared[0].current():
+            stamp = Stamp(unit.gradient.in_store for unit in self._units)
+            self._squared = stamp, self._store.gradient_norm_squared()
+        return self._squared[1]
 
     @property
     def updates(self) -> bool:
@@ -132,7 +130,6 @@ class Reducer:
         self._update()  # before the store has another gradient: the norm is of what it has
         (reduction, update), self._under_way = self._under_way, None
         reduction.finish()
-        self.changed()
         self._updating = update
         if not self._context.swaps_in:
             self._update()
@@ -167,12 +164,10 @@ class Reducer:
     def begin_anew(self) -> None:
         """After Ctrl-C at any line: nothing is under way, and the store has no gradient."""
         self._under_way = self._updating = None
-        self.changed()
         self._store.discard_gradients()
 
     def discard(self, leftover: Leftover = Leftover.NOTHING) -> None:
         """Forget every gradient. leftover: see `UnitGradient.consumed`."""
-        self.changed()
         self._store.discard_gradients()  # first: a store that refuses, because it sleeps, keeps all of them
         self._updating = None
         for unit in self._units:
@@ -185,6 +180,5 @@ class Reducer:
             gradient.leftover[k] = Leftover.NOTHING  # the step has consumed it: nothing of it is left to discard
             return True
         gradient.drop(k)
-        self.changed()
         # the unit first: it answers at once while its others are held, so zero_grad() over n parameters is not n * n
         return any(each.gradient.holds(j) for each in (unit, *self._units) for j in range(len(each.parameters)))

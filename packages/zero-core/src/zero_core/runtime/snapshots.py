@@ -6,7 +6,6 @@ Owns the hooks on the modules. Where values are is `place`'s, and a call that ra
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,21 +15,23 @@ from ..building.parts import parts_of
 from ..errors import ChangedParameterError, ShardedParameterError
 from .hooks import Engine
 from .outputs import outside_transforms
-from .parameter import Sharded, WriteThrough, _Taken
+from .parameter import ParameterCopy, Sharded
 from .place import Place, places_of
+from .views import View
 
 __all__ = ["Snapshots"]
 
 
-@dataclass
-class _Copied(_Taken):
+class _Snapshot(ParameterCopy):
     """Values of a state dict that was taken while the parameter had memory, as inside `gathered`."""
 
-    name: str = ""
+    def __init__(self, name: str, parameter: Tensor, values: Tensor) -> None:
+        super().__init__(parameter, values)
+        self._name = name
 
     def check(self) -> None:
         raise ChangedParameterError(
-            f"{self.name} of a state dict was written, which is a copy, as the state dict was taken inside "
+            f"{self._name} of a state dict was written, which is a copy, as the state dict was taken inside "
             "zero_core.gathered, forward or backward: write into the parameter itself, or load_state_dict(state)"
         )
 
@@ -95,7 +96,7 @@ def _copied(name: str, parameter: Any, value: Tensor) -> Tensor:
     values = value.clone()
     if type(values) is not Tensor:
         return values
-    return WriteThrough.of(values, _Copied(parameter, values, 0, kept=True, name=name))
+    return View.of(values, _Snapshot(name, parameter, values), kept=True)
 
 
 def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *lists: Any) -> None:

@@ -6,7 +6,7 @@ Its memory is `residency`'s, its gradient `gradient`'s.
 A backward gathers the current values, even if a step or a write has changed them since the forward. Autograd raises if
 a tensor that it saved was changed in place, which it knows by the tensor's version counter. So what moves a parameter's
 counter in plain torch has to move it here. A write into the parameter itself does that without our help. After a step,
-a loaded checkpoint or a write into a gathered copy, `increment_version` does it. Autograd then raises for the programs
+a loaded checkpoint or a write into a gathered copy, `Version.wrote` does it. Autograd then raises for the programs
 for which it raises in plain torch, and lets others run: nothing has saved the bias of a linear layer, for example.
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ..building.overlaps import Follower
 from ..errors import ChangedParameterError
@@ -28,6 +27,7 @@ from .context import UnitContext
 from .gradient import Leftover, UnitGradient
 from .parameter import Sharded, sharded_class
 from .residency import Residency, UnitMemory, take_away
+from .versions import Version
 from .whole import Whole
 
 __all__ = ["Unit"]
@@ -57,8 +57,7 @@ class Unit(UnitMemory):
         self.wholes: list[Whole] = []  # what has parts here
         self.users = 0  # open visits; the class of the parameters is nn.Parameter while there is one
         self.steps = [0] * len(self.parameters)
-        self.epochs = [0] * len(self.parameters)  # how often the values changed: by an update, a write, a checkpoint
-        self.rewritten = [False] * len(self.parameters)  # the values are others than those the model was built with
+        self.versions = [Version() for _ in self.parameters]  # they end when they are no longer as the model was built
         self.visits: Counter[Any] = Counter()  # by kind: some of them compare the values before and after
         self.copies = False  # a forward writes into the parameters: never the store's own memory, see `keep`
         self._versions: list[int] = []  # of the parameters, when the first of the open visits began
@@ -104,13 +103,13 @@ class Unit(UnitMemory):
         """
         start, stop = self.layout.shard_range(self.ranks.shard.rank)
         mine = self.flat.detach()[start:stop].clone()
-        self.rewritten = [old or new for old, new in zip(self.rewritten, self.written(), strict=True)]
+        for version, wrote in zip(self.versions, self.written(), strict=True):
+            version.ended() if wrote else version.wrote()
         if self.keeps_writes:
-            self.changed()
-        elif self.residency is Residency.UNSHARDED:
+            return
+        if self.residency is Residency.UNSHARDED:
             self.keep(mine)
         else:
-            self.changed()
             self.copies = True
             written = {id(slot) for slot, k in zip(self.layout.slots, self.written(), strict=True) if k}
             self.reshard()
@@ -182,20 +181,18 @@ class Unit(UnitMemory):
         return masters and not self.brings_memory and self.ranks.size == 1
 
     def changed(self) -> None:
-        """The values of every parameter are others now."""
-        self.epochs = [epoch + 1 for epoch in self.epochs]
+        """Marks every parameter as changed."""
+        for version in self.versions:
+            version.wrote()
 
     def overwritten(self, k: int) -> None:
         """Parameter k gets other values in a way that autograd does not see: [Note: changes before a backward]."""
-        self.epochs[k] += 1
-        self.rewritten[k] = True
-        increment_version(self.parameters[k])
+        self.versions[k].ended(self.parameters[k])
         if self.users:
             self._versions[k] += 1  # no visit wrote it
 
     def write_part(self, name: str, k: int, whole: Tensor) -> None:
         """This rank's part of state `name` of parameter k goes to the store. whole: all of it, flattened."""
-        self.rewritten[k] |= name == "master"
         for piece in self.layout.pieces(self.ranks.shard.rank):
             if piece.slot is self.layout.slots[k]:
                 dtype = self.master_dtype if name == "master" else torch.float32
@@ -257,7 +254,7 @@ class Unit(UnitMemory):
             for piece, k in zip(pieces, self.segment_slots(), strict=True):
                 part = slice(piece.shard_start, piece.shard_stop)
                 if not torch.equal(as_bytes(mine[part]), as_bytes(old[part])):
-                    self.rewritten[k] = True
+                    self.versions[k].ended()
                     self.store.write_state(self.index, "master", piece.shard_start, mine[part])
             return
         rounded = old

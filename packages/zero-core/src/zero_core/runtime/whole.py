@@ -11,6 +11,7 @@ from torch import Tensor
 from ..building.parts import forget_parts
 from ..errors import ChangedParameterError
 from .parameter import home_of, set_home, sharded_class
+from .versions import Version
 
 __all__ = ["Whole"]
 
@@ -59,9 +60,9 @@ class Whole:
             size, stride = parameter.size(), parameter.stride()
         return self.kind.__tensor_unflatten__(inner, self._context, size, stride)
 
-    def write_back(self, parameter: Tensor, values: Tensor) -> None:
+    def write_back(self, parameter: Tensor, values: Tensor, uncounted: Tensor | None) -> None:
         for name, part in self.parts.items():
-            home_of(part).write_back(part, getattr(values, name))
+            home_of(part).write_back(part, getattr(values, name), uncounted)
 
     def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
         return False
@@ -69,8 +70,8 @@ class Whole:
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
         raise AssertionError("p.data = tensor is refused before")
 
-    def epoch(self, parameter: Tensor) -> int:
-        return sum(home_of(part).epoch(part) for part in self.parts.values())
+    def versions(self, parameter: Tensor) -> list[Version]:
+        return [version for part in self.parts.values() for version in home_of(part).versions(part)]
 
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda gradient: gradient

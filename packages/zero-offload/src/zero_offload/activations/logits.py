@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_core.runtime.hooks import Engine
 from zero_core.runtime.memoryless import METADATA
+from zero_core.runtime.versions import Stamp
 
 from .cutting import pieces_of
 from .spill import ActivationError, ChangedInputError
@@ -116,10 +117,9 @@ class Head:
     def vocabulary(self) -> int:
         return self._vocabulary
 
-    @property
-    def epochs(self) -> list[int]:
-        """Other numbers when the values of the head have changed."""
-        return [epoch for u in self.units for epoch in self._engine.units[u].epochs]
+    def stamp(self) -> Stamp:
+        """Of the values of the head as they are."""
+        return Stamp(version for u in self.units for version in self._engine.units[u].versions)
 
 
 Head._forward._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ class _Later:
 
     def __init__(self, head: Head, hidden: Tensor) -> None:
         self.head, self.hidden = head, hidden
-        self._epochs, self._version = head.epochs, hidden._version
+        self._stamp, self._version = head.stamp(), hidden._version
         kind = hidden.device.type
         narrow = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         self._narrow = torch.get_autocast_dtype(kind) if narrow else None
@@ -151,7 +151,7 @@ class _Later:
         return (total if reduction == "sum" else total / (labels != ignore_index).sum()).to(dtype)
 
     def _ask(self, compute: Callable[..., Tensor]) -> Tensor:
-        if self.head.epochs != self._epochs:
+        if not self._stamp.current():
             raise ActivationError(
                 "logits are asked for after a step or a write has changed the head that computes them (rows= computes "
                 "them when they are used): use them, or logits.clone() them, before step()"
