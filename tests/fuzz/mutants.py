@@ -26,6 +26,7 @@ from zero_core.runtime.recompute import Recomputations
 from zero_core.runtime.reducer import Reducer
 from zero_core.runtime.schedule import Pass
 from zero_core.runtime.unit import Unit
+from zero_core.runtime.watch import Watch
 
 __all__ = ["MUTANTS", "runner"]
 
@@ -94,7 +95,7 @@ MUTANTS: dict[str, Callable[[], list[Any]]] = {
     "a gradient is lost": _patched((Reducer, "_reduce", _overwriting), (Reducer, "reduce_unit_late", _at_once)),
     "only vectors are probed": _patched((elementwise, "_PROBE_SHAPES", ((7,),))),
     "writes in forward are lost": _patched(
-        (Unit, "was_written", lambda unit: False), (Unit, "unseen_write", lambda unit: None)
+        (Watch, "was_written", lambda watch: False), (Watch, "unseen_write", lambda watch: None)
     ),
     "writes through detach are lost": _patched((views, "_with_views", _but_for_detach)),
     "changes before a backward are not seen": _patched((versions, "increment_version", lambda tensor: None)),

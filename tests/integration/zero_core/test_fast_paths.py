@@ -72,7 +72,7 @@ def evaluate(name, stages, units=None, root=False, frozen=False):
         with torch.no_grad():
             model(x, **keywords)  # no backward follows, for which units would stay
         for unit in zero_core.units(model):
-            assert unit.users == 0 and (stage < 3 or not unit.residency.whole)
+            assert unit.users == 0 and (stage < 3 or not unit.residency.unsharded)
         sharded.close()
 
 

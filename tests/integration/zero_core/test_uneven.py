@@ -182,11 +182,11 @@ def test_ranks_go_on_with_the_same_units_unsharded(stage, options):
     model, optimizer = sharded(stage=stage, **options)
     trains(model, optimizer)
     loss = toys.loss_of(model, toys.data(0, 0))
-    before = {unit.name for unit in zero_core.units(model) if unit.residency.whole}
+    before = {unit.name for unit in zero_core.units(model) if unit.residency.unsharded}
     with torch.no_grad(), zero_core.uneven(model):
         for _ in range(world()[0]):
             model(toys.data(0, 0))
-    after = {unit.name for unit in zero_core.units(model) if unit.residency.whole}
+    after = {unit.name for unit in zero_core.units(model) if unit.residency.unsharded}
     assert after == (before if stage < 3 else set())
     kit.step(optimizer, loss)
 
@@ -267,7 +267,7 @@ def test_where_one_rank_fails_the_others_are_told_and_all_may_go_on(where, done)
             if rank == 0 and n == 1:
                 raise KeyError("asked to fail")
     model.fails = False
-    assert not any(unit.residency.whole for unit in zero_core.units(model))
+    assert not any(unit.residency.unsharded for unit in zero_core.units(model))
     with torch.no_grad(), zero_core.uneven(model):
         for n in range(2 * rank):
             model(toys.data(n, rank))

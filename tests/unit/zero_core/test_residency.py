@@ -111,7 +111,7 @@ def drive(world: World, calls: tuple[tuple[str, str], ...], seen: set[tuple[Resi
         except Refused:
             assert unit.residency is Residency.SHARDED, (calls, unit.residency)
         else:
-            assert call == "prefetch" or unit.residency.whole == (call != "reshard"), (calls, unit.residency)
+            assert call == "prefetch" or unit.residency.unsharded == (call != "reshard"), (calls, unit.residency)
             assert not (call == "copy" and unit.residency is Residency.LENT), calls
         check(world, unit)
     world.refused = ""
@@ -126,8 +126,8 @@ def check(world: World, unit: UnitMemory) -> None:
     assert lent == pays, (state, lent)
     assert world.leases <= 1 and (state in (Residency.LENT, Residency.UNSHARDING) or not world.leases), state
     assert (state is Residency.LENT) <= world.leases and (state is Residency.UNSHARDING or not world.arrivals), state
-    assert unit.flat.untyped_storage().nbytes() == (unit.nbytes if own or state.whole else 0), state
-    if state.whole:
+    assert unit.flat.untyped_storage().nbytes() == (unit.nbytes if own or state.unsharded else 0), state
+    if state.unsharded:
         assert torch.equal(unit.flat, world.values[: unit.layout.numel])
 
 

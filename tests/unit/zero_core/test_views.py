@@ -29,8 +29,8 @@ class Copy(FullCopy):
         HOME["values"], HOME["writes"] = self.values.clone(), HOME["writes"] + 1
         self.stamp.renew()
 
-    def refuse(self, func: Any, *, makes_parameter: bool) -> None:
-        if func in REPLACING or makes_parameter:
+    def refuse(self, func: Any) -> None:
+        if func in REPLACING or func is torch.nn.Parameter:
             raise RuntimeError("refused")
 
 

@@ -18,7 +18,7 @@ from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, 
 from .optim.optimizer import ShardedOptimizer
 from .precision import FLOATS
 from .runtime.parameter import sharded_class
-from .runtime.retired import wrapped_in
+from .runtime.replaced import wrapped_in
 from .runtime.scaling import LossScale
 from .runtime.stages import STAGES
 

@@ -123,7 +123,7 @@ def _count_writes(engine: Engine, units: Sequence[Unit]) -> None:
     """What any rank wrote counts as a change on every rank, so that a backward is refused on all of them or on none."""
     if engine.ranks.size == 1:
         return
-    written = [flag for unit in units for flag in unit.written()]
+    written = [flag for unit in units for flag in unit.watch.written()]
     anywhere = engine.ranks.sum_everywhere(engine.ranks.numbers([float(flag) for flag in written]), "gathered").tolist()
     places = ((unit, k) for unit in units for k in range(len(unit.parameters)))
     for (unit, k), mine, count in zip(places, written, anywhere, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,16 +32,16 @@ from .optim.optimizer import ShardedOptimizer
 from .pool import Pool
 from .precision import as_bytes
 from .runtime.attaching import Node
+from .runtime.composite import Composite
 from .runtime.context import UnitContext
 from .runtime.hooks import Engine
 from .runtime.parameter import home_of, set_home
 from .runtime.place import Place, Window
-from .runtime.retired import retire
+from .runtime.replaced import replace_optimizer
 from .runtime.scaling import LossScale
 from .runtime.snapshots import Snapshots
 from .runtime.stages import STAGES
 from .runtime.unit import Unit
-from .runtime.whole import Whole
 from .store import NullObserver, Observer, Segment, ShardSpec, ShardStore, StoreContext, lent_bytes
 
 __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
@@ -188,8 +189,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
             for k, follower in unit.followers:
                 home = home_of(unit.parameters[k])
                 set_home(follower.tensor, home if follower.whole else Window(engine, unit, k, follower))
-            for whole in unit.wholes:
-                set_home(whole.parameter, whole)
+            for composite in unit.composites:
+                set_home(composite.parameter, composite)
         carry_over(optimizer, made.units, store, ranks)
         engine.attach()
         engine.keep_attached(Snapshots(engine).attach(model))
@@ -203,7 +204,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     remember(overlaps.extents)
     found = model.__dict__[_HANDLE] = Handle(model, tuple(made.units), store, sharded, ranks, stage, engine)
     optimizer.__dict__["_zero_sharded"] = True
-    retire(optimizer)
+    replace_optimizer(optimizer)
     return sharded if trains else found
 
 
@@ -238,29 +239,34 @@ class _Maker:
         trained = {dtype for plan, dtype in zip(plans, found, strict=True) if plan.trained}
         self.reduce_dtype = reduce_dtype or (trained.pop() if len(trained) == 1 else torch.float32)
         groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        following: dict[int, list[Follower]] = defaultdict(list)
+        for follower in followers:
+            following[id(follower.lead)].append(follower)
+        composites = self._composites()
         self.units: list[Unit] = []
         for index, (plan, dtype) in enumerate(zip(plans, found, strict=True)):
             shapes = [(name, tuple(p.shape)) for name, p in plan.parameters.items()]
             layout = UnitLayout.build(plan.name, shapes, itemsize=dtype.itemsize, shard_count=self.ranks.shard.size)
             parameters = list(plan.parameters.values())
             places = [groups[id(p)] if plan.trained else None for p in parameters]
-            self.units.append(Unit(index, layout, parameters, places, dtype, self.reduce_dtype, context))
-        self._tell_units(followers)
+            unit = Unit(
+                index, layout, parameters, places, dtype, self.reduce_dtype, context,
+                followers=[(k, follower) for k, p in enumerate(parameters) for follower in following[id(p)]],
+                composites=list(dict.fromkeys(composites[id(p)] for p in parameters if id(p) in composites)),
+            )  # fmt: skip
+            self.units.append(unit)
 
-    def _tell_units(self, followers: Sequence[Follower]) -> None:
-        """Tell the units of other tensors over their memory, and of parameters that have parts there."""
-        where = {id(p): (unit, k) for unit in self.units for k, p in enumerate(unit.parameters)}
-        wholes: dict[int, Whole] = {}
+    def _composites(self) -> dict[int, Composite]:
+        """The parameters that have parts, by the ids of these."""
+        made: dict[int, Composite] = {}
+        found: dict[int, Composite] = {}
         for name, part, parameter, module, quantised in list(named_parts(self.model, remove_duplicate=False)):
-            unit, _ = where[id(part)]
             if quantised:
                 keep_parts(parameter, module)
             if wraps(type(parameter)):
-                whole = wholes.setdefault(id(parameter), Whole(name.rpartition(".")[0], parameter))
-                unit.wholes += [] if whole in unit.wholes else [whole]
-        for follower in followers:
-            unit, k = where[id(follower.lead)]
-            unit.followers.append((k, follower))
+                composite = made.setdefault(id(parameter), Composite(name.rpartition(".")[0], parameter))
+                found[id(part)] = composite
+        return found
 
     def compare(self, stage: int, max_grad_norm: float | None) -> None:
         """The same on every rank? Else the first collective would be of two sizes, which ends a process of gloo's."""

@@ -18,6 +18,7 @@ __all__ = [
     "Arrival",
     "GradientAccess",
     "GroupStep",
+    "LendsMasters",
     "NullObserver",
     "Observer",
     "ScalarStates",
@@ -246,6 +247,14 @@ class SwapsIn(Protocol):
         May begin late: when unit i's own update is done, or when its bytes are in memory. Either wait() or drop() ends
         it; nothing is to be released.
         """
+
+
+@runtime_checkable
+class LendsMasters(Protocol):
+    """Optional part of a store: `parameters` of a shard in its master's dtype are its masters, and keep what is written
+    into them. `lends_masters`: whether they are."""
+
+    lends_masters: bool
 
 
 @runtime_checkable

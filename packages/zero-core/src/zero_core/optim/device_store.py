@@ -27,12 +27,9 @@ __all__ = ["DeviceStore"]
 
 
 class DeviceStore:
-    """A `ShardStore` without tiers. Synchronous: `update` returns when the update is queued on the device's stream.
+    """A `ShardStore` without tiers. Synchronous: `update` returns when the update is queued on the device's stream."""
 
-    lends_masters: `parameters` of a shard in its master's dtype are its masters, and what is written into them stays.
-    """
-
-    lends_masters = True
+    lends_masters = True  # see `LendsMasters`
 
     def __init__(self) -> None:
         self._shards: list[_Shard] = []

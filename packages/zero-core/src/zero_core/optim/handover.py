@@ -68,7 +68,7 @@ class Handover:
                 _restore(was, values.copy_(master[slot.offset : slot.stop].view(slot.shape)))
             else:
                 lost.append(was)
-        for each in unit.wholes:
+        for each in unit.composites:
             each.give_back()
         if lost:
             self._away[i] = lost

@@ -93,9 +93,9 @@ class Attachment:
             for slot, p in zip(unit.layout.slots, unit.parameters, strict=True)
             if id(p) in optimized
         ]
-        wholes = [whole for unit in frozen for whole in unit.wholes if id(whole.parameter) in optimized]
-        self._untrained += [(whole.name, whole.parameter) for whole in wholes]
-        mine = {id(p) for unit in units for p in (*unit.parameters, *(whole.parameter for whole in unit.wholes))}
+        composites = [each for unit in frozen for each in unit.composites if id(each.parameter) in optimized]
+        self._untrained += [(each.name, each.parameter) for each in composites]
+        mine = {id(p) for unit in units for p in (*unit.parameters, *(each.parameter for each in unit.composites))}
         self._owners = [
             (f"{path}.{key}".lstrip("."), module, key, parameter)
             for path, module in model.named_modules()

@@ -104,7 +104,7 @@ class Backward:
         self._reducer.finish()
         for unit in self._units:
             unit.gradient.drop_current()
-            if unit.users and unit.residency.whole:
+            if unit.users and unit.residency.unsharded:
                 unit.users = 1
                 self._uses.leave(unit)  # torch keeps what a recomputation wrote before the error
             unit.seal()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..comm.ranks import Ranks
 from ..pool import Pool
-from ..store import Observer, ShardStore
+from ..store import LendsMasters, Observer, ShardStore, SwapsIn
 
 __all__ = ["UnitContext"]
 
@@ -20,7 +21,16 @@ class UnitContext:
     pool: Pool
     observer: Observer
 
+    @cached_property
+    def _swapping(self) -> SwapsIn | None:
+        return self.store if isinstance(self.store, SwapsIn) else None
+
     @property
-    def swaps_in(self) -> bool:
-        """Whether the store copies into memory that it is given, see `SwapsIn`. It knows once it is attached."""
-        return getattr(self.store, "swaps_in", False)
+    def swapping(self) -> SwapsIn | None:
+        """The store, if it copies into memory that it is given. It knows once it is attached."""
+        return self._swapping if self._swapping is not None and self._swapping.swaps_in else None
+
+    @cached_property
+    def lends_masters(self) -> bool:
+        """Whether the store lends masters, see `LendsMasters`."""
+        return isinstance(self.store, LendsMasters) and self.store.lends_masters

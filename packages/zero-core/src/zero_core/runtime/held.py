@@ -23,7 +23,7 @@ from ..device import sent
 from ..errors import GradientError
 from .memoryless import METADATA, name_of
 from .versions import Stamp, Version
-from .views import REPLACING, FullCopy, call_with_copies, is_copying
+from .views import COPYING, REPLACING, FullCopy, call_with_copies
 
 __all__ = ["GradientHome", "HeldGradient", "HeldNorm"]
 
@@ -111,8 +111,6 @@ class HeldGradient(Tensor):
                 edit = g.home.edit_gradient if isinstance(g, HeldGradient) else _call_with(g)
                 edit(partial(_in_place, method, args[1:], kwargs))
             return args[0] if isinstance(args[0], Tensor) else None
-        if func in REPLACING:
-            _refuse_replacing()
         return call_with_copies(HeldGradient, GradientCopy, func, args, kwargs)
 
     @classmethod
@@ -284,19 +282,15 @@ class GradientCopy(FullCopy):
         self.owner.home.overwrite_gradient(self.values)
         self.stamp.renew()
 
-    def refuse(self, func: Any, *, makes_parameter: bool) -> None:
+    def refuse(self, func: Any) -> None:
         if func in REPLACING:
-            _refuse_replacing()
+            raise GradientError(
+                "the memory of a gradient was replaced (p.grad.data = tensor), which would be lost: write "
+                "p.grad.copy_(tensor), or zero_core.set_full_gradient(p, tensor)"
+            )
 
     def is_owner(self, func: Any) -> bool:
-        return not is_copying(func)  # a gradient ends, and what was asked for to be kept does not
-
-
-def _refuse_replacing() -> None:
-    raise GradientError(
-        "the memory of a gradient was replaced (p.grad.data = tensor), which would be lost: write "
-        "p.grad.copy_(tensor), or zero_core.set_full_gradient(p, tensor)"
-    )
+        return func not in COPYING  # a gradient ends, and what was asked for to be kept does not
 
 
 _THE_SAME: set[Any] = {Tensor.detach, _T.data.__get__, Tensor.requires_grad_, Tensor.contiguous}

@@ -322,7 +322,7 @@ class Engine:
             self._abandon_forward()
         if not self.calls.interrupted:
             return
-        if self.ranks.size > 1 or self._context.swaps_in:
+        if self.ranks.size > 1 or self._context.swapping is not None:
             others = "other ranks may wait for this one" if self.ranks.size > 1 else "a copy may be under way"
             raise CollectiveError(
                 f"{what} after Ctrl-C inside of a hook of {type(self.model).__name__} on rank {self.ranks.rank} of "

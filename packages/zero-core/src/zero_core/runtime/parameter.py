@@ -251,8 +251,8 @@ class ParameterCopy(FullCopy):
                 "changed the parameter: it holds the values from before. Take a new view, or clone() what is to stay"
             )
 
-    def refuse(self, func: Any, *, makes_parameter: bool) -> None:
-        if makes_parameter:
+    def refuse(self, func: Any) -> None:
+        if func is nn.Parameter:
             _refuse_another(self.owner)
         if func in REPLACING:
             raise ChangedParameterError(
@@ -388,7 +388,6 @@ def _refuse_address(parameter: Sharded, *args: Any, **kwargs: Any) -> Any:
 _AUTOGRAD: dict[Any, Callable[..., Any]] = {torch.autograd.grad: _grad, torch.autograd.backward: _backward}
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    Tensor.__iter__: lambda parameter: iter(parameter.unbind(0)),
     _T.grad.__get__: _get_grad,
     _T.grad.__set__: _set_grad,
     _T.data.__get__: _get_data,

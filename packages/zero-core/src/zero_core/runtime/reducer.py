@@ -131,7 +131,7 @@ class Reducer:
         (reduction, update), self._under_way = self._under_way, None
         reduction.finish()
         self._updating = update
-        if not self._context.swaps_in:
+        if self._context.swapping is None:
             self._update()
 
     def _update(self) -> None:

@@ -70,7 +70,7 @@ class Rehearsal:
         units: Any = [_Unit(index, size, self, shelf) for index, size in enumerate(self.sizes)]
         ranks = SimpleNamespace(size=self.size, shard=SimpleNamespace(size=self.shard_count))
         store = SimpleNamespace(prefetch=lambda unit: None)
-        context: Any = SimpleNamespace(ranks=ranks, store=store, swaps_in=False)
+        context: Any = SimpleNamespace(ranks=ranks, store=store, swapping=None)
         row, ahead, stays = STAGES[self.stage], self.prefetch_bytes, self.resident_bytes
         uses = Uses("", units, context, keeps=row.keeps_parameters, prefetch_bytes=ahead, resident_bytes=stays)
         reducer = Reducer(units, context, keeps=row.keeps_gradients, begin_update=None)
@@ -135,6 +135,7 @@ class _Unit:
     """As much of a `unit.Unit` as `Uses`, `Backward` and `Reducer` ask for."""
 
     name = ""
+    watch = SimpleNamespace(was_written=lambda: False, unseen_write=lambda: None)  # no forward writes
 
     def __init__(self, index: int, size: UnitSize, run: Rehearsal, shelf: Shelf) -> None:
         self.index, self.trainable, self.encloses = index, size.trainable, size.encloses
@@ -164,12 +165,6 @@ class _Unit:
         if self._memory is not None:
             self._shelf.give(self._memory)
             self._memory = None
-
-    def was_written(self) -> bool:
-        return False
-
-    def unseen_write(self) -> None:
-        """No forward writes."""
 
 
 class _Gradient:

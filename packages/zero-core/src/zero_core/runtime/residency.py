@@ -36,7 +36,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from torch import Tensor
 from ..comm.collectives import Work
 from ..layout import UnitLayout
 from ..precision import FLOATS, as_bytes
-from ..store import Arrival, SwapsIn
+from ..store import Arrival
 from .context import UnitContext
 from .states import moved
 
@@ -63,8 +63,8 @@ class Residency(Enum):
     LENT = "lent"
 
     @property
-    def whole(self) -> bool:
-        """Whether the parameters can be used."""
+    def unsharded(self) -> bool:
+        """Whether the parameters can be used, in whosever memory."""
         return self in (Residency.UNSHARDED, Residency.LENT)
 
 
@@ -103,6 +103,7 @@ class UnitMemory:
     ) -> None:
         self._exact = exact  # gathered with all bits
         self.index, self.layout, self.name, self.dtype = index, layout, layout.name, dtype
+        self.context = context
         self.ranks, self.store, self.pool, self.observer = context.ranks, context.store, context.pool, context.observer
         self.residency = Residency.SHARDED
         self._memory: Tensor | None = None  # the pool's; None: the storage's own, or the store's
@@ -115,27 +116,22 @@ class UnitMemory:
 
     def another(self) -> UnitMemory:
         """Memory for the same shards which has no part in this one, and no parameters."""
-        context = UnitContext(self.ranks, self.store, self.pool, self.observer)
-        return UnitMemory(self.index, self.layout, self.dtype, context, exact=self._exact)
+        return UnitMemory(self.index, self.layout, self.dtype, self.context, exact=self._exact)
 
     @property
     def nbytes(self) -> int:
         return self.layout.numel * self.dtype.itemsize
 
     @property
-    def _swaps_in(self) -> bool:
-        return getattr(self.store, "swaps_in", False)  # a store knows when it is attached, and most have no such thing
-
-    @property
     def brings_memory(self) -> bool:
         """Whether the storage has memory of its own: the store copies into it, or torch cannot swap it."""
-        return self._swaps_in or not CAN_SWAP
+        return self.context.swapping is not None or not CAN_SWAP
 
     def prefetch(self) -> None:
         """Start to unshard. On one shard whose memory the store lends there is nothing to start but the store."""
         if self.residency is not Residency.SHARDED:
             return
-        if self.ranks.shard.size == 1 and not self._swaps_in:
+        if self.ranks.shard.size == 1 and self.context.swapping is None:
             self.store.prefetch(self.index)
         else:
             self._begin()
@@ -183,14 +179,14 @@ class UnitMemory:
         self._move("begin")
         with self._ending_on_error():
             self._take()
-            if self._swaps_in:
+            if (store := self.context.swapping) is not None:
                 start, stop = self.layout.shard_range(self.ranks.shard.rank)
-                self._arrival = cast(SwapsIn, self.store).swap_in(self.index, self._whole[start:stop])
+                self._arrival = store.swap_in(self.index, self._filled[start:stop])
             if self.ranks.shard.size > 1:
                 with self.ranks.side.after_current():
                     part = self._await_shard()
                     with self.observer.span("gather", self.name):
-                        self._work = self.all_gather(self._whole, part)
+                        self._work = self.all_gather(self._filled, part)
 
     def all_gather(self, whole: Tensor, part: Tensor, *, exact: bool = False) -> Work:
         """whole (n,) <- part of every shard rank. exact: with all bits; what is not trained always has them."""
@@ -207,7 +203,7 @@ class UnitMemory:
             else:
                 shard = self._await_shard()
                 if self._shard is not None:
-                    self._whole.copy_(shard)
+                    self._filled.copy_(shard)
         self._release_shard()
         if self._memory is not None:
             put_under(self.flat, self._memory)
@@ -250,7 +246,7 @@ class UnitMemory:
             self.flat.untyped_storage().resize_(0)
 
     @property
-    def _whole(self) -> Tensor:
+    def _filled(self) -> Tensor:
         """(numel,) what is being filled. It has a version counter of its own: autograd sees no write."""
         return self.flat.data if self._memory is None else self._memory
 
@@ -263,7 +259,7 @@ class UnitMemory:
             self._arrival.wait()
             self._arrival = None
         start, stop = self.layout.shard_range(self.ranks.shard.rank)
-        return self._whole[start:stop]
+        return self._filled[start:stop]
 
     def _release_shard(self) -> None:
         if self._shard is not None:

@@ -74,7 +74,7 @@ class Rounds:
     @outside_transforms
     def bring(self, unit: Unit) -> None:
         """Begin to gather a unit that this rank uses next, unless its memory is there. Then gather ahead."""
-        if not unit.residency.whole:
+        if not unit.residency.unsharded:
             number = self._unit_numbers[unit]
             while number not in self._plan[len(self._past) :]:
                 self._say(_FIRST + len(self._nodes) + number)

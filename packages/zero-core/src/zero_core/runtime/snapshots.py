@@ -67,7 +67,7 @@ class Snapshots:
                 wanted[place.unit.index].append(place.index)
         engine = self._engine
         engine.copies.taken.clear()
-        gathers = any(not engine.units[u].residency.whole for u in wanted)
+        gathers = any(not engine.units[u].residency.unsharded for u in wanted)
         if gathers and engine.ranks.shard.size > 1 and not (engine.busy or engine.uses.uneven):
             engine.ranks.assemble(f"{type(module).__name__}.state_dict()")
         engine.copies.take(wanted)

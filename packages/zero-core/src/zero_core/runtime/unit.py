@@ -12,7 +12,6 @@ for which it raises in plain torch, and lets others run: nothing has saved the b
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,16 +22,15 @@ from ..building.overlaps import Follower
 from ..errors import ChangedParameterError
 from ..layout import UnitLayout
 from ..precision import as_bytes, round_to
+from .composite import Composite
 from .context import UnitContext
 from .gradient import Leftover, UnitGradient
 from .parameter import Sharded, sharded_class
 from .residency import Residency, UnitMemory, take_away
 from .versions import Version
-from .whole import Whole
+from .watch import Watch
 
 __all__ = ["Unit"]
-
-_ROW = 1024
 
 
 class Unit(UnitMemory):
@@ -47,26 +45,26 @@ class Unit(UnitMemory):
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         context: UnitContext,
+        *,
+        followers: Sequence[tuple[int, Follower]] = (),
+        composites: Sequence[Composite] = (),
     ) -> None:
+        """followers: other tensors over the memory of parameter k. composites: what has parts here."""
         self.trainable = any(group is not None for group in groups)
         super().__init__(index, layout, dtype, context, exact=not self.trainable)
         self.parameters, self.groups = tuple(parameters), tuple(groups)
         self.gradient = UnitGradient(index, layout, self.parameters, self.groups, reduce_dtype, context)
         self._classes: list[type[Tensor]] = [type(p) for p in self.parameters]  # nn.Parameter, or the user's subclass
-        self.followers: list[tuple[int, Follower]] = []  # other tensors over the memory of parameter k
-        self.wholes: list[Whole] = []  # what has parts here
+        self.followers, self.composites = followers, composites
         self.users = 0  # open visits; the class of the parameters is nn.Parameter while there is one
         self.steps = [0] * len(self.parameters)
         self.versions = [Version() for _ in self.parameters]  # they end when they are no longer as the model was built
-        self.visits: Counter[Any] = Counter()  # by kind: some of them compare the values before and after
         self.copies = False  # a forward writes into the parameters: never the store's own memory, see `keep`
-        self._versions: list[int] = []  # of the parameters, when the first of the open visits began
-        self._checksum: Tensor | None = None
+        self.watch = Watch(self.flat, self.views, self.parameters)
 
     def begin_anew(self) -> None:
         """After Ctrl-C at any line: sharded, used by nobody, and without a gradient."""
         super().begin_anew()
-        self._checksum = None
         self.seal()
         self.gradient.begin_anew()
 
@@ -84,8 +82,8 @@ class Unit(UnitMemory):
             follower.tensor.__class__ = Sharded
         if in_parts:
             take_away(self.flat)
-        for whole in self.wholes:
-            whole.close(self.index)
+        for composite in self.composites:
+            composite.close(self.index)
 
     def show(self, k: int, values: Tensor) -> None:
         """Let parameter k, and what follows it, show `values` of its shape."""
@@ -103,7 +101,8 @@ class Unit(UnitMemory):
         """
         start, stop = self.layout.shard_range(self.ranks.shard.rank)
         mine = self.flat.detach()[start:stop].clone()
-        for version, wrote in zip(self.versions, self.written(), strict=True):
+        written = self.watch.written()
+        for version, wrote in zip(self.versions, written, strict=True):
             version.ended() if wrote else version.wrote()
         if self.keeps_writes:
             return
@@ -111,29 +110,22 @@ class Unit(UnitMemory):
             self.keep(mine)
         else:
             self.copies = True
-            written = {id(slot) for slot, k in zip(self.layout.slots, self.written(), strict=True) if k}
+            slots = {id(slot) for slot, wrote in zip(self.layout.slots, written, strict=True) if wrote}
             self.reshard()
             for piece in self.layout.pieces(self.ranks.shard.rank):
-                if id(piece.slot) in written:
+                if id(piece.slot) in slots:
                     values = mine[piece.shard_start : piece.shard_stop].to(self.master_dtype)
                     self.store.write_state(self.index, "master", piece.shard_start, values)
 
     def enter(self, audit: Any = None) -> None:
         """One more visit uses the parameters: of their own class, with memory, from here on.
 
-        audit: a kind of visits. Of each kind the 1st, 2nd, 4th ... 256th visit and each 256th after that compares the
-        values before and after, see `unseen_write`.
+        audit: a kind of visits, of which some compare the values before and after, see `Watch.begin`.
         """
         self.unshard(copy=self.copies)
         self.users += 1
         if self.users == 1:
-            self._versions = [parameter._version for parameter in self.parameters]
-            self._checksum = None
-            self.visits[audit] += 1
-            count = self.visits[audit]
-            audits = count & (count - 1) == 0 if count < 256 else count % 256 == 0
-            if audits and audit is not None and not self.keeps_writes and not self.flat.is_meta:
-                self._checksum = self.checksum()
+            self.watch.begin(audit, compares=not self.keeps_writes)
             for parameter, slot, kind in zip(self.parameters, self.layout.slots, self._classes, strict=True):
                 parameter.__class__ = kind
                 if parameter.dtype is not self.dtype or parameter.shape != slot.shape:
@@ -143,31 +135,8 @@ class Unit(UnitMemory):
                     )
             for _, follower in self.followers:
                 follower.tensor.__class__ = Tensor
-            for whole in self.wholes:
-                whole.open(self.index)
-
-    def was_written(self) -> bool:
-        """Whether anything wrote into the parameters since the first of the open visits began, but through `p.data`.
-
-        Other memory that was given to a parameter (`p.data = tensor`) is copied into the unit's and let go.
-        """
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for k, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-                alike = parameter.shape == view.shape and parameter.dtype == view.dtype
-                if alike and parameter.data_ptr() != view.data_ptr():  # else the next visit refuses
-                    view.copy_(parameter)
-                    parameter.data = view
-                    self._versions[k] = -1
-        return any(self.written())
-
-    def written(self) -> list[bool]:
-        """For each parameter, whether its version counter moved since the first of the open visits began."""
-        return [p._version != before for p, before in zip(self.parameters, self._versions, strict=True)]
-
-    def unseen_write(self) -> Tensor | None:
-        """() bool, on the device: whether values changed that no version counter told of. None: not compared."""
-        before, self._checksum = self._checksum, None
-        return None if before is None else self.checksum() != before
+            for composite in self.composites:
+                composite.open(self.index)
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -177,7 +146,7 @@ class Unit(UnitMemory):
     @property
     def keeps_writes(self) -> bool:
         """Whether what a forward writes goes into the masters themselves, so that nothing can be lost."""
-        masters = getattr(self.store, "lends_masters", False) and self.dtype == self.master_dtype
+        masters = self.context.lends_masters and self.dtype == self.master_dtype
         return masters and not self.brings_memory and self.ranks.size == 1
 
     def changed(self) -> None:
@@ -189,7 +158,7 @@ class Unit(UnitMemory):
         """Parameter k gets other values in a way that autograd does not see: [Note: changes before a backward]."""
         self.versions[k].ended(self.parameters[k])
         if self.users:
-            self._versions[k] += 1  # no visit wrote it
+            self.watch.forgive(k)
 
     def write_part(self, name: str, k: int, whole: Tensor) -> None:
         """This rank's part of state `name` of parameter k goes to the store. whole: all of it, flattened."""
@@ -233,14 +202,6 @@ class Unit(UnitMemory):
         self.gradient.consumed(leftover)
         return [self.steps[k] if k in stepped else 0 for k in self.segment_slots()]
 
-    def checksum(self) -> Tensor:
-        """() int64: of the unit's memory, read as integers in rows of `_ROW`; rows and columns count by their place."""
-        words = self.flat.detach().view(torch.int64)
-        whole = words[: words.numel() // _ROW * _ROW].view(-1, _ROW)
-        sums = (words[whole.numel() :], whole.sum(0), whole.sum(1))
-        weighed = [(each * torch.arange(1, 1 + each.numel(), device=each.device)).sum() for each in sums]
-        return weighed[0] * 31 + weighed[1] * 37 + weighed[2]
-
     def keep(self, mine: Tensor, *, master: bool = False) -> None:
         """Write this rank's slice (shard_numel,) to the store where it changed, so that other masters keep their bits.
 
@@ -280,5 +241,5 @@ class Unit(UnitMemory):
             parameter.__class__ = sharded_class(kind)
         for _, follower in self.followers:
             follower.tensor.__class__ = Sharded
-        for whole in self.wholes:
-            whole.close(self.index)
+        for composite in self.composites:
+            composite.close(self.index)

@@ -79,7 +79,7 @@ class Uses:
         left, self.turn.spare_bytes = self.turn.prefetch_bytes, 0
         for u in upcoming:
             unit = self._units[u]
-            if unit.residency.whole:
+            if unit.residency.unsharded:
                 if self.keeping:
                     return  # a pass since the step has gathered it, and what comes after it
                 left -= self.turn.ahead_bytes(unit)
@@ -108,9 +108,9 @@ class Uses:
     @outside_transforms
     def leave(self, unit: Unit) -> None:
         """One visit fewer of the unit. What was written into its parameters is kept, or refused at the step."""
-        written = unit.users == 1 and unit.was_written()
+        written = unit.users == 1 and unit.watch.was_written()
         if unit.users == 1 and not written:
-            self.writes.unseen(unit.name, unit.unseen_write())
+            self.writes.unseen(unit.name, unit.watch.unseen_write())
         unit.leave()
         if written:
             with torch.no_grad():
@@ -173,9 +173,9 @@ class Uses:
         """Ranks begin with the same units unsharded: those that stay until the step, which are returned."""
         self._residents.clear()
         for unit in self._units:
-            if unit.users == 0 and not (self.keeping and unit.residency.whole):
+            if unit.users == 0 and not (self.keeping and unit.residency.unsharded):
                 unit.reshard()  # also what was gathered ahead and is still under way
-        return {unit for unit in self._units if unit.residency.whole}
+        return {unit for unit in self._units if unit.residency.unsharded}
 
     def leave_uneven(self, unsharded: Container[Unit]) -> None:
         """Ranks go on with the same units unsharded, whatever each of them gathered since."""

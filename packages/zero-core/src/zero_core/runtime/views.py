@@ -19,13 +19,13 @@ from .memoryless import METADATA
 from .outputs import unwrapped
 from .versions import Stamp
 
-__all__ = ["NEW_PARAMETER", "REPLACING", "FullCopy", "View", "call_with_copies"]
+__all__ = ["COPYING", "NEW_PARAMETER", "REPLACING", "FullCopy", "View", "call_with_copies"]
 
 _T: Any = Tensor
 _Owner = TypeVar("_Owner", bound=Tensor)
 NEW_PARAMETER = vars(nn.Parameter)["__new__"].__func__.__code__  # nn.Parameter(tensor), which detaches the tensor
 REPLACING: set[Any] = {_T.data.__set__, Tensor.resize_}
-_COPYING: set[Any] = {Tensor.cpu, Tensor.to}  # asked for to be kept, though on the CPU torch does not copy
+COPYING: set[Any] = {Tensor.cpu, Tensor.to}  # asked for to be kept, though on the CPU torch does not copy
 _ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
 
 
@@ -43,8 +43,8 @@ class FullCopy:
         """The values were written: let them be the owner's, and renew the stamp."""
         raise NotImplementedError
 
-    def refuse(self, func: Any, *, makes_parameter: bool) -> None:
-        """Raise an error if a view cannot be given to `func`. makes_parameter: nn.Parameter(view) calls it."""
+    def refuse(self, func: Any) -> None:
+        """Raise an error if `func` cannot be called with the values: one of REPLACING, or nn.Parameter."""
         raise NotImplementedError
 
     def is_owner(self, func: Any) -> bool:
@@ -76,7 +76,7 @@ class View(Tensor):
             def plain(view: View) -> Tensor:
                 if func not in METADATA and not view.kept:
                     view.copy.check()
-                    view.copy.refuse(func, makes_parameter=makes_parameter)
+                    view.copy.refuse(nn.Parameter if makes_parameter else func)
                 views.append(view)
                 return view.as_subclass(Tensor)
 
@@ -94,9 +94,6 @@ class View(Tensor):
         """Whether this is all of `values`, in the same order."""
         with torch._C.DisableTorchFunctionSubclass():
             return (self.data_ptr(), self.stride()) == (values.data_ptr(), values.stride())
-
-    def __iter__(self) -> Any:
-        return iter(self.unbind(0))
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
@@ -117,6 +114,7 @@ def call_with_copies(
     def full(owner: _Owner) -> Tensor:
         if id(owner) not in made:
             copy = copied(owner)
+            copy.refuse(func)
             made[id(owner)] = copy, copy.values._version
         return made[id(owner)][0].values
 
@@ -133,11 +131,6 @@ def call_with_copies(
     return _with_views(func, result, [(copy, False) for copy in copies if not wraps(type(copy.values))], apart=True)
 
 
-def is_copying(func: Any) -> bool:
-    """Whether the caller asks for a tensor to keep, though on the CPU torch does not copy."""
-    return func in _COPYING
-
-
 def _with_views(func: Any, result: Any, copies: Iterable[tuple[FullCopy, bool]], *, apart: bool = False) -> Any:
     """`result`, in which every tensor over the memory of a copy is a View. copies: each, and whether it is kept."""
 
@@ -148,7 +141,7 @@ def _with_views(func: Any, result: Any, copies: Iterable[tuple[FullCopy, bool]],
             return tensor  # torch.func's, without a storage to ask for
         for copy, kept in copies:
             if tensor.untyped_storage().data_ptr() == copy.values.untyped_storage().data_ptr():
-                return View.of(tensor.data if apart else tensor, copy, kept=kept or is_copying(func))
+                return View.of(tensor.data if apart else tensor, copy, kept=kept or func in COPYING)
         return tensor
 
     if func in _ARRAYS:

@@ -3,7 +3,7 @@
 Owns what the next step compares. Each rank keeps only its own slice of what it wrote. If ranks write different values,
 the slices together make a parameter that no rank wrote, so the step compares digests and refuses. What a forward writes
 through `p.data` moves no version counter, so nothing would keep it. Some visits of a unit therefore compare its values
-before and after (see `Unit.enter`), and the step refuses if they differ.
+before and after (see `Watch.begin`), and the step refuses if they differ.
 
 `p.data = tensor` copies the tensor's values into the shards, where torch would let the two share memory. Whoever still
 has that tensor would see a difference once either of them changes, so that is refused.

@@ -13,10 +13,10 @@ import torch
 
 from ..errors import ZeroError
 
-__all__ = ["retire", "wrapped_in"]
+__all__ = ["replace_optimizer", "wrapped_in"]
 
 
-def retire(optimizer: torch.optim.Optimizer) -> None:
+def replace_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer say where its parameters went, rather than step nothing or save no state."""
     for name in ("step", "state_dict", "load_state_dict", "add_param_group"):
         optimizer.__dict__[name] = MethodType(_refusal(name), optimizer)

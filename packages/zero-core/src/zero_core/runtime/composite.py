@@ -13,10 +13,10 @@ from ..errors import ChangedParameterError
 from .parameter import home_of, set_home, sharded_class
 from .versions import Version
 
-__all__ = ["Whole"]
+__all__ = ["Composite"]
 
 
-class Whole:
+class Composite:
     """A parameter whose memory is in its parts, which may be in several units: it is usable while all of them are.
 
     It is its own `Home`. It was frozen when the model was sharded.

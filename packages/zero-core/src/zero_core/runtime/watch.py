@@ -1,0 +1,74 @@
+"""Whether a visit of a unit wrote into its parameters: seen by autograd's counters, or in some visits by the values.
+
+Owns what is remembered from the beginning of a visit. What becomes of a write is `uses`'s and `writes`'s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Watch"]
+
+_ROW = 1024
+
+
+class Watch:
+    """Over the parameters of one unit, which are views of `flat`, while it is visited."""
+
+    def __init__(self, flat: Tensor, views: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        self._flat, self._views, self._parameters = flat, views, parameters
+        self._visits: Counter[Any] = Counter()  # by kind: some of them compare the values before and after
+        self._versions: list[int] = []  # of the parameters, when the first of the open visits began
+        self._checksum: Tensor | None = None
+
+    def begin(self, kind: Any, *, compares: bool) -> None:
+        """The first of the open visits begins.
+
+        kind: if it is not None and `compares`, the values are compared before and after in the 1st, 2nd, 4th ... 256th
+        visit of that kind and in each 256th after that, see `unseen_write`.
+        """
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._visits[kind] += 1
+        count = self._visits[kind]
+        compares &= (count & (count - 1) == 0 if count < 256 else count % 256 == 0) and kind is not None
+        self._checksum = self.checksum() if compares and not self._flat.is_meta else None
+
+    def was_written(self) -> bool:
+        """Whether anything wrote into the parameters since the first of the open visits began, but through `p.data`.
+
+        Other memory that was given to a parameter (`p.data = tensor`) is copied into the unit's and let go.
+        """
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for k, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+                alike = parameter.shape == view.shape and parameter.dtype == view.dtype
+                if alike and parameter.data_ptr() != view.data_ptr():  # else the next visit refuses
+                    view.copy_(parameter)
+                    parameter.data = view
+                    self._versions[k] = -1
+        return any(self.written())
+
+    def written(self) -> list[bool]:
+        """For each parameter, whether its version counter moved since the first of the open visits began."""
+        return [p._version != before for p, before in zip(self._parameters, self._versions, strict=True)]
+
+    def forgive(self, k: int) -> None:
+        """The counter of parameter k has moved once, and no visit wrote it."""
+        self._versions[k] += 1
+
+    def unseen_write(self) -> Tensor | None:
+        """() bool, on the device: whether values changed that no version counter told of. None: not compared."""
+        before, self._checksum = self._checksum, None
+        return None if before is None else self.checksum() != before
+
+    def checksum(self) -> Tensor:
+        """() int64: of the unit's memory, read as integers in rows of `_ROW`; rows and columns count by their place."""
+        words = self._flat.detach().view(torch.int64)
+        rows = words[: words.numel() // _ROW * _ROW].view(-1, _ROW)
+        sums = (words[rows.numel() :], rows.sum(0), rows.sum(1))
+        weighed = [(each * torch.arange(1, 1 + each.numel(), device=each.device)).sum() for each in sums]
+        return weighed[0] * 31 + weighed[1] * 37 + weighed[2]
