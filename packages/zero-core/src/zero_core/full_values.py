@@ -78,7 +78,7 @@ def full_state(parameter: nn.Parameter, name: str) -> Tensor | None:
     unit, k = place.unit, place.index
     if name != "master" and not unit.steps[k]:
         return None
-    return unit.whole_values(k, partial(unit.store.read_state, unit.index, name))
+    return unit.full_values(k, partial(unit.store.read_state, unit.index, name))
 
 
 @torch.no_grad()

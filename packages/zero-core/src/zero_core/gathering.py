@@ -136,7 +136,7 @@ def _close(unit: Unit) -> None:
     unit.reshard()
 
 
-def whole_master(unit: Unit) -> Tensor:
+def _full_master(unit: Unit) -> Tensor:
     """(numel,) in their dtype: the unit's masters on every rank. Collective; the unit is not unsharded."""
     part = unit.store.read_state(unit.index, "master", 0, unit.layout.shard_numel).to(unit.ranks.device)
     if unit.ranks.shard.size == 1:
@@ -148,7 +148,7 @@ def whole_master(unit: Unit) -> Tensor:
 
 
 def _show_master(unit: Unit) -> None:
-    whole = whole_master(unit)
+    whole = _full_master(unit)
     for k, slot in enumerate(unit.layout.slots):
         unit.show(k, whole[slot.offset : slot.stop].view(slot.shape).clone())
 

@@ -132,7 +132,7 @@ def _read_number(unit: Unit, k: int, name: str, like: Any) -> float:
 
 def _gather(unit: Unit, k: int, name: str) -> Tensor:
     """(shape) fp32 on the host, the only one in its memory. Collective."""
-    values = unit.whole_values(k, partial(unit.store.read_state, unit.index, name)).cpu()
+    values = unit.full_values(k, partial(unit.store.read_state, unit.index, name)).cpu()
     return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,11 +22,12 @@ class _Given:
 
     def __init__(self, factor: Tensor) -> None:
         self.values = factor.detach().clone().reshape(())
-        self._number: float | None = None
+
+    @cached_property
+    def _number(self) -> float:
+        return float(self.values)
 
     def __float__(self) -> float:
-        if self._number is None:
-            self._number = float(self.values)
         return self._number
 
 

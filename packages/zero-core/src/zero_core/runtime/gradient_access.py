@@ -103,7 +103,7 @@ def read(engine: Engine, unit: Unit, k: int) -> Tensor | None:
     if store is None:
         zeroed = unit.gradient.leftover[k] is Leftover.ZEROED
         return torch.zeros(unit.layout.slots[k].shape, device=unit.ranks.device) if zeroed else None
-    values = engine.factors.apply((unit.index, k), unit.whole_values(k, partial(store.read_gradient, unit.index)))
+    values = engine.factors.apply((unit.index, k), unit.full_values(k, partial(store.read_gradient, unit.index)))
     scale = engine.loss_scale
     return values if scale is None else values.mul_(1.0 / scale.value)
 

@@ -69,11 +69,10 @@ class HeldGradient(Tensor):
     home: GradientHome
     stamp: Stamp
 
-    @classmethod
-    def of(cls, parameter: Tensor, home: GradientHome) -> HeldGradient:
-        held = _made(cls, parameter.shape, parameter.dtype, parameter.device)
-        held.home, held.stamp = home, Stamp([home.gradient_version])
-        return held
+    def __new__(cls, parameter: Tensor, home: GradientHome) -> HeldGradient:
+        self: HeldGradient = _made(cls, parameter.shape, parameter.dtype, parameter.device)
+        self.home, self.stamp = home, Stamp([home.gradient_version])
+        return self
 
     def check(self) -> None:
         if not self.stamp.alive():
@@ -133,11 +132,14 @@ class HeldNorm(Tensor):
     parts: list[tuple[HeldGradient, Stamp] | Tensor]  # a gradient as it was then; or a number that is known
     order: float
 
+    def __new__(cls, parts: Any, order: float, shape: tuple[int, ...], device: torch.device) -> HeldNorm:
+        self: HeldNorm = _made(cls, torch.Size(shape), torch.float32, device)
+        self.parts, self.order = parts, order
+        return self
+
     @classmethod
     def of(cls, gradient: HeldGradient, order: float) -> HeldNorm:
-        norm = _made(cls, torch.Size(()), torch.float32, gradient.device)
-        norm.parts, norm.order = [(gradient, Stamp([gradient.home.gradient_version]))], order
-        return norm
+        return cls([(gradient, Stamp([gradient.home.gradient_version]))], order, (), gradient.device)
 
     @classmethod
     def stacked(cls, norms: Sequence[Tensor]) -> HeldNorm | None:
@@ -147,10 +149,8 @@ class HeldNorm(Tensor):
             same = all(norm.dim() == 0 and norm.device == first.device for norm in norms)
         if not same or any(norm.order != first.order for norm in norms if isinstance(norm, HeldNorm)):
             return None
-        made = _made(cls, torch.Size([len(norms)]), torch.float32, first.device)
-        made.parts = [part for n in norms for part in (n.parts if isinstance(n, HeldNorm) else [n])]
-        made.order = first.order
-        return made
+        parts = [part for n in norms for part in (n.parts if isinstance(n, HeldNorm) else [n])]
+        return cls(parts, first.order, (len(norms),), first.device)
 
     def value(self) -> Tensor:
         """The norms themselves."""

@@ -266,7 +266,7 @@ def keep_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metad
     for name in module._parameters:
         value = state.get(prefix + name)
         if isinstance(value, View):
-            value.kept = True
+            state[prefix + name] = View(value, value.copy, kept=True)
 
 
 def _get_grad(parameter: Sharded) -> Tensor | None:
@@ -274,7 +274,7 @@ def _get_grad(parameter: Sharded) -> Tensor | None:
         if parameter.grad is not None:
             return parameter.grad
         home = home_of(parameter).held_gradient(parameter)
-        return None if home is None else HeldGradient.of(parameter, home)
+        return None if home is None else HeldGradient(parameter, home)
 
 
 def _set_grad(parameter: Sharded, value: Tensor | None) -> None:

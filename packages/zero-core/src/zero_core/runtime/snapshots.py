@@ -96,7 +96,7 @@ def _copied(name: str, parameter: Any, value: Tensor) -> Tensor:
     values = value.clone()
     if type(values) is not Tensor:
         return values
-    return View.of(values, _Snapshot(name, parameter, values), kept=True)
+    return View(values, _Snapshot(name, parameter, values), kept=True)
 
 
 def _refuse_assignment(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *lists: Any) -> None:

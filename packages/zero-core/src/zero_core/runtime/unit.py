@@ -168,7 +168,7 @@ class Unit(UnitMemory):
                 part = whole[piece.slot_start : piece.slot_stop].to(dtype)
                 self.store.write_state(self.index, name, piece.shard_start, part)
 
-    def whole_values(self, k: int, read: Callable[[int, int], Tensor]) -> Tensor:
+    def full_values(self, k: int, read: Callable[[int, int], Tensor]) -> Tensor:
         """Parameter k's values, fp32, of which `read(start, stop)` gives elements of this rank's shard. Collective."""
         slot, ranks = self.layout.slots[k], self.ranks
         if ranks.shard.size == 1:

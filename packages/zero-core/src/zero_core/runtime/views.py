@@ -61,11 +61,11 @@ class View(Tensor):
     copy: FullCopy
     kept: bool  # asked for to be kept, as a state dict's values: it may be read when it is old, and not be written
 
-    @classmethod
-    def of(cls, values: Tensor, copy: FullCopy, *, kept: bool) -> View:
-        made = values.as_subclass(cls)
-        made.copy, made.kept = copy, kept
-        return made
+    def __new__(cls, values: Tensor, copy: FullCopy, *, kept: bool) -> View:
+        with torch._C.DisableTorchFunctionSubclass():
+            self: View = values.as_subclass(cls)
+        self.copy, self.kept = copy, kept
+        return self
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,7 +141,7 @@ def _with_views(func: Any, result: Any, copies: Iterable[tuple[FullCopy, bool]],
             return tensor  # torch.func's, without a storage to ask for
         for copy, kept in copies:
             if tensor.untyped_storage().data_ptr() == copy.values.untyped_storage().data_ptr():
-                return View.of(tensor.data if apart else tensor, copy, kept=kept or func in COPYING)
+                return View(tensor.data if apart else tensor, copy, kept=kept or func in COPYING)
         return tensor
 
     if func in _ARRAYS:
