@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,12 +21,11 @@ class _Given:
 
     def __init__(self, factor: Tensor) -> None:
         self.values = factor.detach().clone().reshape(())
-
-    @cached_property
-    def _number(self) -> float:
-        return float(self.values)
+        self._number: float | None = None
 
     def __float__(self) -> float:
+        if self._number is None:
+            self._number = float(self.values)
         return self._number
 
 
