@@ -26,7 +26,7 @@ from zero_offload import (
     OffloadError,
     TieredStore,
     arena,
-    store,
+    attached,
 )
 from zero_offload.device import register
 from zero_offload.testing import FaultyByteStore
@@ -180,7 +180,7 @@ def pinned(patch, refuse):
         return empty(nbytes, **options)
 
     patch.setattr(torch, "empty", limited)
-    patch.setattr(store, "arena_of", lambda device, nbytes, budget: arena.Arena(nbytes, pinned=True, budget=budget))
+    patch.setattr(attached, "arena_of", lambda device, nbytes, budget: arena.Arena(nbytes, pinned=True, budget=budget))
     return {}
 
 

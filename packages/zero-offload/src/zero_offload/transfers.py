@@ -67,6 +67,7 @@ class Transfer:
         try:
             self.ticket.wait()
         except Exception as error:
+            error.__context__ = None  # a ticket raises one error each time: its context may be what it has caused
             raise _explained(error, self.store, self.kind, self.what, self.extent, self.offset, self.buffer) from error
 
 

@@ -28,6 +28,8 @@ def choices(key: str, value: object, allowed: Iterable[object]) -> ConfigError:
 def chain(error: BaseException) -> Iterator[BaseException]:
     """Yields `error`, then the exception that caused it or during whose handling it was raised, and so on."""
     following: BaseException | None = error
-    while following is not None:
+    seen: set[int] = set()  # an error that is raised again while others are handled may stand in its own chain
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
         yield following
         following = following.__cause__ or following.__context__
