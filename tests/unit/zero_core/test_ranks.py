@@ -18,7 +18,7 @@ def test_a_reduce_scatter_on_gloo_adds_in_fp32_and_rounds_once(size) -> None:
     wholes = [torch.randn(size * numel, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(size)]
     part = torch.empty(numel, dtype=torch.bfloat16)
     for _ in range(2):
-        work = ranks.reduce_scatter(part, wholes[ranks.rank], "unit", 0)
+        work = ranks.reduce_scatter(part, wholes[ranks.rank], "unit")
         ranks.wait(work, "reduce_scatter", "unit")
     total = torch.zeros(numel)
     for whole in wholes:
@@ -36,3 +36,14 @@ def test_a_broadcast_fills_a_tensor_of_any_strides() -> None:
     ranks.broadcast(strided, "buffers", source=1)
     ranks.broadcast(torch.empty(0), "buffers")
     assert strided.flatten().tolist() == [10.0, 13.0, 11.0, 14.0, 12.0, 15.0]
+
+
+def test_the_digest_tells_which_collective_it_was_and_of_which_unit() -> None:
+    """Fails if two of them are alike: `all_gather` and `all_reduce` have names of one length."""
+    device, digests = torch.device("cpu"), set()
+    for collective in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
+        for unit in ("blocks.0", "blocks.1"):
+            ranks = Ranks.build(None, Pool(device), sharded=True, device=device)
+            with ranks._naming(collective, unit):
+                digests.add(ranks.digest)
+    assert len(digests) == 8

@@ -104,12 +104,13 @@ class Ranks:
         self.digest = (self.digest * 31 + value) % (1 << _DIGEST_BITS)
 
     @contextmanager
-    def _naming(self, collective: str, unit: str, index: int) -> Iterator[int]:
+    def _naming(self, collective: str, unit: str) -> Iterator[int]:
         """Call a collective inside. Yields the tag of its messages."""
-        self.fold(index * 8 + len(collective) + 1)
+        tag = zlib.crc32(f"{collective} of {unit}".encode()) >> 2
+        self.fold(tag)
         self.patience.called(collective, unit)
         with self._waiting(collective, unit):
-            yield zlib.crc32(f"{collective} of {unit}".encode()) >> 2
+            yield tag
 
     @contextmanager
     def _waiting(self, collective: str, unit: str) -> Iterator[None]:
@@ -140,29 +141,29 @@ class Ranks:
         """Raises CollectiveError on rank 0 where no other rank makes this call for a while."""
         self.patience.assemble(call)
 
-    def all_gather(self, whole: Tensor, part: Tensor, unit: str, index: int, *, exact: bool = False) -> Work:
+    def all_gather(self, whole: Tensor, part: Tensor, unit: str, *, exact: bool = False) -> Work:
         """whole (shard.size * n,) <- part (n,) of every shard rank; returns the work to wait for.
 
         exact: with all bits; else as `arrives_as` says.
         """
         self.sent_numel["all_gather"] += part.numel() * (self.shard.size - 1)
-        with self._naming("all_gather", unit, index) as tag:
+        with self._naming("all_gather", unit) as tag:
             return self._over(self.shard).all_gather(whole, part, tag, exact=exact)
 
     def arrives_as(self, part: Tensor) -> Tensor:
         """(n,) what every shard rank has of this rank's `part` after it was gathered. Not collective."""
         return part if self.shard.size == 1 else self._over(self.shard).arrives_as(part)
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor, unit: str, index: int) -> Work:
+    def reduce_scatter(self, part: Tensor, whole: Tensor, unit: str) -> Work:
         """part (n,) <- this rank's slice of the mean of `whole` over the shard ranks; returns the work to wait for."""
         self.sent_numel["reduce_scatter"] += part.numel() * (self.shard.size - 1)
-        with self._naming("reduce_scatter", unit, index) as tag:
+        with self._naming("reduce_scatter", unit) as tag:
             return self._over(self.shard).reduce_scatter(part, whole, tag)
 
-    def average_replicas(self, values: Tensor, unit: str, index: int) -> Work:
+    def average_replicas(self, values: Tensor, unit: str) -> Work:
         """values (n,) <- their mean over the replicas; returns the work to wait for."""
         self.sent_numel["all_reduce"] += 2 * values.numel() * (self.replicate.size - 1) // self.replicate.size
-        with self._naming("all_reduce", unit, index) as tag:
+        with self._naming("all_reduce", unit) as tag:
             return self._over(self.replicate).all_reduce(values, tag)
 
     def numbers(self, values: Sequence[float]) -> Tensor:
@@ -172,7 +173,7 @@ class Ranks:
     def sum_everywhere(self, values: Tensor, what: str) -> Tensor:
         """values <- their sum over all ranks of the mesh, in place."""
         if self.size > 1:
-            with self._naming("all_reduce", what, 0) as tag:
+            with self._naming("all_reduce", what) as tag:
                 self._over(self._everyone).sum(values, tag)
         return values
 
@@ -186,7 +187,7 @@ class Ranks:
     def broadcast(self, values: Tensor, unit: str, source: int = 0) -> Tensor:
         """values <- rank `source`'s, in place."""
         if self.size > 1 and values.numel():
-            with self._naming("broadcast", unit, 0) as tag:
+            with self._naming("broadcast", unit) as tag:
                 flat = values.contiguous()
                 self._over(self._everyone).broadcast(flat, source, tag)
                 if flat is not values:

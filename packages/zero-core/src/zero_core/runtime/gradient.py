@@ -285,9 +285,9 @@ class Reduction:
             if ranks.shard.size > 1:
                 out = of.store.gradient_buffer(of.index)
                 self.part = of.pool.take(of.layout.shard_numel, of.dtype) if out is None else out
-                self._work = ranks.reduce_scatter(self.part, whole, of.name, of.index)
+                self._work = ranks.reduce_scatter(self.part, whole, of.name)
             elif ranks.replicate.size > 1:
-                self._work = ranks.average_replicas(whole, of.name, of.index)
+                self._work = ranks.average_replicas(whole, of.name)
 
     def finish(self) -> None:
         """Wait, average over replicas, hand the shard to the store."""
@@ -295,7 +295,7 @@ class Reduction:
         with of.observer.span("reduce", of.name):
             ranks.wait(self._work, "reduce_scatter" if ranks.shard.size > 1 else "all_reduce", of.name)
             if ranks.shard.size > 1 and ranks.replicate.size > 1:
-                work = ranks.average_replicas(self.part, of.name, of.index)
+                work = ranks.average_replicas(self.part, of.name)
                 ranks.wait(work, "all_reduce", of.name)
         of.in_store.wrote()
         of.store.accept_gradient(of.index, self.part)

@@ -192,7 +192,7 @@ class UnitMemory:
         """whole (n,) <- part of every shard rank. exact: with all bits; what is not trained always has them."""
         if part.dtype not in FLOATS:
             whole, part = as_bytes(whole), as_bytes(part)
-        return self.ranks.all_gather(whole, part, self.name, self.index, exact=exact or self._exact)
+        return self.ranks.all_gather(whole, part, self.name, exact=exact or self._exact)
 
     def _arrive(self) -> None:
         """The current stream goes on when the whole unit is there."""

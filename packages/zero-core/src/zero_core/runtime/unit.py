@@ -180,7 +180,7 @@ class Unit(UnitMemory):
         if mine is not None:
             rows[ranks.shard.rank, : mine.numel] = read(mine.shard_start, mine.shard_stop)
         if widest:
-            work = ranks.all_gather(rows.view(-1), rows[ranks.shard.rank], self.name, self.index, exact=True)
+            work = ranks.all_gather(rows.view(-1), rows[ranks.shard.rank], self.name, exact=True)
             ranks.wait(work, "all_gather", self.name)
         parts = [rows[rank, : piece.numel] for rank, piece in enumerate(pieces) if piece is not None]
         return torch.cat(parts or [rows.view(-1)]).view(slot.shape)
