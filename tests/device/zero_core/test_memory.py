@@ -107,7 +107,7 @@ def test_stage_3_holds_what_the_store_holds_and_two_units(device, needs_device, 
     optimizer.close()
     needs_device("bytes allocated")
     assert plan / CLOSE <= held <= plan * CLOSE, (held, plan)
-    # Two units; what forward left for all blocks; one block's gradients, with what its kernels need; and the parameter's
+    # Two units; what forward left for all blocks; one block's gradients with what its kernels need; and one parameter's
     # gradient that autograd has just made, before it is copied into the unit's.
     made = max(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     assert peak <= CLOSE * 2 * unit_bytes + kept + alone + made, (peak, unit_bytes, kept, alone)

@@ -178,7 +178,7 @@ def watch(handle: Any) -> None:
     gather, scatter, average = ranks.all_gather, ranks.reduce_scatter, ranks.average_replicas
     take, give, drop = pool.take, pool.give, pool.drop
 
-    def all_gather(whole: Tensor, part: Tensor, unit: str, index: int, *, exact: bool) -> Any:
+    def all_gather(whole: Tensor, part: Tensor, unit: str, *, exact: bool) -> Any:
         work = OrderedWork(store, key_of(whole), ("lent", index))
         work.work = gather(whole, part, unit, index, exact=exact)
         return work

@@ -49,7 +49,7 @@ class World:
     def fold(self, value: int) -> None:
         pass
 
-    def average_replicas(self, values: Tensor, unit: str, index: int) -> None:
+    def average_replicas(self, values: Tensor, unit: str) -> None:
         pass
 
     def wait(self, work: Any, collective: str, unit: str) -> None:

@@ -80,7 +80,7 @@ class World:
 
     # -- the ranks
 
-    def all_gather(self, whole: Tensor, part: Tensor, unit: str, index: int, *, exact: bool) -> str:
+    def all_gather(self, whole: Tensor, part: Tensor, unit: str, *, exact: bool) -> str:
         self.may("gather")
         whole.copy_(self.values)
         return "work"
