@@ -179,8 +179,8 @@ def watch(handle: Any) -> None:
     take, give, drop = pool.take, pool.give, pool.drop
 
     def all_gather(whole: Tensor, part: Tensor, unit: str, *, exact: bool) -> Any:
-        work = OrderedWork(store, key_of(whole), ("lent", index))
-        work.work = gather(whole, part, unit, index, exact=exact)
+        work = OrderedWork(store, key_of(whole), ("lent", unit))
+        work.work = gather(whole, part, unit, exact=exact)
         return work
 
     def reduce_scatter(part: Tensor, whole: Tensor, *rest: Any) -> Any:
@@ -219,7 +219,7 @@ def _watch_unit(unit: Any, store: OrderedStore) -> None:
 
     def use() -> None:
         memory = unit.flat if unit._memory is None else unit._memory
-        key = key_of(memory) if key_of(memory) in store.memory else ("lent", unit.index)
+        key = key_of(memory) if key_of(memory) in store.memory else ("lent", unit.name)
         store.memory.access(key, store.streams.now)
 
     def allocating() -> None:
