@@ -177,9 +177,10 @@ def watch(handle: Any) -> None:
     ranks.side = Side(ranks.device, store.streams)
     gather, scatter, average = ranks.all_gather, ranks.reduce_scatter, ranks.average_replicas
     take, give, drop = pool.take, pool.give, pool.drop
+    places = {unit.name: unit.index for unit in handle.units}
 
     def all_gather(whole: Tensor, part: Tensor, unit: str, *, exact: bool) -> Any:
-        work = OrderedWork(store, key_of(whole), ("lent", unit))
+        work = OrderedWork(store, key_of(whole), ("lent", places[unit]))
         work.work = gather(whole, part, unit, exact=exact)
         return work
 
@@ -219,7 +220,7 @@ def _watch_unit(unit: Any, store: OrderedStore) -> None:
 
     def use() -> None:
         memory = unit.flat if unit._memory is None else unit._memory
-        key = key_of(memory) if key_of(memory) in store.memory else ("lent", unit.name)
+        key = key_of(memory) if key_of(memory) in store.memory else ("lent", unit.index)
         store.memory.access(key, store.streams.now)
 
     def allocating() -> None:
