@@ -65,7 +65,7 @@ def failing(where: str, swap: bool = True) -> tuple[list[float], list[str]]:
     def refuse(*arguments: Any, **options: Any) -> Any:
         if where == "pool" and arguments[0] != units[victim].layout.numel:
             return take(*arguments)
-        if where != "pool" and arguments[3] != victim:
+        if where != "pool" and arguments[2] != units[victim].name:
             return gather(*arguments, **options)
         if where == "wait":
             return Waits(gather(*arguments, **options))
