@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from zero_core.runtime.residency import CAN_SWAP
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {  # page: what it needs besides what all tests have, and the files that it leaves
     "tutorial.md": ((), {"steps.json", "checkpoint", "trained"}),
@@ -40,7 +42,7 @@ def test_its_blocks_run_and_print_what_it_says(page: str, tmp_path: Path, monkey
         expected, found = shown.splitlines(), printed.getvalue().splitlines()
         assert [NUMBER.sub("#", line).split() for line in found] == [NUMBER.sub("#", line).split() for line in expected]
         for line, wanted in zip(found, expected, strict=True):
-            if "waited" not in line:  # nobody can promise that number
+            if "waited" not in line and CAN_SWAP:  # nobody can promise the first; plans without swapping hold more
                 values = [float(number) for number in NUMBER.findall(line)]
                 assert values == pytest.approx([float(number) for number in NUMBER.findall(wanted)], rel=0.03), line
     assert {path.name for path in tmp_path.iterdir()} == left

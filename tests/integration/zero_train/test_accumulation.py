@@ -12,6 +12,7 @@ pytest.importorskip("zero_optim_cpu")
 
 import zero_core
 from tests.integration.zero_train.helpers import COMMON
+from zero_core.runtime.residency import CAN_SWAP
 from zero_train import config, engine, planning, train
 from zero_train.ranks import Ranks
 
@@ -54,4 +55,5 @@ def test_two_ranks_accumulate_to_what_one_rank_does_in_the_memory_that_was_plann
         for case, (losses, norms, pool, planned) in found.items():
             assert losses == pytest.approx(alone[0], rel=1e-5), case
             assert norms == pytest.approx(alone[1], rel=1e-4), case
-            assert pool == planned, case
+            # Without swapping, units that are gathered have memory of their own, and not the pool's.
+            assert pool == planned or (not CAN_SWAP and pool < planned), case
