@@ -3,9 +3,10 @@
 A line of code has something on it other than a comment or a docstring. A field is mutable if code outside of
 `__init__`, `__new__` and `__post_init__` assigns it, deletes it, or writes into the container that it holds. Fields are
 told apart by class and name. A write through another object (`unit.users += 1`) counts for every class that declares
-the name and is not frozen, because nothing is imported and no types are known. A method such as `update` or `clear`
-writes into a field that begins as a dict, list, set or the like, and into no other. A module's global that a function
-rebinds or writes into counts as a field of the module.
+the name and is not frozen, because nothing is imported and no types are known; but not if the class is in another
+package and the writer's package imports no sibling, nor if the object is the `ctx` that autograd hands to a function.
+A method such as `update` or `clear` writes into a field that begins as a dict, list, set or the like, and into no
+other. A module's global that a function rebinds or writes into counts as a field of the module.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ CONTAINERS = {
     *("list", "dict", "set", "deque", "Counter", "defaultdict", "OrderedDict", "WeakSet", "bytearray"),
     *("WeakValueDictionary", "WeakKeyDictionary", "WeakTensorKeyDictionary", "WeakIdKeyDictionary"),
 }
+ALONE = ("zero_nvme", "zero_optim_cpu", "zero_sim")  # import no sibling, as the contracts in pyproject.toml have it
 # From a module's hook to the disk and back, and from a gradient to the disk: what runs in every step. Not what runs the
 # same in sizes, for a plan.
 BESIDE = ("zero_core/runtime/rehearsal.py",)
@@ -174,7 +176,10 @@ class Fields(ast.NodeVisitor):
         while isinstance(target, ast.Subscript):
             target = target.value
         if isinstance(target, ast.Attribute):
-            of_self = isinstance(target.value, ast.Name) and target.value.id == "self" and bool(self._class)
+            through = target.value.id if isinstance(target.value, ast.Name) else ""
+            of_self = through == "self" and bool(self._class)
+            if through == "ctx":
+                return
             if not of_self:
                 (self.into_others if into else self.by_others).add(target.attr)
             elif self._functions[0] not in BUILDERS:
@@ -192,13 +197,18 @@ def modules(root: Path) -> dict[str, str]:
     return {path.as_posix().split("/src/", 1)[1]: path.read_text() for path in found}
 
 
+def shared_package(one: str, other: str) -> bool:
+    return one.split("/")[0] == other.split("/")[0]
+
+
 def mutable_fields(texts: dict[str, str]) -> dict[str, set[str]]:
     """Class or module: its mutable fields. Writes are looked for in all packages."""
     found = {name: Fields(name, ast.parse(text)) for name, text in texts.items()}
-    rebound = {name for fields in found.values() for name in fields.by_others}
-    into = {name for fields in found.values() for name in fields.into_others}
     result: dict[str, set[str]] = {}
     for name, fields in found.items():
+        writers = [each for of, each in found.items() if not of.startswith(ALONE) or shared_package(of, name)]
+        rebound = {written for each in writers for written in each.by_others}
+        into = {written for each in writers for written in each.into_others}
         for owner, declared in fields.declared.items():
             of_self = {field for kind, field in fields.by_self if kind == owner}
             mutable = of_self | (set() if owner in fields.frozen else declared & rebound)

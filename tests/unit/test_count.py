@@ -40,3 +40,17 @@ def test_lines_and_fields_are_counted():
         "zero_core/pool.py:Kept": {"items", "last", "flags", "shared"},
         "zero_core/pool.py:(module)": {"names"},
     }
+
+
+def test_writes_that_cannot_reach_a_class_are_not_counted():
+    """One of a package that imports no sibling, and one into what autograd hands to a function."""
+    kept = "class Kept:\n    def __init__(self):\n        self.shared = 0\n"
+    writer = "def write(kept):\n    kept.shared = 1\n"
+
+    def counted(**texts):
+        return SCRIPT["mutable_fields"]({f"{name}/a.py": text for name, text in texts.items()})
+
+    assert counted(zero_core=kept, zero_offload=writer) == {"zero_core/a.py:Kept": {"shared"}}
+    assert counted(zero_core=kept, zero_nvme=writer) == {}
+    assert counted(zero_core=kept, zero_offload=writer.replace("kept", "ctx")) == {}
+    assert counted(zero_nvme=kept + writer) == {"zero_nvme/a.py:Kept": {"shared"}}
