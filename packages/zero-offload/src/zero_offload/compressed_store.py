@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .errors import BudgetError, ClosedError, gib
-from .memory_store import bytes_of
+from .memory_store import Served, bytes_of
 from .protocols import Ticket
 
 __all__ = ["CompressedByteStore"]
@@ -37,6 +37,20 @@ class _Extent:
     nbytes: int
     chunks: list[bytes | None]  # compressed; None: zeros, never written
     changing: threading.Lock = field(default_factory=threading.Lock)  # held where a part of a chunk is replaced
+
+
+class _Scratch(threading.local):
+    """What each thread has of its own: memory for a chunk, and what compresses it. Each thread runs `__init__`."""
+
+    def __init__(self, zstd: Any) -> None:
+        self._planes, self._whole = bytearray(CHUNK_BYTES), torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        fast = zstd.ZstdCompressionParameters.from_level(1, hash_log=6, min_match=7)
+        self.compressor, self.decompressor = zstd.ZstdCompressor(compression_params=fast), zstd.ZstdDecompressor()
+
+    def of(self, nbytes: int) -> tuple[Tensor, memoryview, Tensor]:
+        """Memory for the planes of a chunk, as a tensor and as a buffer, and for the chunk itself."""
+        raw = memoryview(self._planes)[:nbytes]
+        return torch.frombuffer(raw, dtype=torch.uint8).view(PLANES, -1), raw, self._whole[:nbytes]
 
 
 class CompressedByteStore:
@@ -54,7 +68,7 @@ class CompressedByteStore:
 
     def __init__(self, capacity_gib: float | None = None, *, ratio: float = 1.0, threads: int = 2) -> None:
         try:
-            self._zstd: Any = importlib.import_module("zstandard")
+            zstd: Any = importlib.import_module("zstandard")
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
                 "CompressedByteStore needs zstandard, which is not installed; pip install 'zero-offload[compressed]'"
@@ -65,7 +79,7 @@ class CompressedByteStore:
         self._extents: dict[int, _Extent] = {}
         self._next = self._allocated = self._used = 0
         self._closed = False
-        self._local = threading.local()
+        self._local = _Scratch(zstd)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="compressed-store")
 
     @property
@@ -133,7 +147,7 @@ class CompressedByteStore:
             first, last = max(offset, chunk * CHUNK_BYTES), min(stop, (chunk + 1) * CHUNK_BYTES)
             piece = data[first - offset : last - offset]
             futures.append(self._threads.submit(serve, extent, chunk, first - chunk * CHUNK_BYTES, piece))
-        return _Chunks(futures)
+        return Served(futures)
 
     def _read(self, extent: _Extent, chunk: int, start: int, target: Tensor) -> None:
         target.copy_(self._loaded(extent, chunk)[start : start + target.numel()])
@@ -154,7 +168,7 @@ class CompressedByteStore:
     def _loaded(self, extent: _Extent, chunk: int) -> Tensor:
         """(bytes of the chunk,) in this thread's own memory, valid until its next call."""
         size, kept = self._size(extent, chunk), extent.chunks[chunk]
-        planes, raw, whole = self._scratch(size)
+        planes, raw, whole = self._local.of(size)
         if kept is None:
             return whole.zero_()
         with self._local.decompressor.stream_reader(kept) as reader:
@@ -168,7 +182,7 @@ class CompressedByteStore:
         return whole
 
     def _keep(self, extent: _Extent, chunk: int, values: Tensor) -> None:
-        planes, raw, _ = self._scratch(values.numel())
+        planes, raw, _ = self._local.of(values.numel())
         words = values.view(-1, PLANES)
         for k in range(PLANES):
             planes[k].copy_(words[:, k])
@@ -182,33 +196,6 @@ class CompressedByteStore:
                 )
             extent.chunks[chunk], self._used = kept, used
 
-    def _scratch(self, nbytes: int) -> tuple[Tensor, memoryview, Tensor]:
-        """This thread's memory for the planes of a chunk, as a tensor and as a buffer, and for the chunk itself."""
-        local = self._local
-        if not hasattr(local, "planes"):
-            local.planes, local.whole = bytearray(CHUNK_BYTES), torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-            fast = self._zstd.ZstdCompressionParameters.from_level(1, hash_log=6, min_match=7)
-            local.compressor = self._zstd.ZstdCompressor(compression_params=fast)
-            local.decompressor = self._zstd.ZstdDecompressor()
-        raw = memoryview(local.planes)[:nbytes]
-        return torch.frombuffer(raw, dtype=torch.uint8).view(PLANES, -1), raw, local.whole[:nbytes]
-
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the CompressedByteStore is closed")
-
-
-class _Chunks:
-    """A ticket of several requests, one a chunk."""
-
-    def __init__(self, futures: list[Future[None]]) -> None:
-        self._futures = futures
-
-    def done(self) -> bool:
-        return all(future.done() for future in self._futures)
-
-    def wait(self, timeout: float | None = None) -> None:
-        if wait(self._futures, timeout).not_done:
-            raise TimeoutError(f"the request is not done after {timeout} seconds")
-        for future in self._futures:  # after all of them: none may touch the buffer once this raises
-            future.result()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout  # the builtin's alias only from Python 3.11
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from .errors import BudgetError, ClosedError, gib
 from .protocols import Ticket
 
-__all__ = ["MemoryByteStore", "MemoryExtent"]
+__all__ = ["MemoryByteStore", "MemoryExtent", "Served"]
 
 
 @dataclass(frozen=True)
@@ -23,32 +23,20 @@ class MemoryExtent:
     nbytes: int
 
 
-class _Done:
-    """A ticket of a request that is over."""
+class Served:
+    """A ticket of a request whose parts a store's threads serve. Without parts it is over."""
+
+    def __init__(self, parts: Sequence[Future[None]] = ()) -> None:
+        self._parts = parts
 
     def done(self) -> bool:
-        return True
+        return all(part.done() for part in self._parts)
 
     def wait(self, timeout: float | None = None) -> None:
-        return None
-
-
-class _Queued:
-    """A ticket of a request on the store's thread."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def wait(self, timeout: float | None = None) -> None:
-        try:
-            self._future.result(timeout)
-        except FutureTimeout:
-            if self._future.done():
-                raise
-            raise TimeoutError(f"the request is not done after {timeout} seconds") from None
+        if wait(self._parts, timeout).not_done:
+            raise TimeoutError(f"the request is not done after {timeout} seconds")
+        for part in self._parts:  # after all of them: none may touch the buffer once this raises
+            part.result()
 
 
 def bytes_of(buffer: Any) -> Tensor:
@@ -137,12 +125,12 @@ class MemoryByteStore:
     def _serve(self, target: Tensor, source: Tensor) -> Ticket:
         if self._thread is None:
             target.copy_(source)
-            return _Done()
+            return Served()
 
         def serve() -> None:
             target.copy_(source)
 
-        return _Queued(self._thread.submit(serve))
+        return Served([self._thread.submit(serve)])
 
     def _check_open(self) -> None:
         if self._closed:
