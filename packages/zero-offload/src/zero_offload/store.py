@@ -144,7 +144,7 @@ class TieredStore:
         for tier, transfers in self.stores.items():
             if nbytes := plan.extent_bytes(tier):
                 transfers.store.reserve(nbytes)
-        self.timeline.rank = context.rank
+        self.timeline.of_rank(context.rank)
         try:
             self._attached = Attached(plan, context, optimizer, self.step, self.stores, self._budget, make_streams)
             self._attached.lay_out(initial)

@@ -64,6 +64,10 @@ class Timeline:
         lane = "read" if kind == "swap_in" else "write"
         self._add(Event(kind, unit, start_ns, stop_ns, lane, overlapping=True, nbytes=nbytes))
 
+    def of_rank(self, rank: int) -> None:
+        """The trace is this rank's."""
+        self.rank = rank
+
     def _add(self, event: Event) -> None:
         if self.enabled:
             self._events.append(event)  # deque.append is atomic

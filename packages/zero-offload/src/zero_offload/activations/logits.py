@@ -193,7 +193,6 @@ class Logits(Tensor):
     """All logits of a batch, without memory. `flat`: (tokens, V) instead of the shape that the head gave them."""
 
     later: _Later
-    flat: bool
 
     @classmethod
     def of(cls, later: _Later, dtype: torch.dtype | None = None, flat: bool = False) -> Logits:
@@ -201,7 +200,7 @@ class Logits(Tensor):
         shape = (rows, later.shape[-1]) if flat else later.shape
         kind, device = dtype or later.dtype, later.hidden.device
         made: Logits = cls._make_wrapper_subclass(cls, shape, dtype=kind, device=device, requires_grad=True)
-        made.later, made.flat = later, flat
+        made.later = later
         with torch._C.DisableTorchFunctionSubclass():
             made.register_hook(_refuse_gradient)
         return made
@@ -216,9 +215,9 @@ class Logits(Tensor):
         if func in _CAST and not kwargs and func is not Tensor.float:
             if len(args) != 2 or not isinstance(args[1], torch.dtype) or not args[1].is_floating_point:
                 return self if func is Tensor.to and args[1:] == (self.device,) else None
-            return Logits.of(self.later, args[1], self.flat)
+            return Logits.of(self.later, args[1], self.shape != self.later.shape)
         if func is Tensor.float and not kwargs:
-            return Logits.of(self.later, torch.float32, self.flat)
+            return Logits.of(self.later, torch.float32, self.shape != self.later.shape)
         shape = func(torch.empty(self.shape, device="meta"), *args[1:], **kwargs).shape if func in _SHAPED else None
         if shape == self.shape:
             return self

@@ -41,6 +41,14 @@ class HeldTicket:
         self._inner().wait(timeout)
 
 
+class _ErrorAt(OSError):
+    """What a file would raise, with the place of the bytes."""
+
+    def __init__(self, path: str, offset: int) -> None:
+        super().__init__(errno.EIO, "Input/output error", path)
+        self.offset = offset
+
+
 class _FailedTicket:
     def __init__(self, error: OSError) -> None:
         self._error = error
@@ -112,9 +120,7 @@ class FaultyByteStore:
             if kind in self._countdown:
                 self._countdown[kind] -= 1
                 if self._countdown[kind] < 0:
-                    error = OSError(errno.EIO, "Input/output error", self.path)
-                    error.offset = at  # type: ignore[attr-defined]
-                    return _FailedTicket(error)
+                    return _FailedTicket(_ErrorAt(self.path, at))
         submit = self.inner.read if kind == "read" else self.inner.write
         ticket: Ticket
         if self._gate.is_set() and not self.lazy:
