@@ -38,8 +38,7 @@ class Block:
             raise AssertionError(f"view of {numel} {dtype} at {start_bytes} in a block of {self.nbytes} bytes")
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        offset = self._arena.start + self.offset + start_bytes
-        return torch.frombuffer(self._arena.memory, dtype=dtype, count=numel, offset=offset)
+        return torch.frombuffer(self._arena.memory, dtype=dtype, count=numel, offset=self.offset + start_bytes)
 
     def raw(self, start_bytes: int, stop_bytes: int) -> Tensor:
         """Bytes [start, stop) as uint8, for transfers."""
@@ -55,29 +54,34 @@ class Arena:
     The mapping begins at a 2 MiB boundary, asks for huge pages (3 × on direct I/O) and stays with this process on fork.
     Pages cost memory when they are first touched. `pinned`: memory of torch's allocator for the accelerator instead,
     for a device whose module registers none: rounded up as that allocator does, without huge pages, and kept by it.
-    `budget`: has the bytes while the arena has its memory.
+    `budget`: has the bytes while the arena has its memory. `advice`: what the kernel answered when the arena was made.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = False, budget: HostBudget | None = None) -> None:
         self.nbytes = nbytes
         self._is_pinned, self._budget = pinned, budget
-        self._taken = self.start = 0
-        self._memory: Any = None
-        self.take_back()
+        self._taken = 0
+        self._memory: memoryview | None = None  # from the boundary on at which the first block begins
+        self.advice = self.take_back()
 
-    def take_back(self) -> None:
-        """Memory for all blocks, with any values. Raises BudgetError; then there is none, as before."""
+    def take_back(self) -> dict[str, str]:
+        """Memory for all blocks, with any values. Raises BudgetError; then there is none, as before.
+
+        Returns what the kernel answered to each request; nothing if there is memory already.
+        """
         if self._memory is not None:
-            return
+            return {}
         if self._budget is not None:
             self._budget.take(self.nbytes)
         try:
-            self._memory, alignment, self.advice = self._pinned() if self._is_pinned else self._mapped()
+            memory, alignment, advice = self._pinned() if self._is_pinned else self._mapped()
+            start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % alignment
+            self._memory = memoryview(memory).cast("B")[start:]
         except BaseException:
             if self._budget is not None:
                 self._budget.give(self.nbytes)
             raise
-        self.start = -torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr() % alignment
+        return advice
 
     def give_back(self) -> None:
         """The kernel (or torch) has the memory back when the last view is gone. Idempotent."""
@@ -115,7 +119,7 @@ class Arena:
         return mapping, HUGE_PAGE_BYTES, self._advise(mapping)
 
     @property
-    def memory(self) -> Any:
+    def memory(self) -> memoryview:
         """The bytes, as a buffer. Raises ClosedError after close(), or while they were given back."""
         if self._memory is None:
             raise ClosedError("the arena has no memory: it was closed, or gave it back")
