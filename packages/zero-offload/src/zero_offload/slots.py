@@ -98,7 +98,6 @@ class Slots(Generic[Memory]):
     ) -> None:
         # Those that were let go of longest ago first.
         self._slots = OrderedDict((Slot(memory, in_flight), None) for memory in memories)
-        self._by_key: dict[Hashable, Slot[Memory]] = {}
         self._condition = condition or Condition()
         self._in_flight, self._blocked, self._follow = in_flight, blocked or self._all_held, follow
         self._numbers = itertools.count(1)
@@ -122,12 +121,12 @@ class Slots(Generic[Memory]):
 
     def find(self, key: Hashable) -> Slot[Memory] | None:
         """The slot that has the values of `key`, or soon will."""
-        return self._by_key.get(key)
+        return next((slot for slot in self if slot.key == key), None) if key is not None else None
 
     def hold(self, key: Hashable, holder: str = "") -> Slot[Memory] | None:
         """As `find`, and the slot is not evicted until the holder lets go."""
         with self._condition:
-            slot = self._by_key.get(key)
+            slot = self.find(key)
             if slot is not None:
                 slot.holders.add(holder)
             return slot
@@ -169,7 +168,7 @@ class Slots(Generic[Memory]):
                     self._in_flight.wait([each])
 
     def _assign(self, slot: Slot[Memory], key: Hashable, holder: str, fill: Fill[Memory] | None) -> Slot[Memory]:
-        assert key is None or key not in self._by_key, f"{key} has a slot"
+        assert self.find(key) is None, f"{key} has a slot"
         try:
             for each in slot.moving():
                 self._follow(each) if self._follow is not None else self._in_flight.wait([each])
@@ -177,8 +176,6 @@ class Slots(Generic[Memory]):
             self._in_flight.forget(slot)
             self._forget(slot)
         slot.key = key
-        if key is not None:
-            self._by_key[key] = slot
         slot.holders.add(holder)
         if fill is not None:
             try:
@@ -234,17 +231,16 @@ class Slots(Generic[Memory]):
                 with suppress(Exception):
                     self._in_flight.wait([each])
             self._in_flight.forget(slot, writes=False)
-        return set(self._by_key)
+        return {slot.key for slot in self if slot.key is not None}
 
     def clear(self) -> None:
         """Drop the memory; nothing is in flight."""
         for slot in self:
             self._in_flight.forget(slot)
         self._slots.clear()
-        self._by_key.clear()
 
-    def _forget(self, slot: Slot[Memory]) -> None:
-        self._by_key.pop(slot.key, None)
+    @staticmethod
+    def _forget(slot: Slot[Memory]) -> None:
         slot.key, slot.due = None, None
 
     def _all_held(self) -> None:
