@@ -103,17 +103,15 @@ class DeviceStreams:
         self.device = device
         self._module = torch.get_device_module(device)
         self._lanes = {lane: self._module.Stream(device) for lane in ("swap_in", "swap_out")}
-        self._registered: dict[int, Tensor] = {}  # by address; kept alive until they are unregistered
-        self._divided: list[Tensor] = []  # those of them that have several blocks
+        # By address, kept alive until they are unregistered: each with whether it has several blocks.
+        self._registered: dict[int, tuple[Tensor, bool]] = {}
         self._registers = registers(device)
         self.register(host)
 
     def register(self, host: Tensor) -> None:
         if self._registers and host.nbytes:
             register(host, self.device)
-            self._registered[host.data_ptr()] = host
-            if divided(host):
-                self._divided = [*self._divided, host]
+            self._registered[host.data_ptr()] = host, divided(host)
 
     def enter_thread(self) -> None:
         self._module.set_device(self.device)
@@ -140,8 +138,8 @@ class DeviceStreams:
     def _in_blocks(self, into: Tensor, source: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """The two, or parts of them whose host memory was registered in one piece."""
         host = into if into.device.type == "cpu" else source
-        for memory in self._divided:
-            if 0 <= host.data_ptr() - memory.data_ptr() < memory.nbytes:
+        for memory, has_blocks in list(self._registered.values()):  # a copy: any thread may register
+            if has_blocks and 0 <= host.data_ptr() - memory.data_ptr() < memory.nbytes:
                 cuts = list(parts(host, memory))
                 if len(cuts) > 1:
                     into, source = into.view(-1), source.view(-1)
@@ -157,10 +155,8 @@ class DeviceStreams:
         return memory[:nbytes]
 
     def give_back(self, memory: Tensor) -> None:
-        host = self._registered.pop(memory.data_ptr(), None)
-        if host is not None:
-            self._divided = [each for each in self._divided if each is not host]
-            unregister(host, self.device)
+        if registered := self._registered.pop(memory.data_ptr(), None):
+            unregister(registered[0], self.device)
 
     def drain(self) -> None:
         for stream in self._lanes.values():
@@ -168,7 +164,7 @@ class DeviceStreams:
 
     def close(self) -> None:
         with ExitStack() as ending:  # from the last to the first, each whatever those before it raised
-            for memory in list(self._registered.values()):
+            for memory, _ in list(self._registered.values()):
                 ending.callback(self.give_back, memory)
             for stream in self._lanes.values():
                 ending.callback(stream.synchronize)

@@ -203,4 +203,4 @@ class DeviceTier:
 
     def close(self) -> None:
         self._whole.close()
-        self._homes.clear()
+        give_memory(self._homes.values())

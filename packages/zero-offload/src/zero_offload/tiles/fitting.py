@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import accumulate, pairwise, product
 
 import torch
@@ -63,7 +64,7 @@ class Shards:
         self._prefetch_bytes, self._gradient_itemsize = prefetch_bytes // max(1, shard_count), gradient_itemsize
         self._landing_dtype, self._discrete = landing_dtype, landing_dtype is not None
         self._tiers = tiers
-        self._records: dict[tuple[int, torch.dtype], Record] = {}
+        self._record_of = cache(partial(record_of, step, alignment=self._alignment))
         self.cut: list[UnitRun] = []
         self.numel = self.trained_numel = 0
         for number, (spec, count) in enumerate(shards):
@@ -157,10 +158,8 @@ class Shards:
         """None where no element has a state, or a discrete device keeps it."""
         if not tile.trainable or (self._discrete and state == Tier.DEVICE):
             return None
-        key = (tile.numel, dtype)
-        if key not in self._records:
-            self._records[key] = record_of(self._step, *key, self._alignment)
-        return self._records[key] if self._records[key].nbytes else None
+        record = self._record_of(tile.numel, dtype)
+        return record if record.nbytes else None
 
 
 def plan_store(
