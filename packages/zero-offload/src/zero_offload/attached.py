@@ -29,9 +29,11 @@ from .running.pipeline import Pipeline, TileTask, UpdateJob
 from .running.uploads import Upload
 from .step_probe import check_change
 from .streams import Streams, arena_of
+from .tier import Tier
 from .tiles.device_tier import DeviceTier
 from .tiles.footprint import PlacedUnit, StorePlan
 from .tiles.gradients import GradientStore
+from .tiles.order import Order
 from .tiles.parameters import ParameterStore
 from .tiles.states import StateStore
 from .tiles.tile import Tile, covers, segment_steps
@@ -56,9 +58,8 @@ class Attached:
     ) -> None:
         self.plan, self._context, self._optimizer, self._step, self._stores = plan, context, optimizer, step, stores
         self.monitor = monitor = Monitor(stores.in_flight.timeline, context.observer)
-        self._order: list[int] = []
-        self._early_asked = True  # until the first update there is nothing to expect
-        self._in_use: set[int] = set()  # units that parameters() lent
+        self._order = Order()
+        self._lent: dict[int, Tensor] = {}  # what parameters() returned and release() has not taken back, by unit
         with ExitStack() as undone:
             undone.callback(stores.free)
             self.arena = arena = arena_of(context.device, plan.arena_bytes, budget)
@@ -70,7 +71,7 @@ class Attached:
                 device = DeviceTier(streams, plan, mirrors, stores.in_flight)
             self._parameters = ParameterStore(plan, arena, stores, monitor, device)
             self._states = StateStore(plan, arena, stores, monitor)
-            self._gradients = GradientStore(plan, arena, stores, step, monitor, context.reduce_dtype)
+            self._gradients = GradientStore(plan, arena, stores, step, monitor, context.reduce_dtype, self._order)
             self._values = Values(plan, self._parameters, self._states, step)
             self.link = link = (
                 None
@@ -99,7 +100,8 @@ class Attached:
             self.memory = Memory(arena, self._parameters, self._states, self._gradients, link, monitor)
             undone.pop_all()
         # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
-        self.close = Ending(self, partial(_shut_down, self._pipeline, stores, link, arena, self.memory.aside))
+        end = partial(_shut_down, self._pipeline, stores, link, arena, self.memory.aside, self._lent)
+        self.close = Ending(self, end)
 
     def lay_out(self, initial: Callable[[int], Tensor]) -> None:
         """Take over every shard in order, one in memory at a time; a discrete device asks for those that it keeps.
@@ -160,13 +162,25 @@ class Attached:
     def parameters(self, i: int) -> Tensor:
         self._wait_for(i)
         with self.monitor.guard():
-            lent = self._parameters.acquire(i) if self.link is None else self.link.parameters(i)
-        self._in_use.add(i)
-        return lent
+            if self.link is None:
+                self._lent[i] = self._parameters.acquire(i)
+            elif i not in self._lent:
+                self._lent[i] = self.link.parameters(i)
+        return self._lent[i]
 
     def release(self, i: int) -> None:
-        (self._parameters if self.link is None else self.link).release(i)
-        self._in_use.discard(i)
+        if self.link is None:
+            self._parameters.release(i)
+        self._lent.pop(i, None)
+
+    @property
+    def device_bytes(self) -> int:
+        """What passes through a discrete device now, beside what was placed there."""
+        return (
+            0
+            if self.link is None
+            else self.plan.bytes_of(Tier.DEVICE, "buffers") + sum(lent.nbytes for lent in self._lent.values())
+        )
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
@@ -179,9 +193,8 @@ class Attached:
 
     def accept_gradient(self, i: int, gradient: Tensor) -> None:
         self._wait_for(i)
-        if not self._early_asked:
-            self._early_asked = True
-            self._pipeline.read_early([tile for unit in self._order for tile in self.plan.units[unit].tiles])
+        if self._order.units and not self._gradients.begun():
+            self._pipeline.read_early([tile for unit in self._order.units for tile in self.plan.units[unit].tiles])
         self._gradients.check(i, gradient)
         with torch.no_grad(), self.monitor.guard():
             if self.link is not None:
@@ -249,7 +262,7 @@ class Attached:
             ]
         if self.link is not None:
             self.link.device.update(groups, scale, order, steps)
-        self._expect(order)
+        self._order.learn(order, len(self.plan.units))
         if tasks:
             self._pipeline.submit(UpdateJob(tuple(tasks), float(scale)))
 
@@ -259,19 +272,6 @@ class Attached:
         record = unit.records[tile.index]
         has_master = record is not None and any(field.name == "master" for field in record.fields)
         return not (has_master and covers(tile, segments))
-
-    def _expect(self, order: Sequence[int]) -> None:
-        """Learn what the next updates read: this order again, or, unit by unit, what followed this unit last time."""
-        if len(order) != 1 or len(self.plan.units) == 1:
-            self._order, self._early_asked = list(order), False
-            self._gradients.expect(order)
-            return
-        if order[0] in self._order:
-            at = self._order.index(order[0])
-            self._order = [*self._order[at + 1 :], *self._order[: at + 1]]
-        else:
-            self._order.append(order[0])
-        self._early_asked = False
 
     def switch_options(self, group: int, before: Sequence[Mapping[str, Any]], what: str) -> None:
         """As zero_core.store.SwitchesOptions: compares the step with the optimizer over the change."""
@@ -328,7 +328,7 @@ class Attached:
     def sleep(self, to: ByteStore) -> None:
         """See `TieredStore.sleep`."""
         self.wait()
-        used = {*self._in_use, *(self.link.up.waiting if self.link is not None else ())}
+        used = {*self._lent, *(self.link.up.waiting if self.link is not None else ())}
         if used:
             names = ", ".join(self.plan.units[i].spec.name for i in sorted(used))
             raise AsleepError(f"sleep() while {names} is in use: zero_core.sleep(model) gives units back first")
@@ -337,13 +337,16 @@ class Attached:
         self.memory.put_into(to)
 
 
-def _shut_down(pipeline: Pipeline, stores: Stores, link: Link | None, arena: Arena, aside: SavedBytes) -> None:
+def _shut_down(
+    pipeline: Pipeline, stores: Stores, link: Link | None, arena: Arena, aside: SavedBytes, lent: dict[int, Tensor]
+) -> None:
     """End the background, then give extents and memory back, unless a thread that uses them does not end."""
     if link is not None:
         link.down.close()  # it may wait for slots that the pipeline gives back
     pipeline.close()
     with ExitStack() as ending:  # from the last to the first, each whatever those before it raised
         ending.callback(arena.close)
+        ending.callback(lent.clear)
         if link is not None:
             ending.callback(link.close)
         ending.callback(aside.free)

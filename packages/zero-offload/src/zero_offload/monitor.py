@@ -90,7 +90,6 @@ class Monitor:
         self._observer = observer or NullObserver()
         self.failure: BaseException | None = None
         self.updates: Counter[int] = Counter()  # by unit, those that are still to change it
-        self.stopping = False
         self.asleep = False  # nothing has memory
         self.blocked = False  # the training thread waits for the update thread: it will release nothing
         self.exposed_ns = 0
@@ -107,10 +106,10 @@ class Monitor:
                 "attached: its threads and its transfers are there. Use it there, or attach another store here, after "
                 "torch.set_num_threads(1), as the threads of OpenMP do not survive a fork"
             )
+        if isinstance(self.failure, ClosedError):
+            raise ClosedError(*self.failure.args)  # a new one: an exception keeps the frames that it went through
         if self.failure is not None:
             raise self.failure
-        if self.stopping:
-            raise ClosedError("the TieredStore is closed")
         if self.asleep:
             raise AsleepError("the TieredStore sleeps: call zero_core.wake(model), or wake() of the store")
 
@@ -136,7 +135,7 @@ class Monitor:
                     self.blocked = True
                     self.condition.notify_all()
                     try:
-                        self.condition.wait_for(lambda: ready() or self.failure is not None or self.stopping)
+                        self.condition.wait_for(lambda: ready() or self.failure is not None)
                     finally:
                         self.blocked = False
         self.check()
@@ -176,9 +175,8 @@ class Monitor:
             self.condition.notify_all()
 
     def stop(self) -> None:
-        with self.condition:
-            self.stopping = True
-            self.condition.notify_all()
+        """The threads in the background end. Whoever asks from here on gets ClosedError, or an earlier failure."""
+        self.fail(ClosedError("the TieredStore is closed"))
 
     # -- the threads in the background --------------------------------------------------------------------------
 
@@ -198,8 +196,7 @@ class Monitor:
         except Stopped:
             pass
         except BaseException as error:
-            if not (self.stopping and isinstance(error, ClosedError)):  # a pool's way to say the same
-                self.fail(error)
+            self.fail(error)
 
     @contextmanager
     def background(self) -> Iterator[None]:
@@ -211,5 +208,6 @@ class Monitor:
             self._local.counted = False
 
     def check_stop(self) -> None:
-        if self.stopping:
+        """Raises Stopped once the store is closed or has failed."""
+        if self.failure is not None:
             raise Stopped

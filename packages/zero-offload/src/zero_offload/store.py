@@ -107,7 +107,6 @@ class TieredStore:
         # The stored tiers, which activations share.
         self.stores = Stores(given, InFlight(self.timeline))
         self._attached: Attached | None = None
-        self._setup: dict[str, tuple[int, int]] = {}  # bytes that attach read and wrote, by tier
         self._closed = False
 
     # -- attach -------------------------------------------------------------------------------------------------
@@ -152,7 +151,8 @@ class TieredStore:
             with suppress(Exception):
                 self.close()
             raise
-        self._setup = {tier: (each.read_bytes, each.write_bytes) for tier, each in self.stores.items()}
+        for transfers in self.stores.values():
+            transfers.laid_out()
 
     @property
     def _on(self) -> Attached:
@@ -305,18 +305,16 @@ class TieredStore:
         attached, moved, asleep = self._made, {"nvme_read_bytes": 0, "nvme_write_bytes": 0}, self.asleep
         plan, link, arena = attached.plan, attached.link, attached.arena
         for tier, transfers in self.stores.items():
-            read, written = self._setup.get(tier, (0, 0))
-            moved[f"{tier}_read_bytes"] = transfers.read_bytes - read
-            moved[f"{tier}_write_bytes"] = transfers.write_bytes - written
+            moved[f"{tier}_read_bytes"], moved[f"{tier}_write_bytes"] = transfers.read_bytes, transfers.write_bytes
         device = sum(plan.bytes_of("device", kind) for kind in ("parameters", "gradients", "optimizer"))
         return {
             **moved,
-            "setup_write_bytes": sum(written for _, written in self._setup.values()),
+            "setup_write_bytes": sum(transfers.setup_write_bytes for transfers in self.stores.values()),
             "exposed_seconds": attached.monitor.exposed_ns / 1e9,
             "host_bytes": 0 if asleep else arena.nbytes - (device if link is None else 0),
-            "device_bytes": 0 if asleep else device + (link.device_bytes if link is not None else 0),
-            "link_up_bytes": link.up_bytes if link is not None else 0,
-            "link_down_bytes": link.down_bytes if link is not None else 0,
+            "device_bytes": 0 if asleep else device + attached.device_bytes,
+            "link_up_bytes": self.stores.in_flight.moved("swap_in"),
+            "link_down_bytes": self.stores.in_flight.moved("swap_out"),
             "huge_pages": arena.advice["MADV_HUGEPAGE"],
         }
 

@@ -230,13 +230,22 @@ class Transfers:
             with contextlib.suppress(Exception):  # the ByteStore's owner may have closed it already
                 self._owned.pop().free()
 
+    def laid_out(self) -> None:
+        """What has moved until now was the first layout of the shards, and is counted apart."""
+        for kind in ("swap_in", "swap_out"):
+            self.in_flight.count((self, kind, "setup"), self.in_flight.moved((self, kind)))
+
     @property
     def read_bytes(self) -> int:
-        return self.in_flight.moved((self, "swap_in"))
+        return self.in_flight.moved((self, "swap_in")) - self.in_flight.moved((self, "swap_in", "setup"))
 
     @property
     def write_bytes(self) -> int:
-        return self.in_flight.moved((self, "swap_out"))
+        return self.in_flight.moved((self, "swap_out")) - self.setup_write_bytes
+
+    @property
+    def setup_write_bytes(self) -> int:
+        return self.in_flight.moved((self, "swap_out", "setup"))
 
 
 class Stores(dict[str, Transfers]):

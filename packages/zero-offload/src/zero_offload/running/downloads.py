@@ -1,7 +1,7 @@
 """Copies of gradients from the compute device to the host: landed there, copied in their own lane, added by a thread.
 
-Owns the landing buffers on the device, the staging slots on the host and the thread. Where a gradient is kept, in which
-form and with which sums is `gradients`'.
+Owns the landing buffers on the device and the staging slots on the host. Where a gradient is kept, in which form and
+with which sums is `gradients`'; the thread is `worker`'s.
 
 [Note: the copy to the host]
     compute stream   backward of i writes landing 0 | backward of i-1 writes landing 1 | of i-2: landing 0 again,
@@ -15,24 +15,23 @@ model's own unit, which is open during the whole backward, and small ones have a
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from zero_core.saved_bytes import give_memory, take_memory
 
 from ..arena import Block
-from ..monitor import Monitor, join
+from ..monitor import Monitor
 from ..slots import Slot, Slots
 from ..streams import Mark, Streams
 from ..tiles.footprint import LANDING_BUFFERS, StorePlan
 from ..tiles.gradients import GradientStore
 from ..tiles.tile import Tile
 from ..transfers import InFlight
+from .worker import Worker
 
 __all__ = ["Downloads"]
 
@@ -72,8 +71,8 @@ class Downloads:
         self._shared = landings(LANDING_BUFFERS if numel else 0, numel)
         self._own = {i: landings(1, plan.units[i].spec.numel) for i in plan.own_landings}
         self._lent: dict[int, Slot[Tensor]] = {}
-        self._queue: deque[_Download] = deque()  # the first one is in hand until it has been added
-        self._thread = threading.Thread(target=self._main, name="zero-offload gradients", daemon=True)
+        self._worker = Worker("zero-offload gradients", monitor, self._finish, enter=streams.enter_thread)
+        self.close = self._worker.close
 
     # -- the training thread ------------------------------------------------------------------------------------
 
@@ -103,13 +102,12 @@ class Downloads:
             gradient = lent
         ready = self._streams.mark()
         with self._monitor.condition:
-            under_way = any(each.unit == i for each in self._queue)  # the thread is about to change what is kept of it
+            # The thread may be about to change what is kept of it.
+            under_way = any(each.unit == i for each in self._worker.asked())
             download = _Download(i, gradient, ready, landing, None if under_way else self._gradients.lend(i))
             if download.into is not None:
                 self._copied(download, self._copy(download, download.into, gradient))
-            self._queue.append(download)
-            self._monitor.start(self._thread)
-            self._monitor.condition.notify_all()
+            self._worker.put(download)
         if landing is None:  # both buffers are lent to units around this one: the caller's memory is not ours to keep
             self._monitor.wait_until(lambda: download.copied is not None, unit.spec.name)
             assert download.copied is not None
@@ -117,7 +115,7 @@ class Downloads:
 
     def wait(self) -> None:
         """Return when every gradient is where it is kept."""
-        self._monitor.wait_until(lambda: not self._queue, "gradients")
+        self._monitor.wait_until(self._worker.idle, "gradients")
 
     def forget(self) -> None:
         """Nothing that was lent will be accepted."""
@@ -128,11 +126,6 @@ class Downloads:
 
     def _landings(self, i: int) -> Slots[Tensor]:
         return self._own.get(i, self._shared)
-
-    def close(self) -> None:
-        """End after the gradient in hand. Idempotent."""
-        self._monitor.stop()
-        join(self._thread)
 
     def drop(self) -> None:
         """Give the device's memory back; the lanes are empty."""
@@ -150,34 +143,13 @@ class Downloads:
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
-    def _main(self) -> None:
-        try:
-            with self._monitor.thread(), self._monitor.background(), torch.no_grad():
-                self._streams.enter_thread()
-                while True:
-                    self._finish(self._next())  # no name for it: while the thread waits, it keeps no memory
-                    with self._monitor.condition:
-                        self._queue.popleft()
-                        self._monitor.condition.notify_all()
-        finally:
-            with self._monitor.condition:
-                self._queue.clear()
-                self._monitor.condition.notify_all()
-
-    def _next(self) -> _Download:
-        with self._monitor.condition:
-            while not self._queue:
-                self._monitor.check_stop()
-                self._monitor.condition.wait()
-            self._monitor.check_stop()
-            return self._queue[0]
-
     def _finish(self, download: _Download) -> None:
         """Add it; its copies end here."""
         if download.into is not None:
             assert download.copied is not None
             download.copied.wait()
-        with self._monitor.span("norm", self._plan.units[download.unit].spec.name):
+        name = self._plan.units[download.unit].spec.name
+        with self._monitor.background(), self._monitor.span("norm", name):
             if download.into is not None:
                 self._gradients.accept(download.unit, download.into)
             else:

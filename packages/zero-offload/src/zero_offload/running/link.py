@@ -1,6 +1,6 @@
 """A discrete device: what stays there, and copies of the rest: units to it, gradients from it.
 
-Owns the wiring of these and what `parameters` lends. On the CPU there is no link.
+Owns the wiring of these. On the CPU there is no link.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from torch import Tensor
 from ..arena import Block
 from ..monitor import Monitor
 from ..streams import Streams
-from ..tier import Tier
 from ..tiles.device_tier import DeviceTier
 from ..tiles.footprint import StorePlan
 from ..tiles.gradients import GradientStore
@@ -38,23 +37,9 @@ class Link:
         staging: Sequence[Block],
         in_flight: InFlight,
     ) -> None:
-        self.streams, self.device, self._plan, self._in_flight = streams, device, plan, in_flight
+        self.streams, self.device, self._plan = streams, device, plan
         self.up = Uploads(streams, parameters, device, plan, monitor, in_flight)
         self.down = Downloads(streams, gradients, plan, monitor, staging, in_flight)
-        self._copies: dict[int, Tensor] = {}
-
-    @property
-    def device_bytes(self) -> int:
-        """What passes through the device now, beside what was placed there."""
-        return self._plan.bytes_of(Tier.DEVICE, "buffers") + sum(copy.nbytes for copy in self._copies.values())
-
-    @property
-    def up_bytes(self) -> int:
-        return self._in_flight.moved("swap_in")
-
-    @property
-    def down_bytes(self) -> int:
-        return self._in_flight.moved("swap_out")
 
     def gradient_buffer(self, i: int) -> Tensor | None:
         self.up.poll()
@@ -73,16 +58,11 @@ class Link:
         return self.up.begin(i, out)
 
     def parameters(self, i: int) -> Tensor:
-        """Unit i in memory of its own until release(i)."""
-        if i not in self._copies:
-            spec = self._plan.units[i].spec
-            copy = self.streams.empty(spec.numel, spec.dtype)
-            self.swap_in(i, copy).wait()
-            self._copies[i] = copy
-        return self._copies[i]
-
-    def release(self, i: int) -> None:
-        self._copies.pop(i, None)
+        """Unit i in memory of its own."""
+        spec = self._plan.units[i].spec
+        copy = self.streams.empty(spec.numel, spec.dtype)
+        self.swap_in(i, copy).wait()
+        return copy
 
     def let_go(self) -> None:
         """Free the device's memory; the lanes are empty."""
@@ -100,6 +80,5 @@ class Link:
         try:
             self.streams.close()
         finally:
-            self._copies.clear()
             self.down.drop()
             self.device.close()

@@ -1,6 +1,6 @@
 """The update pipeline: one background thread that reads, updates and writes tiles in the order of their next use.
 
-Owns the thread, the queue and the account of which units are behind. The tiers own the bytes, the step the arithmetic.
+Owns the account of which units are behind. The tiers own the bytes, the step the arithmetic, `worker` the thread.
 
 [Note: a step in time]
     training   backward n ... | norm | update() returns | forward 0 | forward 1 | forward 2 | ...
@@ -22,7 +22,6 @@ because another thread is launching kernels. Until a tile is completed, only the
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..arena import Block
-from ..monitor import Monitor, join
+from ..monitor import Monitor
 from ..protocols import SegmentStep, Started, StartingStep, UpdateStep
 from ..slots import Slot
 from ..tiles.gradients import GradientStore
@@ -40,10 +39,10 @@ from ..tiles.parameters import ParameterStore
 from ..tiles.states import StateStore
 from ..tiles.tile import Tile, View
 from ..transfers import InFlight
+from .worker import Worker
 
 __all__ = ["Pipeline", "TileTask", "UpdateJob"]
 
-POLL_SECONDS = 0.005
 MOST_STARTED = 8
 
 
@@ -113,13 +112,13 @@ class Pipeline:
     ) -> None:
         """enter_thread: called on the update thread, first. unit_done: called there after each unit."""
         self._parameters, self._gradients, self._states = parameters, gradients, states
-        self._step, self._monitor, self._in_flight = step, monitor, in_flight
+        self._step, self._monitor = step, monitor
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
-        self._enter_thread, self._unit_done = enter_thread, unit_done
-        self._queue: deque[UpdateJob | tuple[Tile, ...]] = deque()  # the first one is in hand until it is done
-        # Daemon, so that a forgotten close() does not hold the interpreter; the finaliser joins it at exit, before the
-        # memory under its native code goes.
-        self._thread = threading.Thread(target=self._main, name="zero-offload update", daemon=True)
+        self._unit_done = unit_done
+        self._worker: Worker[UpdateJob | tuple[Tile, ...]] = Worker(
+            # Writes trail behind the last job: look when they end.
+            "zero-offload update", monitor, self._work, enter=enter_thread, trailing=in_flight.poll
+        )  # fmt: skip
 
     # -- the training thread ------------------------------------------------------------------------------------
 
@@ -127,22 +126,18 @@ class Pipeline:
         with self._monitor.condition:
             for task in job.tasks:
                 self._monitor.updates[task.tile.unit] += task.last
-            self._enqueue(job)
+            self._worker.put(job)
 
     def read_early(self, tiles: Sequence[Tile]) -> None:
         """Use idle slots for the states of `tiles`, the first ones of the update to come."""
-        with self._monitor.condition:
-            self._enqueue(tuple(tiles))
+        self._worker.put(tuple(tiles))
 
     def behind(self, i: int) -> bool:
         return self._monitor.updates[i] > 0
 
-    def idle(self) -> bool:
-        return not self._queue
-
     def wait(self) -> None:
         """Return when every update is done and stored."""
-        self._monitor.wait_until(self.idle, "all")
+        self._monitor.wait_until(self._worker.idle, "all")
         for slots in (self._states.slots, self._gradients.slots, self._parameters):
             slots.drain()
 
@@ -151,8 +146,7 @@ class Pipeline:
 
         Raises OffloadError where the tile in hand does not end.
         """
-        self._monitor.stop()
-        join(self._thread)
+        self._worker.close()
         self._states.expect(())
         for slots in (self._states.slots, self._gradients.slots, self._parameters):
             try:
@@ -160,40 +154,13 @@ class Pipeline:
             except Exception as error:
                 self._monitor.fail(error)
 
-    def _enqueue(self, item: UpdateJob | tuple[Tile, ...]) -> None:
-        self._queue.append(item)
-        self._monitor.start(self._thread)
-        self._monitor.condition.notify_all()
-
     # -- the update thread --------------------------------------------------------------------------------------
 
-    def _main(self) -> None:
-        try:
-            with self._monitor.thread(), torch.no_grad():
-                if self._enter_thread is not None:
-                    self._enter_thread()
-                while True:
-                    with self._monitor.condition:
-                        self._idle_until_asked()
-                        self._monitor.check_stop()
-                        item = self._queue[0]
-                    if isinstance(item, UpdateJob):
-                        self._run(item)
-                    else:
-                        self._states.read_early(item)
-                    del item
-                    with self._monitor.condition:
-                        self._queue.popleft()
-                        self._monitor.condition.notify_all()
-        finally:
-            with self._monitor.condition:
-                self._queue.clear()
-                self._monitor.condition.notify_all()
-
-    def _idle_until_asked(self) -> None:
-        """Wait for work; while writes trail behind the last job, look when they end. The caller has the condition."""
-        while not self._queue and not self._monitor.stopping:
-            self._monitor.condition.wait(POLL_SECONDS if self._in_flight.poll() else None)
+    def _work(self, item: UpdateJob | tuple[Tile, ...]) -> None:
+        if isinstance(item, UpdateJob):
+            self._run(item)
+        else:
+            self._states.read_early(item)
 
     def _run(self, job: UpdateJob) -> None:
         waiting, ahead, started = deque(job.tasks), deque[_Loaded](), deque[_Started]()

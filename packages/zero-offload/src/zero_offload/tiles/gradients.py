@@ -32,6 +32,7 @@ from ..protocols import UpdateStep
 from ..slots import Slot
 from ..transfers import Stores
 from .footprint import GRADIENT_BYTES, StorePlan
+from .order import Order
 from .stored_tiles import StoredTiles
 from .tile import Tile, round_up
 
@@ -67,13 +68,13 @@ class GradientStore:
         step: UpdateStep,
         monitor: Monitor,
         dtype: torch.dtype,
+        order: Order,
     ) -> None:
-        self._plan, self._step, self._monitor, self.dtype = plan, step, monitor, dtype
+        self._plan, self._step, self._monitor, self.dtype, self._order = plan, step, monitor, dtype, order
         self._stored = StoredTiles(
             "gradient", arena, plan.gradient_slots, plan.gradient_slot_bytes, monitor, stores.in_flight
         )
         self.slots = self._stored.slots
-        self._order: dict[int, int] = {}
         self._held = [Held.NONE] * len(plan.units)
         self._expected = [False] * len(plan.units)  # a gradient was checked, and may not be added yet
         self._memory: list[Block | None] = []
@@ -89,6 +90,10 @@ class GradientStore:
                     self._stored[tile] = stores[tier].own(round_up(tile.numel * plan.gradient_itemsize, plan.alignment))
 
     # -- the thread that adds ------------------------------------------------------------------------------------
+
+    def begun(self) -> bool:
+        """Whether a gradient was checked since the last update, or since all were discarded."""
+        return any(self._expected)
 
     def lend(self, i: int) -> Tensor | None:
         """In the reduce dtype, where unit i's first gradient will be kept; None if it cannot be in place."""
@@ -331,8 +336,8 @@ class GradientStore:
         return round_up(tile.numel * dtype.itemsize, self._plan.alignment)
 
     def keep(self, tile: Tile, slot: Slot[Block]) -> None:
-        """Let go of a slot whose values the update wants, in the order of the last one."""
-        self.slots.keep(slot, due=(self._order.get(tile.unit, tile.unit), tile.index))
+        """Let go of a slot whose values the update wants."""
+        self.slots.keep(slot, due=(self._order.position(tile.unit), tile.index))
 
     def kept_in_memory(self) -> list[Tensor]:
         """(nbytes,) uint8 each: every gradient that waits for a step in host memory alone, in a fixed order.
@@ -346,10 +351,6 @@ class GradientStore:
                 itemsize = self.dtype.itemsize if held is Held.REDUCED else FP32_BYTES
                 found.append(memory.raw(0, numel * itemsize))
         return found
-
-    def expect(self, order: Sequence[int]) -> None:
-        """The order of units in updates to come."""
-        self._order = {unit: position for position, unit in enumerate(order)}
 
 
 def _widen(block: Block, dtype: torch.dtype, numel: int) -> None:

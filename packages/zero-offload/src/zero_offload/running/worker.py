@@ -1,0 +1,84 @@
+"""A thread in the background, and the queue of what it is asked for. Owns both; what is done with an item is another's.
+
+An item stays in the queue until it is done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from ..monitor import Monitor, join
+
+__all__ = ["Worker"]
+
+POLL_SECONDS = 0.005
+
+Item = TypeVar("Item")
+
+
+class Worker(Generic[Item]):
+    """Does `work` with one item after another. `close` ends it between two, and so does the interpreter's exit.
+
+    enter: called on the thread, first. trailing: asked while there is no work, and soon again if it is true.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        monitor: Monitor,
+        work: Callable[[Item], object],
+        *,
+        enter: Callable[[], object] | None = None,
+        trailing: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._monitor, self._work, self._enter, self._trailing = monitor, work, enter, trailing
+        self._queue: deque[Item] = deque()
+        # Daemon, so that a forgotten close() does not hold the interpreter; the finaliser joins it at exit, before the
+        # memory under its native code goes.
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    def put(self, item: Item) -> None:
+        with self._monitor.condition:
+            self._queue.append(item)
+            self._monitor.start(self._thread)
+            self._monitor.condition.notify_all()
+
+    def asked(self) -> list[Item]:
+        """What is not done, in order."""
+        return list(self._queue)
+
+    def idle(self) -> bool:
+        return not self._queue
+
+    def close(self) -> None:
+        """End after the item in hand. Idempotent. Raises OffloadError where that does not end."""
+        self._monitor.stop()
+        join(self._thread)
+
+    def _main(self) -> None:
+        try:
+            with self._monitor.thread(), torch.no_grad():
+                if self._enter is not None:
+                    self._enter()
+                while True:
+                    self._work(self._next())  # no name for it: while the thread waits, it keeps no memory
+                    with self._monitor.condition:
+                        self._queue.popleft()
+                        self._monitor.condition.notify_all()
+        finally:
+            with self._monitor.condition:
+                self._queue.clear()
+                self._monitor.condition.notify_all()
+
+    def _next(self) -> Item:
+        with self._monitor.condition:
+            self._monitor.check_stop()
+            while not self._queue:
+                self._monitor.condition.wait(POLL_SECONDS if self._trailing() else None)
+                self._monitor.check_stop()
+            return self._queue[0]
