@@ -53,17 +53,11 @@ class File(IOQueue):
         path: str | os.PathLike[str],
         mode: str = "r",
         backend: str = "auto",
-        *,
-        direct: bool | None = None,
-        block_bytes: int = Options.block_bytes,
-        inflight_bytes: int = Options.inflight_bytes,
-        depth: int = Options.depth,
-        threads: int = Options.threads,
-        max_requests: int = Options.max_requests,
+        **options: Any,
     ) -> None:
         if mode not in _FLAGS:
             raise ValueError(f"mode={mode!r} does not exist; choose one of {', '.join(_FLAGS)}")
-        asked = Options(backend, direct, block_bytes, inflight_bytes, depth, threads, max_requests)
+        asked = Options(backend, **options)
         self.name = os.fspath(path)
         self.mode = mode
         folder = os.path.dirname(os.path.abspath(self.name))
@@ -71,13 +65,13 @@ class File(IOQueue):
         if not mode.startswith(("w", "x")) and not exists:
             raise NvmeError(errno.ENOENT, f"{self.name} does not exist; mode 'w' creates it", path=self.name)
         reading = mode == "r" or (exists and stat.S_ISBLK(os.stat(self.name).st_mode))
-        options, reason = probe.choose([self.name if reading else folder], asked, reading=reading)
-        opened = open_path(self.name, _FLAGS[mode], 0o666, direct=bool(options.direct), label=self.name)
+        chosen, reason = probe.choose([self.name if reading else folder], asked, reading=reading)
+        opened = open_path(self.name, _FLAGS[mode], 0o666, direct=bool(chosen.direct), label=self.name)
         self.alignment = max(DEFAULT_ALIGNMENT, opened.alignment)
         self._fd = opened.fd
         self._end, self._end_lock = size_of(opened.fd), threading.Lock()  # bytes; without the padding of direct I/O
         self._trims = mode != "r" and stat.S_ISREG(os.fstat(opened.fd).st_mode)
-        super().__init__(f"File({self.name})", [opened], options, reason)
+        super().__init__(f"File({self.name})", [opened], chosen, reason)
         if mode in ("w", "x"):
             _sync_folder(folder)
 

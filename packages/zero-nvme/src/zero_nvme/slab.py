@@ -58,14 +58,9 @@ class Slab(IOQueue):
         weights: Sequence[float] | None = None,
         checksum: bool = False,
         allow_memory: bool = False,
-        direct: bool | None = None,
-        block_bytes: int = Options.block_bytes,
-        inflight_bytes: int = Options.inflight_bytes,
-        depth: int = Options.depth,
-        threads: int = Options.threads,
-        max_requests: int = Options.max_requests,
+        **options: Any,
     ) -> None:
-        asked = Options(backend, direct, block_bytes, inflight_bytes, depth, threads, max_requests)
+        asked = Options(backend, **options)
         folders = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
         if not folders:
             raise ValueError("Slab needs at least one folder")
@@ -79,15 +74,15 @@ class Slab(IOQueue):
                     "name a folder on a disk, or pass allow_memory=True",
                     path=folder,
                 )
-        options, reason = probe.choose(folders, asked)
+        chosen, reason = probe.choose(folders, asked)
         if weights is None and len(folders) > 1:
-            weights = measure_weights(folders, options)
+            weights = measure_weights(folders, chosen)
         self.paths = tuple(folders)
         self.pattern = tuple(striping.pattern_of(weights or [1]))
         self._lock = threading.Lock()
-        label, opened = f"Slab({', '.join(folders)})", open_folders(folders, direct=bool(options.direct))
+        label, opened = f"Slab({', '.join(folders)})", open_folders(folders, direct=bool(chosen.direct))
         self.alignment = max([DEFAULT_ALIGNMENT, *(path.alignment for path in opened)])
-        super().__init__(label, opened, options, reason, self.pattern)
+        super().__init__(label, opened, chosen, reason, self.pattern)
         self._extents = Allocator(self.alignment)
         self._checksums = Checksums() if checksum else None
         if capacity_bytes is not None:
