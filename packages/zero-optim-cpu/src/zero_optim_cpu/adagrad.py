@@ -27,10 +27,8 @@ class Adagrad(CpuOptimizer):
         eps: float = 1e-10,
         *,
         maximize: bool = False,
-        layout: str = "split",
-        threads: int | None = None,
-        isa: str | None = None,
+        **native: Any,
     ) -> None:
         defaults = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         defaults["initial_accumulator_value"] = initial_accumulator_value
-        super().__init__(params, defaults, layout=layout, threads=threads, isa=isa)
+        super().__init__(params, defaults, **native)

@@ -28,13 +28,11 @@ class Adam(CpuOptimizer):
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
-        layout: str = "split",
-        threads: int | None = None,
-        isa: str | None = None,
+        **native: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"amsgrad": amsgrad, "maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay}
-        super().__init__(params, defaults, layout=layout, threads=threads, isa=isa)
+        super().__init__(params, defaults, **native)
 
 
 class AdamW(Adam):
@@ -65,11 +63,8 @@ class AdamW(Adam):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        layout: str = "split",
-        threads: int | None = None,
-        isa: str | None = None,
+        **native: Any,
     ) -> None:
-        native: dict[str, Any] = {"layout": layout, "threads": threads, "isa": isa}
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, decoupled_weight_decay=True, **native
         )

@@ -35,9 +35,7 @@ class Lion(CpuOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        layout: str = "split",
-        threads: int | None = None,
-        isa: str | None = None,
+        **native: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, layout=layout, threads=threads, isa=isa)
+        super().__init__(params, defaults, **native)

@@ -27,9 +27,7 @@ class SGD(CpuOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        layout: str = "split",
-        threads: int | None = None,
-        isa: str | None = None,
+        **native: Any,
     ) -> None:
         if nesterov and (momentum <= 0.0 or dampening != 0.0):
             raise ValueError(
@@ -37,4 +35,4 @@ class SGD(CpuOptimizer):
             )
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         defaults |= {"nesterov": nesterov, "maximize": maximize}
-        super().__init__(params, defaults, layout=layout, threads=threads, isa=isa)
+        super().__init__(params, defaults, **native)
