@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,28 @@ def values(model: nn.Module, master: bool = False) -> list[Tensor]:
 def named_values(model: nn.Module, master: bool = False) -> dict[str, Tensor]:
     with zero_core.gathered(model, master=master):
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def count_sent(ranks: Any) -> Counter[str]:
+    """Elements that this rank sends from here on, by collective: its share of a ring."""
+    sent: Counter[str] = Counter()
+    gather, reduce, average = ranks.all_gather, ranks.reduce_scatter, ranks.average_replicas
+    others, replicas = ranks.shard.size - 1, ranks.replicate.size
+
+    def all_gather(whole: Tensor, part: Tensor, *given: Any, **options: Any) -> Any:
+        sent["all_gather"] += part.numel() * others
+        return gather(whole, part, *given, **options)
+
+    def reduce_scatter(part: Tensor, *given: Any) -> Any:
+        sent["reduce_scatter"] += part.numel() * others
+        return reduce(part, *given)
+
+    def average_replicas(values: Tensor, unit: str) -> Any:
+        sent["all_reduce"] += 2 * values.numel() * (replicas - 1) // replicas
+        return average(values, unit)
+
+    ranks.all_gather, ranks.reduce_scatter, ranks.average_replicas = all_gather, reduce_scatter, average_replicas
+    return sent
 
 
 def on_ranks(*sizes: int) -> Callable[[Any], Any]:

@@ -99,9 +99,10 @@ def check(stage: int, dtype: torch.dtype, accumulate: int, no_sync: bool = False
         prefetch_bytes=AHEAD, device="meta",
     )  # fmt: skip
     handle, tokens = zero_core.handle(model), torch.zeros(1, 8, dtype=torch.int64, device="meta")
+    sent = kit.count_sent(handle.ranks)
     most: Counter[str] = Counter()
     for step in range(2):
-        handle.ranks.sent_numel.clear()
+        sent.clear()
         for micro in range(accumulate):
             with zero_core.no_sync(model) if no_sync and micro + 1 < accumulate else nullcontext():
                 models.loss(model, tokens).backward()
@@ -109,15 +110,14 @@ def check(stage: int, dtype: torch.dtype, accumulate: int, no_sync: bool = False
         optimizer.step()
         optimizer.zero_grad()
         most |= held(handle) if step else Counter()
-        compare_sent(handle, stage, accumulate, no_sync)
+        compare_sent(handle, sent, stage, accumulate, no_sync)
     compare_held(handle, stage, dtype, accumulate, no_sync, most)
 
 
-def compare_sent(handle: zero_core.Handle, stage: int, accumulate: int, no_sync: bool) -> None:
+def compare_sent(handle: zero_core.Handle, found: Counter[str], stage: int, accumulate: int, no_sync: bool) -> None:
     padded = sum(unit.layout.numel for unit in handle.units)
     stay = turning_numel(handle) if stage == 3 else 0
     wanted = memory.movement(padded, WORLD, stage, accumulate=accumulate, no_sync=no_sync, resident_numel=stay)
-    found = handle.ranks.sent_numel
     if stage == 0:  # one all-reduce of every unit
         assert set(found) == {"all_reduce"}, found
         assert found["all_reduce"] == wanted.total_numel, (found, wanted)
@@ -169,12 +169,12 @@ def compare_held(
 def check_residency() -> None:
     """What stays unsharded between forward and backward is gathered once a step instead of twice."""
     model, optimizer = kit.sharded(large_llama, store=MetaStore(), resident_bytes=1 << 40, device="meta")
-    ranks = zero_core.handle(model).ranks
+    sent = kit.count_sent(zero_core.handle(model).ranks)
     for _ in range(2):
-        ranks.sent_numel.clear()
+        sent.clear()
         kit.step(optimizer, models.loss(model, torch.zeros(1, 8, dtype=torch.int64, device="meta")))
     padded = sum(unit.layout.numel for unit in zero_core.units(model))
-    assert ranks.sent_numel["all_gather"] == memory.movement(padded, WORLD, 3, resident_numel=padded).gathered_numel
+    assert sent["all_gather"] == memory.movement(padded, WORLD, 3, resident_numel=padded).gathered_numel
 
 
 def main() -> None:

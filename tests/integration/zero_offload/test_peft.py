@@ -294,7 +294,7 @@ def test_a_saved_adapter_loads_into_a_plain_model(tmp_path: Path, kind: str) -> 
 def save_on_each_rank(folder: Path) -> tuple[Any, ...]:
     """What was sent for the adapter's files and what for a step, in elements, and the logits before and after."""
     model, optimizer = kit.sharded(build, adamw)
-    sent, first = zero_core.handle(model).ranks.sent_numel, dist.get_rank() == 0
+    sent, first = kit.count_sent(zero_core.handle(model).ranks), dist.get_rank() == 0
     train(model, optimizer, 0, 1)
     step = dict(sent)
     sent.clear()

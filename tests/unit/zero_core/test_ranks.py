@@ -1,4 +1,4 @@
-"""Collectives between real ranks: what each rank is left with, and what it says it sent."""
+"""Collectives between real ranks: what each rank is left with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def test_a_reduce_scatter_on_gloo_adds_in_fp32_and_rounds_once(size) -> None:
         total += whole.view(size, numel)[ranks.rank]
     assert torch.equal(part, (total / size).bfloat16())
     assert pool.nbytes == wholes[0].nbytes, "the memory was given back"
-    assert ranks.sent_numel["reduce_scatter"] == 2 * numel * (size - 1)
 
 
 @kit.on_ranks(2)

@@ -40,6 +40,12 @@ class UnitPlan:
     exact: bool = False
     owners: dict[str, nn.Parameter] = field(default_factory=dict)
 
+    def add(self, name: str, part: Tensor, owner: nn.Parameter | None) -> None:
+        """A parameter, or a part of the quantised parameter `owner`."""
+        self.parameters[name] = part
+        if owner is not None:
+            self.owners[name] = owner
+
     @property
     def dtype(self) -> torch.dtype:
         return next(iter(self.parameters.values())).dtype
@@ -141,9 +147,7 @@ def plan_units(
         if key not in plans:
             members = {p: m for p, m in modules.items() if merged[p] == lead}
             plans[key] = UnitPlan(_label(key, [k for k in plans if k[0] == lead]), trained, members, exact=exact)
-        plans[key].parameters[name] = part
-        if quantised:
-            plans[key].owners[name] = parameter
+        plans[key].add(name, part, parameter if quantised else None)
     together = Counter(lead for lead, *_ in plans)
     numbers = {lead: number for number, lead in enumerate(together) if together[lead] > 1}
     for (lead, *_), plan in plans.items():

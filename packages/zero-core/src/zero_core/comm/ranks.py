@@ -10,7 +10,6 @@ instead, and `patience` raises on each, see [Note: messages on gloo] and [Note: 
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -56,7 +55,6 @@ class Ranks:
         self.device = device
         self.side = Side(device)  # where gathers ahead wait, see [Note: streams]
         self.digest = 0
-        self.sent_numel: Counter[str] = Counter()  # elements this rank sends, by collective; a ring's share
         self._everyone = Axis(dist.group.WORLD if size > 1 else None, rank, size)
         self._of_group: dict[int, Collectives] = {}
         for axis in (shard, replicate, self._everyone):
@@ -146,7 +144,6 @@ class Ranks:
 
         exact: with all bits; else as `arrives_as` says.
         """
-        self.sent_numel["all_gather"] += part.numel() * (self.shard.size - 1)
         with self._naming("all_gather", unit) as tag:
             return self._over(self.shard).all_gather(whole, part, tag, exact=exact)
 
@@ -156,13 +153,11 @@ class Ranks:
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, unit: str) -> Work:
         """part (n,) <- this rank's slice of the mean of `whole` over the shard ranks; returns the work to wait for."""
-        self.sent_numel["reduce_scatter"] += part.numel() * (self.shard.size - 1)
         with self._naming("reduce_scatter", unit) as tag:
             return self._over(self.shard).reduce_scatter(part, whole, tag)
 
     def average_replicas(self, values: Tensor, unit: str) -> Work:
         """values (n,) <- their mean over the replicas; returns the work to wait for."""
-        self.sent_numel["all_reduce"] += 2 * values.numel() * (self.replicate.size - 1) // self.replicate.size
         with self._naming("all_reduce", unit) as tag:
             return self._over(self.replicate).all_reduce(values, tag)
 

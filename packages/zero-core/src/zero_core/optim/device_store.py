@@ -90,7 +90,7 @@ class DeviceStore:
     def discard_gradients(self) -> None:
         self._check()
         for shard in self._shards:
-            shard.gradient = None
+            shard.discard_gradient()
 
     def discard_gradient(self, i: int, start: int, stop: int) -> None:
         gradient = self._shard(i).gradient
@@ -342,6 +342,9 @@ class _Shard:
     def _widen(self) -> None:
         if self.gradient is not None and self.gradient.dtype != torch.float32:
             self._own = self.gradient = self.gradient.float()
+
+    def discard_gradient(self) -> None:
+        self.gradient = None
 
     def held_gradient(self) -> Tensor:
         """(numel,) reduce dtype, or fp32. Raises StoreError if there is none."""

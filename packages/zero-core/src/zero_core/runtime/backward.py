@@ -33,8 +33,11 @@ class Backward:
         self.inside = Recomputations(units, uses, reducer)
         self._units, self._uses, self._reducer, self._partial = units, uses, reducer, partial
         self._end = weakref.ref(end)
-        self._progress: dict[Pass, Progress] = {}  # of the passes that it has been through
-        self._current: Progress | None = None
+        self._progress: dict[Pass, Progress] = {}  # of the passes that it has been through; it is in the last one
+
+    @property
+    def _current(self) -> Progress | None:
+        return next(reversed(self._progress.values()), None)
 
     @property
     def raised(self) -> bool:
@@ -47,9 +50,9 @@ class Backward:
             self._uses.keep_all()  # create_graph=True: the graph holds parameters
         if self._current is None or self._current.of is not of:
             self._drain()
-            self._current = self._progress.setdefault(of, Progress(of))
-        progress = self._current
-        if visit.index < progress.position:
+            self._progress[of] = self._progress.pop(of, None) or Progress(of)
+        progress = self._progress[of]
+        if progress.place(visit) < progress.position:
             for each in progress.path_to(visit):
                 self._open_one(progress, each)
         elif visit not in progress.open:  # closed already, and wanted again
@@ -58,7 +61,7 @@ class Backward:
     def open_repeated(self, passes: Sequence[Pass], visit: Visit) -> None:
         """Open the visit for which `visit`, which was made inside of this backward, stands. `passes`: where to look,
         while this backward is in none."""
-        for of in reversed(passes) if self._current is None else [self._current.of]:
+        for of in list(self._progress)[-1:] or reversed(passes):
             repeated = (self._progress.get(of) or Progress(of)).pending(visit.node, self.inside.reached)
             if repeated is not None:
                 return self.open(of, repeated)
@@ -69,7 +72,7 @@ class Backward:
         self.inside.stop_lingering()
         for earlier in progress.leave_for(visit):
             self._close(progress, earlier)
-        upcoming = (u for k in range(visit.index - 1, -1, -1) for u in progress.of.visits[k].units)
+        upcoming = (u for k in range(progress.place(visit) - 1, -1, -1) for u in progress.of.visits[k].units)
         self._uses.prefetch(upcoming)
 
     def _close(self, progress: Progress, visit: Visit) -> None:
@@ -83,11 +86,11 @@ class Backward:
 
     def _drain(self) -> None:
         """Visit what is left of the current pass."""
-        if self._current is not None:
-            for visit in self._current.path_to(None):
-                self._open_one(self._current, visit)
-            for visit in self._current.leave_for(None):
-                self._close(self._current, visit)
+        if (current := self._current) is not None:
+            for visit in current.path_to(None):
+                self._open_one(current, visit)
+            for visit in current.leave_for(None):
+                self._close(current, visit)
 
     def finish(self) -> None:
         """Autograd is done: close what is open, visit what was skipped, reduce what came late."""

@@ -83,7 +83,7 @@ class Exchange:
                 "another number of forwards. Nothing was updated; zero_core.uneven lets ranks differ"
             )
         if written_squares * ranks.size != written * written:
-            names = ", ".join(writes.names) or "nothing"
+            names = ", ".join(writes.digests) or "nothing"
             raise ChangedParameterError(
                 f"the {ranks.size} ranks wrote different values since the last step (rank {ranks.rank} wrote into "
                 f"{names}), as random numbers of different seeds or nn.Embedding(max_norm=) do: each rank "

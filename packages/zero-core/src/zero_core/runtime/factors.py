@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,12 +21,18 @@ class _Given:
     """A factor that the user gave as a tensor. The host waits for the device when it reads it first, and then knows."""
 
     def __init__(self, factor: Tensor) -> None:
+        self._source, self._version = factor, factor._version
         self.values = factor.detach().clone().reshape(())
-        self._number: float | None = None
+
+    def is_of(self, factor: Tensor) -> bool:
+        """Whether it is this tensor, which was not written since."""
+        return self._source is factor and self._version == factor._version
+
+    @cached_property
+    def _number(self) -> float:
+        return float(self.values)
 
     def __float__(self) -> float:
-        if self._number is None:
-            self._number = float(self.values)
         return self._number
 
 
@@ -33,8 +40,7 @@ class Factors:
     """Of each parameter the factors since its gradient was last written, in order; fp32 numbers or the user's own."""
 
     def __init__(self) -> None:
-        self._of: dict[Key, tuple[_Given | float, ...]] = {}
-        self._copied: tuple[Tensor, int, _Given] | None = None  # one tensor multiplies all parameters, mostly
+        self._of: dict[Key, tuple[_Given | float, ...]] = {}  # of that which was multiplied last at the end
 
     def __bool__(self) -> bool:
         return bool(self._of)
@@ -43,12 +49,11 @@ class Factors:
         """factor: a number, or a tensor of one element, which the user may change afterwards."""
         given: _Given | float
         if isinstance(factor, Tensor):
-            if self._copied is None or self._copied[0] is not factor or self._copied[1] != factor._version:
-                self._copied = factor, factor._version, _Given(factor)
-            given = self._copied[2]
+            last = next(reversed(self._of.values()), (None,))[-1]  # one tensor multiplies all parameters, mostly
+            given = last if isinstance(last, _Given) and last.is_of(factor) else _Given(factor)
         else:
             given = factor
-        self._of[key] = (*self._of.get(key, ()), given)
+        self._of[key] = (*self._of.pop(key, ()), given)
 
     def keys(self) -> list[Key]:
         return list(self._of)
@@ -63,7 +68,6 @@ class Factors:
         """key: None means all."""
         if key is None:
             self._of.clear()
-            self._copied = None
         else:
             self._of.pop(key, None)
 

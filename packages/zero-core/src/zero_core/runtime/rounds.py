@@ -61,7 +61,6 @@ class Rounds:
         self._plan: list[int] = []
         self._past: list[bool] = []  # of each gather of the plan that is over for this rank, whether this rank used it
         self._begun = 0  # gathers of the plan that were begun
-        self._record: list[int] = []  # units that some rank used, since a pass began
         self._node: int | None = None  # what all ranks began together
 
     @outside_transforms
@@ -118,10 +117,9 @@ class Rounds:
                 f"rank {said.index(_FAILED)} of {len(said)} left the block of zero_core.uneven by an exception, which "
                 f"it raises itself; rank {self._ranks.rank} cannot gather units without it, and leaves too"
             )
-        self._record += [number for number, count in zip(self._plan, used, strict=True) if count]
+        self._learn([self._units[number] for number, count in zip(self._plan, used, strict=True) if count])
         self._plan = list(dict.fromkeys(self._wanted(said)))
         if not self._plan:
-            self._learn()
             begun = {number - _FIRST for number in said if number != _DONE}
             self._node = begun.pop() if len(begun) == 1 else None
             self._plan = self._foreseen()
@@ -144,19 +142,20 @@ class Rounds:
         total = [int(number) for number in self._ranks.sum_everywhere(numbers, "what each rank does next").tolist()]
         return total[: len(said)], total[len(said) :]
 
-    def _learn(self) -> None:
-        """The pass is over: its gathers are the plan of the next one, but for those that nobody used."""
+    def _learn(self, used: Sequence[tuple[Engine, Unit]]) -> None:
+        """What some rank used of a plan will be in the plan of the next such pass."""
         if self._node is not None:
             member, index = self._nodes[self._node]
-            mine = [self._units[number] for number in self._record]
-            member.orders[index, _KIND] = [unit.index for owner, unit in mine if owner is member]
-        self._record = []
+            member.orders[index, _KIND] += [unit.index for owner, unit in used if owner is member]
 
     def _foreseen(self) -> list[int]:
+        """What the last such pass used. The record of this one begins."""
         if self._node is None:
             return []
         member, index = self._nodes[self._node]
-        return [self._unit_numbers[member.units[u]] for u in member.orders.get((index, _KIND), ())]
+        last = member.orders.get((index, _KIND), [])
+        member.orders[index, _KIND] = []
+        return [self._unit_numbers[member.units[u]] for u in last]
 
     def _serve(self, stop: int) -> None:
         """Take part in the gathers before place `stop` of the plan that are not over, and drop what they gather."""

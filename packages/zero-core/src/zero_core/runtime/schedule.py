@@ -22,13 +22,12 @@ __all__ = ["Forecast", "Pass", "Progress", "Visit"]
 
 @dataclass(eq=False)
 class Visit:
-    """One call of a unit's module in forward. `index`: its place in the order of completion, -1 while it runs."""
+    """One call of a unit's module in forward."""
 
     node: int
     units: tuple[int, ...]
     parent: Visit | None = None
     sequence: int = 0  # autograd's counter at the start: older outputs only pass through
-    index: int = -1
     followed: bool = False  # a tensor of its inside is used after it
 
     def encloses(self, other: Visit) -> bool:
@@ -40,7 +39,7 @@ class Visit:
         return False
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Pass:
     """The visits of one outermost forward. grad: whether a backward may follow."""
 
@@ -52,7 +51,6 @@ class Pass:
     external: list[int] = field(default_factory=list)  # units with a parameter used outside its module
 
     def complete(self, visit: Visit) -> None:
-        visit.index = len(self.visits)
         self.visits.append(visit)
 
 
@@ -62,7 +60,12 @@ class Progress:
     def __init__(self, of: Pass) -> None:
         self.of, self.position = of, len(of.visits)
         self.open: list[Visit] = []
-        self._first = {unit: visit.index for visit in reversed(of.visits) for unit in visit.units}
+        self._places = {visit: place for place, visit in enumerate(of.visits)}
+        self._first = {unit: self._places[visit] for visit in reversed(of.visits) for unit in visit.units}
+
+    def place(self, visit: Visit) -> int:
+        """Where the visit is in the order of completion; the position for one that has not completed."""
+        return self._places.get(visit, self.position)
 
     def pending(self, node: int, after: int) -> Visit | None:
         """The visit of a module that backward reaches next, if it began after autograd's count `after`."""
@@ -71,7 +74,8 @@ class Progress:
 
     def path_to(self, visit: Visit | None) -> Iterator[Visit]:
         """Visits to open, in order, up to `visit`; all that are left for None. Moves the position."""
-        while self.position > (0 if visit is None else visit.index):
+        stop = 0 if visit is None else self.place(visit)
+        while self.position > stop:
             self.position -= 1
             yield self.of.visits[self.position]
 

@@ -44,12 +44,11 @@ class _Given:
 
 
 class Writes:
-    """A digest of what this rank wrote since the last step, and the names of where."""
+    """Digests of what this rank wrote since the last step, by the names of where."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self.digest = 0
-        self.names: dict[str, None] = {}
+        self.digests: dict[str, int] = {}  # by what was written
         self._unseen: list[tuple[str, Tensor]] = []
         self._given: dict[str, _Given] = {}
 
@@ -75,8 +74,15 @@ class Writes:
         """`values`, contiguous, are the new ones of the parameter or the unit `name`."""
         if self._ranks.size == 1:
             return
-        self.digest = (self.digest * 31 + _digest(values) + len(name)) % (1 << _BITS)
-        self.names[name] = None
+        self.digests[name] = (self.digests.get(name, 0) * 31 + _digest(values)) % (1 << _BITS)
+
+    @property
+    def digest(self) -> int:
+        """Of everything that this rank wrote since the last step."""
+        found = 0
+        for name, of_name in self.digests.items():
+            found = (found * 31 + of_name + len(name)) % (1 << _BITS)
+        return found
 
     def unseen(self, name: str, written: Tensor | None) -> None:
         """`written` () bool on the device: whether a visit of the unit `name` changed values without a trace."""
@@ -92,8 +98,7 @@ class Writes:
         return [name for name, flag in self._unseen if bool(flag)]
 
     def forget(self) -> None:
-        self.digest = 0
-        self.names.clear()
+        self.digests.clear()
         self._unseen.clear()
 
 
