@@ -57,8 +57,7 @@ class AveragedModel:
         rank, count = ranks.shard.rank, ranks.shard.size
         specs = []
         for unit in self._units:
-            pieces = unit.layout.pieces(rank)
-            segments = tuple(Segment(p.shard_start, p.shard_stop, None, p.slot.name, p.slot.shape) for p in pieces)
+            segments = tuple(Segment(p.shard_start, p.shard_stop, None, p.slot.name, p.slot.shape) for p in unit.pieces)
             specs.append(ShardSpec(unit.name, unit.layout.shard_numel, torch.float32, segments, trained=False))
         self._handle.settle()
         nothing = torch.optim.SGD([{"params": []}])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "AlreadyShardedError",
     "ChangedParameterError",
@@ -15,6 +17,7 @@ __all__ = [
     "StoreError",
     "UnsupportedOptimizerError",
     "ZeroError",
+    "listed",
 ]
 
 
@@ -64,3 +67,9 @@ class GradientError(ZeroError):
 
 class StoreError(ZeroError):
     """A store called out of order, or after its background failed."""
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Names in an error: the first `most`, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

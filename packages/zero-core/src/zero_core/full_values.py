@@ -5,8 +5,6 @@ Owns when each of them can be had, and the way from shards to one tensor and bac
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -78,7 +76,7 @@ def full_state(parameter: nn.Parameter, name: str) -> Tensor | None:
     unit, k = place.unit, place.index
     if name != "master" and not unit.steps[k]:
         return None
-    return unit.full_values(k, partial(unit.store.read_state, unit.index, name))
+    return unit.full_state(k, name)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from .errors import GradientError, ZeroError
 from .optim.optimizer import ShardedOptimizer
 from .precision import as_bytes
 from .runtime.hooks import Engine
-from .runtime.place import Place, places_of
+from .runtime.place import Place, sharded_places
 from .runtime.unit import Unit
 
 __all__ = ["gathered", "trained_state_dict"]
@@ -31,7 +31,7 @@ def trained_state_dict(model: nn.Module, also: Callable[[str], bool] = lambda na
     model.state_dict() gathers all that is not trained too. also: names of such parameters that are wanted all the same.
     Raises ZeroError for a module without sharded parameters.
     """
-    _places(model)
+    sharded_places(model)
     found = {}
     for named in named_tensors(model):
         place: Any = named.tensor.__dict__.get("_zero_home")
@@ -63,7 +63,7 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
         [[6.0, 6.0]]
         >>> optimizer.close()
     """
-    places = _places(module)
+    places = sharded_places(module)
     engine: Engine = places[0].engine
     if engine.busy:
         raise ZeroError("gathered() inside forward or backward: a parameter used there gathers itself")
@@ -76,7 +76,8 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
             unit.unshard(copy=True)
             unit.enter()
             if master and unit.trainable:  # of what is frozen it is what is there
-                _show_master(unit)
+                for k in range(len(unit.parameters)):
+                    unit.show(k, unit.full_state(k, "master"))
     refusal = register_optimizer_step_pre_hook(_refuse_without_gradients)
     engine.gathered += 1
     try:
@@ -93,14 +94,6 @@ def gathered(module: nn.Module, master: bool = False) -> Iterator[nn.Module]:
         _count_writes(engine, opened)
         for unit in opened:
             _keep(unit, master)
-
-
-def _places(module: nn.Module) -> list[Any]:
-    """Where the module's sharded parameters live."""
-    places = places_of(module)
-    if not places:
-        raise ZeroError(f"{type(module).__name__} has no sharded parameter: call zero_core.shard first")
-    return places
 
 
 def _refuse_without_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -134,23 +127,6 @@ def _count_writes(engine: Engine, units: Sequence[Unit]) -> None:
 def _close(unit: Unit) -> None:
     unit.leave()
     unit.reshard()
-
-
-def _full_master(unit: Unit) -> Tensor:
-    """(numel,) in their dtype: the unit's masters on every rank. Collective; the unit is not unsharded."""
-    part = unit.store.read_state(unit.index, "master", 0, unit.layout.shard_numel).to(unit.ranks.device)
-    if unit.ranks.shard.size == 1:
-        return part
-    whole = torch.empty(unit.layout.numel, dtype=part.dtype, device=unit.ranks.device)
-    work = unit.all_gather(whole, part, exact=True)
-    unit.ranks.wait(work, "all_gather", unit.name)
-    return whole
-
-
-def _show_master(unit: Unit) -> None:
-    whole = _full_master(unit)
-    for k, slot in enumerate(unit.layout.slots):
-        unit.show(k, whole[slot.offset : slot.stop].view(slot.shape).clone())
 
 
 def _hide_master(unit: Unit) -> None:

@@ -43,9 +43,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part [slot_start, slot_stop) of one slot, which begins at element `shard_start` of a shard."""
+    """The part [slot_start, slot_stop) of one slot, which begins at element `shard_start` of a shard.
+
+    `k`: the number of the slot in its unit.
+    """
 
     slot: Slot
+    k: int
     slot_start: int
     slot_stop: int
     shard_start: int
@@ -113,16 +117,16 @@ class UnitLayout:
         if rank not in self._pieces:
             start, stop = self.shard_range(rank)
             found = []
-            for slot in self.slots:
+            for k, slot in enumerate(self.slots):
                 low, high = max(start, slot.offset), min(stop, slot.stop)
                 if low < high:
-                    found.append(Piece(slot, low - slot.offset, high - slot.offset, low - start))
+                    found.append(Piece(slot, k, low - slot.offset, high - slot.offset, low - start))
             self._pieces[rank] = tuple(found)
         return self._pieces[rank]
 
     def piece(self, rank: int, k: int) -> Piece | None:
         """The part of slot k which shard `rank` holds; None: it holds none of it."""
-        return next((piece for piece in self.pieces(rank) if piece.slot is self.slots[k]), None)
+        return next((piece for piece in self.pieces(rank) if piece.k == k), None)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .device import queued
+from .layout import round_up
 
 __all__ = ["HostMemory", "Keeper", "SavedBytes", "give_memory", "take_memory"]
 
@@ -77,7 +78,7 @@ class SavedBytes:
 
     def put(self, keeper: Keeper, tensors: Sequence[Tensor]) -> None:
         """Write contiguous tensors, on any device. Raises what the keeper raises, and keeps nothing then."""
-        sizes = [_rounded(tensor.nbytes, keeper.alignment) for tensor in tensors]
+        sizes = [round_up(tensor.nbytes, keeper.alignment) for tensor in tensors]
         if not sum(sizes):
             return
         extent = keeper.allocate(sum(sizes))
@@ -116,10 +117,6 @@ def take_memory(tensors: Iterable[Tensor]) -> None:
             tensor.untyped_storage().resize_(tensor.nbytes)
 
 
-def _rounded(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment
-
-
 def _parts(tensors: Sequence[Tensor], alignment: int) -> Iterator[tuple[int, Tensor]]:
     """(offset in the extent, uint8) of each part."""
     first = 0
@@ -127,7 +124,7 @@ def _parts(tensors: Sequence[Tensor], alignment: int) -> Iterator[tuple[int, Ten
         data = tensor.detach().view(-1).view(torch.uint8)
         for start in range(0, data.numel(), PART_BYTES):
             yield first + start, data[start : start + PART_BYTES]
-        first += _rounded(tensor.nbytes, alignment)
+        first += round_up(tensor.nbytes, alignment)
 
 
 class _Moving:

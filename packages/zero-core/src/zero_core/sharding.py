@@ -313,10 +313,9 @@ class _Maker:
         self.context.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)
 
     def _spec(self, unit: Unit) -> ShardSpec:
-        groups = {slot.name: group for slot, group in zip(unit.layout.slots, unit.groups, strict=True)}
         segments = tuple(
-            Segment(p.shard_start, p.shard_stop, groups[p.slot.name], p.slot.name, p.slot.shape, p.slot_start)
-            for p in unit.layout.pieces(self.ranks.shard.rank)
+            Segment(p.shard_start, p.shard_stop, unit.groups[p.k], p.slot.name, p.slot.shape, p.slot_start)
+            for p in unit.pieces
         )
         plan = self.plans[unit.index]
         told = plan.encloses, plan.trained, plan.beside

@@ -30,6 +30,7 @@ __all__ = [
     "SwapsIn",
     "SwitchesOptions",
     "lent_bytes",
+    "scalar_names",
 ]
 
 CHUNK_NUMEL = 1 << 20  # elements whose squares are summed together in double, whoever computes the norm
@@ -326,3 +327,8 @@ class ScalarStates(Protocol):
 
     def write_scalar(self, i: int, k: int, name: str, value: float) -> None:
         """Overwrite it."""
+
+
+def scalar_names(store: ShardStore) -> tuple[str, ...]:
+    """Names of the numbers that the store's optimizer keeps of a parameter, see `ScalarStates`."""
+    return store.scalar_names() if isinstance(store, ScalarStates) else ()

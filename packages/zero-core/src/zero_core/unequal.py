@@ -9,7 +9,7 @@ from torch import nn
 
 from .errors import CollectiveError, ZeroError
 from .runtime.hooks import Engine
-from .runtime.place import places_of
+from .runtime.place import sharded_places
 from .runtime.rounds import Rounds
 from .runtime.unit import Unit
 
@@ -55,10 +55,7 @@ def uneven(*models: nn.Module) -> Iterator[None]:
 def _engines(models: tuple[nn.Module, ...]) -> list[Engine]:
     found: dict[Engine, None] = {}
     for model in models:
-        places = places_of(model)
-        if not places:
-            raise ZeroError(f"{type(model).__name__} has no sharded parameter: call zero_core.shard first")
-        found.update((place.engine, None) for place in places)
+        found.update((place.engine, None) for place in sharded_places(model))
     if Rounds.entered is not None:
         raise ZeroError("zero_core.uneven inside itself: name all models in one block, zero_core.uneven(a, b)")
     if not found:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import DeferredInitError
+from ..errors import DeferredInitError, listed
 from ..layout import UnitLayout
 from ..precision import round_to
 from .deferred import deferred_init, forget_recording, recording_of
@@ -54,16 +54,16 @@ class Initialiser:
                     uninitialised.append(name)
         if unknown:
             raise DeferredInitError(
-                f"{_listed(unknown)} are on the meta device and were not made there by deferred_init(): "
+                f"{listed(unknown)} are on the meta device and were not made there by deferred_init(): "
                 "build the model inside `with zero_core.deferred_init():`"
             )
         if changed:
             raise DeferredInitError(
-                f"{_listed(changed)} were written after deferred_init() was left, which nothing recorded: write them "
+                f"{listed(changed)} were written after deferred_init() was left, which nothing recorded: write them "
                 "inside the context, or after shard() inside zero_core.gathered"
             )
         if uninitialised:
-            raise DeferredInitError(f"nothing initialises {_listed(uninitialised)}: {_WAY_OUT}")
+            raise DeferredInitError(f"nothing initialises {listed(uninitialised)}: {_WAY_OUT}")
         if self._recordings and dist.is_available() and dist.is_initialized():
             self._compare_seeds()
 
@@ -101,9 +101,8 @@ class Initialiser:
         `parameters` are the unit's, in the order of `layout.slots`.
         """
         shard = torch.zeros(layout.shard_numel, dtype=dtype)
-        by_name = {slot.name: p for slot, p in zip(layout.slots, parameters, strict=True)}
         for piece in layout.pieces(rank):
-            parameter = by_name[piece.slot.name]
+            parameter = parameters[piece.k]
             target = shard[piece.shard_start : piece.shard_stop]
             source = self._source(parameter)
             if source is not None:
@@ -157,8 +156,3 @@ def _has_nan(value: Tensor) -> bool:
     if value.dtype.itemsize > 1 and value.sum().isfinite():  # one pass, and nothing is written; 8 bits have no sum
         return False
     return bool(value.isnan().any())
-
-
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

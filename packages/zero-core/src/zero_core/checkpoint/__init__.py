@@ -110,6 +110,7 @@ def load(
     optimizer_key: str = "optim",
     tile_numel: int = TILE_NUMEL,
     verify: bool = True,
+    reader: Any = None,
 ) -> Loaded:
     """Read a checkpoint into the sharded model, and with `optimizer` the run. Collective.
 
@@ -119,42 +120,13 @@ def load(
     Without `strict`, parameters the checkpoint lacks keep their values and names the model lacks are ignored. Random
     state is restored rank by rank, where there is that rank's. Load only folders you trust: they are pickles.
     verify: compare each tensor with the checksum that was written with it (0.7 s a GB on one core of a 2.5 GHz Xeon).
+    reader: a torch.distributed.checkpoint.StorageReader of files in another format, whose `failure` is the error that
+    it found before it read any, or None. It is read twice: the small tensors and objects first, then, when all is known
+    to fit, this rank's slices. None: the folder is a checkpoint.
     Raises CheckpointError, before anything is changed, for a checkpoint that is cut short or of another model; and for
     a tensor that is damaged, when it comes to it.
     """
-    reader = StreamingReader(Path(folder), verify=verify)
-    return load_from(
-        reader,
-        Path(folder),
-        model,
-        optimizer,
-        scheduler=scheduler,
-        strict=strict,
-        random_state=random_state,
-        model_key=model_key,
-        optimizer_key=optimizer_key,
-        tile_numel=tile_numel,
-    )
-
-
-def load_from(
-    reader: Any,
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    scheduler: Any = None,
-    strict: bool = True,
-    random_state: bool = True,
-    model_key: str = "model",
-    optimizer_key: str = "optim",
-    tile_numel: int = TILE_NUMEL,
-) -> Loaded:
-    """`load` of files that `reader` reads, a StorageReader whose `failure` is the error it found before any was read.
-
-    It is read twice: the small tensors and objects first, then, when all is known to fit, this rank's slices. folder:
-    named in errors. Collective.
-    """
+    reader = reader or StreamingReader(Path(folder), verify=verify)
     view = _view(model, optimizer)
     view.ranks.meet("checkpoint.load")
     states = tuple(s for s in view.store.state_names() if s != MASTER) if optimizer is not None else None

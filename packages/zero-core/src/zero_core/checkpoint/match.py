@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ..building.keys import Named
-from ..errors import CheckpointError
+from ..errors import CheckpointError, listed
 from .plan import Sliced, StreamingLoadPlanner, Wanted, shapes_of
 from .shards import MASTER, ShardSlice, ShardView, clean_name
 
@@ -58,11 +58,11 @@ class Finder:
             tensors += [f"{p}.{s}" for p in self._state_name.values() for s in numbers if f"{p}.{s}" in shapes]
         mine = [n for n in shapes if n.startswith(self._model) and not (self._model == "" and self._foreign(n))]
         unexpected = [n for n in mine if n not in used]
-        complaints = [f"shapes differ: {_some(mismatched)}"] if mismatched else []
+        complaints = [f"shapes differ: {listed(mismatched)}"] if mismatched else []
         if self._strict:
-            complaints += [f"missing from the checkpoint: {_some(missing)}"] if missing else []
-            complaints += [f"not in the model: {_some(unexpected)}"] if unexpected else []
-            complaints += [f"states that this optimizer does not keep: {_some(unknown)}"] if unknown else []
+            complaints += [f"missing from the checkpoint: {listed(missing)}"] if missing else []
+            complaints += [f"not in the model: {listed(unexpected)}"] if unexpected else []
+            complaints += [f"states that this optimizer does not keep: {listed(unknown)}"] if unknown else []
         if complaints:
             raise CheckpointError(
                 f"{self._folder} is of another model: {' | '.join(complaints)}{self._way_out(shapes)}"
@@ -142,8 +142,8 @@ class Finder:
         mine = {clean_name(name): tuple(n.tensor.shape) for n in self._view.names for name in n.names}
         absent = [n for n in self._absent if not any(clean_name(name) in left_out for name in n.names)]
         others = [f"{n}: {shape}, model {mine.get(n, 'none')}" for n, shape in left_out.items() if mine.get(n) != shape]
-        complaints = [f"missing from the checkpoint: {_some(self._names_of(absent))}"] if absent else []
-        complaints += [f"not trained when it was saved, and not in it: {_some(others)}"] if others else []
+        complaints = [f"missing from the checkpoint: {listed(self._names_of(absent))}"] if absent else []
+        complaints += [f"not trained when it was saved, and not in it: {listed(others)}"] if others else []
         if complaints:
             raise CheckpointError(
                 f"{self._folder} is of another model: {' | '.join(complaints)}; what a checkpoint leaves out has to be "
@@ -214,8 +214,8 @@ def options_of(view: ShardView, saved: list[dict[str, Any]] | None, *, strict: b
         options = by_members.get(members) or by_trained.get(members & trained, {})
         if strict and saved is not None and not options:
             raise CheckpointError(
-                f"no group of the checkpoint has the {len(group['params'])} parameters {_some(group['params'])}: build "
-                "the optimizer with the groups it was saved with"
+                f"no group of the checkpoint has the {len(group['params'])} parameters {listed(group['params'])}: "
+                "build the optimizer with the groups it was saved with"
             )
         found.append({k: v for k, v in options.items() if k != "params"})
     return found
@@ -224,8 +224,3 @@ def options_of(view: ShardView, saved: list[dict[str, Any]] | None, *, strict: b
 def unpickle(stream: io.BytesIO) -> Any:
     stream.seek(0)
     return torch.load(stream, map_location="cpu", weights_only=False)
-
-
-def _some(names: Sequence[str], most: int = 6) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -16,7 +16,7 @@ from ..building.keys import Named, named_tensors
 from ..building.parts import named_parts
 from ..errors import ZeroError
 from ..precision import round_to
-from ..store import ScalarStates
+from ..store import ScalarStates, scalar_names
 
 if TYPE_CHECKING:  # both are above this module
     from ..runtime.unit import Unit
@@ -77,11 +77,10 @@ class ShardView:
     def slices(self) -> Iterator[ShardSlice]:
         """This rank's, in the store's order. Frozen parameters too; they have a master and no other state."""
         for unit in self.handle.units:
-            pieces = unit.layout.pieces(self.ranks.shard.rank)
-            for segment, (piece, k) in enumerate(zip(pieces, unit.segment_slots(), strict=True)):
-                name = self._called[unit.index, k]
+            for segment, piece in enumerate(unit.pieces):
+                name = self._called[unit.index, piece.k]
                 if name is not None:
-                    where = unit.index, k, segment, piece.shard_start
+                    where = unit.index, piece.k, segment, piece.shard_start
                     yield ShardSlice(name, piece.slot.shape, piece.slot_start, piece.slot_stop, *where)
 
     def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
@@ -134,7 +133,7 @@ class ShardView:
     @property
     def scalar_names(self) -> tuple[str, ...]:
         """Numbers that the optimizer keeps of a parameter besides its step count."""
-        return self.store.scalar_names() if isinstance(self.store, ScalarStates) else ()
+        return scalar_names(self.store)
 
     def read_scalar(self, part: ShardSlice, name: str) -> float | None:
         """None where the parameter has taken no step."""

@@ -60,10 +60,7 @@ class UpdatesInBackward:
         self._updated[unit.index] = unit.stepped()
         unit.reshard()
         unit.changed()
-        steps = [
-            each.count_step(Leftover.UPDATED) if each is unit else [0] * len(each.segment_slots())
-            for each in self._units
-        ]
+        steps = [each.count_step(Leftover.UPDATED) if each is unit else [0] * len(each.pieces) for each in self._units]
         self._store.update(frozen(self._param_groups), 1.0, [unit.index], steps)
 
     def squared(self) -> Tensor:

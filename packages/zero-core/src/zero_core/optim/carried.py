@@ -15,7 +15,7 @@ from torch import Tensor
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError, ZeroError
 from ..runtime.unit import Unit
-from ..store import ScalarStates, ShardStore
+from ..store import ScalarStates, ShardStore, scalar_names
 
 __all__ = ["carry_over", "check_states", "from_rank_0", "put_states"]
 
@@ -69,7 +69,7 @@ def _steps(state: Mapping[str, Any]) -> int:
 
 def check_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardStore, kind: str) -> None:
     """Raises UnsupportedOptimizerError naming a state that the store does not keep, or of another shape."""
-    names, scalars = store.state_names(), store.scalar_names() if isinstance(store, ScalarStates) else ()
+    names, scalars = store.state_names(), scalar_names(store)
     for unit, k, state in found:
         slot = unit.layout.slots[k]
         for name, value in state.items():
@@ -103,6 +103,6 @@ def _put(unit: Unit, k: int, name: str, value: Tensor, store: ShardStore, ranks:
 def _put_number(unit: Unit, k: int, name: str, number: float, store: ShardStore, ranks: Ranks) -> None:
     assert isinstance(store, ScalarStates)
     number = float(ranks.broadcast(torch.tensor(number, dtype=torch.float64, device=ranks.device), unit.name))
-    for segment, place in enumerate(unit.segment_slots()):
-        if place == k:
+    for segment, piece in enumerate(unit.pieces):
+        if piece.k == k:
             store.write_scalar(unit.index, segment, name, number)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ..precision import as_bytes, round_to
 from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
 from ..runtime.unit import Unit
-from ..store import ScalarStates
+from ..store import ScalarStates, scalar_names
 from .carried import check_states, from_rank_0, put_states
 from .elementwise import StateFormat
 
@@ -98,20 +97,16 @@ def _trained(groups: _Groups, formats: Sequence[StateFormat], engine: Engine) ->
             yield number, parameter, unit, k, formats[group]
 
 
-def _scalar_names(unit: Unit) -> tuple[str, ...]:
-    return unit.store.scalar_names() if isinstance(unit.store, ScalarStates) else ()
-
-
 def _kept(unit: Unit, name: str) -> bool:
     """Whether the store has it. What it has not is how an optimizer of its own dtypes encodes the others."""
-    return name == "step" or name in unit.store.state_names() or name in _scalar_names(unit)
+    return name == "step" or name in unit.store.state_names() or name in scalar_names(unit.store)
 
 
 def _value(unit: Unit, k: int, name: str, like: Any) -> Any:
     """The state `name` of parameter k, of the type and the scalar dtype of `like`. Collective."""
     if name == "step":
         number: float = unit.steps[k]
-    elif name in _scalar_names(unit):
+    elif name in scalar_names(unit.store):
         number = _read_number(unit, k, name, like)
     else:
         return _gather(unit, k, name)
@@ -121,7 +116,7 @@ def _value(unit: Unit, k: int, name: str, like: Any) -> Any:
 def _read_number(unit: Unit, k: int, name: str, like: Any) -> float:
     """Only some ranks have a part of the parameter, and with it the number. Collective."""
     assert isinstance(unit.store, ScalarStates)
-    parts = [segment for segment, place in enumerate(unit.segment_slots()) if place == k]
+    parts = [segment for segment, piece in enumerate(unit.pieces) if piece.k == k]
     found = unit.store.read_scalar(unit.index, parts[0], name) if parts else None
     if unit.ranks.size == 1:
         return float(like) if found is None else found
@@ -132,7 +127,7 @@ def _read_number(unit: Unit, k: int, name: str, like: Any) -> float:
 
 def _gather(unit: Unit, k: int, name: str) -> Tensor:
     """(shape) fp32 on the host, the only one in its memory. Collective."""
-    values = unit.full_values(k, partial(unit.store.read_state, unit.index, name)).cpu()
+    values = unit.full_state(k, name).cpu()
     return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
 
 
@@ -207,14 +202,13 @@ def _check_masters(masters: Sequence[tuple[Unit, int, dict[str, Any]]], ranks: R
     differ = []
     for unit, k, entry in masters:
         whole = from_rank_0(entry["master"], unit)
-        unequal = 0
-        for piece in unit.layout.pieces(ranks.shard.rank):
-            if piece.slot is unit.layout.slots[k]:
-                mine = unit.store.read_state(unit.index, "master", piece.shard_start, piece.shard_stop)
-                both = [torch.empty(mine.shape, dtype=unit.dtype, device=mine.device) for _ in range(2)]
-                round_to(mine, both[0])
-                round_to(whole[piece.slot_start : piece.slot_stop].to(mine.device), both[1])
-                unequal += not torch.equal(*map(as_bytes, both))
+        unequal = False
+        if (piece := unit.layout.piece(ranks.shard.rank, k)) is not None:
+            mine = unit.store.read_state(unit.index, "master", piece.shard_start, piece.shard_stop)
+            both = [torch.empty(mine.shape, dtype=unit.dtype, device=mine.device) for _ in range(2)]
+            round_to(mine, both[0])
+            round_to(whole[piece.slot_start : piece.slot_stop].to(mine.device), both[1])
+            unequal = not torch.equal(*map(as_bytes, both))
         differ.append(float(unequal))
     counts = ranks.sum_everywhere(ranks.numbers(differ), "the state dict's masters").tolist() if masters else []
     names = [u.layout.slots[k].name for (u, k, _), count in zip(masters, counts, strict=True) if count]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..building.init import become
 from ..building.overlaps import Follower
 from ..building.parts import forget_parts
-from ..errors import StoreError
+from ..errors import StoreError, listed
 from ..runtime.unit import Unit
 from ..store import ShardStore
 
@@ -90,11 +90,10 @@ class Handover:
             with suppress(Exception):
                 store.close()
         if lost:
-            shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
             raise StoreError(
-                f"shard() failed after it had handed {shown} to the store, and this rank cannot have their values "
-                f"again: they are on the meta device now. Build the model again before the next shard(); one that is "
-                f"built in deferred_init() loses nothing. The failure: {type(error).__name__}: {error}"
+                f"shard() failed after it had handed {listed(lost, most=4)} to the store, and this rank cannot have "
+                f"their values again: they are on the meta device now. Build the model again before the next shard(); "
+                f"one that is built in deferred_init() loses nothing. The failure: {type(error).__name__}: {error}"
             ) from error
 
 

@@ -20,7 +20,7 @@ from ..runtime.gradient import Leftover
 from ..runtime.gradient_access import take_factor
 from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
-from ..store import ScalarStates, Sleeps
+from ..store import Sleeps, scalar_names
 from .backward_updates import UpdatesInBackward, frozen
 from .full_states import INSTEAD, States, gather_states, put_back, refuse_busy
 from .options import Options
@@ -242,8 +242,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _kept(self) -> list[str]:
         """Names of what the optimizer keeps of a parameter besides its step count."""
         store = self.engine.store
-        scalars = store.scalar_names() if isinstance(store, ScalarStates) else ()
-        return [name for name in (*store.state_names(), *scalars) if name != "master"]
+        return [name for name in (*store.state_names(), *scalar_names(store)) if name != "master"]
 
     def close(self) -> None:
         """Finish updates under way and give the store's memory back. The model cannot be used after."""

@@ -50,7 +50,7 @@ class Backward:
             self._uses.keep_all()  # create_graph=True: the graph holds parameters
         if self._current is None or self._current.of is not of:
             self._drain()
-            self._progress[of] = self._progress.pop(of, None) or Progress(of)
+            self._progress[of] = self._progress.pop(of) if of in self._progress else Progress(of)
         progress = self._progress[of]
         if progress.place(visit) < progress.position:
             for each in progress.path_to(visit):
@@ -67,8 +67,7 @@ class Backward:
                 return self.open(of, repeated)
 
     def _open_one(self, progress: Progress, visit: Visit) -> None:
-        for u in visit.units:
-            self._units[u].enter()
+        self._uses.hold(visit.units)
         self.inside.stop_lingering()
         for earlier in progress.leave_for(visit):
             self._close(progress, earlier)

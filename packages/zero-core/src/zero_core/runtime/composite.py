@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,13 +9,13 @@ from torch import Tensor
 
 from ..building.parts import forget_parts
 from ..errors import ChangedParameterError
-from .parameter import home_of, set_home, sharded_class
+from .parameter import Home, home_of, set_home, sharded_class
 from .versions import Version
 
 __all__ = ["Composite"]
 
 
-class Composite:
+class Composite(Home):
     """A parameter whose memory is in its parts, which may be in several units: it is usable while all of them are.
 
     It is its own `Home`. It was frozen when the model was sharded.
@@ -64,23 +63,14 @@ class Composite:
         for name, part in self.parts.items():
             home_of(part).write_back(part, getattr(values, name), uncounted)
 
-    def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
-        return False
-
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
         raise AssertionError("p.data = tensor is refused before")
 
     def versions(self, parameter: Tensor) -> list[Version]:
         return [version for part in self.parts.values() for version in home_of(part).versions(part)]
 
-    def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        return lambda gradient: gradient
-
-    def held_gradient(self, parameter: Tensor) -> None:
-        return None
-
     def drop_gradient(self, parameter: Tensor) -> None:
-        pass
+        """It has none."""
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the parameter, made while it has memory, is not sharded."""

@@ -66,7 +66,7 @@ class Exchange:
             self._refuse_unseen(count)
             return total, []
         digests = [float(ranks.digest), float(writes.digest)]
-        late = [float(flag) for flag in self._reducer.late()]
+        late = [float(unit.gradient.late) for unit in self._units]
         used = [float(flag) for unit in self._units for flag in unit.gradient.used]
         squares = [digest * digest for digest in digests]
         mine = ranks.numbers([0.0, 0.0, float(zeros), float(len(lost)), *digests, *squares, *late, *used])

@@ -158,9 +158,9 @@ class UnitGradient:
             slot = self.layout.slots[k]
             if self.kept is not None:
                 self.kept[slot.offset : slot.stop].zero_()
-            for piece in self.layout.pieces(self.ranks.shard.rank):
-                if piece.slot is slot:
-                    self.store.discard_gradient(self.index, piece.shard_start, piece.shard_stop)
+            piece = self.layout.piece(self.ranks.shard.rank, k)
+            if piece is not None:
+                self.store.discard_gradient(self.index, piece.shard_start, piece.shard_stop)
         self.dropped.clear()
 
     def consumed(self, leftover: Leftover) -> None:

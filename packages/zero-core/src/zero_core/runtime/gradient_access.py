@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["apply_factors", "complete", "edit", "power_sum", "read", "refusal", "take_factor", "write"]
 
 
+USED_UP = (
+    "was used up in backward, as zero_core.shard(update_in_backward=True) says: leave that out, or change the gradient "
+    "in parameter.register_hook"
+)
+
+
 def refusal(engine: Engine) -> str | None:
     """Why nothing can be asked about shards now, and the way out."""
     if engine.busy or in_backward():
@@ -49,10 +55,7 @@ def access(engine: Engine, name: str) -> GradientAccess:
             "rank's part of a gradient in backward"
         )
     if engine.reducer.updates:
-        raise GradientError(
-            f"the gradient of {name} was used up in backward, as zero_core.shard(update_in_backward=True) "
-            "says: leave that out, or change the gradient in parameter.register_hook"
-        )
+        raise GradientError(f"the gradient of {name} {USED_UP}")
     return engine.store
 
 

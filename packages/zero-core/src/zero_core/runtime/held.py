@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -105,10 +104,12 @@ class HeldGradient(Tensor):
                 g.home.multiply_gradient(factor) if isinstance(g, HeldGradient) else g.mul_(factor)
             return args[0] if isinstance(args[0], Tensor) else None
         if func in _ELEMENTWISE and not any(isinstance(rest, Tensor) for rest in tree_leaves((args[1:], kwargs))):
+
+            def edit(values: Tensor) -> None:
+                _ELEMENTWISE[func](values, *args[1:], **kwargs)
+
             for g in _listed(args[0]):
-                method = _ELEMENTWISE[func]
-                edit = g.home.edit_gradient if isinstance(g, HeldGradient) else _call_with(g)
-                edit(partial(_in_place, method, args[1:], kwargs))
+                g.home.edit_gradient(edit) if isinstance(g, HeldGradient) else edit(g)
             return args[0] if isinstance(args[0], Tensor) else None
         return call_with_copies(HeldGradient, GradientCopy, func, args, kwargs)
 
@@ -218,22 +219,12 @@ def _listed(given: Any) -> Sequence[Any]:
     return given if isinstance(given, (list, tuple)) else [given]
 
 
-def _in_place(method: Callable[..., Any], args: Any, kwargs: Any, values: Tensor) -> None:
-    method(values, *args, **kwargs)
-
-
-def _call_with(values: Tensor) -> Callable[[Callable[[Tensor], Any]], Any]:
-    return lambda edit: edit(values)
-
-
 def _stays(args: Any, kwargs: Any) -> bool:
     """Whether `tensor.to(...)` asks for the device where it is."""
-    return len(args) == 2 and not kwargs and isinstance(args[1], (str, torch.device)) and _same(args[0], args[1])
-
-
-def _same(tensor: Tensor, device: Any) -> bool:
+    if len(args) != 2 or kwargs or not isinstance(args[1], (str, torch.device)):
+        return False
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.device(device) == tensor.device
+        return torch.device(args[1]) == args[0].device
 
 
 def _order(func: Any, args: Any, kwargs: Any) -> float | None:

@@ -43,7 +43,7 @@ _T: Any = Tensor  # its attributes are descriptors with __get__ and __set__, whi
 
 
 class Home(Protocol):
-    """What a sharded parameter asks of the one who keeps it."""
+    """What a sharded parameter asks of the one who keeps it. The defaults are those of one that is never trained."""
 
     def full_copy(self, parameter: Tensor) -> Tensor:
         """A plain tensor with the parameter's full values. Collective."""
@@ -53,6 +53,7 @@ class Home(Protocol):
 
     def overwrite(self, parameter: Tensor, values: Tensor) -> bool:
         """As `write_back`, where nothing was gathered; autograd does not count it. Collective. False: gather first."""
+        return False
 
     def take_values(self, parameter: Tensor, values: Tensor) -> None:
         """`p.data = values` was asked: keep a copy, and raise as soon as torch would show one as the other changes."""
@@ -62,9 +63,11 @@ class Home(Protocol):
 
     def note_external_use(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         """The parameter takes part in a graph outside its unit; returns what its gradient goes through."""
+        return lambda gradient: gradient
 
     def held_gradient(self, parameter: Tensor) -> GradientHome | None:
         """Where a gradient of this parameter waits for step(), as far as this rank knows."""
+        return None
 
     def drop_gradient(self, parameter: Tensor) -> None:
         """`p.grad = None` was asked."""

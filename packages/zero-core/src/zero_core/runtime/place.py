@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ..building.overlaps import Follower
 from ..building.parts import named_parts
-from ..errors import ChangedParameterError, GradientError
+from ..errors import ChangedParameterError, GradientError, ZeroError
 from . import gradient_access
 from .gradient import Leftover
 from .hooks import Engine
 from .unit import Unit
 from .versions import Version
 
-__all__ = ["Place", "places_of"]
+__all__ = ["Place", "places_of", "sharded_places"]
 
 
 class Place:
@@ -113,10 +113,7 @@ class Place:
         if operation.rpartition(".")[2].endswith("zero_"):
             return "call optimizer.zero_grad(), which forgets it"
         if engine.reducer.updates:
-            return (
-                "it was used up in backward, as zero_core.shard(update_in_backward=True) says: leave that out, or "
-                "change the gradient in parameter.register_hook"
-            )
+            return f"it {gradient_access.USED_UP}"
         if self.unit.gradient.leftover[self.index] is Leftover.STEPPED:
             return "step() has used it up; call optimizer.zero_grad() after each step()"
         return gradient_access.refusal(engine)
@@ -145,3 +142,11 @@ def places_of(module: nn.Module) -> list[Place]:
     """Where the parameters of a module are, part by part; those that are not sharded are left out."""
     found = [part.tensor.__dict__.get("_zero_home") for part in named_parts(module)]
     return [place for place in found if place is not None]
+
+
+def sharded_places(module: nn.Module) -> list[Place]:
+    """As `places_of`. Raises ZeroError if there are none."""
+    places = places_of(module)
+    if not places:
+        raise ZeroError(f"{type(module).__name__} has no sharded parameter: call zero_core.shard first")
+    return places

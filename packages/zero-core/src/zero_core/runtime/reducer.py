@@ -64,16 +64,12 @@ class Reducer:
     def reduce_unit_late(self, unit: Unit) -> None:
         """A gradient reached the unit after this backward had reduced it, perhaps on this rank only: reduce that too.
 
-        Several ranks agree on it at the step: `late` and `reduce_late`.
+        Several ranks agree on it at the step: `UnitGradient.late` and `reduce_late`.
         """
         if self._ranks.size == 1:
             self._reduce(unit)
         elif unit.gradient.current is not None:
             unit.gradient.keep_late()
-
-    def late(self) -> list[bool]:
-        """For each unit, whether this rank keeps a late gradient."""
-        return [unit.gradient.late for unit in self._units]
 
     def reduce_late(self, wanted: Sequence[bool]) -> None:
         """Reduce the units which any rank says are late."""

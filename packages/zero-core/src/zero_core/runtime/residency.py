@@ -41,7 +41,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Work
 from ..layout import UnitLayout
 from ..precision import FLOATS, as_bytes
 from ..store import Arrival
@@ -184,15 +183,11 @@ class UnitMemory:
                 self._arrival = store.swap_in(self.index, self._filled[start:stop])
             if self.ranks.shard.size > 1:
                 with self.ranks.side.after_current():
-                    part = self._await_shard()
+                    whole, part = self._filled, self._await_shard()
+                    if part.dtype not in FLOATS:
+                        whole, part = as_bytes(whole), as_bytes(part)
                     with self.observer.span("gather", self.name):
-                        self._work = self.all_gather(self._filled, part)
-
-    def all_gather(self, whole: Tensor, part: Tensor, *, exact: bool = False) -> Work:
-        """whole (n,) <- part of every shard rank. exact: with all bits; what is not trained always has them."""
-        if part.dtype not in FLOATS:
-            whole, part = as_bytes(whole), as_bytes(part)
-        return self.ranks.all_gather(whole, part, self.name, exact=exact or self._exact)
+                        self._work = self.ranks.all_gather(whole, part, self.name, exact=self._exact)
 
     def _arrive(self) -> None:
         """The current stream goes on when the whole unit is there."""

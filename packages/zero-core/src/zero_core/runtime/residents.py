@@ -19,48 +19,58 @@ from .unit import Unit
 __all__ = ["Residents", "Turn"]
 
 
-class Residents:
+class _Stay:
     """Units whose memory stays though nothing uses them, in the order of their last use."""
 
-    def __init__(self, budget_bytes: int = 0) -> None:
-        self.budget_bytes = budget_bytes
-        self._kept: dict[Unit, None] = {}
+    def __init__(self) -> None:
+        self._kept: dict[Unit, int] = {}  # and the bytes that each takes of the budget
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._kept
 
-    def admit(self, unit: Unit, *, evict: bool) -> list[Unit]:
-        """The unit was used and is free: returns those to reshard, itself included where it does not fit."""
+    def keep(self, unit: Unit, nbytes: int) -> None:
+        self._kept[unit] = nbytes
+
+    def discard(self, unit: Unit) -> None:
         self._kept.pop(unit, None)
-        used_bytes = sum(each.nbytes for each in self._kept)
-        leaving = []
-        if unit.nbytes > self.budget_bytes or (not evict and used_bytes + unit.nbytes > self.budget_bytes):
-            return [unit]
-        for oldest in list(self._kept):
-            if used_bytes + unit.nbytes <= self.budget_bytes:
-                break
-            del self._kept[oldest]
-            used_bytes -= oldest.nbytes
-            leaving.append(oldest)
-        self._kept[unit] = None
-        return leaving
 
     def clear(self) -> None:
         self._kept.clear()
 
 
-class Turn:
-    """Units that stay from a forward to its backward, in the order of their last use.
+class Residents(_Stay):
+    """Those that stay from any use to the next."""
+
+    def __init__(self, budget_bytes: int = 0) -> None:
+        super().__init__()
+        self.budget_bytes = budget_bytes
+
+    def admit(self, unit: Unit, *, evict: bool) -> list[Unit]:
+        """The unit was used and is free: returns those to reshard, itself included where it does not fit."""
+        self.discard(unit)
+        used_bytes = sum(self._kept.values())
+        leaving = []
+        if unit.nbytes > self.budget_bytes or (not evict and used_bytes + unit.nbytes > self.budget_bytes):
+            return [unit]
+        for oldest, nbytes in list(self._kept.items()):
+            if used_bytes + unit.nbytes <= self.budget_bytes:
+                break
+            self.discard(oldest)
+            used_bytes -= nbytes
+            leaving.append(oldest)
+        self.keep(unit, unit.nbytes)
+        return leaving
+
+
+class Turn(_Stay):
+    """Those that stay from a forward to its backward.
 
     spare_bytes: what the units that are gathered ahead leave of the budget.
     """
 
     def __init__(self, prefetch_bytes: int) -> None:
+        super().__init__()
         self.prefetch_bytes, self.spare_bytes = prefetch_bytes, 0
-        self._kept: dict[Unit, int] = {}  # and the bytes that each takes of the spare ones
-
-    def __contains__(self, unit: Unit) -> bool:
-        return unit in self._kept
 
     def ahead_bytes(self, unit: Unit) -> int:
         """What counts as gathered ahead of the unit, which has memory."""
@@ -70,20 +80,14 @@ class Turn:
         """The unit was used in a forward and is free: returns those to reshard. One may stay, however large it is."""
         if self.prefetch_bytes == 0:
             return [unit]
-        self._kept[unit] = 0 if outermost else unit.nbytes
+        self.keep(unit, 0 if outermost else unit.nbytes)
         used_bytes, leaving = sum(self._kept.values()), []
         for oldest, nbytes in list(self._kept.items()):
             alone = used_bytes == nbytes and self.spare_bytes == self.prefetch_bytes
             if used_bytes <= self.spare_bytes or alone:
                 break
             if nbytes:
-                del self._kept[oldest]
+                self.discard(oldest)
                 used_bytes -= nbytes
                 leaving.append(oldest)
         return leaving
-
-    def discard(self, unit: Unit) -> None:
-        self._kept.pop(unit, None)
-
-    def clear(self) -> None:
-        self._kept.clear()

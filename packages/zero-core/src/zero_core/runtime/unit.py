@@ -13,6 +13,7 @@ for which it raises in plain torch, and lets others run: nothing has saved the b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ..building.overlaps import Follower
 from ..errors import ChangedParameterError
-from ..layout import UnitLayout
+from ..layout import Piece, UnitLayout
 from ..precision import as_bytes, round_to
 from .composite import Composite
 from .context import UnitContext
@@ -110,10 +111,9 @@ class Unit(UnitMemory):
             self.keep(mine)
         else:
             self.copies = True
-            slots = {id(slot) for slot, wrote in zip(self.layout.slots, written, strict=True) if wrote}
             self.reshard()
-            for piece in self.layout.pieces(self.ranks.shard.rank):
-                if id(piece.slot) in slots:
+            for piece in self.pieces:
+                if written[piece.k]:
                     values = mine[piece.shard_start : piece.shard_stop].to(self.master_dtype)
                     self.store.write_state(self.index, "master", piece.shard_start, values)
 
@@ -162,11 +162,15 @@ class Unit(UnitMemory):
 
     def write_part(self, name: str, k: int, whole: Tensor) -> None:
         """This rank's part of state `name` of parameter k goes to the store. whole: all of it, flattened."""
-        for piece in self.layout.pieces(self.ranks.shard.rank):
-            if piece.slot is self.layout.slots[k]:
-                dtype = self.master_dtype if name == "master" else torch.float32
-                part = whole[piece.slot_start : piece.slot_stop].to(dtype)
-                self.store.write_state(self.index, name, piece.shard_start, part)
+        piece = self.layout.piece(self.ranks.shard.rank, k)
+        if piece is not None:
+            dtype = self.master_dtype if name == "master" else torch.float32
+            part = whole[piece.slot_start : piece.slot_stop].to(dtype)
+            self.store.write_state(self.index, name, piece.shard_start, part)
+
+    def full_state(self, k: int, name: str) -> Tensor:
+        """State `name` of parameter k, fp32. Collective."""
+        return self.full_values(k, partial(self.store.read_state, self.index, name))
 
     def full_values(self, k: int, read: Callable[[int, int], Tensor]) -> Tensor:
         """Parameter k's values, fp32, of which `read(start, stop)` gives elements of this rank's shard. Collective."""
@@ -185,10 +189,10 @@ class Unit(UnitMemory):
         parts = [rows[rank, : piece.numel] for rank, piece in enumerate(pieces) if piece is not None]
         return torch.cat(parts or [rows.view(-1)]).view(slot.shape)
 
-    def segment_slots(self) -> list[int]:
-        """For each segment of the unit's shard on this rank, the index of its parameter in the unit."""
-        places = {id(slot): k for k, slot in enumerate(self.layout.slots)}
-        return [places[id(piece.slot)] for piece in self.layout.pieces(self.ranks.shard.rank)]
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Of the unit's shard on this rank, as many as the shard has segments."""
+        return self.layout.pieces(self.ranks.shard.rank)
 
     def stepped(self) -> list[int]:
         """Which parameters a step changes."""
@@ -200,7 +204,7 @@ class Unit(UnitMemory):
         for k in stepped:
             self.steps[k] += 1
         self.gradient.consumed(leftover)
-        return [self.steps[k] if k in stepped else 0 for k in self.segment_slots()]
+        return [self.steps[piece.k] if piece.k in stepped else 0 for piece in self.pieces]
 
     def keep(self, mine: Tensor, *, master: bool = False) -> None:
         """Write this rank's slice (shard_numel,) to the store where it changed, so that other masters keep their bits.
@@ -211,11 +215,10 @@ class Unit(UnitMemory):
         self.changed()
         old = self.store.read_state(self.index, "master", 0, self.layout.shard_numel).to(mine.device)
         if not self.trainable:
-            pieces = self.layout.pieces(self.ranks.shard.rank)
-            for piece, k in zip(pieces, self.segment_slots(), strict=True):
+            for piece in self.pieces:
                 part = slice(piece.shard_start, piece.shard_stop)
                 if not torch.equal(as_bytes(mine[part]), as_bytes(old[part])):
-                    self.versions[k].ended()
+                    self.versions[piece.k].ended()
                     self.store.write_state(self.index, "master", piece.shard_start, mine[part])
             return
         rounded = old

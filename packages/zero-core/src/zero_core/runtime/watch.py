@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Watch"]
+from ..precision import digest
 
-_ROW = 1024
+__all__ = ["Watch"]
 
 
 class Watch:
@@ -24,7 +24,7 @@ class Watch:
         self._flat, self._views, self._parameters = flat, views, parameters
         self._visits: Counter[Any] = Counter()  # by kind: some of them compare the values before and after
         self._versions: list[int] = []  # of the parameters, when the first of the open visits began
-        self._checksum: Tensor | None = None
+        self._before: Tensor | None = None  # a digest of the values then
 
     def begin(self, kind: Any, *, compares: bool) -> None:
         """The first of the open visits begins.
@@ -36,7 +36,7 @@ class Watch:
         self._visits[kind] += 1
         count = self._visits[kind]
         compares &= (count & (count - 1) == 0 if count < 256 else count % 256 == 0) and kind is not None
-        self._checksum = self.checksum() if compares and not self._flat.is_meta else None
+        self._before = digest(self._flat) if compares and not self._flat.is_meta else None
 
     def was_written(self) -> bool:
         """Whether anything wrote into the parameters since the first of the open visits began, but through `p.data`.
@@ -62,13 +62,5 @@ class Watch:
 
     def unseen_write(self) -> Tensor | None:
         """() bool, on the device: whether values changed that no version counter told of. None: not compared."""
-        before, self._checksum = self._checksum, None
-        return None if before is None else self.checksum() != before
-
-    def checksum(self) -> Tensor:
-        """() int64: of the unit's memory, read as integers in rows of `_ROW`; rows and columns count by their place."""
-        words = self._flat.detach().view(torch.int64)
-        rows = words[: words.numel() // _ROW * _ROW].view(-1, _ROW)
-        sums = (words[rows.numel() :], rows.sum(0), rows.sum(1))
-        weighed = [(each * torch.arange(1, 1 + each.numel(), device=each.device)).sum() for each in sums]
-        return weighed[0] * 31 + weighed[1] * 37 + weighed[2]
+        before, self._before = self._before, None
+        return None if before is None else digest(self._flat) != before

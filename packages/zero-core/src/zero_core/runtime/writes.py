@@ -20,11 +20,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.ranks import Ranks
 from ..errors import ChangedParameterError
+from ..precision import digest
 
 __all__ = ["Writes"]
 
 _BITS = 20  # as in a digest of collectives
-_COLUMNS = 4096
 _MIXER = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: Knuth, The Art of Computer Programming, volume 3, 6.4
 
 
@@ -71,10 +71,11 @@ class Writes:
                 )
 
     def note(self, name: str, values: Tensor) -> None:
-        """`values`, contiguous, are the new ones of the parameter or the unit `name`."""
+        """`values` are the new ones of the parameter or the unit `name`. Waits for the device."""
         if self._ranks.size == 1:
             return
-        self.digests[name] = (self.digests.get(name, 0) * 31 + _digest(values)) % (1 << _BITS)
+        mixed = (int(digest(values)) * _MIXER % (1 << 64)) >> (64 - _BITS)  # the low bits of round numbers are zeros
+        self.digests[name] = (self.digests.get(name, 0) * 31 + mixed) % (1 << _BITS)
 
     @property
     def digest(self) -> int:
@@ -100,15 +101,3 @@ class Writes:
     def forget(self) -> None:
         self.digests.clear()
         self._unseen.clear()
-
-
-def _digest(values: Tensor) -> int:
-    """Of all bits of `values` and of where they are: sums over rows and columns of 64-bit words, which then are mixed,
-    as the low bits of round numbers are zeros. Waits for the device."""
-    bits = values.detach().contiguous().reshape(-1).view(torch.uint8)
-    words = bits[: bits.numel() // 8 * 8].view(torch.int64)
-    table = words[: words.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
-    rest = bits[table.numel() * 8 :].to(torch.int64)
-    sums = torch.cat([table.sum(0), table.sum(1), rest])
-    total = int((sums * torch.arange(1, 2 * sums.numel(), 2, device=sums.device)).sum())
-    return (total * _MIXER % (1 << 64)) >> (64 - _BITS)

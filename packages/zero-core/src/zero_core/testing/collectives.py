@@ -135,18 +135,11 @@ def _noise(rank: int, numel: int) -> Tensor:
     return bits.view(torch.float32)
 
 
-class _Watched(Pool):
-    """Counts what is lent."""
-
-    lent = 0
+class _Filled(Pool):
+    """Lends memory that holds something."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        self.lent += 1
-        return super().take(numel, dtype).fill_(77)  # whatever it held before
-
-    def give(self, tensor: Tensor) -> None:
-        self.lent -= 1
-        super().give(tensor)
+        return super().take(numel, dtype).fill_(77)
 
 
 def _on_rank(factory: CollectivesFactory, device_type: str, members: int | None, check: str, *args: Any) -> Any:
@@ -158,7 +151,7 @@ def _on_rank(factory: CollectivesFactory, device_type: str, members: int | None,
     if rank < 0:
         return None
     device = torch.device(device_type, dist.get_rank()) if device_type != "cpu" else torch.device("cpu")
-    pool = _Watched(device)
+    pool = _Filled(device)
     collectives = factory(Axis(group, rank, world - first), pool)
     assert isinstance(collectives, Collectives)
     found = getattr(_Rank(collectives, rank, world - first, device), check)(*args)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
 from zero_core.building.replay import Source
-from zero_core.checkpoint import load_from
+from zero_core.checkpoint import load
 from zero_core.checkpoint.match import FORMAT, STATE
 from zero_core.checkpoint.shards import clean_name, view_of
 from zero_core.errors import CheckpointError
@@ -85,7 +85,7 @@ def load_checkpoint(
     view = view_of(model)
     live = {clean_name(n) for named in view.names for n in named.names} if view is not None else set()
     reader = _Reader(Path(folder), tag, tuple(inert), live, optimizer)
-    loaded = load_from(reader, Path(folder), model, optimizer, scheduler=scheduler, strict=strict, random_state=False)
+    loaded = load(folder, model, optimizer, scheduler=scheduler, strict=strict, random_state=False, reader=reader)
     saved = reader.saved
     assert saved is not None
     return Loaded(
