@@ -103,13 +103,13 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_
     strangers = [p.shape for g in optimizer.param_groups for p in g["params"] if id(p) not in mine]
     if strangers:
         raise ZeroError(
-            f"the optimizer has {len(strangers)} parameters which the model has not (shapes {strangers[:3]}): build it "
-            "from model.parameters() of the model given to shard"
+            f"the optimizer has {len(strangers)} parameters that are not in the model (shapes {strangers[:3]}): build "
+            "it from model.parameters() of the model given to shard"
         )
 
 
 def check_group(mesh: Any) -> None:
-    """torchrun's processes that never met would each train a model of its own."""
+    """Raise if several processes were started, as by torchrun, and have no process group: each would train alone."""
     started = os.environ.get("WORLD_SIZE", "1")
     if mesh is None and "RANK" in os.environ and started.isdecimal() and int(started) > 1:
         if not (dist.is_available() and dist.is_initialized()):
@@ -128,4 +128,4 @@ def check_update_in_backward(stage: int, max_grad_norm: float | None, scale: Los
         (stage == 1, "stage=1, which keeps whole gradients until the step; use stage 0, 2 or 3"),
     ):
         if refused:
-            raise StageError(f"update_in_backward=True does not go with {reason}")
+            raise StageError(f"update_in_backward=True cannot be combined with {reason}")

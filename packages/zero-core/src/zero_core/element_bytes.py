@@ -36,9 +36,9 @@ class ElementBytes:
         return self.master + FP32_BYTES * self.states
 
     def gradient(self, arriving: int | None) -> int:
-        """What is kept where `arriving` gradients are added up before a step; None: it is not known how many.
+        """Bytes that are kept if `arriving` gradients are added up before a step; None: their number is not known.
 
-        One alone stays as it was reduced. What is added to it is summed in fp32.
+        A single gradient stays in the reduce dtype. A sum is in fp32.
         """
         return self.reduce_dtype.itemsize if arriving == 1 else FP32_BYTES
 

@@ -111,7 +111,7 @@ def give_memory(tensors: Iterable[Tensor]) -> None:
 
 
 def take_memory(tensors: Iterable[Tensor]) -> None:
-    """The inverse, with any values."""
+    """Give them memory again, whose contents are undefined."""
     for tensor in tensors:
         if not tensor.untyped_storage().nbytes():
             tensor.untyped_storage().resize_(tensor.nbytes)

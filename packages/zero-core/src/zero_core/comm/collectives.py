@@ -1,4 +1,4 @@
-"""The seam between a sharded model and whatever moves values between its ranks. Owns no group and moves nothing."""
+"""The protocol of what moves values between the ranks of a sharded model. Owns no group and moves nothing."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class DeviceStore:
         give_memory([self._scratch])
 
     def take_back(self) -> None:
-        """The inverse, with any values."""
+        """Allocate it again. The contents are undefined."""
         for shard in self._shards:
             take_memory(shard.values())
         take_memory([self._scratch])

@@ -21,9 +21,9 @@ __all__ = ["Backward"]
 
 
 class Backward:
-    """The backward under way. `end`: what autograd calls at its end, and lets go of when it raises.
+    """The backward under way. `end`: the callback that autograd calls at its end, and drops if the backward raises.
 
-    task: autograd's number of it. partial: it runs inside a forward of the model, where no gradient is complete.
+    task: autograd's number for it. partial: it runs inside a forward of the model, where no gradient is complete.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Backward:
             self._open_one(progress, visit)
 
     def open_repeated(self, passes: Sequence[Pass], visit: Visit) -> None:
-        """Open the visit for which `visit`, which was made inside of this backward, stands. `passes`: where to look,
-        while this backward is in none."""
+        """Open the visit that `visit`, which was made inside of this backward, repeats. `passes`: where to look for it
+        as long as this backward has entered no pass."""
         for of in list(self._progress)[-1:] or reversed(passes):
             repeated = (self._progress.get(of) or Progress(of)).pending(visit.node, self.inside.reached)
             if repeated is not None:

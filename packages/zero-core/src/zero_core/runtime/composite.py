@@ -73,4 +73,4 @@ class Composite(Home):
         """It has none."""
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copy of the parameter, made while it has memory, is not sharded."""
+        """Returns None: a copy of the parameter, made while it has memory, is not sharded and has no home."""

@@ -281,7 +281,7 @@ class GradientCopy(FullCopy):
             )
 
     def is_owner(self, func: Any) -> bool:
-        return func not in COPYING  # a gradient ends, and what was asked for to be kept does not
+        return func not in COPYING  # a gradient ends, and the result of such a call does not
 
 
 _THE_SAME: set[Any] = {Tensor.detach, _T.data.__get__, Tensor.requires_grad_, Tensor.contiguous}

@@ -265,7 +265,7 @@ class ParameterCopy(FullCopy):
 
 
 def keep_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A state dict is asked for to be kept: a post-hook that lets its values be read when they are old."""
+    """A post-hook of state_dict(), whose caller keeps the values: they may be read when they are out of date."""
     for name in module._parameters:
         value = state.get(prefix + name)
         if isinstance(value, View):

@@ -28,7 +28,7 @@ class Place:
         self.engine, self.unit, self.index = engine, unit, index
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copy of the parameter's tensor, made while it has memory, is not sharded."""
+        """Returns None: a copy of the parameter, made while it has memory, is not sharded and has no home."""
 
     @property
     def name(self) -> str:

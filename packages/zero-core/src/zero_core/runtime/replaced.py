@@ -26,8 +26,9 @@ def replace_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def _refusal(name: str) -> Callable[..., Any]:
     def refuse(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         raise ZeroError(
-            f"{name}() of the {type(optimizer).__name__} that was given to zero_core.shard, which returned another in "
-            f"its place: write `optimizer = zero_core.shard(model, optimizer, ...)` and call {name}() on that one"
+            f"{name}() was called on the {type(optimizer).__name__} that was given to zero_core.shard, which returned "
+            f"another optimizer in its place: write `optimizer = zero_core.shard(model, optimizer, ...)` and call "
+            f"{name}() on that one"
         )
 
     refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as a scheduler leaves it, and looks for

@@ -1,4 +1,4 @@
-"""Where the memory of one unit's parameters is. Knows neither visits nor gradients.
+"""Puts memory under the parameters of one unit, and takes it away again. Knows neither visits nor gradients.
 
 [Note: residency]
     SHARDED      this rank has its shard, which is the store's. No memory

@@ -3,10 +3,10 @@
 Owns the counts. What was changed, and by whom, is known where `wrote` and `ended` are called.
 
 [Note: one barrier]
-A parameter changes by a step, by a write that its home keeps, by a visit, and by a checkpoint; a gradient when it
-arrives and when it is edited, multiplied, dropped or consumed. Each of them calls `wrote` or `ended` of the value's
-`Version`. Caches and views hold a `Stamp`, and no number. A write that autograd did not count itself moves its version
-counter here too: see [Note: changes before a backward] in unit.py.
+A step, a visit, a checkpoint, and a write that its home keeps can each change a parameter. A gradient changes when it
+arrives, and when it is edited, multiplied, dropped or consumed. Each of these calls `wrote` or `ended` on the value's
+`Version`. Caches and views hold a `Stamp`, never a number. If autograd did not count a write itself, the write also
+moves autograd's version counter here: see [Note: changes before a backward] in unit.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Stamp", "Version"]
 
 
 class Version:
-    """Of one value: how often it changed, and how often what it began with has gone."""
+    """Counts the changes of one value, and how often it ended: see `ended`."""
 
     def __init__(self) -> None:
         self.changes = self.ends = 0
@@ -46,7 +46,7 @@ class Stamp:
         self.renew()
 
     def renew(self) -> None:
-        """They are seen as they are now, by whoever has written them himself."""
+        """Count from now on. Called by code that has just written the values itself."""
         self._seen = [(version, version.changes, version.ends) for version in self._versions]
 
     def current(self) -> bool:

@@ -1,7 +1,7 @@
 """Views that write back: tensors over a full copy of what has no memory here, a parameter or a gradient.
 
-Owns the class of views, and calls that are made with full copies. Whose values a copy has, when they are old, and what
-is done with a write, is said by the kinds of `FullCopy` in `parameter` and `held`.
+Owns the class of views, and calls that are made with full copies. The kinds of `FullCopy` in `parameter` and `held`
+say whose values a copy has, when they are out of date, and what happens to a write.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _T: Any = Tensor
 _Owner = TypeVar("_Owner", bound=Tensor)
 NEW_PARAMETER = vars(nn.Parameter)["__new__"].__func__.__code__  # nn.Parameter(tensor), which detaches the tensor
 REPLACING: set[Any] = {_T.data.__set__, Tensor.resize_}
-COPYING: set[Any] = {Tensor.cpu, Tensor.to}  # asked for to be kept, though on the CPU torch does not copy
+COPYING: set[Any] = {Tensor.cpu, Tensor.to}  # the caller will keep the result, though on the CPU torch does not copy
 _ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
 
 
 class FullCopy:
-    """Full values that a call was made with, and which its views share. owner: what they are of."""
+    """The full values that a call was given, which its views share. owner: the tensor whose values they are."""
 
     def __init__(self, owner: Any, values: Tensor, stamp: Stamp) -> None:
         self.owner, self.values, self.stamp = owner, values, stamp
@@ -59,7 +59,7 @@ class View(Tensor):
     """
 
     copy: FullCopy
-    kept: bool  # asked for to be kept, as a state dict's values: it may be read when it is old, and not be written
+    kept: bool  # as the values of a state dict: it may still be read when it is out of date, but not written
 
     def __new__(cls, values: Tensor, copy: FullCopy, *, kept: bool) -> View:
         with torch._C.DisableTorchFunctionSubclass():
@@ -145,6 +145,6 @@ def _with_views(func: Any, result: Any, copies: Iterable[tuple[FullCopy, bool]],
         return tensor
 
     if func in _ARRAYS:
-        result.flags.writeable = False  # what is written into an array would be lost, so numpy shall say so
+        result.flags.writeable = False  # a write into the array would be lost, so numpy has to refuse it
         return result
     return tree_map_only(Tensor, viewed, result)

@@ -39,9 +39,9 @@ class Watch:
         self._before = digest(self._flat) if compares and not self._flat.is_meta else None
 
     def was_written(self) -> bool:
-        """Whether anything wrote into the parameters since the first of the open visits began, but through `p.data`.
+        """Whether the parameters were written since the first open visit began. Writes through `p.data` are not seen.
 
-        Other memory that was given to a parameter (`p.data = tensor`) is copied into the unit's and let go.
+        If a parameter was given other memory (`p.data = tensor`), that is copied into the unit's memory and released.
         """
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for k, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
@@ -57,10 +57,10 @@ class Watch:
         return [p._version != before for p, before in zip(self._parameters, self._versions, strict=True)]
 
     def forgive(self, k: int) -> None:
-        """The counter of parameter k has moved once, and no visit wrote it."""
+        """Ignore one move of parameter k's counter, which was not a write by a visit."""
         self._versions[k] += 1
 
     def unseen_write(self) -> Tensor | None:
-        """() bool, on the device: whether values changed that no version counter told of. None: not compared."""
+        """() bool, on the device: whether values changed without a move of a version counter. None: not compared."""
         before, self._before = self._before, None
         return None if before is None else digest(self._flat) != before
