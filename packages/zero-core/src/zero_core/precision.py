@@ -22,6 +22,7 @@ __all__ = [
     "mean_of_rows",
     "round_to",
     "round_traffic",
+    "rounded",
     "sum_of_squares",
     "widen_scaled",
 ]
@@ -71,6 +72,15 @@ def round_to(master: Tensor, out: Tensor) -> None:
         marked = torch.clamp(part, -_FLOAT32_MAX, _FLOAT32_MAX, out=scratch[: part.numel()])
         marked.view(torch.int32).bitwise_or_(1)
         out[start : start + step].copy_(marked)
+
+
+def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """(n,) `dtype`, as `round_to` writes it; `master` itself where it has that dtype."""
+    if master.dtype == dtype:
+        return master
+    out = torch.empty(master.shape, dtype=dtype, device=master.device)
+    round_to(master, out)
+    return out
 
 
 def round_traffic(dtype: torch.dtype) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +149,11 @@ def load(
         view.write_scalar(part, name, value)
     step = int(run["step_count"]) if run else max(steps.values(), default=0)
     if optimizer is not None:
-        _restore_optimizer(view, optimizer, step, steps, options)
+        view.handle.optimizer.step_count = step
+        for unit, k, name in view.parameters():
+            unit.steps[k] = steps.get(name, 0)
+        for live, saved in zip(optimizer.param_groups, options, strict=True):
+            live.update(saved)
         scale = view.handle.engine.loss_scale
         if scale is not None and run.get("loss_scale") is not None:
             scale.load_state_dict(run["loss_scale"])
@@ -278,16 +282,3 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
     kind, own = state.get("device") or ("cuda", state.get("cuda"))  # the key of older checkpoints
     if own is not None and kind == device.type:  # another device's generator would not give the same numbers
         torch.get_device_module(device).set_rng_state(own, device)
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def _restore_optimizer(
-    view: ShardView, optimizer: Any, step: int, steps: Mapping[str, int], options: Sequence[Mapping[str, Any]]
-) -> None:
-    optimizer.step_count = step
-    for unit, k, name in view.parameters():
-        unit.steps[k] = steps.get(name, 0)
-    for live, saved in zip(optimizer.param_groups, options, strict=True):
-        live.update(saved)

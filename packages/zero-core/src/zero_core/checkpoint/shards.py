@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..building.keys import Named, named_tensors
 from ..building.parts import named_parts
 from ..errors import ZeroError
-from ..precision import round_to
+from ..precision import rounded
 from ..store import ScalarStates, scalar_names
 
 if TYPE_CHECKING:  # both are above this module
@@ -120,10 +120,7 @@ class ShardView:
 
     def write(self, part: ShardSlice, state: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)) of the parameter's `state`. See `overwriting`."""
-        dtype = self.dtype_of(part, state)
-        if values.dtype != dtype:
-            round_to(values, found := torch.empty(values.shape, dtype=dtype))
-            values = found
+        values = rounded(values, self.dtype_of(part, state))
         self.store.write_state(part.unit, state, part.shard_start - part.start + start, values)
 
     def dtype_of(self, part: ShardSlice, state: str) -> torch.dtype:
@@ -146,13 +143,7 @@ class ShardView:
 
     def parameter_values(self, part: ShardSlice, start: int, stop: int) -> Tensor:
         """As `read`, of the parameter itself, in its dtype: the master rounded as the store rounds it."""
-        master = self.read(part, MASTER, start, stop)
-        dtype = self.handle.units[part.unit].dtype
-        if dtype == master.dtype:
-            return master
-        rounded = torch.empty(stop - start, dtype=dtype)
-        round_to(master, rounded)
-        return rounded
+        return rounded(self.read(part, MASTER, start, stop), self.handle.units[part.unit].dtype)
 
 
 def view_of(model: nn.Module) -> ShardView | None:

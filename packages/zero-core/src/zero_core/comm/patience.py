@@ -33,6 +33,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
@@ -96,7 +97,10 @@ class Patience:
             del self._waits[thread]
 
     def assemble(self, call: str) -> None:
-        """Wait on rank 0 for another rank to make this call too: see [Note: a call of rank 0 alone]."""
+        """Wait on rank 0 for another rank to make this call too, and raise CollectiveError where none does for a while.
+
+        See [Note: a call of rank 0 alone].
+        """
         if self._size == 1:
             return
         key = f"{self._key}/{call}/{self._assembled[call]}"
@@ -166,29 +170,24 @@ class Patience:
         Raises CollectiveError where there is no answer in time, and what the question raises.
         """
         store = dist.distributed_c10d._get_default_store()
-        answers: list[_Answer] = []
-        errors: list[BaseException] = []
+        answer: futures.Future[_Answer] = futures.Future()
 
         def ask() -> None:
             try:
-                answers.append(question(store))
+                answer.set_result(question(store))
             except BaseException as error:
-                errors.append(error)
+                answer.set_exception(error)
             finally:
                 self._asking.release()
 
         if self._asking.acquire(timeout=ANSWER):
-            thread = threading.Thread(target=ask, name="zero_core store", daemon=True)
-            thread.start()
-            thread.join(ANSWER)
-        if errors:
-            raise errors[0]
-        if not answers:
-            raise CollectiveError(
-                f"the process group's store did not answer within {ANSWER:.0f} s: the process that has it is gone, or "
-                "the link to its machine is cut. End all ranks, and resume from the last checkpoint"
-            )
-        return answers[0]
+            threading.Thread(target=ask, name="zero_core store", daemon=True).start()
+            if futures.wait([answer], ANSWER).done:
+                return answer.result()
+        raise CollectiveError(
+            f"the process group's store did not answer within {ANSWER:.0f} s: the process that has it is gone, or the "
+            "link to its machine is cut. End all ranks, and resume from the last checkpoint"
+        )
 
 
 def _value(key: str, store: Any) -> bytes | None:

@@ -135,10 +135,6 @@ class Ranks:
         """Wait until every rank has made this call."""
         self.sum_everywhere(self.numbers([0.0]), what)
 
-    def assemble(self, call: str) -> None:
-        """Raises CollectiveError on rank 0 where no other rank makes this call for a while."""
-        self.patience.assemble(call)
-
     def all_gather(self, whole: Tensor, part: Tensor, unit: str, *, exact: bool = False) -> Work:
         """whole (shard.size * n,) <- part (n,) of every shard rank; returns the work to wait for.
 

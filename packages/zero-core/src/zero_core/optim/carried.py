@@ -51,12 +51,12 @@ def put_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardSt
         )
     check_states(found, store, kind)
     for unit, k, state in found:
-        tensors = {n: v for n, v in state.items() if isinstance(v, Tensor) and n != "step"}
-        numbers = {n: float(v) for n, v in state.items() if isinstance(v, (int, float)) and n != "step"}
-        for name, value in sorted(tensors.items()):
-            _put(unit, k, name, value, store, ranks)
-        for name, number in sorted(numbers.items()):
-            _put_number(unit, k, name, number, store, ranks)
+        kept: dict[str, Any] = {n: v for n, v in state.items() if isinstance(v, (Tensor, int, float)) and n != "step"}
+        names = [name for name in store.state_names() if isinstance(kept.get(name), Tensor)]
+        for name in names:
+            unit.write_part(name, k, from_rank_0(kept[name], unit))
+        for name in sorted(kept.keys() - set(names)):
+            _put_number(unit, k, name, float(kept[name]), store, ranks)
         unit.steps[k] = _steps(state)
 
 
@@ -91,13 +91,6 @@ def from_rank_0(value: Tensor, unit: Unit) -> Tensor:
     else:
         mine = value.detach().to(ranks.device, torch.float32).contiguous()
     return ranks.broadcast(mine, unit.name).reshape(-1)
-
-
-def _put(unit: Unit, k: int, name: str, value: Tensor, store: ShardStore, ranks: Ranks) -> None:
-    if name not in store.state_names():
-        _put_number(unit, k, name, float(value), store, ranks)
-    else:
-        unit.write_part(name, k, from_rank_0(value, unit))
 
 
 def _put_number(unit: Unit, k: int, name: str, number: float, store: ShardStore, ranks: Ranks) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..element_bytes import ElementBytes
 from ..errors import StoreError, UnsupportedOptimizerError
-from ..precision import fits, round_to, sum_of_squares, widen_scaled
+from ..precision import fits, round_to, rounded, sum_of_squares, widen_scaled
 from ..saved_bytes import HostMemory, Keeper, SavedBytes, give_memory, take_memory
 from ..store import GroupStep, ShardSpec, StoreContext
 from .elementwise import kept_states, over_segments
@@ -285,8 +285,7 @@ class _Shard:
 
     def lend_parameter(self) -> Tensor:
         if self.parameter is None:
-            self.parameter = torch.empty(self.spec.numel, dtype=self.spec.dtype, device=self.master.device)
-            round_to(self.master, self.parameter)
+            self.parameter = rounded(self.master, self.spec.dtype)
         return self.parameter
 
     def take_back_parameter(self) -> None:
@@ -295,11 +294,10 @@ class _Shard:
 
     def values(self) -> list[Tensor]:
         """Master, gradient and states. Each is all of its storage."""
-        states = (self._state_of(view).values() for view in self.views)
         kept = [
             value
-            for view, found in zip(self.views, states, strict=True)
-            for value in found
+            for view in self.views
+            for value in self._state_of(view).values()
             if isinstance(value, Tensor) and value.shape == view.shape  # not the step's count
         ]
         return [self.master, *([] if self.gradient is None else [self.gradient]), *kept]

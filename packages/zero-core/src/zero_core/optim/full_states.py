@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError, ZeroError
-from ..precision import as_bytes, round_to
+from ..precision import as_bytes, rounded
 from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
 from ..runtime.unit import Unit
@@ -205,10 +205,8 @@ def _check_masters(masters: Sequence[tuple[Unit, int, dict[str, Any]]], ranks: R
         unequal = False
         if (piece := unit.layout.piece(ranks.shard.rank, k)) is not None:
             mine = unit.store.read_state(unit.index, "master", piece.shard_start, piece.shard_stop)
-            both = [torch.empty(mine.shape, dtype=unit.dtype, device=mine.device) for _ in range(2)]
-            round_to(mine, both[0])
-            round_to(whole[piece.slot_start : piece.slot_stop].to(mine.device), both[1])
-            unequal = not torch.equal(*map(as_bytes, both))
+            theirs = whole[piece.slot_start : piece.slot_stop].to(mine.device)
+            unequal = not torch.equal(*(as_bytes(rounded(each, unit.dtype)) for each in (mine, theirs)))
         differ.append(float(unequal))
     counts = ranks.sum_everywhere(ranks.numbers(differ), "the state dict's masters").tolist() if masters else []
     names = [u.layout.slots[k].name for (u, k, _), count in zip(masters, counts, strict=True) if count]

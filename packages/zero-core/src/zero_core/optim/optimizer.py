@@ -197,7 +197,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         refuse_busy(self.engine, "full_state_dict()")
         self.engine.settle()
-        self.engine.ranks.assemble("optimizer.full_state_dict()")
+        self.engine.ranks.patience.assemble("optimizer.full_state_dict()")
         return self._full(keep=not rank0_only or self.engine.ranks.rank == 0)
 
     def _full(self, *, keep: bool) -> dict[str, Any]:

@@ -92,8 +92,7 @@ class UnitGradient:
         self.filled: set[int] = set()  # which parameters `current` has
         self.kept: Tensor | None = None  # (numel,) reduce dtype, fp32 once added to: earlier backwards', not reduced
         self._accumulates = False  # a kept gradient was added to once: fp32 from the first on, and no other memory
-        edges = [slot.offset for slot in layout.slots[1:]] + [layout.numel]
-        self._pads = [(s.stop, edge) for s, edge in zip(layout.slots, edges, strict=True) if s.stop < edge]
+        self._edges = [*(slot.offset for slot in layout.slots[1:]), layout.numel]  # where each slot's padding ends
 
     def collect(self, k: int) -> None:
         """Move parameter k's `.grad` into the unit's flat gradient."""
@@ -129,11 +128,10 @@ class UnitGradient:
     def _complete(self) -> Tensor:
         """Takes `current`, with zeros where nothing arrived: unused parameters, frozen ones, padding."""
         whole = self._begun()
-        for k, slot in enumerate(self.layout.slots):
-            if k not in self.filled:
-                whole[slot.offset : slot.stop].zero_()
-        for start, stop in self._pads:
-            whole[start:stop].zero_()
+        for k, (slot, edge) in enumerate(zip(self.layout.slots, self._edges, strict=True)):
+            start = slot.stop if k in self.filled else slot.offset
+            if start < edge:
+                whole[start:edge].zero_()
         self.current = None
         return whole
 

@@ -300,10 +300,6 @@ class Engine:
     # -- around a step -----------------------------------------------------------------------------------------------
 
     @property
-    def prefetch_bytes(self) -> int:
-        return self.uses.turn.prefetch_bytes
-
-    @property
     def busy(self) -> bool:
         running = bool(self._stack) and not self.calls.over("forward")
         return running or (self._backward is not None and in_backward())

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..layout import round_up
 from ..pool import Buffer, Shelf
 from .backward import Backward
 from .gradient import GradientState
@@ -226,9 +227,7 @@ class _Reduction:
     def __init__(self, of: _Gradient, begun: list[Buffer]) -> None:
         run, self.of = of.run, of
         shard_numel = of.numel // run.shard_count
-        averaged = (
-            run.replicas * -(-shard_numel // run.replicas) * run.reduce_itemsize
-        )  # a rank adds its slice up there
+        averaged = round_up(shard_numel, run.replicas) * run.reduce_itemsize  # a rank adds its slice up there
         self._buffers, self._averaged_bytes = begun, 0
         if run.shard_count > 1:
             if of.arrived >= run.lends:

@@ -161,7 +161,7 @@ class UnitMemory:
     def begin_anew(self) -> None:
         """After Ctrl-C at any line: there is no memory, and nothing is lent. No transfer is under way."""
         self._memory = self._arrival = self._work = self._shard = None
-        self._free() if self.brings_memory else take_away(self.flat)
+        self._resize(0) if self.brings_memory else take_away(self.flat)
         self.store.release(self.index)
         self.residency = Residency.SHARDED
 
@@ -213,7 +213,7 @@ class UnitMemory:
         if self.residency is Residency.LENT:
             take_away(self.flat)
         elif memory is None:
-            self._free()
+            self._resize(0)
         else:
             if self.residency is Residency.UNSHARDED:
                 take_away(self.flat)
@@ -231,14 +231,14 @@ class UnitMemory:
 
     def _take(self) -> None:
         if self.brings_memory:
-            if self.flat.untyped_storage().resizable():
-                self.flat.untyped_storage().resize_(self.nbytes)
+            self._resize(self.nbytes)
         else:
             self._memory = self.pool.take(self.layout.numel, self.dtype)
 
-    def _free(self) -> None:
-        if self.flat.untyped_storage().resizable():  # else a numpy array is over the memory, which stays for good
-            self.flat.untyped_storage().resize_(0)
+    def _resize(self, nbytes: int) -> None:
+        storage = self.flat.untyped_storage()
+        if storage.resizable():  # else a numpy array is over the memory, which stays for good
+            storage.resize_(nbytes)
 
     @property
     def _filled(self) -> Tensor:

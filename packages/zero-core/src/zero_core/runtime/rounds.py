@@ -177,9 +177,10 @@ class Rounds:
             member, unit = self._units[self._plan[self._begun]]
             if unit.residency is not Residency.SHARDED:
                 return
-            left = member.prefetch_bytes - under_way
+            allowed = member.uses.turn.prefetch_bytes
+            left = allowed - under_way
             if left <= 0 or (left < unit.nbytes and under_way):
-                if member.prefetch_bytes > 0:
+                if allowed > 0:
                     member.store.prefetch(unit.index)
                 return
             unit.prefetch()

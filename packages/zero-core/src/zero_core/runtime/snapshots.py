@@ -69,7 +69,7 @@ class Snapshots:
         engine.copies.taken.clear()
         gathers = any(not engine.units[u].residency.unsharded for u in wanted)
         if gathers and engine.ranks.shard.size > 1 and not (engine.busy or engine.uses.uneven):
-            engine.ranks.assemble(f"{type(module).__name__}.state_dict()")
+            engine.ranks.patience.assemble(f"{type(module).__name__}.state_dict()")
         engine.copies.take(wanted)
         self._outermost = module
 

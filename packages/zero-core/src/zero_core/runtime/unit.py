@@ -22,7 +22,7 @@ from torch import Tensor
 from ..building.overlaps import Follower
 from ..errors import ChangedParameterError
 from ..layout import Piece, UnitLayout
-from ..precision import as_bytes, round_to
+from ..precision import as_bytes, rounded
 from .composite import Composite
 from .context import UnitContext
 from .gradient import Leftover, UnitGradient
@@ -221,13 +221,10 @@ class Unit(UnitMemory):
                     self.versions[piece.k].ended()
                     self.store.write_state(self.index, "master", piece.shard_start, mine[part])
             return
-        rounded = old
-        if mine.dtype != torch.float32:
-            rounded = torch.empty_like(mine)
-            round_to(old, rounded)
+        before = rounded(old, mine.dtype)
         if not master:
-            rounded = self.ranks.arrives_as(rounded)
-        changed = mine != rounded
+            before = self.ranks.arrives_as(before)
+        changed = mine != before
         if bool(changed.any()):
             self.store.write_state(self.index, "master", 0, torch.where(changed, mine.float(), old))
 

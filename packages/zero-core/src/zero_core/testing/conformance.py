@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..precision import as_bytes, round_to, sum_of_squares
+from ..precision import as_bytes, rounded, sum_of_squares
 from ..saved_bytes import HostMemory
 from ..store import (
     Arrival,
@@ -272,9 +271,9 @@ class ShardStoreSuite:
             shard, view = bits.view(dtype).to(self.device), nn.Parameter(torch.ones(64, device=self.device))
             frozen = ShardSpec("frozen", 640, dtype, (Segment(0, 600, None, "w"),), trained=False)
             specs = [frozen, ShardSpec("trained", 64, torch.float32, (Segment(0, 64, 0, "v"),))]
-            store, first = self.make_store(), [shard, view.detach()]
+            store, first = self.make_store(), [shard.clone(), view.detach().clone()]
             optimizer = self.make_optimizer([{"params": [view], "lr": 1e-2}])
-            store.attach(specs, optimizer, partial(_clone_of, first), context=StoreContext(self.device))
+            store.attach(specs, optimizer, first.__getitem__, context=StoreContext(self.device))
             options = GroupStep({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
             for step, (start, stop) in enumerate(((0, 0), (0, 640), (37, 500)), 1):
                 as_bytes(shard[start:stop]).copy_(as_bytes(shard[start:stop]).flip(0))
@@ -305,10 +304,6 @@ def _refused(*words: str, but: str) -> Iterator[None]:
         assert all(word in str(error) for word in words), error
     else:
         raise AssertionError(but)
-
-
-def _clone_of(values: Sequence[Tensor], i: int) -> Tensor:
-    return values[i].clone()
 
 
 class _Trial:
@@ -485,9 +480,7 @@ class _Trial:
         for i, spec in enumerate(self.specs):
             found = self.copy_of(i)
             assert found.dtype == self.dtype and found.shape == (_SIZES[i],)
-            expected = torch.empty(_SIZES[i], dtype=self.dtype, device=self.suite.device)
-            round_to(self.whole[i], expected)
-            self._compare(spec, found, expected, exact, "parameters")
+            self._compare(spec, found, rounded(self.whole[i], self.dtype), exact, "parameters")
 
     def compare_norm(self) -> None:
         expected = sum(float(sum_of_squares(g)) for g in self.gradients if g is not None)
