@@ -56,7 +56,12 @@ def put_states(found: Sequence[tuple[Unit, int, dict[str, Any]]], store: ShardSt
         for name in names:
             unit.write_part(name, k, from_rank_0(kept[name], unit))
         for name in sorted(kept.keys() - set(names)):
-            _put_number(unit, k, name, float(kept[name]), store, ranks)
+            assert isinstance(store, ScalarStates)
+            mine = torch.tensor(float(kept[name]), dtype=torch.float64, device=ranks.device)
+            number = float(ranks.broadcast(mine, unit.name))
+            for segment, piece in enumerate(unit.pieces):
+                if piece.k == k:
+                    store.write_scalar(unit.index, segment, name, number)
         unit.steps[k] = _steps(state)
 
 
@@ -91,11 +96,3 @@ def from_rank_0(value: Tensor, unit: Unit) -> Tensor:
     else:
         mine = value.detach().to(ranks.device, torch.float32).contiguous()
     return ranks.broadcast(mine, unit.name).reshape(-1)
-
-
-def _put_number(unit: Unit, k: int, name: str, number: float, store: ShardStore, ranks: Ranks) -> None:
-    assert isinstance(store, ScalarStates)
-    number = float(ranks.broadcast(torch.tensor(number, dtype=torch.float64, device=ranks.device), unit.name))
-    for segment, piece in enumerate(unit.pieces):
-        if piece.k == k:
-            store.write_scalar(unit.index, segment, name, number)

@@ -32,8 +32,7 @@ class Copies:
         known = self.taken.get((unit.index, k))
         if known is not None and known[0].current():
             return known[1]
-        (values,) = self._copy(unit, [k])
-        return values
+        return self._copy(unit, [k])[0]
 
     @outside_transforms
     def take(self, wanted: Mapping[int, Sequence[int]]) -> None:
