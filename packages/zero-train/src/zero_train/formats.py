@@ -6,6 +6,7 @@ times as long as one of fp32 (2 threads of an AVX-512 Xeon without avx512_bf16, 
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -24,17 +25,18 @@ def resolve(config: Config, device: torch.device, cpuinfo: Path = Path("/proc/cp
     The layout `split` is for bf16 parameters whose shards the CPU holds; all others keep fp32 states. A dry run follows
     the described hardware.
     """
-    precision, reason = config.precision, ""
+    parameters, states, reason = config.precision.parameters, config.precision.states, ""
     kind = (config.hardware.device if config.run.dry else None) or device.type
-    if precision.parameters == AUTO:
+    if parameters == AUTO:
         flag = min(_flags(cpuinfo) & _CPU_FLAGS, default="")
         computes = bool(flag) if kind == "cpu" else kind != device.type or _computes_bf16(device)
-        precision.parameters = "bf16" if computes else "fp32"
+        parameters = "bf16" if computes else "fp32"
         machine = "CPU" if kind == "cpu" else f"{kind} device"
-        reason = f"{precision.parameters}: this {machine} has {flag or 'bf16' if computes else 'no bf16 arithmetic'}"
-    if precision.states == AUTO:
+        reason = f"{parameters}: this {machine} has {flag or 'bf16' if computes else 'no bf16 arithmetic'}"
+    if states == AUTO:
         held_by_cpu = kind == "cpu" or not on(config.offload.parameters, "device")
-        precision.states = "split" if precision.parameters == "bf16" and held_by_cpu else "fp32"
+        states = "split" if parameters == "bf16" and held_by_cpu else "fp32"
+    config.precision = dataclasses.replace(config.precision, parameters=parameters, states=states)
     return reason
 
 
