@@ -221,9 +221,8 @@ class FineTune(train.Run):
             lr_scheduler: Any
 
             def make_run(self, optimizer: torch.optim.Optimizer | None) -> Any:
-                ready = watch.ready = stack.enter_context(
-                    engine.assembled(draft, plan, config, ranks, clips=False, steady=False)
-                )
+                ready = stack.enter_context(engine.assembled(draft, plan, config, ranks, clips=False, steady=False))
+                watch.assembled(ready)
                 for remark in ready.remarks:
                     watch.run._say(remark)
                 return zero_hf.Run(draft.model, ready.optimizer, self.zero_config, ready.store, plan, ExitStack())

@@ -69,6 +69,49 @@ class History:
     remarks: list[str] = field(default_factory=list)  # on the data, for the report
 
 
+class Meter:
+    """Measures the steps of one engine, for its timeline and for `history`."""
+
+    def __init__(self, engine: Assembled, history: History) -> None:
+        self._engine, self._history = engine, history
+        self._usage, self._phases = engine.usage(), Phases(0)
+        self._measured: dict[str, Any] = {}
+        self._inside = False
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Measures step `number`, which is what runs inside."""
+        self._phases, self._inside = Phases(number), True
+        begun = time.perf_counter()
+        try:
+            with self._engine.timeline.span("step", str(number)):
+                yield
+        finally:
+            self._inside = False
+        seconds = time.perf_counter() - begun
+        before, self._usage = self._usage, self._engine.usage()
+        self._measured = {"step_seconds": seconds, **self._usage.since(before)}
+        self._history.phases.append(self._phases)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a phase of a step. Outside of a step, as in an evaluation, it does nothing."""
+        if not self._inside:
+            yield
+            return
+        begun = time.perf_counter()
+        with self._engine.timeline.span(name, ""):
+            yield
+        setattr(self._phases, name, getattr(self._phases, name) + time.perf_counter() - begun)
+
+    def line(self, tokens: float, **figures: float) -> Step:
+        """Adds the step that has ended to the history, and returns it. `tokens` are those of all ranks."""
+        rate = tokens / self._measured["step_seconds"]
+        measured = {**self._measured, **figures, "tokens_per_second": rate, "peak_rss_bytes": peak_rss_bytes()}
+        self._history.steps.append(Step(step=self._phases.step, **measured))
+        return self._history.steps[-1]
+
+
 class Loop:
     """Trains one engine on one corpus."""
 
@@ -76,8 +119,8 @@ class Loop:
         self._engine, self._corpus, self._config, self._ranks = engine, corpus, config, ranks
         self._interrupt = interrupt
         self._schedule = schedule_of(config.optim, engine.optimizer)
-        self._before, self._phases = engine.usage(), Phases(0)
         self.history = History()
+        self._meter = Meter(engine, self.history)
 
     def run(
         self,
@@ -90,18 +133,19 @@ class Loop:
 
         The callbacks are called after each step, after each validation loss, and whenever a checkpoint is due.
         """
-        run, timeline = self._config.run, self._engine.timeline
+        run, timeline, ranks = self._config.run, self._engine.timeline, self._ranks
+        tokens = run.micro_batch * run.accumulate * ranks.world_size * self._config.data.sequence_length
         signal = 0
         if run.evaluate_every and first == 1:
             signal = self._validate(0, on_validation)
         for number in range(first, run.steps + 1):
             if signal:
                 return signal
-            with timeline.span("step", str(number)):
-                step = self._step(number)
-            self.history.steps.append(step)
-            on_step(step)
-            signal = self._ranks.most(self._interrupt.signal)
+            with self._meter.step(number):
+                losses, rate = self._step(number)
+            loss, norm = ranks.mean(sum(losses()) / run.accumulate), float(self._engine.optimizer.grad_norm)
+            on_step(self._meter.line(tokens, loss=loss, grad_norm=norm, learning_rate=rate))
+            signal = ranks.most(self._interrupt.signal)
             if signal or number == run.steps:
                 self._engine.wait()
                 timeline.enabled = False  # the timeline shows steps only, not what follows the last one
@@ -111,33 +155,17 @@ class Loop:
                 on_checkpoint(number)
         return signal
 
-    def _step(self, number: int) -> Step:
-        """Runs one optimizer step and measures it."""
-        run, engine, ranks = self._config.run, self._engine, self._ranks
-        self._phases = Phases(number)
-        begun = time.perf_counter()
+    def _step(self, number: int) -> tuple[Callable[[], list[float]], float]:
+        """Runs one optimizer step. Returns what gives the losses of its micro-batches, and the learning rate."""
+        run, engine = self._config.run, self._engine
         losses = later(torch.stack([self._gradient(number, micro) for micro in range(run.accumulate)]))
         rate = self._set_rate(number)
-        with self._phase("optimizer"):
+        with self._meter.phase("optimizer"):
             engine.optimizer.step()
             engine.optimizer.zero_grad()
             if number == run.steps:
                 engine.wait()
-        seconds = time.perf_counter() - begun
-        before, usage = self._before, engine.usage()
-        self._before = usage
-        self.history.phases.append(self._phases)
-        rows = run.micro_batch * run.accumulate * ranks.world_size
-        return Step(
-            step=number,
-            loss=ranks.mean(sum(losses()) / run.accumulate),
-            grad_norm=float(engine.optimizer.grad_norm),
-            learning_rate=rate,
-            step_seconds=seconds,
-            tokens_per_second=rows * self._config.data.sequence_length / seconds,
-            peak_rss_bytes=peak_rss_bytes(),
-            **usage.since(before),
-        )
+        return losses, rate
 
     def _set_rate(self, number: int) -> float:
         """Gives the optimizer the learning rate of step `number`, and returns it."""
@@ -157,7 +185,7 @@ class Loop:
         size.
         """
         run, ranks, model = self._config.run, self._ranks, self._engine.model
-        with self._phase("data"):
+        with self._meter.phase("data"):
             turn = ((number - 1) * run.accumulate + micro) * ranks.world_size + ranks.rank
             tokens, targets = self._corpus.batch(
                 turn * run.micro_batch, run.micro_batch, self._config.data.sequence_length, run.seed
@@ -165,9 +193,9 @@ class Loop:
             tokens, targets = sent(tokens, ranks.device), sent(targets, ranks.device)
         waits = holds_back(self._config) and micro + 1 < run.accumulate
         with zero_core.no_sync(model) if waits else nullcontext():
-            with self._phase("forward"):
+            with self._meter.phase("forward"):
                 loss = loss_of(model, tokens, targets)
-            with self._phase("backward"):
+            with self._meter.phase("backward"):
                 (loss / run.accumulate).backward()
         return loss.detach()
 
@@ -197,14 +225,6 @@ class Loop:
             self.history.validation.append((number, mean))
             on_validation(number, mean)
         return signal
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Times one phase of a step, for the timeline and for the history."""
-        begun = time.perf_counter()
-        with self._engine.timeline.span(name, ""):
-            yield
-        setattr(self._phases, name, getattr(self._phases, name) + time.perf_counter() - begun)
 
 
 def _due(number: int, every: int, steps: int) -> bool:

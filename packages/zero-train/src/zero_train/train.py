@@ -233,32 +233,19 @@ class Run:
         self, ready: Assembled, corpus: data.Corpus, plan: zero_offload.Plan, folder: Path, first: int
     ) -> Outcome:
         config, ranks = self.config, self.ranks
-        run, sample, metrics = config.run, "", None
+        run, sample = config.run, ""
         loop = Loop(ready, corpus, config, ranks, self.asked)
-        shown = progress.reporter(ranks.leader, run.steps, first - 1, run.report_every, run.bar)
-
-        def on_step(step: Step) -> None:
-            if metrics:
-                metrics.step(step)
-            shown.step(step)
-
-        def on_validation(number: int, loss: float) -> None:
-            if metrics:
-                metrics.validation(number, loss)
-            shown.say(f"validation after step {number}: {loss:.4f} nats/{corpus.unit}")
-
         with ExitStack() as stack:
             stack.enter_context(self.asked.gentle())
             if ranks.leader:
                 configuration.save(config, folder / resume.CONFIG)
-                metrics = stack.enter_context(report.Metrics(folder, first))
                 stack.callback(self._write_report, ready, loop.history, plan, folder)
             text = corpus.digest() if run.checkpoint_every else ""
-            with shown, zero_offload.explained(plan):
+            with Told(self, folder, first - 1) as told, zero_offload.explained(plan):
                 signal = loop.run(
                     first,
-                    on_step,
-                    on_validation,
+                    told.step,
+                    lambda number, loss: told.validation(number, loss, f"nats/{corpus.unit}"),
                     lambda number: resume.save(folder, number, ready, config, ranks, text),
                 )
             if signal:
@@ -312,6 +299,26 @@ class Run:
     def _say(self, text: str) -> None:
         if self.ranks.leader:
             _say(text)
+
+
+class Told(ExitStack):
+    """Who is told of a run's figures: the files of its folder and the terminal, both on the first rank alone."""
+
+    def __init__(self, run: Run, folder: Path, done: int) -> None:
+        super().__init__()
+        given, leader = run.config.run, run.ranks.leader
+        self._metrics = self.enter_context(report.Metrics(folder, done + 1)) if leader else None
+        self._shown = self.enter_context(progress.reporter(leader, given.steps, done, given.report_every, given.bar))
+
+    def step(self, step: Step) -> None:
+        if self._metrics:
+            self._metrics.step(step)
+        self._shown.step(step)
+
+    def validation(self, number: int, loss: float, unit: str) -> None:
+        if self._metrics:
+            self._metrics.validation(number, loss)
+        self._shown.say(f"validation after step {number}: {loss:.4f} {unit}")
 
 
 def _export(ready: Assembled, folder: Path, ranks: Ranks) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_train import engine, progress, report
-from zero_train.loop import History, Phases, Step, peak_rss_bytes
-from zero_train.train import Run
+from zero_train.engine import Assembled
+from zero_train.loop import History, Meter
+from zero_train.train import Run, Told
 
 __all__ = ["Watch"]
 
@@ -24,83 +22,51 @@ class Watch:
     history: History
     folder: Path
     done: int  # steps before this process
-    ready: engine.Assembled | None = None
+    ready: Assembled | None = None
+    _meter: Meter | None = None  # from the first step on
     _open: ExitStack = field(default_factory=ExitStack)
     _step: ExitStack = field(default_factory=ExitStack)
-    _phases: Phases = field(default_factory=lambda: Phases(0))
-    _usage: engine.Usage = field(default_factory=engine.Usage)
     _tokens: float = 0.0
-    _begun: float = 0.0
-    _seconds: float = 0.0
 
     def __enter__(self) -> Watch:
-        run = self.run.config.run
-        leader = self.run.ranks.leader
-        self._shown = self._open.enter_context(
-            progress.reporter(leader, run.steps, self.done, run.report_every, run.bar)
-        )
-        self._metrics = self._open.enter_context(report.Metrics(self.folder, self.done + 1)) if leader else None
+        self._told = self._open.enter_context(Told(self.run, self.folder, self.done))
+        self._open.push(self._step)
         return self
 
     def __exit__(self, *failed: Any) -> None:
-        self._step.close()
-        self._open.close()
+        self._open.__exit__(*failed)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def assembled(self, ready: Assembled) -> None:
+        """Takes the engine, which the trainer assembles when it makes its optimizer."""
+        self.ready = ready
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Times a phase of a step, for the timeline and for the history."""
-        if self.ready is None or not self._begun:  # an evaluation
-            yield
-            return
-        begun = time.perf_counter()
-        with self.ready.timeline.span(name, ""):
-            yield
-        setattr(self._phases, name, getattr(self._phases, name) + time.perf_counter() - begun)
+        return nullcontext() if self._meter is None else self._meter.phase(name)
 
     def begin(self, number: int) -> None:
         assert self.ready is not None
-        if number == self.done + 1:
-            self._usage = self.ready.usage()
-        self._phases = Phases(number)
-        self._begun = time.perf_counter()
-        self._step.enter_context(self.ready.timeline.span("step", str(number)))
+        self._meter = self._meter or Meter(self.ready, self.history)
+        self._step.enter_context(self._meter.step(number))
 
     def end(self, last: bool) -> None:
         assert self.ready is not None
         if last:
             self.ready.wait()
         self._step.close()
-        self._seconds, self._begun = time.perf_counter() - self._begun, 0.0
-        self.history.phases.append(self._phases)
         if last:
             self.ready.timeline.enabled = False  # the timeline shows steps only
 
     def log(self, number: int, logs: dict[str, Any]) -> None:
         if "eval_loss" in logs:
             self.history.validation.append((number, logs["eval_loss"]))
-            if self._metrics:
-                self._metrics.validation(number, logs["eval_loss"])
-            self._shown.say(f"validation after step {number}: {logs['eval_loss']:.4f} {self.run.unit}")
+            self._told.validation(number, logs["eval_loss"], self.run.unit)
         if "loss" not in logs:
             return
-        assert self.ready is not None
-        before, usage = self._usage, self.ready.usage()
-        self._usage = usage
-        tokens, self._tokens = float(logs.get("num_tokens", 0)) - self._tokens, float(logs.get("num_tokens", 0))
-        step = Step(
-            step=number,
-            loss=logs["loss"],
-            grad_norm=logs.get("grad_norm", float("nan")),
-            learning_rate=logs["learning_rate"],
-            step_seconds=self._seconds,
-            tokens_per_second=tokens / self._seconds,
-            peak_rss_bytes=peak_rss_bytes(),
-            **usage.since(before),
-        )
-        self.history.steps.append(step)
-        if self._metrics:
-            self._metrics.step(step)
-        self._shown.step(step)
+        assert self._meter is not None
+        before, self._tokens = self._tokens, float(logs.get("num_tokens", 0))
+        norm, rate = logs.get("grad_norm", float("nan")), logs["learning_rate"]
+        self._told.step(self._meter.line(self._tokens - before, loss=logs["loss"], grad_norm=norm, learning_rate=rate))
 
     def callback(self) -> Any:
         from transformers import TrainerCallback
