@@ -56,7 +56,7 @@ FOLLOWED: dict[str, str] = {
     "which leaves none for validation; write more": _CONVERTED,
     "reads folders of save_to_disk; choose another data": _CONVERTED,
     "has the splits {}; name one": _CONVERTED,
-    "cannot write the converted rows to": _DATA + "test_a_cache_that_cannot_be_written_is_another_folder",
+    "cannot write {} to {}: {}; they need": _DATA + "test_a_cache_that_cannot_be_written_is_another_folder",
     "set model.vocab_size=256": _HERE + "test_models_that_an_error_asks_for_are_built",
     "has no config.json; name a folder saved by": _HERE + "test_models_that_an_error_asks_for_are_built",
     "the hub did not give it": _HERE + "test_models_that_an_error_asks_for_are_built",
@@ -94,8 +94,6 @@ FOLLOWED: dict[str, str] = {
     "its tokenizer has no chat template": "integration/zero_train/test_finetune.py::"
     "test_a_tokenizer_without_a_chat_template_takes_texts_and_no_messages",
     "tracker={} needs": _HERE + "test_fine_tuning_without_a_package_passes_when_it_is_installed",
-    "task={} needs {}, which is not installed": _HERE
-    + "test_fine_tuning_without_a_package_passes_when_it_is_installed",
     "the data differ from the saved run's": _HERE + "test_other_rows_are_brought_back_or_learned_from_on_purpose",
     # keys
     "does not load ({}); reinstall it": _HERE + "test_a_package_that_does_not_load_is_installed_again",
@@ -120,7 +118,6 @@ FOLLOWED: dict[str, str] = {
     "set run.evaluate_every to a number": _UNUSED,
     "set run.sample_bytes to a length": _UNUSED,
     # data
-    "needs datasets, which is not installed": _DATA + "test_rows_are_read_when_datasets_is_installed",
     "{}={} cannot be read: {}; change": _CONVERTED,
     "datasets cannot load it from the hub": _CONVERTED,
     "is a parquet file; choose data=parquet": _CONVERTED,
@@ -133,8 +130,6 @@ FOLLOWED: dict[str, str] = {
     "and a line may have {}; split the row": _DATA + "test_a_row_that_is_too_long_is_split",
     "every answer is learned from; end": _DATA + "test_rows_that_are_corrected_are_read",
     "end it with the user's": _DATA + "test_rows_that_are_corrected_are_read",
-    "cannot write its tokens to": "integration/zero_train/test_tokens.py::"
-    "test_tokens_that_find_no_room_go_to_the_folder_that_is_named",
     # models, files of DeepSpeed, folders and commands
     "is not an even multiple of model.heads": _HERE + "test_models_that_an_error_asks_for_are_built",
     "is not a multiple of model.key_value_heads": _HERE + "test_models_that_an_error_asks_for_are_built",

@@ -157,7 +157,7 @@ def test_a_cache_that_cannot_be_written_is_another_folder(monkeypatch, tmp_path)
     given = DataConfig(kind="jsonl", path=lines(tmp_path / "a", CHAT, CHAT), validation_fraction=0)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="make some, or name a folder with more by XDG_CACHE_HOME"):
+    with pytest.raises(ConfigError, match="make room, or name a folder with more by XDG_CACHE_HOME"):
         conversations.load(given, "sft", conversations.cache_folder())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     conversations.load(given, "sft", conversations.cache_folder())

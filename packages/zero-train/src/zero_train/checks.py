@@ -23,7 +23,7 @@ STATE_KINDS = ("parameters", "gradients", "optimizer")
 ACTIVATIONS = ("keep", "recompute", "host", "nvme")
 _BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 _NULL = {"optim.max_grad_norm": "no clipping"}
-EXTRAS = {"zero_nvme": "nvme", "zero_optim_cpu": "cpu", "transformers": "hf", "zero_hf": "hf"}
+EXTRAS = {"zero_nvme": "nvme", "zero_optim_cpu": "cpu", "transformers": "hf", "zero_hf": "hf", "datasets": "finetune"}
 
 
 def values(config: Config) -> None:
@@ -94,22 +94,25 @@ def values(config: Config) -> None:
 
 def packages(config: Config) -> None:
     """Raises ConfigError, naming the extra to install, if a package that this run uses is not installed."""
-    needed = [("transformers", f"model={config.model.kind}", "")]
+    installed("transformers", f"model={config.model.kind}")
     if config.optim.kind == "lion":
-        needed.append(("zero_optim_cpu", "optim=lion", ", or choose optim=adamw"))
+        installed("zero_optim_cpu", "optim=lion", ", or choose optim=adamw")
     if config.offload.kind != "none":
         tier = "auto" if config.offload.kind == "auto" else "nvme" if uses_nvme(config) else "host"
-        needed.append(("zero_optim_cpu", f"offload={tier}", ", or choose offload=none"))
+        installed("zero_optim_cpu", f"offload={tier}", ", or choose offload=none")
     if config.optim.schedule is not None:
-        needed.append(("zero_hf", "optim.schedule", ", or use optim.warmup_steps"))
+        installed("zero_hf", "optim.schedule", ", or use optim.warmup_steps")
     if uses_nvme(config):
-        needed.append(("zero_nvme", "offload=nvme", ", or choose offload=host"))
-    for module, user, way_out in needed:
-        if importlib.util.find_spec(module) is None:
-            raise ConfigError(
-                f"{user} needs {module.replace('_', '-')}, which is not installed; "
-                f"pip install 'zero-train[{EXTRAS[module]}]'{way_out}"
-            )
+        installed("zero_nvme", "offload=nvme", ", or choose offload=host")
+
+
+def installed(module: str, user: str, way_out: str = "", *, extra: str | None = None) -> None:
+    """Raises ConfigError, naming the extra to install, if a package that `user` needs is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(
+            f"{user} needs {module.replace('_', '-')}, which is not installed; "
+            f"pip install 'zero-train[{extra or EXTRAS[module]}]'{way_out}"
+        )
 
 
 def loaded(module: str) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_train import row_files, rows
+from zero_train import checks, row_files, rows
 from zero_train.errors import ConfigError
 from zero_train.schema import DataConfig
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _VERSION = 1  # of the converted rows: raise it when the same file is converted differently
-_DONE = "rows.json"  # written last: what a conversion found
 _SHOWN = 10  # mistakes
 _BATCH_ROWS = 1000
 _BATCH_BYTES = 8 << 20
@@ -72,10 +70,7 @@ def load(config: DataConfig, task: str, cache: Path, say: Callable[[str], None] 
         ConfigError: a package is missing, a path does not exist, a row has a mistake (the first ten are listed), no row
             is left to train on or to hold out, or the cache cannot be written. No incomplete conversion is left.
     """
-    if importlib.util.find_spec("datasets") is None:
-        raise ConfigError(
-            f"data={config.kind} needs datasets, which is not installed; pip install 'zero-train[finetune]'"
-        )
+    checks.installed("datasets", f"data={config.kind}")
     if not config.path:
         raise ConfigError(f"data={config.kind} needs data.path; name what to train on with data.path=…")
     given = config.validation_path
@@ -140,18 +135,47 @@ def _converted(
 ) -> _Converted:
     """Returns the conversion of the rows that `given` names, from `cache` if it is there."""
     source = _source(key, given, config)
-    identity = json.dumps([_VERSION, source.digest, config.kind, task, fraction])
-    folder = cache / f"rows-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+
+    def convert(partial: Path) -> dict[str, Any]:
+        say(f"{key}={given}: checking {source.size / 1e6:,.1f} MB and converting them into {cache}")
+        return _convert(source, task, fraction, partial)
+
+    named = ("rows", f"{key}={given}", "the converted rows", "about as much room as the file")
+    folder, found = kept(cache, *named, [_VERSION, source.digest, config.kind, task, fraction], convert)
+    return _Converted(folder, **found)
+
+
+def kept(
+    cache: Path, kind: str, source: str, what: str, room: str, identity: list[Any], make: Callable[[Path], Any]
+) -> tuple[Path, Any]:
+    """Returns the folder in `cache` that `make` filled for `identity`, now or in another run, and what it returned.
+
+    The folder appears when it is complete, and the JSON of what `make` returned is written last, to the disk itself.
+
+    Raises:
+        ConfigError: the cache cannot be written. It names `source`, `what` is written, and the `room` that it needs.
+    """
+    folder = cache / f"{kind}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}"
+    partial, done = folder.with_name(f"{folder.name}.{os.getpid()}.partial"), f"{kind}.json"
     try:
         with locked(cache):
-            if not (folder / _DONE).is_file():
-                say(f"{key}={given}: checking {source.size / 1e6:,.1f} MB and converting them into {cache}")
-                _convert(source, task, fraction, folder)
-            return _Converted(folder, **json.loads((folder / _DONE).read_text()))
+            if not (folder / done).is_file():
+                try:
+                    partial.mkdir()
+                    found = make(partial)
+                    with (partial / done).open("w") as file:
+                        json.dump(found, file)
+                        file.flush()
+                        os.fsync(file.fileno())
+                    if not (folder / done).is_file():  # it is there if another process was as fast, without locks
+                        partial.rename(folder)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
+            return folder, json.loads((folder / done).read_text())
     except OSError as error:
         raise ConfigError(
-            f"{key}={given}: cannot write the converted rows to {cache}: {error.strerror or error}; they need about as "
-            "much room as the file: make some, or name a folder with more by XDG_CACHE_HOME"
+            f"{source}: cannot write {what} to {cache}: {error.strerror or error}; they need {room}: make room, or "
+            "name a folder with more by XDG_CACHE_HOME"
         ) from error
 
 
@@ -264,25 +288,14 @@ def _named(given: str, opened: Any) -> Iterator[tuple[str, Any]]:
     return ((f"{given}, {place}", row) for place, row in row_files.of_datasets(opened))
 
 
-def _convert(source: _Source, task: str, fraction: float, folder: Path) -> None:
-    """Checks every row and writes it to `folder`, which appears when it is complete."""
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir()
-        with _Conversion(partial, fraction) as conversion:
-            for checked in check(source.key, source.given, source.places, task):
-                conversion.add(checked)
-        if _stamps(source.files) != source.stamps:
-            raise ConfigError(f"{source.key}={source.given} was written to while it was read; start again")
-        summary = conversion.summary(source)
-        with (partial / _DONE).open("w") as file:
-            json.dump(summary, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if not (folder / _DONE).is_file():  # it is there if another process was as fast, without locks
-            partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def _convert(source: _Source, task: str, fraction: float, folder: Path) -> dict[str, Any]:
+    """Checks every row and writes it to `folder`. Returns what rows.json holds."""
+    with _Conversion(folder, fraction) as conversion:
+        for checked in check(source.key, source.given, source.places, task):
+            conversion.add(checked)
+    if _stamps(source.files) != source.stamps:
+        raise ConfigError(f"{source.key}={source.given} was written to while it was read; start again")
+    return conversion.summary(source)
 
 
 def check(key: str, given: str, places: Iterable[tuple[str, Any]], task: str) -> Iterator[rows.Row]:

@@ -85,8 +85,10 @@ class Assembled:
             self.store.wait()
 
 
-def draft(config: Config, cores: Sequence[int] | None = None, *, on_gpu: bool = False) -> Draft:
-    """Builds the model under `deferred_init`, the optimizer over it, and its update step, on `cores` if given.
+def draft(
+    config: Config, cores: Sequence[int] | None = None, *, on_gpu: bool = False, model: nn.Module | None = None
+) -> Draft:
+    """Makes the optimizer over `model` and its update step, on `cores` if given. None: the model that `config` names.
 
     `on_gpu` says that the optimizer updates on a GPU what stays on the device. On a CPU the device's memory is the
     host's, so that zero-optim-cpu, if it is installed, updates it as it does under offload=host.
@@ -94,7 +96,10 @@ def draft(config: Config, cores: Sequence[int] | None = None, *, on_gpu: bool = 
     Raises:
         ConfigError: model sizes that do not fit together, or an optimizer or layout that the update cannot run.
     """
-    return draft_of(model_of(config), config, cores, on_gpu=on_gpu)
+    model = model_of(config) if model is None else model
+    by_kernels = config.offload.kind != "none" or (not on_gpu and find_spec("zero_optim_cpu") is not None)
+    optimizer = make_optimizer(config, model, fused=not by_kernels)
+    return Draft(model, optimizer, make_step(config, optimizer, cores) if by_kernels else None)
 
 
 def model_of(config: Config) -> nn.Module:
@@ -115,13 +120,6 @@ def model_of(config: Config) -> nn.Module:
         except (zero_core.ZeroError, OSError) as error:
             raise ConfigError(f"model.path={config.model.path}: {error}") from error
     return model
-
-
-def draft_of(model: nn.Module, config: Config, cores: Sequence[int] | None = None, *, on_gpu: bool = False) -> Draft:
-    """Returns `model`, which has no memory yet, with its optimizer and update step, see `draft`."""
-    by_kernels = config.offload.kind != "none" or (not on_gpu and find_spec("zero_optim_cpu") is not None)
-    optimizer = make_optimizer(config, model, fused=not by_kernels)
-    return Draft(model, optimizer, make_step(config, optimizer, cores) if by_kernels else None)
 
 
 def make_step(config: Config, optimizer: torch.optim.Optimizer, cores: Sequence[int] | None = None) -> Any:

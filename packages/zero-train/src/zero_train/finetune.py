@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import zero_offload
-from zero_train import answers, checks, conversations, engine, formats, planning, pretrained, resume, train
+from zero_train import answers, checks, conversations, engine, pretrained, resume, train
 from zero_train import config as configuration
 from zero_train.errors import ConfigError
 from zero_train.loop import History, schedule_of, share
@@ -51,18 +51,9 @@ class FineTune(train.Run):
     def unit(self) -> str:
         return "nats per token" if self.config.task.kind == "sft" else "nats per pair"
 
-    def prepared(self) -> tuple[Any, engine.Draft, zero_offload.Plan]:
-        config, ranks = self.config, self.ranks
-        checks.values(config)
-        self.format_reason = formats.resolve(config, ranks.device)
-        checks.values(config)
-        checks.packages(config)
+    def read(self) -> tuple[Any, nn.Module]:
+        config = self.config
         self._check()
-        if not config.run.dry:
-            planning.here(config, ranks)
-            checks.run_folder(config)
-        checks.nvme(config, ranks.local_rank)
-        found = resume.found(config)
         folder = pretrained.local(config)
         needless = config.run.dry and not pretrained.has_tokenizer(folder)
         self.tokenizer = None if needless else pretrained.tokenizer_of(folder)
@@ -74,10 +65,7 @@ class FineTune(train.Run):
             )
         if read is not None and read.kind == "messages" and config.task.loss_on == "answers":
             read = answers.marked(read, self.tokenizer, folder, config.data)
-        model = pretrained.build(folder, config)
-        on_gpu = (config.hardware.device or ranks.device.type) != "cpu"
-        draft = engine.draft_of(model, config, self.cores and self.cores.pool, on_gpu=on_gpu)
-        return read, draft, self.planned(draft, found)
+        return read, pretrained.build(folder, config)
 
     def before_all(self) -> None:
         """The first rank converts the data, which the others then find converted."""
@@ -104,11 +92,7 @@ class FineTune(train.Run):
         if (tracker := config.tracker.kind) != "none" and not config.run.dry and not importlib.util.find_spec(tracker):
             raise ConfigError(f"tracker={tracker} needs {tracker}, which is not installed; pip install {tracker}")
         for module in needed:
-            if importlib.util.find_spec(module) is None:
-                raise ConfigError(
-                    f"task={config.task.kind} needs {module.replace('_', '-')}, which is not installed; "
-                    "pip install 'zero-train[finetune]'"
-                )
+            checks.installed(module, f"task={config.task.kind}", extra="finetune")
         if config.zero.update_in_backward:
             raise ConfigError(f"task={config.task.kind} steps after backward; set zero.update_in_backward=false")
         if config.adapter.merge and not config.run.export:
@@ -134,10 +118,7 @@ class FineTune(train.Run):
         config, ranks = self.config, self.ranks
         if checkpoint:
             together(ranks, lambda: self._same_data(read, folder))
-            rest = "" if checkpoint.step < config.run.steps else ", the last: nothing is left to train"
-            self._say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}{rest}")
-            if differs := resume.differing(checkpoint, config):
-                self._say(differs)
+            self.say_continued(checkpoint)
         history = History()
         watch = Watch(self, history, folder, checkpoint.step if checkpoint else 0)
         try:

@@ -7,10 +7,8 @@ what of it is held out, data.py and conversations.py decide. Needs transformers,
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,10 @@ import torch
 from torch import Tensor
 
 from zero_train import conversations, data, pretrained
-from zero_train.errors import ConfigError
 from zero_train.schema import ROW_KINDS, Config
 
 _VERSION = 1  # of the files: raise it when the same text is read differently
 _PARTS = ("training", "validation")
-_DONE = "tokens.json"  # written last: how many tokens each part has
 _PIECE_BYTES = 1 << 20  # a longer text is cut at the end of a line, as a tokenizer takes many times its memory
 _BATCH_BYTES = 2 << 20  # of text: its tokens are Python's numbers for a moment
 
@@ -47,21 +43,15 @@ def load(config: Config, tokenizer: Any, folder: Path, say: Callable[[str], None
     Raises:
         ConfigError: the text cannot be read, is too short for a sequence, or has a mistake; or the cache is full.
     """
-    name, digest, texts = _texts(config, say)
+    name, digest, parts = _texts(config, say)
     cache = conversations.cache_folder()
-    identity = json.dumps([_VERSION, digest, pretrained.tokenizer_digest(folder)])
-    made = cache / f"tokens-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    try:
-        with conversations.locked(cache):
-            if not (made / _DONE).is_file():
-                say(f"{name}: reading it with the tokenizer of {folder}, into {cache}")
-                _write(texts, tokenizer, made)
-        counts = json.loads((made / _DONE).read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"{name}: cannot write its tokens to {cache}: {error.strerror or error}; they need 4 bytes each: make "
-            "room, or name a folder with more by XDG_CACHE_HOME"
-        ) from error
+
+    def write(partial: Path) -> list[int]:
+        say(f"{name}: reading it with the tokenizer of {folder}, into {cache}")
+        return [_write(texts, tokenizer, partial / part) for part, texts in zip(_PARTS, parts, strict=True)]
+
+    identity = [_VERSION, digest, pretrained.tokenizer_digest(folder)]
+    made, counts = conversations.kept(cache, "tokens", name, "its tokens", "4 bytes each", identity, write)
     training, validation = (_mapped(made / part, count) for part, count in zip(_PARTS, counts, strict=True))
     end = "" if tokenizer.eos_token_id is not None else "; the tokenizer has no end of text, so documents are joined"
     corpus = data.Corpus(f"{name}, read by the tokenizer of {folder}{end}", training, validation, "token")
@@ -96,20 +86,7 @@ def _is_utf8(text: bytes) -> bool:
     return True
 
 
-def _write(parts: Sequence[Iterable[str]], tokenizer: Any, folder: Path) -> None:
-    """Writes the tokens of each part to `folder`, which appears when it is complete."""
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir()
-        counts = [_write_part(texts, tokenizer, partial / part) for part, texts in zip(_PARTS, parts, strict=True)]
-        (partial / _DONE).write_text(json.dumps(counts))
-        if not (folder / _DONE).is_file():  # it is there if another process was as fast, without locks
-            partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write_part(texts: Iterable[str], tokenizer: Any, path: Path) -> int:
+def _write(texts: Iterable[str], tokenizer: Any, path: Path) -> int:
     count = 0
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     with path.open("wb") as file:

@@ -7,13 +7,14 @@ refused later, the files that it made so far are removed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 
 import zero_core
 import zero_offload
@@ -140,17 +141,21 @@ class Run:
         config, ranks = self.config, self.ranks
         with stack:
             ready = stack.enter_context(engine.assembled(draft, plan, config, ranks))
-            remarks = list(ready.remarks)
+            for remark in ready.remarks:
+                self._say(remark)
             if checkpoint:
                 said = together(ranks, lambda: resume.load(checkpoint, ready, config, ranks, corpus.digest()))
-                rest = "" if checkpoint.step < config.run.steps else ", the last: nothing is left to train"
-                remarks.append(f"continuing after step {checkpoint.step}, from {checkpoint.folder}{rest}")
-                remarks += filter(None, [resume.differing(checkpoint, config), *said])
+                self.say_continued(checkpoint, said)
             elif config.run.resume:
-                remarks.append(f"run.resume=auto: no checkpoint in {folder}, beginning at step 1")
-            for remark in remarks:
-                self._say(remark)
+                self._say(f"run.resume=auto: no checkpoint in {folder}, beginning at step 1")
             return self._train(ready, corpus, plan, folder, checkpoint.step + 1 if checkpoint else 1)
+
+    def say_continued(self, checkpoint: resume.Checkpoint, more: Sequence[str] = ()) -> None:
+        """Says which run goes on, and how it differs from the saved one."""
+        rest = "" if checkpoint.step < self.config.run.steps else ", the last: nothing is left to train"
+        self._say(f"continuing after step {checkpoint.step}, from {checkpoint.folder}{rest}")
+        for remark in filter(None, [resume.differing(checkpoint, self.config), *more]):
+            self._say(remark)
 
     def _checkpoint(self) -> resume.Checkpoint | None:
         """Returns the checkpoint to continue from, the same on every rank."""
@@ -188,23 +193,23 @@ class Run:
             planning.here(config, ranks)
             checks.run_folder(config)
         checks.nvme(config, ranks.local_rank)
-        corpus = self._corpus()
         found = resume.found(config)
-        on_gpu = (config.hardware.device or ranks.device.type) != "cpu"  # of the machine that is planned for
-        draft = engine.draft(config, self.cores and self.cores.pool, on_gpu=on_gpu)
-        if self.tokenizer is not None:
-            models.check_vocabulary(draft.model, config.model, len(self.tokenizer))
-        return corpus, draft, self.planned(draft, found)
-
-    def planned(self, draft: engine.Draft, found: resume.Checkpoint | None) -> zero_offload.Plan:
-        """Returns the plan. `found`: the checkpoint to continue from. Raises ConfigError where there is no room."""
-        config, ranks = self.config, self.ranks
         self.done = found.step if found else 0
-        plan = planning.make(config, draft.model, ranks, draft.step)
+        read, model = self.read()
+        on_gpu = (config.hardware.device or ranks.device.type) != "cpu"  # of the machine that is planned for
+        draft = engine.draft(config, self.cores and self.cores.pool, on_gpu=on_gpu, model=model)
+        plan = planning.make(config, model, ranks, draft.step)
         if not config.run.dry:
             there = resume.complete(Path(config.run.dir))
             planning.room_for_files(plan, config, ranks, self.done, there)
-        return plan
+        return read, draft, plan
+
+    def read(self) -> tuple[Any, nn.Module]:
+        """Returns what is learned from, and the model, without memory."""
+        corpus, model = self._corpus(), engine.model_of(self.config)
+        if self.tokenizer is not None:
+            models.check_vocabulary(model, self.config.model, len(self.tokenizer))
+        return corpus, model
 
     def _announce(self, corpus: Any, draft: engine.Draft, plan: zero_offload.Plan) -> None:
         config, ranks = self.config, self.ranks
