@@ -12,6 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ def _sources(
 
     The order and the conditions are those of transformers' convert_and_load_state_dict_in_model.
     """
-    known = {name: tensor for tensors in map(_named, named_tensors(model)) for name, tensor in tensors}
+    known = {name: named.tensor for named in named_tensors(model) for name in named.names}
     transforms = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -238,24 +239,16 @@ def _sources(
     return sources, shapes, unexpected
 
 
-def _named(named: Any) -> list[tuple[str, Tensor]]:
-    return [(name, named.tensor) for name in named.names]
-
-
+@dataclass(frozen=True)
 class _Converted:
     """Parameters that transformers computes from tensors of the files: computed by it, one group at a time."""
 
-    def __init__(
-        self,
-        name: str,
-        converter: WeightConverter,
-        keys: Mapping[str, Sequence[str]],
-        reader: Reader,
-        entries: Mapping[str, Entry],
-        model: PreTrainedModel,
-    ) -> None:
-        self.name, self.converter, self.keys, self.reader, self.entries = name, converter, keys, reader, entries
-        self.model = model
+    name: str
+    converter: WeightConverter
+    keys: Mapping[str, Sequence[str]]
+    reader: Reader
+    entries: Mapping[str, Entry]
+    model: PreTrainedModel
 
     def _convert(self, read: Any) -> dict[str, Tensor]:
         converter: Any = copy.deepcopy(self.converter)
@@ -287,20 +280,19 @@ class _Converted:
         return parts if sum(part.numel for part in parts) == math.prod(shape) else None
 
 
+@dataclass(frozen=True)
 class _Target:
     """One parameter of a group. Fills zero-core's `replay.Source`."""
 
-    def __init__(self, group: _Converted, name: str) -> None:
-        self.group, self.name = group, name
+    group: _Converted
+    name: str
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the row-major parameter, in the file's dtype."""
         return self.group.values(self.name).reshape(-1)[start:stop].clone()
 
 
-def _check_tied(
-    folder: Path, names: Sequence[str], sources: Mapping[str, Any], numel: int, tile: int = 1 << 22
-) -> None:
+def _check_tied(folder: Path, names: Sequence[str], sources: Mapping[str, Any], numel: int) -> None:
     """Raises PretrainedError where files hold different values for one parameter: transformers would not tie it."""
     for other in names[1:]:
         for start in range(0, numel, _TILE_NUMEL):

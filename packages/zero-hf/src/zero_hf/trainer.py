@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -27,8 +26,8 @@ from .arguments import deepspeed_of, without_deepspeed
 from .config import ConfigError, ZeroConfig
 from .deepspeed.checkpoint import load_checkpoint
 from .deepspeed.translation import Translation, from_deepspeed, loaded
-from .sharding import IN_A_TRAINER, Run, shard
-from .trl import ShardedTRL, is_trl
+from .sharding import IN_A_TRAINER, Run
+from .trl import ShardedTRL, is_trl, shard_of
 
 __all__ = ["sharded"]
 
@@ -215,21 +214,10 @@ class _Sharded(Trainer):
 
     def make_run(self, optimizer: torch.optim.Optimizer | None) -> Run:
         """Shards the model as `zero_config` says, and prints the plan. A subclass may shard it in another way."""
-        device = self.args.device
-        run = shard(
-            self.model,
-            optimizer,
-            self.zero_config,
-            device="cpu" if device.type == "cpu" else device,  # torch names the second rank's "cpu:1"
-            accumulate=self.args.gradient_accumulation_steps,
-            **({} if self._translation is None else self._translation.shard_options),
-        )
-        if self.is_world_process_zero():
-            if self._translation is not None:
-                sys.stdout.write(f"{self._translation.table()}\n")
-            sys.stdout.write(f"{run.describe()}\n")
-            sys.stdout.flush()
-        return run
+        options = {} if self._translation is None else self._translation.shard_options
+        said = "" if self._translation is None else f"{self._translation.table()}\n"
+        steps = self.args.gradient_accumulation_steps
+        return shard_of(self, self.model, optimizer, said=said, accumulate=steps, **options)
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         run = self.zero_run = self.make_run(optimizer)
@@ -293,14 +281,13 @@ class _Sharded(Trainer):
         return super().train(resume_from_checkpoint, *given, **options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if (Path(resume_from_checkpoint) / STATE).is_dir() or _is_deepspeeds(resume_from_checkpoint):
+        if _has_masters(resume_from_checkpoint):
             return  # _load_optimizer_and_scheduler reads the masters, once the model is sharded
         if not self._load_weights(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        ours = checkpoint is not None and (Path(checkpoint) / STATE).is_dir()  # also where DeepSpeed's was converted
-        if checkpoint is None or not (ours or _is_deepspeeds(checkpoint)):
+        if checkpoint is None or not _has_masters(checkpoint):
             if checkpoint is not None and not (Path(checkpoint) / _OPTIMIZER).is_file():
                 warnings.warn(
                     f"{checkpoint} has neither {STATE} nor {_OPTIMIZER}: training goes on with new optimizer states",
@@ -310,22 +297,24 @@ class _Sharded(Trainer):
             return
         run, beside = self._trained_run(), Path(checkpoint) / _SCHEDULER
         scheduler = None if beside.is_file() else self.lr_scheduler  # then DeepSpeed's files hold its state
-        if ours:
-            where = Path(checkpoint) / STATE
-            zero_core.checkpoint.load(where, self.model, run.optimizer, scheduler=scheduler, random_state=False)
-        else:
-            load_checkpoint(checkpoint, run.model, run.optimizer, scheduler=scheduler)
+        self._load_masters(checkpoint, run.optimizer, scheduler)
         if beside.is_file():
             self.lr_scheduler.load_state_dict(torch.load(beside, weights_only=True))
 
     def _load_best_model(self) -> None:
-        best = Path(self.state.best_model_checkpoint)
-        if (best / STATE).is_dir():
-            zero_core.checkpoint.load(best / STATE, self.model, random_state=False)
-        elif _is_deepspeeds(best):
-            load_checkpoint(best, self.model)
+        best = self.state.best_model_checkpoint
+        if _has_masters(best):
+            self._load_masters(best)
         elif not self._load_weights(best):
             super()._load_best_model()
+
+    def _load_masters(self, folder: str, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None) -> None:
+        """Reads what zero-core saved, also where DeepSpeed's was converted; else what DeepSpeed's engine did."""
+        ours = Path(folder) / STATE
+        if ours.is_dir():
+            zero_core.checkpoint.load(ours, self.model, optimizer, scheduler=scheduler, random_state=False)
+        else:
+            load_checkpoint(folder, self.model, optimizer, scheduler=scheduler)
 
     def _load_weights(self, folder: str | os.PathLike[str]) -> bool:
         """Reads the safetensors of a whole model, each rank its part. False: there are none."""
@@ -372,9 +361,9 @@ def _complete(given: str | bool, output: Path) -> str | bool:
     )
 
 
-def _is_deepspeeds(checkpoint: str | os.PathLike[str]) -> bool:
-    """Says whether DeepSpeed's engine saved into the folder of a Trainer's checkpoint."""
-    return any(Path(checkpoint).glob("*/*_model_states.pt"))
+def _has_masters(checkpoint: str) -> bool:
+    """Says whether zero-core or DeepSpeed's engine saved into the folder of a Trainer's checkpoint."""
+    return (Path(checkpoint) / STATE).is_dir() or any(Path(checkpoint).glob("*/*_model_states.pt"))
 
 
 def _refuse(args: TrainingArguments, model: nn.Module | None) -> None:

@@ -20,13 +20,26 @@ import zero_core
 from .config import ConfigError, ZeroConfig
 from .sharding import Run, shard
 
-__all__ = ["ShardedTRL", "is_trl"]
+__all__ = ["ShardedTRL", "is_trl", "shard_of"]
 
 
 def is_trl(trainer: type[Any]) -> bool:
     """Whether a Trainer class is one of TRL's or made from one."""
     base = sys.modules.get("trl.trainer.base_trainer")
     return base is not None and issubclass(trainer, base._BaseTrainer)
+
+
+def shard_of(
+    trainer: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, said: str = "", **options: Any
+) -> Run:
+    """Shards a model of a Trainer, on its device, and prints the plan after what is `said`. options: as shard's."""
+    device = trainer.args.device
+    device = "cpu" if device.type == "cpu" else device  # torch names the second rank's "cpu:1"
+    run = shard(model, optimizer, trainer.zero_config, device=device, **options)
+    if trainer.is_world_process_zero():
+        sys.stdout.write(f"{said}{run.describe()}\n")
+        sys.stdout.flush()
+    return run
 
 
 class ShardedTRL(Trainer):
@@ -71,15 +84,11 @@ class ShardedTRL(Trainer):
         self.accelerator.prepare_model = prepare_model
 
     def _shard_other(self, model: nn.Module) -> None:
-        device = self.args.device
-        run = shard(model, None, self.zero_config, device="cpu" if device.type == "cpu" else device)
+        run = shard_of(self, model, None)
         self.zero_others.append(run)
         if self.zero_config.host_bytes is not None:  # what this model takes of it is not there for the next
             left = max(0, self.zero_config.host_bytes - run.plan.total("host"))
             self.zero_config = dataclasses.replace(self.zero_config, host_bytes=left)
-        if self.is_world_process_zero():
-            sys.stdout.write(f"{run.describe()}\n")
-            sys.stdout.flush()
 
     def end(self) -> None:
         for run in self.zero_others:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from zero_core.checkpoint.match import FORMAT, STATE
 from zero_core.checkpoint.shards import clean_name, view_of
 from zero_core.errors import CheckpointError
 
-from .files import Checkpoint, open_checkpoint
+from .files import Checkpoint, Saved, open_checkpoint
 from .pickles import FilesError
 
 __all__ = ["Loaded", "Seen", "Values", "load_checkpoint", "refuse_uncorrected", "seen"]
@@ -41,22 +41,10 @@ _CHOSEN = ("decoupled_weight_decay", "amsgrad", "maximize", "nesterov")  # other
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What `load_checkpoint` found. client_state: what was given to save_checkpoint, plain data and tensors only.
+class Loaded(Saved):
+    """What `load_checkpoint` found. step: optimizer steps taken, global_steps less those that an overflow skipped."""
 
-    step: optimizer steps taken, global_steps less those that an overflow skipped. folder: the tag's. version: of the
-    DeepSpeed that wrote it, on world_size ranks at this stage.
-    """
-
-    folder: Path
-    client_state: dict[str, Any]
     step: int
-    global_steps: int
-    skipped_steps: int
-    global_samples: int
-    world_size: int
-    stage: int
-    version: str
 
 
 def load_checkpoint(
@@ -84,21 +72,11 @@ def load_checkpoint(
     """
     view = view_of(model)
     live = {clean_name(n) for named in view.names for n in named.names} if view is not None else set()
-    reader = _Reader(Path(folder), tag, tuple(inert), live, optimizer)
+    reader = _Reader(Path(folder), tag, inert, live, optimizer)
     loaded = load(folder, model, optimizer, scheduler=scheduler, strict=strict, random_state=False, reader=reader)
     saved = reader.saved
     assert saved is not None
-    return Loaded(
-        saved.folder,
-        saved.client_state,
-        loaded.step,
-        saved.global_steps,
-        saved.skipped_steps,
-        saved.global_samples,
-        saved.world_size,
-        saved.stage,
-        saved.version,
-    )
+    return Loaded(**{field.name: getattr(saved, field.name) for field in fields(Saved)}, step=loaded.step)
 
 
 @dataclass(frozen=True)
@@ -124,8 +102,12 @@ class Seen:
     aliases: Mapping[str, str]
 
 
-def seen(saved: Checkpoint, called: Mapping[str, str]) -> Seen:
-    """called: the name in the model for each name in the checkpoint."""
+def seen(saved: Checkpoint, live: Container[str] = ()) -> Seen:
+    """live: names in the model. Those of the checkpoint lose their "module." if more of them are then among these."""
+    called = {name: clean_name(name) for name in (*saved.parameters, *saved.aliases, *saved.buffers)}
+    shorter = {name: key.removeprefix("module.") for name, key in called.items()}
+    if sum(key in live for key in shorter.values()) > sum(key in live for key in called.values()):
+        called = shorter
     sliced: dict[str, Values] = {}
     small: dict[str, Tensor] = {f"model.{called[name]}": buffer for name, buffer in saved.buffers.items()}
     for name, parameter in saved.parameters.items():
@@ -182,42 +164,30 @@ def _loss_scale(saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"value": float(saved["cur_scale"]), "finite_steps": since, "hysteresis_left": int(saved["cur_hysteresis"])}
 
 
+@dataclass(eq=False)
 class _Reader(StorageReader):
     """Reads a checkpoint of DeepSpeed's for zero-core's planner. The folder is opened once."""
 
-    def __init__(
-        self,
-        folder: Path,
-        tag: str | None,
-        inert: tuple[str, ...],
-        live: Container[str],
-        optimizer: torch.optim.Optimizer | None,
-    ) -> None:
-        self._folder, self._tag, self._inert = folder, tag, inert
-        self._live, self._optimizer = live, optimizer
-        self.saved: Checkpoint | None = None
-        self._seen: Seen | None = None
-        self.failure: CheckpointError | None = None
+    folder: Path
+    tag: str | None
+    inert: Iterable[str]
+    live: Container[str]
+    optimizer: torch.optim.Optimizer | None
+    saved: Checkpoint | None = None
+    failure: CheckpointError | None = None
+    _seen: Seen | None = None
 
     def _open(self) -> Seen:
-        saved = open_checkpoint(self._folder, self._tag, inert=self._inert)
-        names = [*saved.parameters, *saved.aliases, *saved.buffers]
-        called = {name: clean_name(name) for name in names}
-        shorter = {name: key.removeprefix("module.") for name, key in called.items()}
-        if sum(key in self._live for key in shorter.values()) > sum(key in self._live for key in called.values()):
-            called = shorter
-        self.saved = saved
-        found = seen(saved, called)
-        if self._optimizer is not None:
+        saved = self.saved = open_checkpoint(self.folder, self.tag, inert=self.inert)
+        found = seen(saved, self.live)
+        if self.optimizer is not None:
             refuse_uncorrected(saved)
-            self._keep_known_options(found.run["groups"])
+            self._keep_known_options(saved, self.optimizer.param_groups[0], found.run["groups"])
         return found
 
-    def _keep_known_options(self, groups: list[dict[str, Any]]) -> None:
+    def _keep_known_options(self, saved: Checkpoint, known: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
         """Only what the live optimizer has too is restored; what would make it another one is refused."""
-        assert self._optimizer is not None
-        known = self._optimizer.param_groups[0]
-        decoupled = _decoupled(self.saved.config) if self.saved is not None else None
+        decoupled = _decoupled(saved.config)
         for group in groups:
             if decoupled is not None and group.get("weight_decay"):
                 group.setdefault("decoupled_weight_decay", decoupled)
@@ -226,7 +196,7 @@ class _Reader(StorageReader):
             for key in _CHOSEN:
                 if key in group and group[key] != known[key]:
                     raise CheckpointError(
-                        f"{self._folder} was trained with {key}={group[key]}, and the optimizer here "
+                        f"{self.folder} was trained with {key}={group[key]}, and the optimizer here "
                         f"has {known[key]}: build it with the same (decoupled_weight_decay is torch.optim.AdamW)"
                     )
 

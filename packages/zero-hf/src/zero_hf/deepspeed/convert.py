@@ -20,7 +20,7 @@ from zero_core.checkpoint import write
 from zero_core.checkpoint.match import STATE
 from zero_core.checkpoint.plan import Contents
 from zero_core.checkpoint.pretrained import write_pretrained
-from zero_core.checkpoint.shards import ShardSlice, clean_name
+from zero_core.checkpoint.shards import ShardSlice
 
 from ..config import ConfigError
 from .checkpoint import Seen, Values, refuse_uncorrected, seen
@@ -38,7 +38,8 @@ def convert(folder: str | Path, out: str | Path, *, tag: str | None = None, iner
     `load_checkpoint`. Returns what was found. Raises FilesError as that does, and CheckpointError if `out` cannot be
     written; then `out` holds what it held before.
     """
-    saved, found = _open(folder, tag, inert)
+    saved = open_checkpoint(folder, tag, inert=inert)
+    found = seen(saved)
     refuse_uncorrected(saved)
     contents = Contents(cast(Any, _Files(found)))
     for name, values in found.sliced.items():
@@ -74,7 +75,8 @@ def convert_weights(
     """
     if model is not None and not (Path(model) / "config.json").is_file():
         raise ConfigError(f"{model} has no config.json: name the folder of the model that was trained, or leave it out")
-    saved, found = _open(folder, tag, inert)
+    saved = open_checkpoint(folder, tag, inert=inert)
+    found = seen(saved)
     start = len("model.")
     values = {name[start:]: each for name, each in found.sliced.items() if name.startswith("model.")}
     buffers = {name[start:]: tensor for name, tensor in found.small.items() if name.startswith("model.")}
@@ -88,12 +90,6 @@ def convert_weights(
         if (Path(model or "") / name).is_file():
             shutil.copyfile(Path(model or "") / name, Path(out) / name)
     return saved
-
-
-def _open(folder: str | Path, tag: str | None, inert: Iterable[str]) -> tuple[Checkpoint, Seen]:
-    saved = open_checkpoint(folder, tag, inert=inert)
-    names = [*saved.parameters, *saved.aliases, *saved.buffers]
-    return saved, seen(saved, {name: clean_name(name) for name in names})
 
 
 def _path(name: str) -> tuple[str, ...]:

@@ -451,7 +451,8 @@ class Engine(nn.Module):
             tag = latest.read_text().strip()
         folder = Path(load_dir) / str(tag)
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} is no folder: {load_dir} has {sorted(_names(Path(load_dir)))}")
+            tags = sorted(path.name for path in Path(load_dir).glob("*") if path.is_dir())
+            raise CheckpointError(f"{folder} is no folder: {load_dir} has {tags}")
         whole = load_optimizer_states and not load_module_only
         scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
         optimizer = self.optimizer if whole else None
@@ -503,7 +504,3 @@ class Engine(nn.Module):
 
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-
-
-def _names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []

@@ -32,7 +32,7 @@ from zero_core.checkpoint.safetensors import Entry, Reader
 
 from .pickles import FilesError, Stored, read_plain
 
-__all__ = ["Checkpoint", "Parameter", "open_checkpoint"]
+__all__ = ["Checkpoint", "Parameter", "Saved", "open_checkpoint"]
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?P<kind>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
@@ -68,27 +68,36 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """What a folder holds, by name. groups: options of the optimizer's groups, and the names of their parameters.
+class Saved:
+    """What a checkpoint says of its run. client_state: what save_checkpoint was given, plain data and tensors only.
 
-    aliases: further name of a tied parameter -> its name in `parameters`. loss_scale: DeepSpeed's attributes of it.
-    buffers are rank 0's. complete: parameters that are not trained were not left out.
+    folder: the tag's. version: of the DeepSpeed that wrote it, on world_size ranks at this stage.
     """
 
     folder: Path
     stage: int
     world_size: int
     version: str
+    client_state: dict[str, Any]
+    global_steps: int
+    skipped_steps: int
+    global_samples: int
+
+
+@dataclass(frozen=True)
+class Checkpoint(Saved):
+    """What a folder holds, by name. groups: options of the optimizer's groups, and the names of their parameters.
+
+    aliases: further name of a tied parameter -> its name in `parameters`. loss_scale: DeepSpeed's attributes of it.
+    buffers are rank 0's. complete: parameters that are not trained were not left out.
+    """
+
     parameters: Mapping[str, Parameter]
     aliases: Mapping[str, str]
     buffers: Mapping[str, Tensor]
     groups: Sequence[Mapping[str, Any]]
     scheduler: dict[str, Any] | None
     loss_scale: Mapping[str, Any] | None
-    client_state: dict[str, Any]
-    global_steps: int
-    skipped_steps: int
-    global_samples: int
     config: Mapping[str, Any]
     complete: bool
 

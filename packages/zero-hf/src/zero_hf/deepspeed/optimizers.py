@@ -72,14 +72,8 @@ def _adam(name: str) -> Kind:
     def make(parameters: Any, given: Mapping[str, Any]) -> torch.optim.Optimizer:
         made = torch.optim.AdamW if decoupled(given) else torch.optim.Adam
         decay = 0.01 if given.get("torch_adam") and decoupled(given) else 0.0  # DeepSpeed's own defaults to 0
-        return made(
-            parameters,
-            lr=given.get("lr", 1e-3),
-            betas=given.get("betas", (0.9, 0.999)),
-            eps=given.get("eps", 1e-8),
-            weight_decay=given.get("weight_decay", decay),
-            amsgrad=given.get("amsgrad", False),
-        )
+        taken = {key: value for key, value in given.items() if key not in ("adam_w_mode", "torch_adam")}
+        return made(parameters, **{"weight_decay": decay, **taken})
 
     return Kind(lambda given: f"torch.optim.{'AdamW' if decoupled(given) else 'Adam'}", make, _ADAM)
 

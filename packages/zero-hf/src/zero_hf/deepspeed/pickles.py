@@ -5,7 +5,6 @@ Owns what may be in such a file. Executes nothing of it and reads no tensor: `St
 
 from __future__ import annotations
 
-import math
 import pickle
 import struct
 import zipfile
@@ -56,6 +55,12 @@ class Stored:
     def numel(self) -> int:
         return self.entry.numel
 
+    @property
+    def extent(self) -> int:
+        """Elements of the file from the first one to the last."""
+        steps = ((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return 1 + sum(steps) if self.numel else 0
+
     def source(self, reader: Reader) -> Source:
         return _Whole(self, reader)
 
@@ -72,9 +77,9 @@ class _Whole:
 
     def read(self, start: int, stop: int) -> Tensor:
         entry, stride = self.stored.entry, self.stored.stride
-        if _contiguous(entry.shape, stride):
+        if torch.empty_strided(entry.shape, stride, device="meta").is_contiguous():
             return self.reader.read(entry, start, stop)
-        extent = 1 + sum((size - 1) * step for size, step in zip(entry.shape, stride, strict=True))
+        extent = self.stored.extent
         laid = self.reader.read(Entry(entry.path, entry.dtype, (extent,), entry.start_bytes), 0, extent)
         return laid.as_strided(entry.shape, stride).reshape(-1)[start:stop].clone()
 
@@ -169,17 +174,7 @@ def _plain(value: Any, path: Path, records: dict[int, int]) -> Any:
 def _stored(tensor: Tensor, path: Path, records: dict[int, int]) -> Stored:
     start = int(getattr(tensor.untyped_storage(), "_checkpoint_offset", -1))
     skipped = int(tensor.storage_offset()) * tensor.element_size()
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
-    if extent and skipped + extent * tensor.element_size() > records.get(start, 0):
-        raise FilesError(f"{path} is damaged: a tensor of shape {shape} is longer than its record. Copy it anew")
-    return Stored(Entry(path, tensor.dtype, shape, start + skipped), stride)
-
-
-def _contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and step != expected:
-            return math.prod(shape) == 0
-        expected *= size
-    return True
+    found = Stored(Entry(path, tensor.dtype, tuple(tensor.shape), start + skipped), tuple(tensor.stride()))
+    if found.extent and skipped + found.extent * tensor.element_size() > records.get(start, 0):
+        raise FilesError(f"{path} is damaged: a tensor of shape {found.shape} is longer than its record. Copy it anew")
+    return found

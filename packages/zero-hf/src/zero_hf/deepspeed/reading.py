@@ -211,11 +211,8 @@ class Reading:
         section = key.partition(".params.")[0]
         if section in ("optimizer", "scheduler") and section != key:
             start = f"{section}.params."
-            close, what = (
-                nearest(key, (name for name in self._keys if name.startswith(start))),
-                "it is no parameter of ",
-            )
-            what += str(self._raw.get(f"{section}.type", f"this {section}"))
+            close = nearest(key, (name for name in self._keys if name.startswith(start)))
+            what = f"it is no parameter of {self._raw.get(f'{section}.type', f'this {section}')}"
         else:
             close, what = nearest(key, (*self._keys, *RENAMED, *sorted(SECTIONS))), "DeepSpeed has no such key"
         return what + (f": did you mean {close}?" if close else ": leave it out")
