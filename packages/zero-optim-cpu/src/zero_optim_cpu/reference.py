@@ -234,15 +234,15 @@ class ReferenceStep:
         return tile.states.get("master", tile.parameter).float().clone()
 
     def _write_master(self, tile: Tile, master: Tensor, s: Segment) -> None:
-        part = slice(s.start, s.stop)
+        part, parameter, states = slice(s.start, s.stop), tile.parameter, tile.states
         values = master[part]
-        if self._layout.master_of(tile.parameter.dtype) == SPLIT:
+        if self._layout.master_of(parameter.dtype) == SPLIT:
             canonical = torch.where(values.isnan(), torch.full_like(values, float("nan")), values)
-            tile.parameter[part], tile.states["remainder"][part] = split(canonical)
+            parameter[part], states["remainder"][part] = split(canonical)
         else:
-            if "master" in tile.states:
-                tile.states["master"][part] = values
-            tile.parameter[part] = to_bf16(values) if tile.parameter.dtype == torch.bfloat16 else values
+            if "master" in states:
+                states["master"][part] = values
+            parameter[part] = to_bf16(values) if parameter.dtype == torch.bfloat16 else values
 
     def _read_moment(self, tile: Tile, name: str, slot: int) -> Tensor:
         stored = tile.states[name]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner, StorageReader
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -165,7 +165,7 @@ def _loss_scale(saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 @dataclass(eq=False)
-class _Reader(StorageReader):
+class _Reader(FileSystemReader):
     """Reads a checkpoint of DeepSpeed's for zero-core's planner. The folder is opened once."""
 
     folder: Path
@@ -176,6 +176,9 @@ class _Reader(StorageReader):
     saved: Checkpoint | None = None
     failure: CheckpointError | None = None
     _seen: Seen | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(self.folder)
 
     def _open(self) -> Seen:
         saved = self.saved = open_checkpoint(self.folder, self.tag, inert=self.inert)
@@ -200,9 +203,6 @@ class _Reader(StorageReader):
                         f"has {known[key]}: build it with the same (decoupled_weight_decay is torch.optim.AdamW)"
                     )
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._seen is None and self.failure is None:
             try:
@@ -217,19 +217,6 @@ class _Reader(StorageReader):
         entries |= {alias: entries[name] for alias, name in found.aliases.items()}
         entries[STATE] = BytesStorageMetadata()
         return Metadata(entries, storage_data={})
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         found = self._seen

@@ -146,6 +146,7 @@ def _eager(value: Any) -> bool:
 
 
 _GATHERS = "units are gathered and reduced one at a time, ahead of their use, in buffers that the plan counts"
+_DIVIDES = "it only moves the division by the ranks: communication_data_type=fp32 is what avoids overflow"
 _LOGS = "logs are the loop's own: a Trainer has report_to, and optimizer.grad_norm is there for others"
 _PLANNED = "buffers of the tiers are planned, not set: the plan names them"
 _READS = "reads and writes run beside the update by themselves, with an error for each request that fails"
@@ -169,12 +170,8 @@ _TOP: dict[str, Key] = {
     "gradient_clipping": mapped(number(), 1.0),
     "communication_data_type": mapped(one_of("fp32", "fp16", "bf16")),
     "seq_parallel_communication_data_type": needless(anything, "there is no sequence parallelism"),
-    "prescale_gradients": needless(
-        flag, "it only moves the division by the ranks: communication_data_type=fp32 is what avoids overflow"
-    ),
-    "gradient_predivide_factor": needless(
-        number(), "it only moves the division by the ranks: communication_data_type=fp32 is what avoids overflow"
-    ),
+    "prescale_gradients": needless(flag, _DIVIDES),
+    "gradient_predivide_factor": needless(number(), _DIVIDES),
     "gradient_allreduce_op": refused(
         one_of("mean", "sum"),
         "gradients are averaged over the ranks: leave it out, and multiply the loss by the number of ranks",
@@ -332,6 +329,7 @@ _ZERO: dict[str, Key] = {
 _MASTERS = (
     'masters are in fp32 here: leave it out; ZeroConfig(states="split") keeps a bf16 parameter\'s in 2 more bytes'
 )
+_FLOATS = one_of("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
 _PRECISION: dict[str, Key] = {
     "bf16.enabled": mapped(flag, False),
     "bf16.immediate_grad_update": needless(flag, "gradients leave for the shards as they arrive"),
@@ -359,10 +357,9 @@ _PRECISION: dict[str, Key] = {
         anything, "parameters are gathered in their own dtype: leave it out; autocast casts what torch lists"
     ),
     "data_types.grad_accum_dtype": needless(
-        one_of("fp32", "float32", "bf16", "bfloat16", "fp16", "float16"),
-        "micro-batches are added up in fp32: 4 bytes an element where there are several",
+        _FLOATS, "micro-batches are added up in fp32: 4 bytes an element where there are several"
     ),
-    "data_types.param_dtype": mapped(one_of("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")),
+    "data_types.param_dtype": mapped(_FLOATS),
     "data_types.buffer_dtype": refused(
         anything, "buffers keep their dtype: leave it out, and cast them before the model is sharded"
     ),
