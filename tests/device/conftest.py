@@ -3,7 +3,7 @@
 pytest tests/device                       the accelerator that torch sees; skips every test, visibly, where it sees none
 pytest tests/device --device cuda:1       that one
 pytest tests/device --device sim          zero-sim's: every test runs under its race detector, in every rank
-pytest tests/device --device cpu          runs what does not need a device apart from the host
+pytest tests/device --device cpu          runs what does not need a discrete device
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def small_tiles(device: torch.device) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def apart(device: torch.device) -> Iterator[None]:
-    """In a rehearsal the CPU is a device apart whose copies are late."""
+def discrete(device: torch.device) -> Iterator[None]:
+    """In a rehearsal the CPU is a discrete device whose copies are late."""
     if device.type != "cpu":
         yield
         return
@@ -82,7 +82,7 @@ def apart(device: torch.device) -> Iterator[None]:
 
 
 class Run:
-    """A sharded model, its store and what it takes to step. `close` it inside `apart`.
+    """A sharded model, its store and what it takes to step. `close` it inside `discrete`.
 
     tiers: options of the TieredStore that is made for `placement`; the others are `zero_core.shard`'s.
     """
@@ -137,7 +137,7 @@ class CoreNormMayWait(NormMayWait):
 
 def history(device: torch.device, placement: Any, sized: Sized, accumulate: int = 1, **options: Any) -> list[Tensor]:
     """Losses, norms and masters of a few steps, with an evaluation before each update."""
-    with apart(device):
+    with discrete(device):
         run = Run(device, placement, sized, **options)
         seen: list[Tensor] = []
         for number in range(STEPS):

@@ -29,7 +29,7 @@ def steps(run: runs.Run, numbers: range) -> list[Tensor]:
 
 @pytest.mark.parametrize("store", ["device store", "swapping", "host", "nvme", "classic", "thirds"])
 def test_the_rest_of_a_run_has_the_same_bits(device, tmp_path: Path, store):
-    with runs.apart(device):
+    with runs.discrete(device):
         whole = run_of(device, store)
         steps(whole, range(2))
         zero_core.checkpoint.save(tmp_path / "here", whole.model, whole.optimizer)
@@ -48,7 +48,7 @@ def test_the_rest_of_a_run_has_the_same_bits(device, tmp_path: Path, store):
 @pytest.mark.parametrize(("first", "second"), [("host", "classic nvme"), ("parameters in part", "nvme")])
 def test_a_checkpoint_goes_to_another_placement(device, tmp_path: Path, first, second):
     found = []
-    with runs.apart(device):
+    with runs.discrete(device):
         run = run_of(device, first)
         steps(run, range(2))
         zero_core.checkpoint.save(tmp_path / "here", run.model, run.optimizer)
@@ -64,7 +64,7 @@ def test_a_checkpoint_goes_to_another_placement(device, tmp_path: Path, first, s
 @pytest.mark.parametrize("store", ["swapping", "host", "thirds"])
 def test_plain_weights_are_written_and_read(device, tmp_path: Path, store):
     """`save_pretrained` while an update is under way, `load_pretrained` over another's."""
-    with runs.apart(device):
+    with runs.discrete(device):
         run = run_of(device, store)
         steps(run, range(2))
         zero_core.save_pretrained(run.model, tmp_path / "weights")

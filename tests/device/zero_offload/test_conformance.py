@@ -1,4 +1,4 @@
-"""TieredStore keeps the promises of ShardStore on a device apart from the host, in every tier."""
+"""TieredStore keeps the promises of ShardStore on a discrete device, in every tier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OnDevice(ShardStoreSuite):
     @pytest.fixture(autouse=True)
     def _on_device(self, device):
         self.device = device
-        with runs.apart(device):
+        with runs.discrete(device):
             yield
 
     def make_store(self) -> ShardStore:

@@ -45,7 +45,7 @@ def ends_in(run: runs.Run, where: str, error: type[BaseException]) -> None:
 
 
 def trained(device: torch.device, store: str, interrupt: Callable[[runs.Run], None], **options: Any) -> list[Tensor]:
-    with runs.apart(device):
+    with runs.discrete(device):
         run = made(device, store, **options)
         seen: list[Tensor] = []
         for number in range(3):

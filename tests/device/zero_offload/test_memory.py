@@ -37,7 +37,7 @@ def test_the_device_holds_what_was_planned(device, needs_device, placement, accu
     figures = planned(device.type, model, PLACEMENTS[placement], accumulate)
     kept = forward_keeps(model.to(device, torch.bfloat16), x)
     del model
-    with runs.apart(device):
+    with runs.discrete(device):
         before = allocated(device)
         store = TieredStore(plan=figures, nvme=runs.MemoryByteStore(), step=TorchStep("fp32"), streams=runs.streams())
         run = runs.Run(device, store, (width, blocks, rows), prefetch_bytes=1)
@@ -60,7 +60,7 @@ def test_the_device_holds_what_was_planned(device, needs_device, placement, accu
 def test_many_steps_leave_nothing_behind(device, needs_device, placement, activations):
     """Evaluations in between, and forwards that raise while the next units are on their way."""
     seen = []
-    with runs.apart(device):
+    with runs.discrete(device):
         steps = 8 if device.type == "cpu" else 10 if device.type == "sim" else 50
         sized = runs.sized(device, (512, 4, 128), (64, 6, 1024))  # inputs large enough to be set aside
         run = runs.Run(device, (runs.BELOW | runs.MIXED)[placement], sized, activations=activations)

@@ -15,7 +15,7 @@ def test_units_come_and_gradients_go_beside_kernels(device, needs_hardware, reco
 
     What lives on the device comes up while it is updated, beside nothing here.
     """
-    with runs.apart(device):
+    with runs.discrete(device):
         sized = runs.sized(device, (2048, 12, 16384))  # kernels of a block take longer than its parameters
         run = runs.Run(device, runs.BELOW[placement], sized, activations=activations)
         run.step()

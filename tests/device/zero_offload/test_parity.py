@@ -16,7 +16,7 @@ from tests.device.zero_offload import runs
 @pytest.mark.parametrize("placement", [*runs.BELOW, *runs.MIXED])
 def test_near_the_reference(device, placement, stage, dtype, micro):
     """SGD with momentum, whose updates are as far apart as the gradients; fp32 gradients."""
-    with runs.apart(device):
+    with runs.discrete(device):
         store = runs.tiered((runs.BELOW | runs.MIXED)[placement])
         norm, update = core.distance(core.checkpointed, device, micro, dtype, stage=stage, store=store)
     assert norm <= TOLERANCE[dtype][0] and update <= TOLERANCE[dtype][1], (norm, update)
@@ -28,7 +28,7 @@ def test_a_first_step_of_adam_equals_torchs(device, placement):
     sized = runs.sized(device, (1024, 6, 64))
     masters = {}
     for name in (None, placement):
-        with runs.apart(device):
+        with runs.discrete(device):
             run = runs.Run(device, None if name is None else (runs.BELOW | runs.MIXED)[name], sized)
             run.step()
             masters[name] = run.masters()

@@ -24,7 +24,7 @@ STORES = ["device store", "host", "nvme", "device", "thirds", "classic", "parame
 
 def trained(device: torch.device, store: str, *, sleeps: bool) -> list[Tensor]:
     seen: list[Tensor] = []
-    with runs.apart(device):
+    with runs.discrete(device):
         run = runs.Run(device, runs.placed(device, store), runs.sized(device, GPU, (64, 4, 64)))
         to = None if isinstance(run.store, TieredStore) or device.type != "cpu" else HostMemory()
 

@@ -13,7 +13,7 @@ PLACEMENTS = {name: (runs.BELOW | runs.MIXED)[name] for name in ("host", "nvme",
 @pytest.mark.parametrize("activations", ["keep", "recompute", "host"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_nothing_but_the_norm_waits(device, needs_device, placement, activations, accumulate):
-    with runs.apart(device):
+    with runs.discrete(device):
         run = runs.Run(device, PLACEMENTS[placement], runs.sized(device, (512, 6, 64)), activations=activations)
         try:
             for number in range(2):  # memory is found

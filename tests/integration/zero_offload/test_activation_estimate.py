@@ -101,8 +101,8 @@ def test_what_a_forward_makes_and_frees_is_counted_where_the_heap_keeps_its_hole
     (few, _), (more, found) = made(1), made(3)
     assert (more - few) / 2 / TOKENS == pytest.approx(found.kept_bytes_per_token(True), rel=0.03)
     batch, keep = Batch(TOKENS), ["keep"] * len(found.units)
-    on_heap, apart = (activation_bytes(found, keep, batch, on_heap=heap)["device"] for heap in (True, False))
-    assert on_heap - apart == 3 * TOKENS * found.freed_bytes_per_token > 0
+    on_heap, discrete = (activation_bytes(found, keep, batch, on_heap=heap)["device"] for heap in (True, False))
+    assert on_heap - discrete == 3 * TOKENS * found.freed_bytes_per_token > 0
     planned = zero_offload.plan(found, zero_offload.Hardware(host_gib=64), tokens=TOKENS, activations="keep")
     assert planned.bytes_of("device", "activations") == on_heap
 

@@ -113,7 +113,7 @@ def test_the_same_bits_under_every_policy(kept, policy, placement):
 
 @pytest.mark.parametrize("policy", ["recompute", "host", "nvme"])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
-def test_the_same_bits_with_a_device_apart(kept, policy, placement):
+def test_the_same_bits_with_a_discrete_device(kept, policy, placement):
     """Simulated: what is set aside, and what comes back, is copied as late as it may be."""
     with simulated_device():
         found = train(policy, placement)

@@ -129,11 +129,11 @@ def test_a_compressed_store_gets_more_room(monkeypatch):
 
 
 def test_shares_of_the_device_are_equal():
-    apart = Hardware(device="cuda", device_gib=8, host_gib=8)
+    discrete = Hardware(device="cuda", device_gib=8, host_gib=8)
     for placed, advice in (
         ({"gradients": "host", "optimizer": "device", "parameters": "device"}, "give both the same share"),
         ({"gradients": "device", "optimizer": "device", "parameters": "host"}, "give parameters at least"),
     ):
         with pytest.raises(ValueError, match=advice):
-            plan([1 << 20], apart, **placed)
-    plan([1 << 20], apart, **dict.fromkeys(("gradients", "optimizer", "parameters"), "device"))
+            plan([1 << 20], discrete, **placed)
+    plan([1 << 20], discrete, **dict.fromkeys(("gradients", "optimizer", "parameters"), "device"))

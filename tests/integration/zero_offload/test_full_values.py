@@ -1,7 +1,7 @@
 """Full gradients and states over a TieredStore, on every tier: what is written is stepped, and clipped by its norm.
 
 Units have several tiles, so that one parameter lies on several tiers. Fails if an edit misses the running norm, goes to
-another tile, is lost on its way through slots, or reaches a device apart in another order.
+another tile, is lost on its way through slots, or reaches a discrete device in another order.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_edits_on_two_ranks(ranks: Any, placement: Any) -> None:
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme", "device", HALF, CLASSIC], ids=str)
-def test_edits_with_a_device_apart(placement: Any) -> None:
+def test_edits_with_a_discrete_device(placement: Any) -> None:
     with simulated.simulated_device():
         edit(placement)
 

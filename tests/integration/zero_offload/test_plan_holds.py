@@ -130,20 +130,20 @@ def test_units_that_stay_and_one_that_encloses_them_have_the_slots_that_were_pla
     optimizer.close()
 
 
-def reads(prefetch_bytes, apart, accumulate, shard_count):
+def reads(prefetch_bytes, discrete, accumulate, shard_count):
     """(bytes of NVMe read in each of three steps, those that the plan counts) of parameters that pass through slots."""
     torch.manual_seed(0)
     model, step = Enclosed(), TorchStep("fp32")
     optimizer = torch.optim.AdamW(model.parameters())
     step.bind(optimizer)
     options = {"accumulate": accumulate, "prefetch_bytes": prefetch_bytes}
-    machine = Hardware(device="cuda", device_gib=4, host_gib=8, nvme_gib=8) if apart else None
+    machine = Hardware(device="cuda", device_gib=4, host_gib=8, nvme_gib=8) if discrete else None
     kinds = {"parameters": "nvme", "gradients": "host", "optimizer": "host"}
     planned = plan(model, machine, **kinds, step=step, shard_count=shard_count, tile_numel=MI, **options)
     found = []
-    with simulated_device() if apart else nullcontext():
+    with simulated_device() if discrete else nullcontext():
         store = TieredStore(
-            plan=planned, nvme=MemoryByteStore(), step=step, streams=streams() if apart else None, overlap=False
+            plan=planned, nvme=MemoryByteStore(), step=step, streams=streams() if discrete else None, overlap=False
         )
         optimizer = zero_core.shard(model, optimizer, store=store, prefetch_bytes=prefetch_bytes)
         for _ in range(3):
@@ -158,13 +158,13 @@ def reads(prefetch_bytes, apart, accumulate, shard_count):
     return found, planned.read_bytes_per_step
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("discrete", [False, True])
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 20])
-def test_backward_finds_the_units_that_forward_used_last_in_the_slots(prefetch_bytes, apart):
+def test_backward_finds_the_units_that_forward_used_last_in_the_slots(prefetch_bytes, discrete):
     """Fails if they are read again, or the plan counts them. In the first step nothing else saves a read."""
-    found, planned = reads(prefetch_bytes, apart, 1, 1)
+    found, planned = reads(prefetch_bytes, discrete, 1, 1)
     assert max(found) == found[0] <= planned and found[0] == pytest.approx(planned, rel=1e-3)
-    found, planned = reads(prefetch_bytes, apart, 3, 1)
+    found, planned = reads(prefetch_bytes, discrete, 3, 1)
     assert max(found) < planned  # a forward finds the units that the backward before it used last
 
 
@@ -188,8 +188,8 @@ APART = PLACEMENTS | {
 }
 
 
-def check_apart(placement, dtype, shard_count):
-    """With a device apart, simulated: every tier holds what was planned, and each gradient crosses once."""
+def check_discrete(placement, dtype, shard_count):
+    """With a discrete device, simulated: every tier holds what was planned, and each gradient crosses once."""
     model = Tied()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     step = TorchStep("fp32")
@@ -217,16 +217,16 @@ def check_apart(placement, dtype, shard_count):
 
 @pytest.mark.parametrize("placement", APART)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_with_a_device_apart(placement, dtype):
-    assert check_apart(placement, dtype, 1)
+def test_with_a_discrete_device(placement, dtype):
+    assert check_discrete(placement, dtype, 1)
 
 
 @pytest.mark.parametrize("placement", APART)
-def test_with_a_device_apart_on_two_ranks(ranks, placement):
-    assert ranks(2).run(check_apart, placement, torch.bfloat16, 2) == [True, True]
+def test_with_a_discrete_device_on_two_ranks(ranks, placement):
+    assert ranks(2).run(check_discrete, placement, torch.bfloat16, 2) == [True, True]
 
 
-def test_what_is_added_to_sums_on_a_device_apart_is_planned():
+def test_what_is_added_to_sums_on_a_discrete_device_is_planned():
     """The second gradient of a unit that is wholly there cannot come in the memory of the sum."""
     gpu = Hardware(device="cuda", device_gib=4, host_gib=8, nvme_gib=8)
     half = dict.fromkeys(("parameters", "gradients", "optimizer"), {"device": 0.5, "host": 0.5})

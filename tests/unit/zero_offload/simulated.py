@@ -156,7 +156,7 @@ def streams() -> Callable[[Tensor], SimulatedStreams] | None:
 
 @contextmanager
 def simulated_device(seed: int = 0) -> Iterator[list[SimulatedStreams]]:
-    """Every TieredStore made inside with `streams=streams()` is on a device apart. Yields their streams."""
+    """Every TieredStore made inside with `streams=streams()` is on a discrete device. Yields their streams."""
     device = _Device(seed)
     token = _device.set(device)
     try:

@@ -54,7 +54,7 @@ def test_what_may_stay_is_added_up_to_the_whole_model():
     assert unsharded(sizes, Shape(resident_bytes=1 << 40)) == 6 * 8 * MI
 
 
-def test_a_device_apart_has_two_units_two_landing_buffers_and_the_gradient_just_made():
+def test_a_discrete_device_has_two_units_two_landing_buffers_and_the_gradient_just_made():
     sizes = ModelSizes(tuple(block(i) for i in range(6)))
     found = plan(sizes, GPU, **HOST, shard_count=1, prefetch_bytes=0)
     assert found.bytes_of("device", "buffers") == 2 * 8 * MI + 2 * 8 * MI + 6 * MI
@@ -64,8 +64,8 @@ def test_a_device_apart_has_two_units_two_landing_buffers_and_the_gradient_just_
 
 def test_what_gradients_pass_through_on_the_host_is_counted_once():
     sizes = ModelSizes(tuple(block(i) for i in range(6)))
-    apart, here = (plan(sizes, machine, **HOST, shard_count=1) for machine in (GPU, Hardware(host_gib=512)))
-    assert apart.bytes_of("host", "buffers") - here.bytes_of("host", "buffers") == 4 * 8 * MI
+    discrete, here = (plan(sizes, machine, **HOST, shard_count=1) for machine in (GPU, Hardware(host_gib=512)))
+    assert discrete.bytes_of("host", "buffers") - here.bytes_of("host", "buffers") == 4 * 8 * MI
 
 
 def test_frozen_units_have_no_gradient():

@@ -1,4 +1,4 @@
-"""A device apart, simulated: the same bits as in host memory, whatever is copied as late as it may be."""
+"""A discrete device, simulated: the same bits as in host memory, whatever is copied as late as it may be."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_overlap_off_and_fp32_gradients(reduce_dtype: torch.dtype) -> None:
 
 
 class Pipelined(Driver):
-    """Uses units as zero-core does on a device apart: asked for ahead, into memory of the caller's, used in order."""
+    """Uses units as zero-core does on a discrete device: asked for ahead, into the caller's memory, used in order."""
 
     def forward(self) -> None:
         total = 0.0

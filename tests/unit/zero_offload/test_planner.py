@@ -50,7 +50,7 @@ def test_what_does_not_fit_on_the_device_leaves_it_from_the_end_states_and_gradi
         plan(LLAMA, small, optimizer="device", parameters="host")
 
 
-def test_units_have_memory_beside_parameters_that_live_on_a_device_apart():
+def test_units_have_memory_beside_parameters_that_live_on_a_discrete_device():
     gpu = Hardware(device="cuda", device_gib=80, host_gib=512, nvme_gib=1000)
     below = {"gradients": "host", "optimizer": "host"}
     host, device = (plan(LLAMA, gpu, parameters=tier, **below) for tier in ("host", "device"))
@@ -107,7 +107,7 @@ def test_a_refusal_says_which_budget_how_much_is_missing_and_what_to_change():
     assert 'lower it with optimizer="nvme"' in str(error)
 
 
-def test_states_that_leave_a_device_apart_take_their_gradients_along():
+def test_states_that_leave_a_discrete_device_take_their_gradients_along():
     small = Hardware(device="cuda", device_reserved_gib=0, device_gib=1, host_gib=64)
     whole = dict.fromkeys(("parameters", "gradients", "optimizer"), "device")
     with pytest.raises(PlanError, match='lower it with optimizer="host" and gradients="host", or'):

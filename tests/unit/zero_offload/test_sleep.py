@@ -56,11 +56,11 @@ def train(driver: Driver, *, sleeps: bool) -> list[torch.Tensor]:
     return [*values, torch.tensor(driver.losses), torch.tensor(driver.norms)]
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("discrete", [False, True])
 @pytest.mark.parametrize("placement", [*PLACEMENTS, *APART], ids=str)
-def test_training_goes_on_with_the_same_bits(placement: Any, apart: bool) -> None:
+def test_training_goes_on_with_the_same_bits(placement: Any, discrete: bool) -> None:
     def run(sleeps: bool) -> list[torch.Tensor]:
-        with simulated_device() if apart else nullcontext():
+        with simulated_device() if discrete else nullcontext():
             return train(make(placement, slots=3 if "nvme" in str(placement) else None), sleeps=sleeps)
 
     assert same(run(True), run(False))
@@ -158,10 +158,10 @@ def test_a_store_without_a_slower_tier_asks_for_one() -> None:
 
 
 @contextmanager
-def goes_on(nvme: Any, *, apart: bool = False) -> Iterator[Driver]:
+def goes_on(nvme: Any, *, discrete: bool = False) -> Iterator[Driver]:
     """A driver with a gradient that waits; at the end it takes its step, and must have lost nothing."""
-    placement = {"device": 0.5, "host": 0.5} if apart else "host"
-    with simulated_device() if apart else nullcontext():
+    placement = {"device": 0.5, "host": 0.5} if discrete else "host"
+    with simulated_device() if discrete else nullcontext():
         drivers = [make(placement, each, driver=SMALL) for each in (nvme, MemoryByteStore())]
     for driver in drivers:
         driver.step()
@@ -176,12 +176,12 @@ def goes_on(nvme: Any, *, apart: bool = False) -> Iterator[Driver]:
     assert same(*values)
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("discrete", [False, True])
 @pytest.mark.parametrize("full", [False, True])
-def test_a_full_disk_and_an_error_while_it_falls_asleep_lose_nothing(full: bool, apart: bool) -> None:
+def test_a_full_disk_and_an_error_while_it_falls_asleep_lose_nothing(full: bool, discrete: bool) -> None:
     inner = MemoryByteStore(capacity_bytes=1 << 14 if full else None)
     to = FaultyByteStore(inner, path="/mnt/nvme0/slab")
-    with goes_on(MemoryByteStore(), apart=apart) as driver:
+    with goes_on(MemoryByteStore(), discrete=discrete) as driver:
         to.fail("write", after=2)
         reason = "raise capacity_bytes" if full else "Input/output error"
         with pytest.raises(SwapError, match=rf"sleep\(\) failed: .*{reason}.*the store is awake and has lost nothing"):
@@ -189,10 +189,10 @@ def test_a_full_disk_and_an_error_while_it_falls_asleep_lose_nothing(full: bool,
         assert inner.used_bytes == 0
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_an_error_while_it_wakes_up_leaves_it_asleep_and_wake_can_be_repeated(apart: bool) -> None:
+@pytest.mark.parametrize("discrete", [False, True])
+def test_an_error_while_it_wakes_up_leaves_it_asleep_and_wake_can_be_repeated(discrete: bool) -> None:
     to = FaultyByteStore(MemoryByteStore(), path="/mnt/nvme0/slab")
-    with goes_on(MemoryByteStore(), apart=apart) as driver:
+    with goes_on(MemoryByteStore(), discrete=discrete) as driver:
         driver.store.sleep(to)
         to.fail("read", after=2)
         with pytest.raises(SwapError, match=r"wake\(\) failed: .*Input/output error.*call wake\(\) again"):

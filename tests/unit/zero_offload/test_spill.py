@@ -33,7 +33,7 @@ def nvme(store):
 
 
 def on_nvme(kind, nvme, slots=3):
-    """In host memory, or beside a device apart, whose copies are as late as they may be."""
+    """In host memory, or beside a discrete device, whose copies are as late as they may be."""
     if kind == "nvme":
         return StoredSpill(nvme, slots=slots, piece_bytes=PIECE)
     return QueuedSpill(nvme, SimulatedStreams(torch.empty(0, dtype=torch.uint8)), slots=slots, piece_bytes=PIECE)

@@ -48,7 +48,7 @@ class States(defaultdict[Any, Any]):
     def _refuse_change(self, *args: Any, **kwargs: Any) -> Any:
         """torch would begin anew, or go on with what was written. Here nothing would come of it."""
         raise UnsupportedOptimizerError(
-            "optimizer.state of a sharded optimizer was changed, which reaches no shard: "
+            "optimizer.state of a sharded optimizer cannot be changed, because the states lie in shards: "
             "zero_core.set_full_state(parameter, name, values) writes a state, zeros to begin anew"
         )
 

@@ -1,4 +1,4 @@
-"""TieredStore with a compute device apart from the host, simulated, against zero-core's suite: in every tier again."""
+"""TieredStore with a discrete device, simulated, against zero-core's suite: in every tier again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("parameters", "gradients", "optimizer")
 
 class Apart:
     @pytest.fixture(autouse=True)
-    def _apart(self) -> Iterator[None]:
+    def _discrete(self) -> Iterator[None]:
         with simulated_device(seed=3):
             yield
 
