@@ -111,18 +111,17 @@ class FineTune(train.Run):
         read: Any,
         draft: engine.Draft,
         plan: zero_offload.Plan,
-        folder: Path,
         checkpoint: resume.Checkpoint | None,
     ) -> Outcome:
         """Shards the model when the trainer asks for it, trains, evaluates and saves."""
-        config, ranks = self.config, self.ranks
+        config, ranks, folder = self.config, self.ranks, self.folder
         if checkpoint:
-            together(ranks, lambda: self._same_data(read, folder))
+            together(ranks, lambda: self._same_data(read))
             self.say_continued(checkpoint)
         history = History()
-        watch = Watch(self, history, folder, checkpoint.step if checkpoint else 0)
+        watch = Watch(self, history, checkpoint.step if checkpoint else 0)
         try:
-            trainer = self._trainer(stack, read, draft, plan, folder, watch)
+            trainer = self._trainer(stack, read, draft, plan, watch)
         except ConfigError:
             raise
         except (ValueError, TypeError) as error:  # of TRL, of transformers, of zero_hf
@@ -131,7 +130,7 @@ class FineTune(train.Run):
             if ranks.leader:  # the configuration first: a folder with anything else is refused without it
                 configuration.save(config, folder / resume.CONFIG)
                 replace(folder / _DATA, json.dumps({"digest": read.digest(), **self.counts}) + "\n")
-                stack.callback(self._report, watch, plan, folder)
+                stack.callback(self._report, watch, plan)
             stack.enter_context(watch)
             stack.enter_context(zero_offload.explained(plan))
             if checkpoint and checkpoint.step == config.run.steps:  # a Trainer would take one more step
@@ -147,35 +146,35 @@ class FineTune(train.Run):
             elif config.run.export:
                 trainer.save_model(str(folder / "pretrained"))
                 if config.adapter.merge:
-                    together(ranks, lambda: self._merge(folder))
+                    together(ranks, self._merge)
             if self.on_end is not None:
                 self.on_end(ready)
         self._say(f"results in {folder}")
         return Outcome(128 + signal if signal else 0, folder, history)
 
-    def _merge(self, folder: Path) -> None:
+    def _merge(self) -> None:
         if self.ranks.leader:
             import zero_hf
 
+            folder = self.folder
             shutil.rmtree(folder / "merged", ignore_errors=True)  # of a run that is exported once more
             try:
                 zero_hf.merge_adapter(pretrained.local(self.config), folder / "pretrained", folder / "merged")
             except zero_hf.ConfigError as error:
                 raise ConfigError(f"adapter.merge=true: {error}") from error
 
-    def _same_data(self, read: Any, folder: Path) -> None:
+    def _same_data(self, read: Any) -> None:
         """Raises ConfigError if run.resume=auto would go on with other rows."""
-        if self.config.run.resume == "auto" and (folder / _DATA).is_file():
-            before = json.loads((folder / _DATA).read_text())["digest"]
+        saved = self.folder / _DATA
+        if self.config.run.resume == "auto" and saved.is_file():
+            before = json.loads(saved.read_text())["digest"]
             if before != read.digest():
                 raise ConfigError(
                     f"run.resume=auto: the data differ from the saved run's: they are {read.digest()}, and were "
-                    f"{before}; bring them back, or continue on purpose with run.resume={folder}"
+                    f"{before}; bring them back, or continue on purpose with run.resume={self.folder}"
                 )
 
-    def _trainer(
-        self, stack: ExitStack, read: Any, draft: engine.Draft, plan: zero_offload.Plan, folder: Path, watch: Watch
-    ) -> Any:
+    def _trainer(self, stack: ExitStack, read: Any, draft: engine.Draft, plan: zero_offload.Plan, watch: Watch) -> Any:
         import datasets
         import transformers
         import trl
@@ -183,17 +182,17 @@ class FineTune(train.Run):
         import zero_hf
 
         datasets.disable_progress_bars()
-        if self.config.tracker.kind != "none" and self.ranks.leader:
+        config, ranks, counts, folder = self.config, self.ranks, self.counts, self.folder
+        if config.tracker.kind != "none" and ranks.leader:
             (folder / "tracker").mkdir(exist_ok=True)
         for name in ("TENSORBOARD_LOGGING_DIR", "WANDB_DIR"):  # what trackers write here belongs to the run
             if name not in os.environ:
                 os.environ[name] = str(folder / "tracker")
                 stack.callback(os.environ.pop, name, None)
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # what TRL still calls
-        config, ranks, counts = self.config, self.ranks, self.counts
         kind = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[config.task.kind]
         options = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}[config.task.kind]
-        arguments = _arguments(config, folder, options, ranks.device.type == "cpu", read, watch.done == 0)
+        arguments = _arguments(config, options, ranks.device.type == "cpu", read, watch.done == 0)
 
         class Trainer(zero_hf.sharded(kind)):  # type: ignore[misc]
             """What of zero-train's a trainer of TRL uses."""
@@ -258,12 +257,12 @@ class FineTune(train.Run):
         trainer.remove_callback(transformers.PrinterCallback)  # zero-train prints its own lines
         return trainer
 
-    def _report(self, watch: Watch, plan: zero_offload.Plan, folder: Path) -> None:
+    def _report(self, watch: Watch, plan: zero_offload.Plan) -> None:
         if watch.ready is not None:
-            self._write_report(watch.ready, watch.history, plan, folder)
+            self._write_report(watch.ready, watch.history, plan)
 
 
-def _arguments(config: Config, folder: Path, options: type[Any], on_cpu: bool, read: Any, first: bool) -> Any:
+def _arguments(config: Config, options: type[Any], on_cpu: bool, read: Any, first: bool) -> Any:
     """TRL's arguments. What zero-train does itself is switched off in them."""
     run, task = config.run, config.task
     validates = run.evaluate_every > 0 and read.validation is not None
@@ -278,7 +277,7 @@ def _arguments(config: Config, folder: Path, options: type[Any], on_cpu: bool, r
     else:
         more = {"beta": task.beta}
     return options(
-        output_dir=str(folder / "checkpoints"),
+        output_dir=str(Path(config.run.dir) / "checkpoints"),
         max_steps=run.steps,
         per_device_train_batch_size=run.micro_batch,
         per_device_eval_batch_size=run.micro_batch,

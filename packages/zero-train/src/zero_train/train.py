@@ -99,6 +99,11 @@ class Run:
     done: int = 0  # steps that the checkpoint to continue from has taken
 
     @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.config.run.dir)
+
+    @property
     def unit(self) -> str:
         """The unit of losses."""
         return "nats per byte" if tokens.folder_of(self.config) is None else "nats per token"
@@ -119,14 +124,13 @@ class Run:
             return Outcome() if config.run.dry else self._run(corpus, draft, plan)
 
     def _run(self, corpus: Any, draft: engine.Draft, plan: zero_offload.Plan) -> Outcome:
-        config, ranks = self.config, self.ranks
-        folder = Path(config.run.dir)
+        ranks, folder = self.ranks, self.folder
         with ExitStack() as stack:
             unlocked = together(ranks, lambda: stack.enter_context(claimed(folder)) if ranks.leader else "")
             if unlocked:
                 self._say(f"run.dir={folder} cannot be locked ({unlocked}), so a second run can write into it as well")
             checkpoint = self._checkpoint()  # once more: the folder is ours from here on
-            return self.train_in(stack, corpus, draft, plan, folder, checkpoint)
+            return self.train_in(stack, corpus, draft, plan, checkpoint)
 
     def train_in(
         self,
@@ -134,7 +138,6 @@ class Run:
         corpus: Any,
         draft: engine.Draft,
         plan: zero_offload.Plan,
-        folder: Path,
         checkpoint: resume.Checkpoint | None,
     ) -> Outcome:
         """Trains in the locked folder, from `checkpoint` on. `stack` holds the lock."""
@@ -147,8 +150,8 @@ class Run:
                 said = together(ranks, lambda: resume.load(checkpoint, ready, config, ranks, corpus.digest()))
                 self.say_continued(checkpoint, said)
             elif config.run.resume:
-                self._say(f"run.resume=auto: no checkpoint in {folder}, beginning at step 1")
-            return self._train(ready, corpus, plan, folder, checkpoint.step + 1 if checkpoint else 1)
+                self._say(f"run.resume=auto: no checkpoint in {self.folder}, beginning at step 1")
+            return self._train(ready, corpus, plan, checkpoint.step + 1 if checkpoint else 1)
 
     def say_continued(self, checkpoint: resume.Checkpoint, more: Sequence[str] = ()) -> None:
         """Says which run goes on, and how it differs from the saved one."""
@@ -234,19 +237,17 @@ class Run:
         unit = "MB" if corpus.unit == "byte" else "M tokens"
         return f"data: {corpus.name}; {trained:.1f} {unit} to train on, {held_out:.1f} {unit} held out"
 
-    def _train(
-        self, ready: Assembled, corpus: data.Corpus, plan: zero_offload.Plan, folder: Path, first: int
-    ) -> Outcome:
-        config, ranks = self.config, self.ranks
+    def _train(self, ready: Assembled, corpus: data.Corpus, plan: zero_offload.Plan, first: int) -> Outcome:
+        config, ranks, folder = self.config, self.ranks, self.folder
         run, sample = config.run, ""
         loop = Loop(ready, corpus, config, ranks, self.asked)
         with ExitStack() as stack:
             stack.enter_context(self.asked.gentle())
             if ranks.leader:
                 configuration.save(config, folder / resume.CONFIG)
-                stack.callback(self._write_report, ready, loop.history, plan, folder)
+                stack.callback(self._write_report, ready, loop.history, plan)
             text = corpus.digest() if run.checkpoint_every else ""
-            with Told(self, folder, first - 1) as told, zero_offload.explained(plan):
+            with Told(self, first - 1) as told, zero_offload.explained(plan):
                 signal = loop.run(
                     first,
                     told.step,
@@ -285,8 +286,9 @@ class Run:
             how = "nothing was saved, as run.checkpoint_every=0"
         return f"stopped after step {step} of {run.steps}; {how}"
 
-    def _write_report(self, ready: Assembled, history: History, plan: zero_offload.Plan, folder: Path) -> None:
+    def _write_report(self, ready: Assembled, history: History, plan: zero_offload.Plan) -> None:
         """Writes the plots and the timeline. A file that cannot be written is named, and the others still are."""
+        folder = self.folder
         for name, write in (
             ("report.png", lambda: report.draw(folder, history, report.planned(plan), self.unit)),
             ("timeline.json", lambda: ready.timeline.save(folder / "timeline.json")),
@@ -309,10 +311,10 @@ class Run:
 class Told(ExitStack):
     """Who is told of a run's figures: the files of its folder and the terminal, both on the first rank alone."""
 
-    def __init__(self, run: Run, folder: Path, done: int) -> None:
+    def __init__(self, run: Run, done: int) -> None:
         super().__init__()
         given, leader = run.config.run, run.ranks.leader
-        self._metrics = self.enter_context(report.Metrics(folder, done + 1)) if leader else None
+        self._metrics = self.enter_context(report.Metrics(run.folder, done + 1)) if leader else None
         self._shown = self.enter_context(progress.reporter(leader, given.steps, done, given.report_every, given.bar))
 
     def step(self, step: Step) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from zero_train.engine import Assembled
@@ -20,7 +19,6 @@ class Watch:
 
     run: Run
     history: History
-    folder: Path
     done: int  # steps before this process
     ready: Assembled | None = None
     _meter: Meter | None = None  # from the first step on
@@ -29,7 +27,7 @@ class Watch:
     _tokens: float = 0.0
 
     def __enter__(self) -> Watch:
-        self._told = self._open.enter_context(Told(self.run, self.folder, self.done))
+        self._told = self._open.enter_context(Told(self.run, self.done))
         self._open.push(self._step)
         return self
 
