@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import BudgetError, ClosedError, gib
-from .memory_store import Served, bytes_of
+from .errors import BudgetError, gib
+from .memory_store import MemoryByteStore, MemoryExtent, Served
 from .protocols import Ticket
 
 __all__ = ["CompressedByteStore"]
@@ -32,9 +32,8 @@ PLANES = 4
 
 
 @dataclass
-class _Extent:
-    offset_bytes: int
-    nbytes: int
+class _Kept:
+    extent: MemoryExtent
     chunks: list[bytes | None]  # compressed; None: zeros, never written
     changing: threading.Lock = field(default_factory=threading.Lock)  # held where a part of a chunk is replaced
 
@@ -53,7 +52,7 @@ class _Scratch(threading.local):
         return torch.frombuffer(raw, dtype=torch.uint8).view(PLANES, -1), raw, self._whole[:nbytes]
 
 
-class CompressedByteStore:
+class CompressedByteStore(MemoryByteStore):
     """Host memory that keeps every extent in compressed chunks. Every byte comes back as it was written.
 
     capacity_gib: memory that the compressed chunks may take, of one process; None: no limit. A write that does not fit
@@ -64,8 +63,6 @@ class CompressedByteStore:
     Raises ModuleNotFoundError without the package zstandard, which the extra `compressed` installs.
     """
 
-    alignment = 4096
-
     def __init__(self, capacity_gib: float | None = None, *, ratio: float = 1.0, threads: int = 2) -> None:
         try:
             zstd: Any = importlib.import_module("zstandard")
@@ -73,19 +70,11 @@ class CompressedByteStore:
             raise ModuleNotFoundError(
                 "CompressedByteStore needs zstandard, which is not installed; pip install 'zero-offload[compressed]'"
             ) from error
-        self.capacity_bytes = None if capacity_gib is None else int(capacity_gib * (1 << 30))
+        super().__init__(None if capacity_gib is None else int(capacity_gib * (1 << 30)), asynchronous=False)
         self.ratio = ratio
-        self._lock = threading.Lock()
-        self._extents: dict[int, _Extent] = {}
-        self._next = self._allocated = self._used = 0
-        self._closed = False
+        self._used = 0
         self._local = _Scratch(zstd)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="compressed-store")
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Of all extents, uncompressed."""
-        return self._allocated
 
     @property
     def used_bytes(self) -> int:
@@ -100,102 +89,87 @@ class CompressedByteStore:
                 f"ratio={self.ratio:g}; raise capacity_gib, or raise ratio if the data is known to compress as well"
             )
 
-    def allocate(self, nbytes: int) -> _Extent:
-        self._check_open()
-        if nbytes <= 0:
-            raise ValueError(f"an extent of {nbytes} bytes")
-        size = -(-nbytes // self.alignment) * self.alignment
-        with self._lock:
-            extent = _Extent(self._next, size, [None] * -(-size // CHUNK_BYTES))
-            self._extents[extent.offset_bytes] = extent
-            self._next += size
-            self._allocated += size
-        return extent
+    def _check_room(self, wanted: int) -> None:
+        """How well bytes compress is known when they are written."""
 
-    def free(self, extent: _Extent) -> None:
-        with self._lock:
-            if self._extents.pop(extent.offset_bytes, None) is not extent:
-                raise ValueError(f"extent at {extent.offset_bytes} is not allocated")
-            self._allocated -= extent.nbytes
-            self._used -= sum(len(chunk) for chunk in extent.chunks if chunk is not None)
+    def _made(self, extent: MemoryExtent) -> Any:
+        return _Kept(extent, [None] * -(-extent.nbytes // CHUNK_BYTES))
 
-    def read(self, extent: _Extent, buffer: Any, offset: int = 0) -> Ticket:
+    def free(self, extent: MemoryExtent) -> None:
+        kept = self._memory.get(extent)
+        super().free(extent)
+        with self._lock:
+            self._used -= sum(len(chunk or b"") for chunk in kept.chunks)
+
+    def read(self, extent: MemoryExtent, buffer: Any, offset: int = 0) -> Ticket:
         return self._submit(self._read, extent, buffer, offset)
 
-    def write(self, extent: _Extent, buffer: Any, offset: int = 0) -> Ticket:
+    def write(self, extent: MemoryExtent, buffer: Any, offset: int = 0) -> Ticket:
         return self._submit(self._write, extent, buffer, offset)
 
     def close(self) -> None:
         self._closed = True
         self._threads.shutdown(wait=True)
-        self._extents.clear()
-        self._allocated = self._used = 0
+        super().close()
+        self.allocated_bytes = self._used = 0
 
     def _submit(
-        self, serve: Callable[[_Extent, int, int, Tensor], None], extent: _Extent, buffer: Any, offset: int
+        self, serve: Callable[[_Kept, int, int, Tensor], None], extent: MemoryExtent, buffer: Any, offset: int
     ) -> Ticket:
-        """Begin to serve each chunk that the range touches. serve(extent, chunk, where it begins there, its bytes)."""
-        self._check_open()
-        data = bytes_of(buffer)
+        """Begin to serve each chunk that the range touches. serve(kept, chunk, where it begins there, its bytes)."""
+        kept, data = self._range(extent, buffer, offset)
         stop = offset + data.numel()
-        if offset < 0 or stop > extent.nbytes:
-            raise ValueError(f"bytes [{offset}, {stop}) of an extent of {extent.nbytes}")
-        if self._extents.get(extent.offset_bytes) is not extent:
-            raise ValueError(f"extent at {extent.offset_bytes} is not allocated")
         futures = []
         for chunk in range(offset // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
             first, last = max(offset, chunk * CHUNK_BYTES), min(stop, (chunk + 1) * CHUNK_BYTES)
             piece = data[first - offset : last - offset]
-            futures.append(self._threads.submit(serve, extent, chunk, first - chunk * CHUNK_BYTES, piece))
+            futures.append(self._threads.submit(serve, kept, chunk, first - chunk * CHUNK_BYTES, piece))
         return Served(futures)
 
-    def _read(self, extent: _Extent, chunk: int, start: int, target: Tensor) -> None:
-        target.copy_(self._loaded(extent, chunk)[start : start + target.numel()])
+    def _read(self, kept: _Kept, chunk: int, start: int, target: Tensor) -> None:
+        target.copy_(self._loaded(kept, chunk)[start : start + target.numel()])
 
-    def _write(self, extent: _Extent, chunk: int, start: int, source: Tensor) -> None:
-        if source.numel() == self._size(extent, chunk):
-            self._keep(extent, chunk, source)
+    def _write(self, kept: _Kept, chunk: int, start: int, source: Tensor) -> None:
+        if source.numel() == self._size(kept, chunk):
+            self._keep(kept, chunk, source)
             return
-        with extent.changing:
-            whole = self._loaded(extent, chunk)
+        with kept.changing:
+            whole = self._loaded(kept, chunk)
             whole[start : start + source.numel()].copy_(source)
-            self._keep(extent, chunk, whole)
+            self._keep(kept, chunk, whole)
 
     @staticmethod
-    def _size(extent: _Extent, chunk: int) -> int:
-        return min(CHUNK_BYTES, extent.nbytes - chunk * CHUNK_BYTES)
+    def _size(kept: _Kept, chunk: int) -> int:
+        return min(CHUNK_BYTES, kept.extent.nbytes - chunk * CHUNK_BYTES)
 
-    def _loaded(self, extent: _Extent, chunk: int) -> Tensor:
+    def _loaded(self, kept: _Kept, chunk: int) -> Tensor:
         """(bytes of the chunk,) in this thread's own memory, valid until its next call."""
-        size, kept = self._size(extent, chunk), extent.chunks[chunk]
+        size, packed = self._size(kept, chunk), kept.chunks[chunk]
         planes, raw, whole = self._local.of(size)
-        if kept is None:
+        if packed is None:
             return whole.zero_()
-        with self._local.decompressor.stream_reader(kept) as reader:
+        with self._local.decompressor.stream_reader(packed) as reader:
             if reader.readinto(raw) != size:
                 raise OSError(
-                    f"chunk {chunk} of the extent at {extent.offset_bytes} does not decompress to {size} bytes"
+                    f"chunk {chunk} of the extent at {kept.extent.offset_bytes} does not decompress to {size} bytes"
                 )
         words = whole.view(-1, PLANES)
         for k in range(PLANES):  # one copy of the transpose takes six times as long
             words[:, k].copy_(planes[k])
         return whole
 
-    def _keep(self, extent: _Extent, chunk: int, values: Tensor) -> None:
+    def _keep(self, kept: _Kept, chunk: int, values: Tensor) -> None:
         planes, raw, _ = self._local.of(values.numel())
         words = values.view(-1, PLANES)
         for k in range(PLANES):
             planes[k].copy_(words[:, k])
-        kept = self._local.compressor.compress(raw)
+        packed = self._local.compressor.compress(raw)
         with self._lock:
-            used = self._used + len(kept) - len(extent.chunks[chunk] or b"")
+            used = self._used + len(packed) - len(kept.chunks[chunk] or b"")
             if self.capacity_bytes is not None and used > self.capacity_bytes:
                 raise BudgetError(
-                    f"CompressedByteStore: {gib(self._allocated)} are allocated, and compressed they take more than "
-                    f"the {gib(self.capacity_bytes)} of memory that it may use; raise capacity_gib, or place less here"
+                    f"CompressedByteStore: {gib(self.allocated_bytes)} are allocated, and compressed they take more "
+                    f"than the {gib(self.capacity_bytes)} of memory that it may use; raise capacity_gib, or place less "
+                    "here"
                 )
-            extent.chunks[chunk], self._used = kept, used
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the CompressedByteStore is closed")
+            kept.chunks[chunk], self._used = packed, used

@@ -17,7 +17,7 @@ from .protocols import Ticket
 __all__ = ["MemoryByteStore", "MemoryExtent", "Served"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MemoryExtent:
     offset_bytes: int
     nbytes: int
@@ -70,10 +70,15 @@ class MemoryByteStore:
         self.alignment = alignment
         self.capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
-        self._memory: dict[int, Tensor] = {}
-        self._next = self.used_bytes = 0
+        self._memory: dict[MemoryExtent, Any] = {}  # what `_made` made
+        self._next = self.allocated_bytes = 0
         self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-store") if asynchronous else None
+
+    @property
+    def used_bytes(self) -> int:
+        """What is allocated and not freed."""
+        return self.allocated_bytes
 
     def reserve(self, total_bytes: int) -> None:
         self._check_room(total_bytes)
@@ -84,26 +89,30 @@ class MemoryByteStore:
             raise ValueError(f"an extent of {nbytes} bytes")
         size = -(-nbytes // self.alignment) * self.alignment
         with self._lock:
-            self._check_room(self.used_bytes + size)
+            self._check_room(self.allocated_bytes + size)
             extent = MemoryExtent(self._next, size)
-            self._memory[extent.offset_bytes] = torch.zeros(size, dtype=torch.uint8)
+            self._memory[extent] = self._made(extent)
             self._next += size
-            self.used_bytes += size
+            self.allocated_bytes += size
         return extent
+
+    def _made(self, extent: MemoryExtent) -> Any:
+        """What keeps the bytes of an extent, zeros at first."""
+        return torch.zeros(extent.nbytes, dtype=torch.uint8)
 
     def free(self, extent: MemoryExtent) -> None:
         with self._lock:
-            if self._memory.pop(extent.offset_bytes, None) is None:
+            if self._memory.pop(extent, None) is None:
                 raise ValueError(f"extent at {extent.offset_bytes} is not allocated")
-            self.used_bytes -= extent.nbytes
+            self.allocated_bytes -= extent.nbytes
 
     def read(self, extent: MemoryExtent, buffer: Any, offset: int = 0) -> Ticket:
         memory, target = self._range(extent, buffer, offset)
-        return self._serve(target, memory)
+        return self._serve(target, memory[offset : offset + len(target)])
 
     def write(self, extent: MemoryExtent, buffer: Any, offset: int = 0) -> Ticket:
         memory, source = self._range(extent, buffer, offset)
-        return self._serve(memory, source)
+        return self._serve(memory[offset : offset + len(source)], source)
 
     def close(self) -> None:
         self._closed = True
@@ -111,16 +120,17 @@ class MemoryByteStore:
             self._thread.shutdown(wait=True)
         self._memory.clear()
 
-    def _range(self, extent: MemoryExtent, buffer: Any, offset: int) -> tuple[Tensor, Tensor]:
+    def _range(self, extent: MemoryExtent, buffer: Any, offset: int) -> tuple[Any, Tensor]:
+        """What keeps the bytes of the extent, and the buffer's. Raises ValueError for bytes that it does not have."""
         self._check_open()
         data = bytes_of(buffer)
         if offset < 0 or offset + data.numel() > extent.nbytes:
             raise ValueError(f"bytes [{offset}, {offset + data.numel()}) of an extent of {extent.nbytes}")
         with self._lock:
-            memory = self._memory.get(extent.offset_bytes)
+            memory = self._memory.get(extent)
         if memory is None:
             raise ValueError(f"extent at {extent.offset_bytes} is not allocated")
-        return memory[offset : offset + data.numel()], data
+        return memory, data
 
     def _serve(self, target: Tensor, source: Tensor) -> Ticket:
         if self._thread is None:
@@ -134,7 +144,7 @@ class MemoryByteStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("the MemoryByteStore is closed")
+            raise ClosedError(f"the {type(self).__name__} is closed")
 
     def _check_room(self, wanted: int) -> None:
         if self.capacity_bytes is not None and wanted > self.capacity_bytes:
