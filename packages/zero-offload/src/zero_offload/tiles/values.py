@@ -17,7 +17,7 @@ from ..protocols import UpdateStep
 from .footprint import StorePlan
 from .parameters import ParameterStore
 from .states import StateStore
-from .tile import Record, Tile, View
+from .tile import Tile, View
 
 __all__ = ["Values"]
 
@@ -39,29 +39,14 @@ class Values:
         if unit.whole:  # it is the device tier's
             return
         master = master.detach().to("cpu", unit.spec.master_dtype)
-        self._parameters.begin_update(i, wait=True, read=False)
-        try:
-            for tile, record in zip(unit.tiles, unit.records, strict=True):
-                self._first(tile, record, master[tile.start : tile.stop])
-        finally:
-            self._parameters.end_update(i, wanted=False)
-
-    def _first(self, tile: Tile, record: Record | None, values: Tensor) -> None:
-        parameter = self._parameters.for_update(tile, read=False)
-        if tile.trainable:
-            slot = self._states.slots.take(tile) if self._states.stored(tile) else None
-            try:
-                states = self._states.views(tile, slot) if record is not None else {}
-                self._step.initialise(View(states, parameter, values[:0]), values)
-                if slot is not None:
-                    self._states.write_back(tile, slot)
-                    slot = None
-            finally:
-                if slot is not None:
-                    self._states.slots.give(slot)
-        else:
-            round_to(values, parameter)
-        self._parameters.changed(tile)
+        for tile in unit.tiles:
+            values = master[tile.start : tile.stop]
+            with self._opened(tile, change=True, read=False) as view:
+                if tile.trainable:
+                    self._step.initialise(view, values)
+                else:
+                    round_to(values, view.parameter)
+                self._parameters.changed(tile)
 
     def at_hand(self) -> set[int]:
         """After a transfer failed: the units whose bytes are in slots, whatever became of their writes."""
@@ -114,19 +99,19 @@ class Values:
         return (tile for tile in tiles if tile.start < stop and tile.stop > start)
 
     @contextmanager
-    def _opened(self, tile: Tile, *, change: bool, states: bool = True) -> Iterator[View]:
+    def _opened(self, tile: Tile, *, change: bool, states: bool = True, read: bool = True) -> Iterator[View]:
         """The tile in memory, with its `states` or without. They are written back where they `change`; else they stay
-        as if read ahead.
+        as if read ahead. `read=False`: everything will be written, so that nothing need be read.
         """
-        self._parameters.begin_update(tile.unit, wait=True, steal=True)
+        self._parameters.begin_update(tile.unit, wait=True, read=read, steal=True)
         slot = None
         try:
             if states and self._states.stored(tile):
-                slot = self._states.begin_read(tile, wait=True)
+                slot = self._states.begin_read(tile, wait=True) if read else self._states.slots.take(tile)
                 assert slot is not None
                 slot.wait_changeable()
             views = self._states.views(tile, slot) if tile.trainable else {}
-            parameter = self._parameters.for_update(tile)
+            parameter = self._parameters.for_update(tile, read=read)
             yield View(views, parameter, parameter[:0])
             if slot is not None and change:
                 self._states.write_back(tile, slot)
