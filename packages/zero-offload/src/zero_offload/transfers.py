@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,18 +46,21 @@ class Moving(Protocol):
         """Raises the error of a transfer that failed, each time."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Transfer:
     """A submitted read or write that knows what it moves, and keeps its memory."""
 
-    store: ByteStore
-    kind: str  # "swap_in", "swap_out"
-    what: str
-    ticket: Ticket
-    extent: Extent
-    offset: int
-    buffer: Tensor
-    start_ns: int
+    __slots__ = ("_extent", "_offset", "_store", "buffer", "kind", "start_ns", "ticket", "what")
+
+    def __init__(self, store: ByteStore, kind: str, what: str, extent: Extent, buffer: Tensor, offset: int) -> None:
+        """Submit it. kind: "swap_in" or "swap_out". Raises SwapError as `wait` does."""
+        self._store, self.kind, self.what = store, kind, what
+        self._extent, self.buffer, self._offset = extent, buffer, offset
+        self.start_ns = time.perf_counter_ns()
+        submit = store.read if kind == "swap_in" else store.write
+        try:
+            self.ticket: Ticket = submit(extent, buffer, offset)
+        except Exception as error:
+            raise self._explained(error) from error
 
     def done(self) -> bool:
         return self.ticket.done()
@@ -68,7 +71,20 @@ class Transfer:
             self.ticket.wait()
         except Exception as error:
             error.__context__ = None  # a ticket raises one error each time: its context may be what it has caused
-            raise _explained(error, self.store, self.kind, self.what, self.extent, self.offset, self.buffer) from error
+            raise self._explained(error) from error
+
+    def _explained(self, error: Exception) -> SwapError:
+        """With file and offset from the store's own error where it has them."""
+        path = getattr(error, "path", None) or getattr(error, "filename", None) or type(self._store).__name__
+        at = getattr(error, "offset", None)
+        at = self._extent.offset_bytes + self._offset if at is None else at
+        verb = "reading" if self.kind == "swap_in" else "writing"
+        explained = SwapError(
+            f"{verb} {self.what} failed: {path}, offset {at}, {self.buffer.nbytes} bytes: {error}; "
+            "check the device and its free space, then resume from the last checkpoint"
+        )
+        explained.errno = getattr(error, "errno", None)
+        return explained
 
 
 class InFlight:
@@ -84,7 +100,7 @@ class InFlight:
     def begin(self, request: Moving, place: Hashable, start: int = 0, stop: int = END, *, writes: bool) -> None:
         """The request touches bytes [start, stop) of the place, and writes them or reads them.
 
-        A copy stands for those before it that touch the same bytes in the same way: they are in its lane.
+        A copy replaces earlier copies of the same bytes in the same direction: they end before it, in the same lane.
         """
         with self._lock:
             touching = self._touching.setdefault(place, {})
@@ -122,8 +138,8 @@ class InFlight:
             self.timeline.transfer(request.kind, request.what, request.start_ns, now, request.buffer.nbytes)
 
     def forget(self, place: Hashable, *, writes: bool = True) -> None:
-        """Who asks for the place from here on waits for nothing that was begun before; without `writes`, for no read of
-        it."""
+        """Whoever asks for the place after this does not wait for requests that began earlier, or, without `writes`,
+        not for those that only read it."""
         with self._lock:
             touching = self._touching.pop(place, {})
             if not writes and (kept := {each: touched for each, touched in touching.items() if touched[2]}):
@@ -149,13 +165,13 @@ class InFlight:
         return moving
 
     def drain(self) -> None:
-        """Return when no transfer is in flight, whatever becomes of it."""
+        """Return when every transfer has ended, with or without an error."""
         for transfer in self._transfers():
             with contextlib.suppress(Exception):
                 self.wait([transfer])
 
     def count(self, what: Hashable, nbytes: int) -> None:
-        """So many more bytes have moved, of `what` the caller calls them."""
+        """Add `nbytes` to the bytes that have moved under the caller's name `what`."""
         with self._lock:
             self._moved[what] += nbytes
 
@@ -177,21 +193,16 @@ class Stored:
 
     def read(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
         """Begin to fill `buffer` (uint8). Waits for writes of the same bytes, and raises their errors."""
-        return self._begin("swap_in", self.transfers.store.read, buffer, what, offset)
+        return self._begin("swap_in", buffer, what, offset)
 
     def write(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
         """Begin to store `buffer` (uint8). Waits as `read` does, because two requests in flight have no order."""
-        return self._begin("swap_out", self.transfers.store.write, buffer, what, offset)
+        return self._begin("swap_out", buffer, what, offset)
 
-    def _begin(self, kind: str, submit: Callable[..., Ticket], buffer: Tensor, what: str, offset: int) -> Transfer:
+    def _begin(self, kind: str, buffer: Tensor, what: str, offset: int) -> Transfer:
         transfers, span = self.transfers, (offset, offset + buffer.nbytes)
         self.drain(*span)
-        start_ns = time.perf_counter_ns()
-        try:
-            ticket = submit(self.extent, buffer, offset)
-        except Exception as error:
-            raise _explained(error, transfers.store, kind, what, self.extent, offset, buffer) from error
-        transfer = Transfer(transfers.store, kind, what, ticket, self.extent, offset, buffer, start_ns)
+        transfer = Transfer(transfers.store, kind, what, self.extent, buffer, offset)
         transfers.in_flight.begin(transfer, self, *span, writes=kind == "swap_out")
         transfers.in_flight.count((transfers, kind), buffer.nbytes)
         transfers.in_flight.poll()
@@ -259,19 +270,3 @@ class Stores(dict[str, Transfers]):
         """As `Transfers.free`."""
         for transfers in self.values():
             transfers.free()
-
-
-def _explained(
-    error: Exception, store: ByteStore, kind: str, what: str, extent: Extent, offset: int, buffer: Tensor
-) -> SwapError:
-    """The error of a transfer, with file and offset from the store's own error where it has them."""
-    path = getattr(error, "path", None) or getattr(error, "filename", None) or type(store).__name__
-    at = getattr(error, "offset", None)
-    at = extent.offset_bytes + offset if at is None else at
-    verb = "reading" if kind == "swap_in" else "writing"
-    explained = SwapError(
-        f"{verb} {what} failed: {path}, offset {at}, {buffer.nbytes} bytes: {error}; "
-        "check the device and its free space, then resume from the last checkpoint"
-    )
-    explained.errno = getattr(error, "errno", None)
-    return explained
