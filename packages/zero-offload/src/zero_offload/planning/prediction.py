@@ -181,8 +181,7 @@ class _Step:
         """Seconds of each resource in the first forward, a later one and a backward, and what slips to backward."""
         shape, accumulate, away = self.shape, self.shape.accumulate, self.off_device("activations")
         share = (shape.shard_count - 1) / shape.shard_count  # of what is gathered or reduced, from other ranks
-        nbytes = [unit.nbytes(shape.parameter_dtype) for unit in self.sizes.units]
-        staying = stays(nbytes, [unit.encloses for unit in self.sizes.units], shape)
+        nbytes, staying = self.copies()
         gather, gather_again = sum(nbytes) * share, (sum(nbytes) - sum(compress(nbytes, staying))) * share
         reduction = sum(unit.trained_numel for unit in self.sizes.units) * shape.reduce_dtype.itemsize * share
         arrived = shape.arriving / accumulate  # the share of backwards that end in a reduction
@@ -207,6 +206,11 @@ class _Step:
             first[tier] = forward[tier] + states - slipped[tier] + self.transfer(tier, moved["gradients_read"], 0)
         return {"first": first, "forward": forward, "backward": backward, "slipped": slipped}
 
+    def copies(self) -> tuple[list[int], list[bool]]:
+        """The bytes of each whole unit, and whether its copy stays from a forward to its backward."""
+        nbytes = [unit.nbytes(self.shape.parameter_dtype) for unit in self.sizes.units]
+        return nbytes, stays(nbytes, [unit.encloses for unit in self.sizes.units], self.shape)
+
     def transfer(self, tier: str, read_bytes: float, write_bytes: float) -> float:
         return transfer_seconds(self.hardware, tier, read_bytes, write_bytes) or 0.0
 
@@ -222,8 +226,7 @@ class _Step:
         share = 1 / max(1, sizes.compute_numel)
         works = [unit.compute_numel * (INPUT_FLOP + WEIGHT_FLOP * unit.trained) for unit in sizes.units]
         back_share = 1 / max(1, sum(works))
-        nbytes = [unit.nbytes(shape.parameter_dtype) for unit in sizes.units]
-        staying = stays(nbytes, [unit.encloses for unit in sizes.units], shape)
+        nbytes, staying = self.copies()
         parameters = self._units_off_device("parameters", nbytes)
         trained = [unit.trained_numel for unit in sizes.units]
         gradients, states = self._units_off_device("gradients", trained), self._units_off_device("optimizer", trained)
