@@ -1,9 +1,9 @@
 """How shards become a `StorePlan`: cut into tiles, placed on tiers, and as many slots as a budget holds. Pure.
 
 [Note: Units that are alike]
-A store has runs of one unit each. A plan of a model that does not exist has one run of all units in a row that are
-alike, cut where a placement changes: a trillion parameters have ten thousand units, and the planner tries many
-placements of them. So `Shards` cuts once and places as often as it is asked to.
+In a store every unit is a run of its own. When a model is planned that does not exist yet, consecutive units that are
+alike form one run, which ends where the placement changes. A trillion parameters have ten thousand units, and the
+planner tries many placements, so `Shards` cuts the units into tiles once and can place them many times.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise, product
+from typing import Any
 
 import torch
 
@@ -43,7 +44,9 @@ STAGING_SLOTS = 4  # of host memory, each a tile in the reduce dtype: gradients 
 class Shards:
     """Shards that are cut into tiles once and can be placed many times. Those that are alike are counted together.
 
-    `shards`: each with how many of its kind there are in a row. The rest is as `plan_store` has it.
+    `shards`: each with how many of its kind there are in a row. `landing_dtype`: with a discrete device, the reduce
+    dtype of what comes from it. `gradient_itemsize`: bytes that are kept of an element (`ElementBytes.gradient`).
+    `tiers`: all there are, fast to slow.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Shards:
         shards: Iterable[tuple[ShardSpec, int]],
         step: UpdateStep,
         *,
-        tile_numel: int,
+        tile_numel: int = 1 << 22,
         prefetch_bytes: int = 0,
         shard_count: int = 1,
         alignment: int = PAGE_BYTES,
@@ -62,13 +65,13 @@ class Shards:
         check_tile_numel(tile_numel)
         self._step, self._tile_numel, self._alignment = step, tile_numel, max(alignment, PAGE_BYTES)
         self._prefetch_bytes, self._gradient_itemsize = prefetch_bytes // max(1, shard_count), gradient_itemsize
-        self._landing_dtype, self._discrete = landing_dtype, landing_dtype is not None
+        self._landing_dtype, self.discrete = landing_dtype, landing_dtype is not None
         self._tiers = tiers
         self._record_of = cache(partial(record_of, step, alignment=self._alignment))
         self.cut: list[UnitRun] = []
         self.numel = self.trained_numel = 0
         for number, (spec, count) in enumerate(shards):
-            unit = PlacedUnit(spec, cut(number, spec, tile_numel), (), (), (), (), self._discrete)
+            unit = PlacedUnit(spec, cut(number, spec, tile_numel), (), (), (), (), self.discrete)
             self.cut.append(UnitRun(unit, count, self.numel, self.trained_numel))
             self.numel += count * spec.numel
             self.trained_numel += count * spec.numel * spec.trained
@@ -133,10 +136,10 @@ class Shards:
                 self._tiers_of(tiles, start + before, numel, kind)
                 for (start, numel), kind in zip(scales, fractions, strict=True)
             )
-            if self._discrete and spec.trained and states[:1] == (Tier.DEVICE,):
+            if self.discrete and spec.trained and states[:1] == (Tier.DEVICE,):
                 parameters = states  # a share of all elements may end before the same share of the trained ones
             records = tuple(self._record(tile, spec.dtype, tier) for tile, tier in zip(tiles, states, strict=True))
-            unit = PlacedUnit(spec, tiles, records, parameters, gradients, states, self._discrete)
+            unit = PlacedUnit(spec, tiles, records, parameters, gradients, states, self.discrete)
             yield UnitRun(unit, stop - first, run.start + before, run.trained_start + before * spec.trained)
 
     def _tiers_of(
@@ -147,7 +150,7 @@ class Shards:
         A discrete device has whole units: those whose middle is within its fraction. The others begin behind it.
         """
         least = 0.0
-        if self._discrete and tiles:
+        if self.discrete and tiles:
             if tier_at(min(1.0, (start + tiles[-1].stop / 2) / numel), fractions) == Tier.DEVICE:
                 return (Tier.DEVICE,) * len(tiles)
             least = fractions[Tier.DEVICE]
@@ -156,7 +159,7 @@ class Shards:
 
     def _record(self, tile: Tile, dtype: torch.dtype, state: Tier) -> Record | None:
         """None where no element has a state, or a discrete device keeps it."""
-        if not tile.trainable or (self._discrete and state == Tier.DEVICE):
+        if not tile.trainable or (self.discrete and state == Tier.DEVICE):
             return None
         record = self._record_of(tile.numel, dtype)
         return record if record.nbytes else None
@@ -169,36 +172,19 @@ def plan_store(
     parameters: Placement = Tier.HOST,
     gradients: Placement = Tier.HOST,
     optimizer: Placement = Tier.HOST,
-    tile_numel: int = 1 << 22,
     slots: int | None = None,
     host_bytes: int | None = None,
-    prefetch_bytes: int = 0,
-    shard_count: int = 1,
-    alignment: int = PAGE_BYTES,
-    landing_dtype: torch.dtype | None = None,
-    gradient_itemsize: int = FP32_BYTES,
-    tiers: tuple[Tier, ...] = TIERS,
+    **how: Any,
 ) -> StorePlan:
     """Cut, place and count. `step` is bound already.
 
     `slots`: of states and of gradients each; None: a quarter of what is stored, at least 3, fewer where `host_bytes`
-    is short. `landing_dtype`: with a discrete device, the reduce dtype of what comes from it.
-    `gradient_itemsize`: bytes that are kept of an element (`ElementBytes.gradient`). `tiers`: all there are, fast to
-    slow. Raises PlacementError, or BudgetError when `host_bytes` is too small even with 3 slots.
+    is short. `how`: as `Shards` takes it. Raises PlacementError, or BudgetError when `host_bytes` is too small even
+    with 3 slots.
     """
-    if landing_dtype is not None:
+    shards = Shards(((spec, 1) for spec in specs), step, **how)
+    if shards.discrete:
         check_device_shares(parameters, gradients, optimizer)
-    shards = Shards(
-        ((spec, 1) for spec in specs),
-        step,
-        tile_numel=tile_numel,
-        prefetch_bytes=prefetch_bytes,
-        shard_count=shard_count,
-        alignment=alignment,
-        landing_dtype=landing_dtype,
-        gradient_itemsize=gradient_itemsize,
-        tiers=tiers,
-    )
     plan = shards.place({"parameters": parameters, "gradients": gradients, "optimizer": optimizer}, slots)
     return plan if host_bytes is None else _fit(plan, host_bytes, fixed=slots is not None)
 
@@ -243,13 +229,14 @@ def _with_link(plan: StorePlan, dtype: torch.dtype, step: UpdateStep) -> StorePl
 
 
 def slots_of_units(units: Sequence[PlacedUnit], prefetch_bytes: int) -> tuple[tuple[int, ...], int, int]:
-    """Streamed units with a slot of their own; how many slots the others share, those prefetched and two; their bytes.
+    """Which streamed units have a slot of their own; how many slots the others share; the bytes of a shared slot.
 
-    A final norm open during the whole forward would otherwise take a slot as large as a block's, and so would each
-    block's adapters, while an embedding would make every slot as large as itself. Units with a slot of their own are
-    the smallest ones, if together they cost no more than one shared slot, and, at either end of the sizes, those that
-    make the slots take less memory in all. Such a unit is read once. Where modules open several units at once, those in
-    use take as many slots for each.
+    The others share as many slots as are prefetched, and two more. If all units shared slots, a final norm that is open
+    during the whole forward would take a slot as large as a block's, and so would each block's adapters, and an
+    embedding would make every slot as large as itself. So the smallest units have slots of their own, if these take no
+    more memory together than one shared slot. More of the smallest and of the largest units have one where the slots
+    then take less memory in all. A unit with a slot of its own is read once. Where modules open several units at once,
+    there are that many shared slots for each unit that would be in use.
     """
     sizes = sorted((unit.parameter_bytes, i) for i, unit in enumerate(units) if unit.streamed)
     ends = [0, *accumulate(size for size, _ in sizes)]
