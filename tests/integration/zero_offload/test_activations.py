@@ -261,10 +261,10 @@ def test_closing_restores_the_units():
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("disk", "'disk' is no activation policy; policies are keep, recompute, host, nvme"),
+        ("disk", "'disk' is not an activation policy; policies are keep, recompute, host, nvme"),
         ({"layer.*": "host"}, "no unit is called 'layer.\\*'; units: embedding, layers.0"),
         (["keep"], "1 policies for 6 units"),
-        ({"layers.*": "away"}, "'away' is no activation policy"),
+        ({"layers.*": "away"}, "'away' is not an activation policy"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(policy, message):

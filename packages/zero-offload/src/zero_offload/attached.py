@@ -1,6 +1,7 @@
 """One attached TieredStore: its shards on their tiers, from attach to close.
 
-Owns the wiring and the order of calls. Bytes are the tiers', the background the pipeline's, arithmetic the step's.
+Connects the parts, and decides the order of calls. The tiers own the bytes, the pipeline owns the background updates,
+and the step owns the arithmetic.
 """
 
 from __future__ import annotations
@@ -104,10 +105,10 @@ class Attached:
         self.close = Ending(self, end)
 
     def lay_out(self, initial: Callable[[int], Tensor]) -> None:
-        """Take over every shard in order, one in memory at a time; a discrete device asks for those that it keeps.
+        """Take over every shard in order, with one in memory at a time; a discrete device asks for those that it keeps.
 
-        Where that fails, the masters are given back that were taken over, those first that are in memory: reading the
-        others needs it.
+        If this fails, the masters that were taken over are given back. Those in memory come first, because reading the
+        others takes memory.
         """
         following, taken = iter(range(len(self.plan.units))), list[int]()
 
@@ -274,8 +275,8 @@ class Attached:
         return not (has_master and covers(tile, segments))
 
     def switch_options(self, group: int, before: Sequence[Mapping[str, Any]], what: str) -> None:
-        """As zero_core.store.SwitchesOptions: compares the step with the optimizer over the change."""
-        self.wait()  # the step is the background's until then
+        """As zero_core.store.SwitchesOptions: checks that the step does what the optimizer does after the change."""
+        self.wait()  # until then the background thread uses the step
         check_change(self._step, self._optimizer, group, before, what)
         if self.link is not None:
             self.link.device.switch_options(group, before, what)
@@ -318,10 +319,10 @@ class Attached:
     def _check_range(self, i: int, name: str, start: int, stop: int) -> None:
         numel = self.plan.units[i].spec.numel
         if not 0 <= start <= stop <= numel:
-            raise ValueError(f"elements [{start}, {stop}) of shard {i}, which has {numel}")
+            raise ValueError(f"elements [{start}, {stop}) are not all in shard {i}, which has {numel}")
         known = ("master", *self._step.state_names())
         if name not in known:
-            raise KeyError(f"state {name!r}; known: {', '.join(known)}")
+            raise KeyError(f"no state is called {name!r}; states are {', '.join(known)}")
 
     # -- asleep -------------------------------------------------------------------------------------------------
 
@@ -331,7 +332,7 @@ class Attached:
         used = {*self._lent, *(self.link.up.waiting if self.link is not None else ())}
         if used:
             names = ", ".join(self.plan.units[i].spec.name for i in sorted(used))
-            raise AsleepError(f"sleep() while {names} is in use: zero_core.sleep(model) gives units back first")
+            raise AsleepError(f"cannot sleep while {names} is in use: zero_core.sleep(model) gives units back first")
         if self.link is not None:
             self.link.streams.drain()
         self.memory.put_into(to)

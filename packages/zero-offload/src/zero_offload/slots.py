@@ -1,4 +1,6 @@
-"""Slots: the memory that values pass through, and who may use it. Owns no values, and begins and records no transfer.
+"""Slots: who holds each piece of the memory that values pass through, and whose values are evicted next.
+
+Owns neither the values nor their transfers, which it neither begins nor records.
 
 Parameters, gradients, optimizer states, activations on nvme, mirrors of tiles that live on a device, gradients on their
 way from one: each has a pool of equal slots, and all pools are `Slots`.

@@ -232,7 +232,7 @@ class TieredStore:
             self.wait()
 
     def switch_options(self, group: int, before: Sequence[Mapping[str, Any]], what: str) -> None:
-        """As zero_core.store.SwitchesOptions: compares the step with the optimizer over the change."""
+        """As zero_core.store.SwitchesOptions: checks that the step does what the optimizer does after the change."""
         self._on.switch_options(group, before, what)
 
     def wait(self) -> None:

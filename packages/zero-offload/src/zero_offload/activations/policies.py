@@ -3,8 +3,9 @@
 [Note: what a policy keeps of a unit between forward and backward]
     keep        everything that autograd saves, on the device
     recompute   the unit's input, on the device; backward runs the unit's forward again
-    host, nvme  the unit's input, there; the same otherwise. So is every stored tier of the TieredStore, by its name
-Gradients are the same bits under all four: backward computes on the same values, wherever they were meanwhile.
+    host, nvme  the unit's input, on that tier; backward runs the forward again. Other stored tiers of the TieredStore
+                are used in the same way, by their names
+All of them give the same gradients, bit for bit, because backward computes with the same values.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def of_units(policy: Policy, names: Sequence[str], blocks: set[str], store: Tier
         found = dict(zip(names, policy, strict=True))
     for chosen in {policy} if isinstance(policy, str) else set(found.values()):
         if chosen not in known:
-            raise ActivationError(f"{chosen!r} is no activation policy; policies are {', '.join(known)}")
+            raise ActivationError(f"{chosen!r} is not an activation policy; policies are {', '.join(known)}")
     return found
 
 
 def spills_of(
     chosen: set[str], store: TieredStore | None, device: torch.device, sizes: Mapping[str, int]
 ) -> dict[str, Spill]:
-    """Where the activations go that a policy sets aside, by policy."""
+    """For each policy that sets activations aside, where they go."""
     spills: dict[str, Spill] = {}
     for policy in sorted(chosen - {"keep", "recompute"}):
         if policy == "host":

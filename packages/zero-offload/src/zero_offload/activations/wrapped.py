@@ -15,14 +15,14 @@ parameters are gathered once for all parts in forward, and once in backward.
     forward     part 2, part 1, part 0; the outputs are joined, and only the unit's input is kept
     backward    part 0: recompute, backward; part 1: the same; part 2: the same; then one gradient of each parameter
 
-Autograd runs first what was made last, so forward takes the parts from the last to the first and backward adds their
-gradients from the first to the last, as accumulation over the same parts does. The sum is autograd's, in the dtype that
-the parameter's `grad_dtype` says, which is fp32 here. Autograd hands it on when all parts are in: the engine, and hooks
-on parameters, see one gradient per backward. The norms between the blocks and the head (`planning.sizes.outer_norms`)
-compute in parts too, whatever the policy of the blocks: in fp32, as most do, all rows would take a dozen times their
-input. A norm that cannot, because it mixes rows, computes the whole batch. Autocast does not share casts of weights
-between parts, as the gradient of a shared cast would be summed in 16 bits. Modules inside a unit, and hooks on them,
-see one call for each part.
+Autograd runs backward in the reverse order of forward. So forward takes the parts from the last to the first, and
+backward adds their gradients from the first to the last, as accumulation over the same parts does. Autograd computes
+the sum in the parameter's `grad_dtype`, which is fp32 here, and passes it on when all parts are added. So the engine,
+and hooks on parameters, see one gradient per backward. The norms between the blocks and the head
+(`planning.sizes.outer_norms`) also compute in parts, whatever the policy of the blocks: most norms compute in fp32, and
+for all rows at once that would take a dozen times the memory of their input. A norm that mixes rows cannot do this, and
+computes the whole batch. Autocast does not share casts of weights between parts, as the gradient of a shared cast would
+be summed in 16 bits. Modules inside a unit, and hooks on them, see one call for each part.
 """
 
 from __future__ import annotations

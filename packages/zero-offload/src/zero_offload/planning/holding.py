@@ -1,16 +1,16 @@
 """What one rank holds with a placement: the store's bytes, the buffers beside it, and activations. Integers only.
 
 [Note: Buffers]
-    device  zero-core's pool: on several ranks units that are gathered and gradients on their way
-            (`zero_core.runtime.rehearsal` has its size), and whole gradients that wait for the step, at stage 1 and
-            under `no_sync`.
-            On a discrete device with a store for the other tiers units have memory of their own instead: the one in use
-            with those fetched ahead (in backward the one before it is still open then), and those that stay. There the
-            gradient of the unit whose backward runs is one of two landing buffers, as the one before it is on its way
-            to the host; and autograd has just made a parameter's. A unit that computes some rows at a time has the fp32
-            sum of its gradient over them, and what a parameter's gradient is widened to before it is added.
-    host    slots for states, gradients, units and activations that lie on nvme, what gradients pass through on the way
-            from a discrete device, and the rounding of blocks to pages
+    device  zero-core's pool, whose size `zero_core.runtime.rehearsal` computes. On several ranks it holds gathered
+            units and gradients that are being reduced. At stage 1 and under `no_sync` it also holds the whole gradients
+            that wait for the step.
+            On a discrete device whose store has other tiers, units have memory of their own instead: the unit in use,
+            those fetched ahead (in backward, the unit before it is then still open), and those that stay. Gradients
+            have two landing buffers: one is written by the backward of a unit while the other is copied to the host.
+            The gradient of one parameter, which autograd has just made, comes on top. A unit that computes some rows at
+            a time needs the fp32 sum of its gradient, and one parameter's gradient in fp32 before it is added.
+    host    slots for states, gradients, units and activations on nvme, staging memory for gradients from a discrete
+            device, and the rounding of blocks to pages
 Where a rank computes on the CPU and has all shards, a unit's slot becomes its storage: nothing is gathered.
 """
 
@@ -65,7 +65,7 @@ class Holding:
         if shape.discrete and any(tier != Tier.DEVICE for unit in units for tier in unit.gradient_tiers):
             made = max((p.numel for unit in trained for p in unit.parameters), default=0)
             device += pooled + made * shape.parameter_dtype.itemsize
-            if shape.arriving > 1:  # what is added to a sum on the device comes in other memory than the sum's
+            if shape.arriving > 1:  # a gradient that is added to a sum on the device does not lie in the sum's memory
                 largest = max((unit.spec.numel for unit in units if unit.whole), default=0)
                 device += largest * shape.shard_count * element.gradient(1)
         else:
@@ -118,7 +118,7 @@ class Holding:
         return self._pooled[own, lends]
 
     def _most_in_a_row(self, size: UnitSize) -> int:
-        """How many units of one size to rehearse: where nothing is kept, the pool is as large for any more of them."""
+        """How many units of one size to rehearse. Where nothing is kept, more of them need no larger pool."""
         shape = self.shape
         if shape.stage < 3 or shape.no_sync:
             return sys.maxsize
