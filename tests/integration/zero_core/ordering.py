@@ -214,8 +214,8 @@ def watch(handle: Any) -> None:
 
 
 def _watch_unit(unit: Any, store: OrderedStore) -> None:
-    take, free, prefetch, enter, leave, collect = (
-        unit._take, unit._free, unit.prefetch, unit.enter, unit.leave, unit.gradient.collect,
+    resize, prefetch, enter, leave, collect = (
+        unit._resize, unit.prefetch, unit.enter, unit.leave, unit.gradient.collect,
     )  # fmt: skip
 
     def use() -> None:
@@ -223,14 +223,9 @@ def _watch_unit(unit: Any, store: OrderedStore) -> None:
         key = key_of(memory) if key_of(memory) in store.memory else ("lent", unit.index)
         store.memory.access(key, store.streams.now)
 
-    def allocating() -> None:
-        if unit.brings_memory:
-            store.memory.allocate(key_of(unit.flat))
-        take()
-
-    def freeing() -> None:
-        store.memory.free(key_of(unit.flat))
-        free()
+    def resizing(nbytes: int) -> None:
+        (store.memory.allocate if nbytes else store.memory.free)(key_of(unit.flat))
+        resize(nbytes)
 
     def others() -> dict[str, int]:
         return {name: count for name, count in store.streams.compute.seen.items() if name != "compute"}
@@ -255,5 +250,10 @@ def _watch_unit(unit: Any, store: OrderedStore) -> None:
         if current is not None and key_of(current) in store.memory:
             store.memory.access(key_of(current), store.streams.now)
 
-    unit._take, unit._free = allocating, freeing
-    unit.prefetch, unit.enter, unit.leave, unit.gradient.collect = ahead, using, used, collecting
+    unit._resize, unit.prefetch, unit.enter, unit.leave, unit.gradient.collect = (
+        resizing,
+        ahead,
+        using,
+        used,
+        collecting,
+    )
