@@ -96,7 +96,7 @@ class CompressedByteStore(MemoryByteStore):
         return _Kept(extent, [None] * -(-extent.nbytes // CHUNK_BYTES))
 
     def free(self, extent: MemoryExtent) -> None:
-        kept = self._memory.get(extent)
+        kept: Any = self._memory.get(extent)
         super().free(extent)
         with self._lock:
             self._used -= sum(len(chunk or b"") for chunk in kept.chunks)
