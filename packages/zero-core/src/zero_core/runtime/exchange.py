@@ -33,7 +33,8 @@ class Exchange:
         with self._observer.span("norm", ""):
             total, late = self._told(squared())
         if any(late):
-            self._reducer.reduce_late(late)
+            units = [unit for unit, flag in zip(self._units, late, strict=True) if flag]
+            self._reducer.reduce_kept(units, late=units)
             with self._observer.span("norm", ""):
                 total, _ = self._told(squared())
         return math.sqrt(total)

@@ -95,8 +95,8 @@ def _complete_all(engine: Engine, wanted: Sequence[tuple[Unit, int]]) -> list[bo
     what = f"the full gradient of {', '.join(unit.layout.slots[k].name for unit, k in wanted[:3])}"
     flags = [flag > 0 for flag in engine.ranks.sum_everywhere(engine.ranks.numbers(mine), what).tolist()]
     used, late = flags[::2], flags[1::2]
-    for unit in dict.fromkeys(unit for (unit, _), there in zip(wanted, used, strict=True) if there):
-        engine.reducer.complete(unit, late=any(flag for (of, _), flag in zip(wanted, late, strict=True) if of is unit))
+    units = dict.fromkeys(unit for (unit, _), there in zip(wanted, used, strict=True) if there)
+    engine.reducer.reduce_kept([*units], late={unit for (unit, _), flag in zip(wanted, late, strict=True) if flag})
     return used
 
 

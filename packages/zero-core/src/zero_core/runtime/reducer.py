@@ -5,7 +5,7 @@ Owns that decision and the dropping of gradients. When a gradient is complete is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -64,26 +64,12 @@ class Reducer:
     def reduce_unit_late(self, unit: Unit) -> None:
         """A gradient reached the unit after this backward had reduced it, perhaps on this rank only: reduce that too.
 
-        Several ranks agree on it at the step: `UnitGradient.late` and `reduce_late`.
+        Several ranks agree on it at the step: `UnitGradient.late` and `reduce_kept`.
         """
         if self._ranks.size == 1:
             self._reduce(unit)
         elif unit.gradient.current is not None:
             unit.gradient.keep_late()
-
-    def reduce_late(self, wanted: Sequence[bool]) -> None:
-        """Reduce the units which any rank says are late."""
-        for unit in reversed(self._units):
-            if wanted[unit.index]:
-                self._reduce(unit)
-        self.finish()
-
-    def complete(self, unit: Unit, *, late: bool) -> None:
-        """Reduce what is kept of one unit before the step does. late: some rank keeps a late gradient of it."""
-        unit.gradient.forget_dropped()
-        if late or unit.gradient.state is GradientState.OWED:
-            self._reduce(unit)
-        self.finish()
 
     def norm_squared(self) -> Tensor:
         """() float64, device: the sum of this rank's squared gradients that are the store's."""
@@ -149,11 +135,14 @@ class Reducer:
                 "not. Build the model and its optimizer anew, and load the last checkpoint"
             )
 
-    def reduce_kept(self) -> None:
-        """Reduce what stage 1 and no_sync kept, in the order of backward; forget what was dropped."""
-        for unit in reversed(self._units):
+    def reduce_kept(self, units: Sequence[Unit] | None = None, late: Container[Unit] = ()) -> None:
+        """Reduce what stage 1 and no_sync kept of `units`, of all by default; forget what was dropped.
+
+        In the order of backward. late: units of which some rank keeps a late gradient, which is reduced as well.
+        """
+        for unit in reversed(self._units if units is None else units):
             unit.gradient.forget_dropped()
-            if unit.gradient.state is GradientState.OWED:
+            if unit in late or unit.gradient.state is GradientState.OWED:
                 self._reduce(unit)
         self.finish()
 
