@@ -1,7 +1,7 @@
 """One attached TieredStore: its shards on their tiers, from attach to close.
 
-Connects the parts, and decides the order of calls. The tiers own the bytes, the pipeline owns the background updates,
-and the step owns the arithmetic.
+Connects the parts, and decides the order of calls. The stores in `tiles` own the bytes, the pipeline owns the
+background updates, and the step owns the arithmetic.
 """
 
 from __future__ import annotations

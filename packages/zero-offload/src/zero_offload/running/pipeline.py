@@ -1,6 +1,7 @@
 """The update pipeline: one background thread that reads, updates and writes tiles in the order of their next use.
 
-Owns the account of which units are behind. The tiers own the bytes, the step the arithmetic, `worker` the thread.
+Owns the account of which units are behind. The stores in `tiles` own the bytes, the step the arithmetic,
+`worker` the thread.
 
 [Note: a step in time]
     training   backward n ... | norm | update() returns | forward 0 | forward 1 | forward 2 | ...
