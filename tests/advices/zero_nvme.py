@@ -8,6 +8,12 @@ FOLLOWED: dict[str, str] = {
     "weights for {} paths; give one for each": _HERE + "test_a_slab_is_opened_as_an_error_says",
     "choose auto or one of": _HERE + "test_a_slab_is_opened_as_an_error_says",
     "name a folder on a disk, or pass allow_memory": _HERE + "test_a_slab_is_opened_as_an_error_says",
+    "end that one first, or choose another name": _HERE + "test_a_slab_with_a_name_is_opened_as_an_error_says",
+    "with, or remove {}.slab* from all of them": _HERE + "test_a_slab_with_a_name_is_opened_as_an_error_says",
+    "give all of them, in their order": _HERE + "test_a_slab_with_a_name_is_opened_as_an_error_says",
+    "leave weights= out and pass block_bytes=": _HERE + "test_a_slab_with_a_name_is_opened_as_an_error_says",
+    "{}); remove {}.slab* there": _HERE + "test_a_slab_with_a_name_is_opened_as_an_error_says",
+    "claim each extent once, before others": _HERE + "test_a_slab_with_a_name_is_opened_as_an_error_says",
     "leave backend and direct out": _HERE + "test_backends_that_do_not_work_are_left_out",
     "cannot do O_DIRECT; leave direct out": _HERE + "test_backends_that_do_not_work_are_left_out",
     "copy it to CPU memory first": _HERE + "test_requests_have_memory_and_are_waited_for",
@@ -28,6 +34,7 @@ FOLLOWED: dict[str, str] = {
 }
 
 EXEMPT: dict[str, str] = {
+    "use the version that made it, or a newer one": "there is no other version yet",
     "the aiofiles backend works; reinstall with a compiler": "builds the package anew",
     "# read {}, write {}, both at once": "figures that are printed",
     "MiB x {}: read {}, write {}": "figures that are printed",

@@ -28,6 +28,35 @@ def test_a_slab_is_opened_as_an_error_says(tmp_path, monkeypatch):
         made(tmp_path).close()
 
 
+def test_a_slab_with_a_name_is_opened_as_an_error_says(tmp_path):
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    with made(folders, name="run", weights=[1, 1]) as store:
+        with pytest.raises(NvmeError, match="end that one first, or choose another name"):
+            made(folders, name="run")
+        made(folders, name="run2", weights=[1, 1]).remove()
+        extent = store.allocate(8192)
+        with pytest.raises(ValueError, match="claim each extent once, before others are allocated"):
+            store.claim(extent.offset_bytes, 8192)
+    with pytest.raises(NvmeError, match="give all of them, in their order"):
+        made(folders[::-1], name="run")
+    with pytest.raises(ValueError, match="leave weights= out and pass block_bytes=4194304"):
+        made(folders, name="run", weights=[1, 2])
+    with made(folders, name="run", block_bytes=4194304) as store:
+        store.claim(extent.offset_bytes, 8192)
+    made(folders[0], name="other").close()
+    with pytest.raises(NvmeError, match=r"give the folders that it was made with, or remove other\.slab\* from all"):
+        made(folders, name="other")
+    made(folders[0], name="other").close()
+    (folders[0] / "other.slab.json").write_text("{")
+    with pytest.raises(NvmeError, match=r"remove other\.slab\* there"):
+        made(folders[0], name="other")
+    for path in folders[0].glob("other.slab*"):
+        path.unlink()
+    made(folders, name="other", weights=[1, 1]).remove()
+
+
 def test_backends_that_do_not_work_are_left_out(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(probe, "attempt", lambda *_, **__: "it fails")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import types
 
 import pytest
@@ -101,6 +102,18 @@ def test_doctor_and_its_exit_status(tmp_path, capsys):
     assert "filesystem" in capsys.readouterr().out
     assert main(["doctor", str(tmp_path / "missing")]) == 1
     assert "missing" in capsys.readouterr().err
+
+
+def test_doctor_lists_slabs_with_a_name(tmp_path, capsys):
+    """Whose they are, who has them open, and how to be rid of those that nobody has."""
+    zero_nvme.Slab(tmp_path, name="left", allow_memory=True).close()
+    (tmp_path / "half.slab").touch()
+    with zero_nvme.Slab(tmp_path, 1 << 20, name="open", allow_memory=True):
+        main(["doctor", str(tmp_path)])
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(rf"slab left .*made by .*process {os.getpid()}.*`rm .*left\.slab\*` removes it", text)
+    assert re.search(rf"slab open .*in use by process {os.getpid()}", text)
+    assert "left unfinished" in text
 
 
 def test_doctor_and_a_slab_count_the_same_free_bytes(tmp_path, capsys, monkeypatch):

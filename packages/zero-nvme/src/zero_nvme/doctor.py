@@ -1,4 +1,4 @@
-"""Reports what this kernel, filesystem and container allow. Changes nothing."""
+"""Reports what this kernel, filesystem and container allow, and which slabs with a name lie there. Changes nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import platform
 import re
 
-from zero_nvme import probe
+from zero_nvme import named, probe
 from zero_nvme.buffers import HUGE_PAGE_BYTES, as_memory, empty
 from zero_nvme.errors import NvmeError
 from zero_nvme.extension import native
@@ -33,7 +33,22 @@ def examine(folder: str) -> list[Finding]:
     except NvmeError as error:
         findings.append(("no", "files", str(error)))
     findings.append(_huge_pages())
-    return findings
+    return [*findings, *(_slab(folder, each) for each in named.names_in(folder))]
+
+
+def _slab(folder: str, name: str) -> Finding:
+    """A slab with a name that lies in the folder: its size, whose it is, and how to be rid of it."""
+    path = os.path.join(folder, name + named.SUFFIX)
+    size = f"{os.stat(path).st_blocks * 512 / 2**30:.2f} GiB" if os.path.exists(path) else "no bytes"
+    try:
+        found = named.description_of(folder, name)
+        made_by = f"made by {found.made_by}" if found is not None else "left unfinished"
+    except NvmeError as error:
+        made_by = str(error)
+    holder = named.holder_of(folder, name)
+    if holder is None:
+        return ("ok", f"slab {name}", f"{size}, {made_by}; nobody has it open, `rm {path}*` removes it")
+    return ("ok", f"slab {name}", f"{size}, {made_by}; in use by {f'process {holder}' if holder else 'a process'}")
 
 
 def _direct(folder: str) -> list[Finding]:

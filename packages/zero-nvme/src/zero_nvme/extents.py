@@ -64,6 +64,20 @@ class Allocator:
             got=largest,
         )
 
+    def claim(self, offset_bytes: int, nbytes: int) -> Extent:
+        """Returns the extent at this place. Raises ValueError unless all of it is in one hole."""
+        stop = offset_bytes + self.rounded(nbytes)
+        for index, hole in enumerate(self._holes):
+            if hole[0] <= offset_bytes and stop <= hole[1] and offset_bytes % self._alignment == 0:
+                left = [(hole[0], offset_bytes), (stop, hole[1])]
+                self._holes[index : index + 1] = [(first, last) for first, last in left if first < last]
+                self._taken[offset_bytes] = nbytes
+                return Extent(offset_bytes, nbytes)
+        raise ValueError(
+            f"bytes [{offset_bytes}, {stop}) are no free extent of this slab of {self.capacity_bytes} bytes; "
+            "claim each extent once, before others are allocated"
+        )
+
     def check(self, extent: Extent) -> None:
         """Raises ValueError for an extent that is not allocated here. One look into a dict needs no lock."""
         if self._taken.get(extent.offset_bytes) != extent.nbytes:

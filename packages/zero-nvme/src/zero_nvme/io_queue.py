@@ -99,7 +99,8 @@ class IOQueue:
         return self._closed
 
     def close(self) -> None:
-        """Waits for the requests in flight and closes the files. A slab frees its disk space; a file is not synced.
+        """Waits for the requests in flight and closes the files. A slab without a name frees its disk space. Nothing is
+        synced.
 
         Calling it again does no harm, and completes a close() that Ctrl-C interrupted. A forked child may call it too.
         Raises TimeoutError where no byte of the requests moves for 300 s; then nothing is closed.

@@ -1,4 +1,4 @@
-"""A range of bytes on one or several paths, preallocated and handed out in extents. It does not outlive the process.
+"""A range of bytes on one or several paths, preallocated and handed out in extents. With a name it outlives the process.
 
 Implements zero_offload's ByteStore protocol without importing it.
 """
@@ -14,11 +14,20 @@ from typing import Any
 from zero_nvme import probe, striping
 from zero_nvme.buffers import as_memory
 from zero_nvme.checksums import Checksums
-from zero_nvme.errors import NvmeError
+from zero_nvme.errors import NvmeError, refused
 from zero_nvme.extents import Allocator, Extent
-from zero_nvme.filesystem import DEFAULT_ALIGNMENT, IN_MEMORY, filesystem_name, open_folders, preallocate
+from zero_nvme.filesystem import (
+    DEFAULT_ALIGNMENT,
+    IN_MEMORY,
+    close_all,
+    filesystem_name,
+    open_folders,
+    preallocate,
+    size_of,
+)
 from zero_nvme.io_queue import IOQueue
 from zero_nvme.measure import measure_weights
+from zero_nvme.named import NamedFiles
 from zero_nvme.options import Options
 from zero_nvme.ticket import Ticket
 
@@ -31,12 +40,15 @@ class Slab(IOQueue):
     paths: one folder, or several that the bytes are striped over; `.paths` has them.
     capacity_bytes: reserved at once. None: reserved by reserve(), or as extents are allocated. It is not a limit, since
         a full slab grows.
+    name: of files `NAME.slab` in the folders, which stay when the slab is closed, and which a slab of the same name and
+        folders has again; `.found` says whether there were any. None: files without a name, which end with the process.
     weights: the share of each path. None: measured, if there are several, by writing and reading 64 MiB in each.
     checksum: verifies reads of ranges that were written before, when their ticket is waited for.
     allow_memory: permits tmpfs and the like, which are refused by default because bytes written there stay in memory.
     The other keywords are fields of `Options`.
 
-    Raises NvmeError for a folder that is missing, read-only, full or in memory; BackendUnavailable; ValueError.
+    Raises NvmeError for a folder that is missing, read-only, full or in memory, and with a name where another process
+    has the slab (EBUSY) or its files do not belong together; BackendUnavailable; ValueError.
 
     Examples:
         >>> import zero_nvme
@@ -55,6 +67,7 @@ class Slab(IOQueue):
         capacity_bytes: int | None = None,
         backend: str = "auto",
         *,
+        name: str | None = None,
         weights: Sequence[float] | None = None,
         checksum: bool = False,
         allow_memory: bool = False,
@@ -75,12 +88,18 @@ class Slab(IOQueue):
                     path=folder,
                 )
         chosen, reason = probe.choose(folders, asked)
-        if weights is None and len(folders) > 1:
-            weights = measure_weights(folders, chosen)
-        self.paths = tuple(folders)
-        self.pattern = tuple(striping.pattern_of(weights or [1]))
+        self.paths, self.name = tuple(folders), name
         self._lock = threading.Lock()
-        label, opened = f"Slab({', '.join(folders)})", open_folders(folders, direct=bool(chosen.direct))
+        self._sync_error: NvmeError | None = None
+        direct, label = bool(chosen.direct), f"Slab({', '.join(folders)})" if name is None else f"Slab {name!r}"
+        self._files = files = None if name is None else NamedFiles(folders, name, direct=direct)
+        self.found = files is not None and files.found is not None
+        opened = open_folders(folders, direct=direct) if files is None else files.paths
+        try:
+            self.pattern = self._striping(weights, chosen)
+        except BaseException:
+            close_all(opened)
+            raise
         self.alignment = max([DEFAULT_ALIGNMENT, *(path.alignment for path in opened)])
         super().__init__(label, opened, chosen, reason, self.pattern)
         self._extents = Allocator(self.alignment)
@@ -91,6 +110,25 @@ class Slab(IOQueue):
             except BaseException:
                 self.close()
                 raise
+
+    def _striping(self, weights: Sequence[float] | None, options: Options) -> tuple[int, ...]:
+        """The pattern over the paths: that of the files which are there, or a new one."""
+        found = None if self._files is None else self._files.found
+        if found is not None:
+            pattern = tuple(striping.pattern_of(weights)) if weights is not None else found.pattern
+            asked, made = (pattern, options.block_bytes), (found.pattern, found.block_bytes)
+            if len(self.paths) > 1 and asked != made:
+                raise ValueError(
+                    f"slab {self.name!r} is striped by {list(made[0])} in blocks of {made[1]} bytes, and {list(asked[0])} "
+                    f"in blocks of {asked[1]} were asked for; leave weights= out and pass block_bytes={made[1]}"
+                )
+            return found.pattern
+        if weights is None and len(self.paths) > 1:
+            weights = measure_weights(self.paths, options)
+        pattern = tuple(striping.pattern_of(weights or [1]))
+        if self._files is not None:
+            self._files.describe(pattern, options.block_bytes)
+        return pattern
 
     # -- space
 
@@ -129,6 +167,28 @@ class Slab(IOQueue):
             self._grow(self._extents.capacity_bytes + self._extents.missing(nbytes))
             return self._extents.allocate(nbytes)
 
+    def claim(self, offset_bytes: int, nbytes: int) -> Extent:
+        """Allocates the extent that begins at `offset_bytes`: one that an earlier process had allocated, by its numbers.
+
+        Raises ValueError where a part of it is allocated already, or for an offset that no extent can have; NvmeError
+        (ENODATA) where the files of the slab end before it.
+        """
+        self._check_usable()
+        with self._lock:
+            end = offset_bytes + self._extents.rounded(nbytes)
+            if end > self._extents.capacity_bytes:
+                sizes = striping.bytes_per_path(end, self.pattern, self.options.block_bytes, len(self._paths))
+                for path, size in zip(self._paths, sizes, strict=True):
+                    if (there := size_of(path.fd)) < size:
+                        raise NvmeError(
+                            errno.ENODATA,
+                            f"{path.label}: slab {self.name!r} has {there} bytes there, and an extent up to byte {size} "
+                            "is claimed; its files were cut, and what they had is lost",
+                            path=path.label, wanted=size, got=there,
+                        )  # fmt: skip
+                self._extents.grow(end)
+            return self._extents.claim(offset_bytes, nbytes)
+
     def free(self, extent: Extent) -> None:
         """Frees the extent, whose requests the caller has waited for. Raises ValueError if it is not allocated."""
         self._check_usable()
@@ -160,6 +220,35 @@ class Slab(IOQueue):
         self._extents.check(extent)
         check = None if self._checksums is None else self._checksums.observe(write, extent, offset, memory)
         return self._start(write, extent.offset_bytes + offset, memory, check)
+
+    # -- life of a slab with a name
+
+    def sync(self) -> None:
+        """Makes the devices keep what was written: every write whose ticket is done survives a power cut after this.
+
+        Raises NvmeError where a device fails, and from then on each time, because nobody knows what was kept. The same
+        bytes have to be written to another slab then.
+        """
+        self._check_usable()
+        if self._sync_error is not None:
+            raise self._sync_error
+        for path in self._paths:
+            try:
+                os.fdatasync(path.fd)
+            except OSError as error:
+                self._sync_error = refused(f"fdatasync of {self._label} in {path.label}", error, path.label)
+                raise self._sync_error from None
+
+    def remove(self) -> None:
+        """Closes the slab and removes its files, if it has a name. Raises NvmeError."""
+        self._check_process()
+        try:
+            if self._files is not None and not self.closed:  # under the lock: later the name may be another slab's
+                self._files.remove()
+        except OSError as error:
+            raise refused(f"remove {self._label}", error, self.paths[0]) from None
+        finally:
+            self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.capacity_bytes} bytes"

@@ -105,6 +105,47 @@ class SlabSuite:
         ticket = slab.read(slab.allocate(0), bytearray())
         assert ticket.done() and ticket.result() == 0
 
+    # -- a name
+
+    def test_a_slab_with_a_name_is_found_again(self, make_slab: Callable[..., Slab]) -> None:
+        """With its bytes where they were, and claimed extents kept from others."""
+        data = [random_bytes(size, size) for size in (5, 3 * BLOCK + 7, PAGE)]
+        with make_slab(name="kept", block_bytes=BLOCK) as slab:
+            assert not slab.found
+            extents = [slab.allocate(len(piece)) for piece in data]
+            wait_all([slab.write(extent, piece) for extent, piece in zip(extents, data, strict=True)])
+            slab.sync()
+        with make_slab(name="kept", block_bytes=BLOCK) as slab:
+            assert slab.found
+            for extent, piece in zip(reversed(extents), reversed(data), strict=True):
+                assert slab.claim(extent.offset_bytes, extent.nbytes) == extent
+                back = bytearray(extent.nbytes)
+                slab.read(extent, back).wait()
+                assert bytes(back) == piece
+            with pytest.raises(ValueError, match="claim each extent once"):
+                slab.claim(extents[0].offset_bytes, 1)
+            others = [slab.allocate(PAGE) for _ in range(8)]
+            taken = [(e.offset_bytes, e.offset_bytes + e.nbytes) for e in extents]
+            assert all(
+                e.offset_bytes >= last or e.offset_bytes + PAGE <= first for e in others for first, last in taken
+            )
+            with pytest.raises(NvmeError, match="its files were cut") as caught:
+                slab.claim(1 << 40, 1)
+            assert caught.value.errno == errno.ENODATA
+            slab.remove()
+        with make_slab(name="kept", block_bytes=BLOCK) as slab:
+            assert not slab.found
+            slab.remove()
+
+    def test_one_slab_of_a_name_at_a_time(self, make_slab: Callable[..., Slab]) -> None:
+        with make_slab(name="taken") as slab:
+            with pytest.raises(NvmeError, match=r"is in use by process \d+; end that one first") as caught:
+                make_slab(name="taken")
+            assert caught.value.errno == errno.EBUSY
+            with make_slab(name="other") as other:
+                other.remove()
+            slab.remove()
+
     # -- buffers
 
     def test_objects_with_an_address(self, slab: Slab) -> None:

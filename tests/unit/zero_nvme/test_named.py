@@ -1,0 +1,130 @@
+"""Slabs with a name: torn and foreign descriptions, killed owners, a device whose sync fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import signal
+
+import pytest
+
+from tests.integration.zero_nvme.faults import start_python
+from zero_nvme import NvmeError, Slab
+from zero_nvme.named import Description, description_of, holder_of, names_in
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", ".."])
+def test_names_are_file_names(tmp_path, name):
+    with pytest.raises(ValueError, match="must be a file name"):
+        Slab(tmp_path, name=name)
+
+
+def test_a_description_that_is_cut_anywhere_is_refused(tmp_path):
+    """Or read as it was: never a slab with another striping."""
+    Slab(tmp_path, name="run").close()
+    path = tmp_path / "run.slab.json"
+    text = path.read_text()
+    for length in range(len(text)):
+        path.write_text(text[:length])
+        with pytest.raises(NvmeError, match=r"does not describe a slab .*; remove run\.slab"):
+            description_of(str(tmp_path), "run")
+    with pytest.raises(NvmeError, match="does not describe a slab"):
+        Slab(tmp_path, name="run")
+    path.write_text(text)
+    with Slab(tmp_path, name="run") as slab:
+        assert slab.found
+
+
+def test_a_slab_that_was_not_finished_is_made_anew(tmp_path):
+    (tmp_path / "run.slab").write_bytes(b"left by a process that was killed")
+    with Slab(tmp_path, name="run") as slab:
+        assert not slab.found and os.path.getsize(tmp_path / "run.slab") == 0
+
+
+def test_a_newer_description_is_refused(tmp_path):
+    Slab(tmp_path, name="run").close()
+    path = tmp_path / "run.slab.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2, "of_tomorrow": True}))
+    with pytest.raises(NvmeError, match="has format 2, and this zero-nvme knows up to 1"):
+        Slab(tmp_path, name="run")
+
+
+def test_folders_that_do_not_belong_together_are_refused(tmp_path):
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    Slab(folders, name="run", weights=[2, 1, 1]).close()
+    with pytest.raises(NvmeError, match="number 2, 1, 3 of them; give all of them, in their order"):
+        Slab([folders[1], folders[0], folders[2]], name="run")
+    with pytest.raises(NvmeError, match="was made with 3 folders, and these are number 1, 2 of them"):
+        Slab(folders[:2], name="run")
+    Slab(folders[0], name="other").close()
+    with pytest.raises(NvmeError, match="has no part of it in"):
+        Slab(folders[:2], name="other")
+    Slab(folders[1], name="other").close()
+    with pytest.raises(NvmeError, match="has a part of another slab of that name"):
+        Slab(folders[:2], name="other")
+
+
+def test_the_striping_of_a_found_slab_stays(tmp_path):
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    with Slab(folders, name="run", weights=[3, 1]) as slab:
+        pattern = slab.pattern
+    with Slab(folders, name="run") as slab:
+        assert slab.pattern == pattern
+    with pytest.raises(ValueError, match=r"leave weights= out and pass block_bytes=4194304"):
+        Slab(folders, name="run", block_bytes=1 << 20)
+    with pytest.raises(ValueError, match="leave weights= out"):
+        Slab(folders, name="run", weights=[1, 1])
+    with Slab(folders, name="run", weights=[3, 1], block_bytes=4194304) as slab:
+        assert slab.found
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
+    """While it lives its number is told, to a second slab and to whoever lists what lies around."""
+    script = """
+import sys, time, zero_nvme
+slab = zero_nvme.Slab(sys.argv[1], name="run")
+print("ready", flush=True)
+time.sleep(300)
+"""
+    process = start_python(script, str(tmp_path))
+    assert process.stdout.readline().strip() == "ready"
+    assert names_in(str(tmp_path)) == ["run"]
+    assert holder_of(str(tmp_path), "run") == process.pid
+    with pytest.raises(NvmeError, match=f"is in use by process {process.pid};"):
+        Slab(tmp_path, name="run")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert holder_of(str(tmp_path), "run") is None
+    with Slab(tmp_path, name="run") as slab:
+        assert slab.found
+
+
+def test_after_a_failed_sync_nothing_is_known(tmp_path, monkeypatch):
+    """The kernel reports a lost write once; a second sync that succeeds says nothing about it."""
+    with Slab(tmp_path, name="run") as slab:
+        calls = []
+
+        def failing(fd):
+            calls.append(fd)
+            raise OSError(errno.EIO, "lost")
+
+        monkeypatch.setattr(os, "fdatasync", failing)
+        with pytest.raises(NvmeError, match="fdatasync of Slab 'run' in .*Input/output error"):
+            slab.sync()
+        monkeypatch.undo()
+        with pytest.raises(NvmeError, match="fdatasync of Slab 'run'"):
+            slab.sync()
+        assert len(calls) == 1
+
+
+def test_a_description_says_who_made_it(tmp_path):
+    Slab(tmp_path, name="run").close()
+    found = description_of(str(tmp_path), "run")
+    assert isinstance(found, Description) and f"process {os.getpid()}" in found.made_by
+    assert dataclasses.asdict(found)["pattern"] == (0,)
