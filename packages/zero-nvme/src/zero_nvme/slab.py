@@ -1,4 +1,4 @@
-"""A range of bytes on one or several paths, preallocated and handed out in extents. With a name it outlives the process.
+"""A range of bytes on one or several paths, preallocated and handed out in extents. One with a name stays on disk.
 
 Implements zero_offload's ByteStore protocol without importing it.
 """
@@ -119,8 +119,9 @@ class Slab(IOQueue):
             asked, made = (pattern, options.block_bytes), (found.pattern, found.block_bytes)
             if len(self.paths) > 1 and asked != made:
                 raise ValueError(
-                    f"slab {self.name!r} is striped by {list(made[0])} in blocks of {made[1]} bytes, and {list(asked[0])} "
-                    f"in blocks of {asked[1]} were asked for; leave weights= out and pass block_bytes={made[1]}"
+                    f"slab {self.name!r} is striped by {list(made[0])} in blocks of {made[1]} bytes, and "
+                    f"{list(asked[0])} in blocks of {asked[1]} were asked for; "
+                    f"leave weights= out and pass block_bytes={made[1]}"
                 )
             return found.pattern
         if weights is None and len(self.paths) > 1:
@@ -168,7 +169,7 @@ class Slab(IOQueue):
             return self._extents.allocate(nbytes)
 
     def claim(self, offset_bytes: int, nbytes: int) -> Extent:
-        """Allocates the extent that begins at `offset_bytes`: one that an earlier process had allocated, by its numbers.
+        """Allocates the extent that begins at `offset_bytes`, which an earlier process had allocated.
 
         Raises ValueError where a part of it is allocated already, or for an offset that no extent can have; NvmeError
         (ENODATA) where the files of the slab end before it.
@@ -182,8 +183,8 @@ class Slab(IOQueue):
                     if (there := size_of(path.fd)) < size:
                         raise NvmeError(
                             errno.ENODATA,
-                            f"{path.label}: slab {self.name!r} has {there} bytes there, and an extent up to byte {size} "
-                            "is claimed; its files were cut, and what they had is lost",
+                            f"{path.label}: slab {self.name!r} has {there} bytes there, and an extent up to byte "
+                            f"{size} is claimed; its files were cut, and what they had is lost",
                             path=path.label, wanted=size, got=there,
                         )  # fmt: skip
                 self._extents.grow(end)

@@ -3,7 +3,7 @@
 from .activations import ActivationError, Activations, offload_activations
 from .advice import OutOfMemoryError, explained
 from .compressed_store import CompressedByteStore
-from .errors import AsleepError, BudgetError, ClosedError, OffloadError, PlacementError, SwapError
+from .errors import AsleepError, BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, SwapError
 from .host_budget import HostBudget
 from .memory_store import MemoryByteStore
 from .placement import place
@@ -31,6 +31,7 @@ __all__ = [
     "ClosedError",
     "CompressedByteStore",
     "Field",
+    "GenerationError",
     "Hardware",
     "HardwareError",
     "HostBudget",

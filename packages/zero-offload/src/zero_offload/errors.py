@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["AsleepError", "BudgetError", "ClosedError", "OffloadError", "PlacementError", "SwapError", "gib"]
+__all__ = [
+    "AsleepError",
+    "BudgetError",
+    "ClosedError",
+    "GenerationError",
+    "OffloadError",
+    "PlacementError",
+    "SwapError",
+    "gib",
+]
 
 
 class OffloadError(Exception):
@@ -27,6 +36,10 @@ class ClosedError(OffloadError, RuntimeError):
 
 class AsleepError(OffloadError, RuntimeError):
     """The store sleeps, or cannot sleep now."""
+
+
+class GenerationError(OffloadError):
+    """What an earlier process left on disk cannot be gone on from, or nothing can be left there for a later one."""
 
 
 def gib(nbytes: int) -> str:

@@ -17,6 +17,7 @@ __all__ = [
     "ByteStore",
     "Extent",
     "Field",
+    "NamedByteStore",
     "SegmentStep",
     "Started",
     "StartingStep",
@@ -77,6 +78,23 @@ class ByteStore(Protocol):
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
+
+
+@runtime_checkable
+class NamedByteStore(ByteStore, Protocol):
+    """A ByteStore whose bytes stay when it is closed, and can be found again."""
+
+    name: str | None  # None: they do not stay
+    found: bool  # whether an earlier process left bytes under this name
+
+    def claim(self, offset_bytes: int, nbytes: int) -> Extent:
+        """The extent that an earlier process had there. Raises an error where it is taken, or the bytes are gone."""
+
+    def sync(self) -> None:
+        """Every write that is complete survives a power cut after this. Once it has failed it raises each time."""
+
+    def remove(self) -> None:
+        """Close it, and delete its bytes."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,288 @@
+"""Generations: each durable value has two places on disk, and a manifest says which of them the last step left.
+
+Owns the places, the manifests and the order in which a commit writes them. When a step is complete, and what else
+belongs to it (`blob`), is the caller's to say.
+
+[Note: a commit]
+A step writes each value to the place that the last generation does not use, so that generation stays whole:
+
+    values of step N      to the places that generation N-1 does not use
+    body of N             which place each value is in, and the caller's blob; over the body of N-2
+    sync                  from here on all of this survives a power cut
+    header of N           where the body is, and checksums; over the header of N-2
+    sync                  from here on N is the last generation
+
+Headers are the first two extents of the ByteStore, so a process that finds it later knows where to begin. A crash
+before the last sync leaves generation N-1, whose places, body and header nothing has written to. Without the syncs
+(`sync=False`) that is so for a process that is killed, and not for a power cut, after which a header may be there
+without its body.
+
+Nothing may be written for step N+1 until every rank has committed N: see `zero_core.durable`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import GenerationError
+from .protocols import NamedByteStore
+from .tiles.tile import round_up
+from .transfers import END, Stored, Transfer, Transfers
+
+__all__ = ["Generations", "Manifest", "TwoPlaces"]
+
+FORMAT = 1
+MAGIC = b"zerogen\0"
+HEADER = struct.Struct("<8sIQQQI")  # magic, format, number, where the body is, its bytes, its checksum
+CHECKSUM = struct.Struct("<I")  # of the header
+LENGTH = struct.Struct("<Q")  # of the JSON that a body begins with
+BODY_BYTES = 1 << 16  # that a body has room for at least
+
+
+class TwoPlaces:
+    """A value of `nbytes` in two places, read and written as a `Stored`; each write is of the whole value.
+
+    source: the memory that has the value, if it is not read and written here but copied at each commit.
+    """
+
+    def __init__(self, places: tuple[Stored, Stored], nbytes: int) -> None:
+        self._places, self.nbytes = places, nbytes
+        self.source: Callable[[], Tensor] | None = None
+        self._now = 0
+        self._committed: int | None = None  # which the last generation has
+        self.changed = False  # its memory differs from what is stored
+
+    def read(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
+        """As `Stored.read`, of the last values that were written."""
+        return self._places[self._now].read(buffer, what, offset)
+
+    def write(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
+        """As `Stored.write`, to the place that the last generation does not use."""
+        assert offset == 0 and buffer.nbytes >= self.nbytes, f"a part of {what} was to be written"
+        if self._now == self._committed:
+            self._now = 1 - self._now
+        return self._places[self._now].write(buffer, what)
+
+    def drain(self, start: int = 0, stop: int = END) -> None:
+        """As `Stored.drain`."""
+        self._places[self._now].drain(start, stop)
+
+    def commit(self) -> None:
+        """The last values that were written are the last generation's."""
+        self._committed = self._now
+
+    def adopt(self, place: int) -> None:
+        """The last generation has the value in this place."""
+        self._now = self._committed = place
+
+    def described(self) -> list[int]:
+        """What a manifest says of it."""
+        first, second = (each.extent.offset_bytes for each in self._places)
+        return [self.nbytes, first, second, self._now]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A generation that was found: its number, what the places are, and the caller's blob."""
+
+    number: int
+    facts: Mapping[str, Any]  # "layout", "values": by name, as `TwoPlaces.described`, "bodies": their extents
+    blob: bytes
+
+
+class Generations:
+    """Of one ByteStore, which nobody else allocates from. One thread at a time.
+
+    `layout`: what a later process must have in the same way to take over the bytes, of JSON's types.
+    """
+
+    def __init__(self, transfers: Transfers, layout: Mapping[str, Any], *, sync: bool = True) -> None:
+        """Reads what an earlier process left. Raises GenerationError for bytes that a newer version wrote."""
+        store = transfers.store
+        if not isinstance(store, NamedByteStore) or not store.name:
+            raise GenerationError(
+                f"durable needs bytes that outlive the process, and a {type(store).__name__} without a name has none; "
+                "give a named one, such as zero_nvme.Slab([path], name=...)"
+            )
+        self._transfers, self._store, self._sync = transfers, store, sync
+        self.layout = dict(layout)
+        self._values: dict[str, TwoPlaces] = {}
+        self.number = 0  # of the last generation; 0: there is none
+        self.adopted = False  # whether values are those of an earlier process
+        take = self._claim if store.found else self._allocate
+        self._headers = [take(place * transfers.alignment, transfers.alignment) for place in (0, 1)]
+        self._bodies: list[Stored | None] = [None, None]
+        self.found = self._find() if store.found else []
+
+    # -- what an earlier process left ---------------------------------------------------------------------------
+
+    def _find(self) -> list[Manifest]:
+        """The generations whose header and body are whole, the last one first."""
+        found = [self._read_manifest(header) for header in self._headers]
+        return sorted((each for each in found if each is not None), key=lambda each: -each.number)
+
+    def _read_manifest(self, header: Stored) -> Manifest | None:
+        text = self._read(header, header.nbytes)
+        end = HEADER.size + CHECKSUM.size
+        if CHECKSUM.unpack(text[HEADER.size : end])[0] != zlib.crc32(text[: HEADER.size]):
+            return None
+        magic, form, number, offset, nbytes, checksum = HEADER.unpack(text[: HEADER.size])
+        if magic != MAGIC:
+            return None
+        if form > FORMAT:
+            raise GenerationError(
+                f"{self._named()} has generations of format {form}, and this zero-offload knows up to {FORMAT}; "
+                "use the version that wrote them, or remove the slab"
+            )
+        try:
+            body = self._claim(offset, nbytes)
+        except Exception:  # the files were cut: the other generation may be whole
+            return None
+        text = self._read(body, nbytes)
+        body.free()
+        if zlib.crc32(text) != checksum:
+            return None
+        (length,) = LENGTH.unpack(text[: LENGTH.size])
+        facts = json.loads(text[LENGTH.size : LENGTH.size + length])
+        return Manifest(number, facts, text[LENGTH.size + length :])
+
+    def adopt(self, number: int) -> bytes:
+        """Go on from a generation that was found; returns its blob. To be called before anything is allocated.
+
+        Raises GenerationError where it was not found, or is of another layout: then nothing is changed.
+        """
+        manifest = next((each for each in self.found if each.number == number), None)
+        if manifest is None:
+            numbers = ", ".join(str(each.number) for each in self.found) or "none"
+            raise GenerationError(
+                f"{self._named()} has no generation {number} (there is {numbers}), and another rank has no later one; "
+                "the slabs are not of one run: remove all of them, or load a checkpoint"
+            )
+        self._check_layout(manifest)
+        for header in self._headers if any(each.number > number for each in self.found) else ():
+            later = self._read_manifest(header)
+            if later is not None and later.number > number:  # its values are written over from now on
+                self._write(header, b"")
+                self._synced()
+        self._bodies = [None if each is None else self._claim(*each) for each in manifest.facts["bodies"]]
+        for name, (nbytes, first, second, now) in manifest.facts["values"].items():
+            self._values[name] = TwoPlaces((self._claim(first, nbytes), self._claim(second, nbytes)), nbytes)
+            self._values[name].adopt(now)
+        self.adopted, self.number = True, number
+        return manifest.blob
+
+    def _check_layout(self, manifest: Manifest) -> None:
+        there = manifest.facts["layout"]
+        differing = [key for key in {**there, **self.layout} if there.get(key) != self.layout.get(key)]
+        if differing:
+            told = "; ".join(
+                f"{key}: {_short(there.get(key))}, now {_short(self.layout.get(key))}" for key in differing
+            )
+            raise GenerationError(
+                f"{self._named()} has a run of another model or another setting ({told}); "
+                "start it as it was, give the slab another name, or remove it to begin anew"
+            )
+
+    # -- values -------------------------------------------------------------------------------------------------
+
+    def own(self, name: str, nbytes: int, source: Callable[[], Tensor] | None = None) -> TwoPlaces:
+        """Two places for a value, or those that the adopted generation has."""
+        if not self.adopted:
+            self._values[name] = TwoPlaces((self._transfers.allocate(nbytes), self._transfers.allocate(nbytes)), nbytes)
+        value = self._values[name]
+        assert value.nbytes == nbytes, f"{name} has {nbytes} bytes, and the generation {value.nbytes}"
+        value.source, value.changed = source, source is not None and not self.adopted
+        return value
+
+    def load_sources(self) -> None:
+        """Fill the memory of values that are copied at each commit with what the adopted generation has of them."""
+        self._in_turns(value.read(value.source(), name) for name, value in self._copied())
+
+    # -- a commit -----------------------------------------------------------------------------------------------
+
+    def commit(self, blob: bytes) -> None:
+        """Everything that was written until now becomes the next generation; see [Note: a commit].
+
+        Raises what a write or a sync failed with: the last generation is then what it was.
+        """
+        self._in_turns(value.write(value.source(), name) for name, value in self._copied() if value.changed)
+        for value in self._values.values():
+            value.drain()
+        number = self.number + 1
+        place = number % 2
+        values = {name: value.described() for name, value in self._values.items()}
+        extent = self._room_for(place, lambda: self._body(values, blob))
+        body = self._body(values, blob)
+        self._write(extent, body)
+        self._synced()
+        header = HEADER.pack(MAGIC, FORMAT, number, extent.extent.offset_bytes, len(body), zlib.crc32(body))
+        self._write(self._headers[place], header + CHECKSUM.pack(zlib.crc32(header)))
+        self._synced()
+        for value in self._values.values():
+            value.commit()
+            value.changed = False
+        self.number = number
+
+    def _body(self, values: Mapping[str, Sequence[int]], blob: bytes) -> bytes:
+        bodies = [None if each is None else [each.extent.offset_bytes, each.extent.nbytes] for each in self._bodies]
+        text = json.dumps({"layout": self.layout, "values": values, "bodies": bodies}).encode()
+        return LENGTH.pack(len(text)) + text + blob
+
+    def _room_for(self, place: int, body: Callable[[], bytes]) -> Stored:
+        """The extent of the body of this place, which is made larger where it has to be."""
+        room, wanted = self._bodies[place], len(body()) + BODY_BYTES  # with the numbers of a new extent
+        if room is None or room.nbytes < wanted:
+            if room is not None:
+                room.free()
+            self._bodies[place] = None  # also where there is no more room
+            self._bodies[place] = room = self._transfers.allocate(2 * wanted)
+        return room
+
+    def _copied(self) -> Iterable[tuple[str, Any]]:
+        return ((name, value) for name, value in self._values.items() if value.source is not None)
+
+    # -- bytes --------------------------------------------------------------------------------------------------
+
+    def _in_turns(self, transfers: Iterable[Transfer]) -> None:
+        """Wait for what is begun here, all of it."""
+        self._transfers.in_flight.wait(list(transfers))
+
+    def _synced(self) -> None:
+        if self._sync:
+            self._store.sync()
+
+    def _claim(self, offset_bytes: int, nbytes: int) -> Stored:
+        return Stored(self._transfers, self._store.claim(offset_bytes, nbytes))
+
+    def _allocate(self, offset_bytes: int, nbytes: int) -> Stored:
+        stored = self._transfers.allocate(nbytes)
+        assert stored.extent.offset_bytes == offset_bytes, "somebody has allocated from the store before"
+        return stored
+
+    def _read(self, stored: Stored, nbytes: int) -> bytes:
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._in_turns([stored.read(buffer, "a manifest")])
+        return bytes(buffer.numpy().tobytes()) if nbytes else b""
+
+    def _write(self, stored: Stored, text: bytes) -> None:
+        nbytes = min(stored.nbytes, round_up(max(len(text), 1), self._transfers.alignment))  # else it is read first
+        buffer = torch.zeros(nbytes, dtype=torch.uint8)
+        if text:
+            buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._in_turns([stored.write(buffer, "a manifest")])
+
+    def _named(self) -> str:
+        return f"slab {self._store.name!r}"
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

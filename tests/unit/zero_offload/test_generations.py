@@ -1,0 +1,234 @@
+"""Generations over a store that crashes at any write or sync: what is found is always one whole generation.
+
+Fails if a commit writes over what the last generation has, or its header before what it names is synced. A test runs a
+part of the seeds; `python -m tests.unit.zero_offload.test_generations 10000` runs that many of each kind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from zero_offload import GenerationError, MemoryByteStore
+from zero_offload.generations import HEADER, Generations, TwoPlaces
+from zero_offload.testing import CrashByteStore, Crashed
+from zero_offload.timeline import Timeline
+from zero_offload.transfers import InFlight, Transfers
+
+LAYOUT = {"model": "two units"}
+
+
+def opened(store, layout=LAYOUT, *, sync=True):
+    return Generations(Transfers(store, InFlight(Timeline())), layout, sync=sync)
+
+
+class Run:
+    """A process with values in places of their own and in memory. `expected`: by generation, what it left."""
+
+    def __init__(self, store, generator, sizes, expected, *, sync=True, agree=lambda found: max(found, default=0)):
+        self.generations, self.generator, self.expected = opened(store, sync=sync), generator, expected
+        self.step = agree([each.number for each in self.generations.found])
+        self.resumed = self.step
+        if self.step:
+            blob = self.generations.adopt(self.step)
+            assert blob == expected[self.step][1]
+        self.memory = [torch.zeros(size, dtype=torch.uint8) for size in sizes[1::2]]
+        sources = iter(self.memory)
+        self.values = []
+        for index, size in enumerate(sizes):
+            memory = next(sources) if index % 2 else None
+            source = None if memory is None else (lambda memory=memory: memory)
+            self.values.append((self.generations.own(f"value {index}", size, source), memory))
+        if self.step:
+            self.generations.load_sources()
+            assert self.contents() == expected[self.step][0]
+
+    def contents(self):
+        found = []
+        for value, memory in self.values:
+            buffer = torch.zeros(value.nbytes, dtype=torch.uint8) if memory is None else memory
+            if memory is None:
+                value.read(buffer, "it").wait()
+            found.append(bytes(buffer.numpy().tobytes()))
+        return found
+
+    def take_step(self, *, skips=True):
+        for value, memory in self.values:
+            if self.step and skips and self.generator.random() < 0.3:
+                continue  # it had no gradient
+            new = torch.frombuffer(bytearray(self.generator.randbytes(value.nbytes)), dtype=torch.uint8)
+            if memory is None:
+                value.write(new, "it").wait()
+            else:
+                memory.copy_(new)
+                value.changed = True
+        self.step += 1
+
+    def commit(self):
+        blob = self.generator.randbytes(self.generator.choice((0, 10, 70_000)))
+        self.expected[self.step] = (self.contents(), blob)
+        self.generations.commit(blob)
+        assert self.generations.number == self.step
+
+
+def one_seed(seed, *, power=True, sync=True, lies=False):
+    """Runs that crash, one after another over the same disk. AssertionError where one is not gone on from."""
+    generator = random.Random(seed)
+    sizes = [generator.choice((1, 700, 4096, 9000)) for _ in range(generator.randrange(2, 5))]
+    store, expected, committed = CrashByteStore(lies=lies), {}, 0
+    for _ in range(3):
+        store.after = generator.randrange(1, 60)
+        run = None
+        try:
+            run = Run(store, generator, sizes, expected, sync=sync)
+            assert run.step in (committed, committed + 1)
+            committed = run.step
+            for _ in range(12):
+                run.take_step()
+                run.commit()
+                committed = run.step
+        except Crashed:
+            pass
+        store = store.crashed(generator, power=power)
+    assert Run(store, generator, sizes, expected, sync=sync).step in (committed, committed + 1)
+
+
+def test_a_crash_leaves_one_whole_generation(seeds=range(150)):
+    """After a power cut, three a seed."""
+    for seed in seeds:
+        one_seed(seed)
+
+
+def test_a_killed_process_leaves_one_whole_generation_without_syncs(seeds=range(150)):
+    for seed in seeds:
+        one_seed(seed, power=False, sync=False)
+
+
+def fails(seeds, **options):
+    for seed in range(seeds):
+        try:
+            one_seed(seed, **options)
+        except Exception:  # also torn JSON, or extents that overlap
+            return True
+    return False
+
+
+def test_without_syncs_a_power_cut_is_noticed():
+    assert fails(200, sync=False)
+    assert fails(200, lies=True)
+
+
+def test_a_header_before_the_values_that_it_is_of_is_noticed():
+    """One sync at the end of a commit: the header may be on disk before the values."""
+    synced, calls = Generations._synced, itertools.count()
+
+    def second(self):
+        if next(calls) % 2:
+            synced(self)
+
+    with mock.patch.object(Generations, "_synced", second):
+        assert fails(200)
+
+
+def test_values_over_the_last_generation_are_noticed():
+    with mock.patch.object(TwoPlaces, "commit", lambda self: None):
+        assert fails(200)
+
+
+def two_ranks(seed):
+    """Neither writes for step N + 1 before both have committed N. After a crash the smaller last one counts."""
+    generator = random.Random(seed)
+    sizes = [[generator.choice((1, 700, 4096)) for _ in range(2)] for _ in range(2)]
+    stores, expected, committed = [CrashByteStore(), CrashByteStore()], [{}, {}], 0
+    for _ in range(3):
+        for store in stores:
+            store.after = generator.randrange(1, 60)
+        last = [max((each.number for each in opened(copy_of(store)).found), default=0) for store in stores]
+        assert min(last) in (committed, committed + 1), (last, committed)
+        number = min(last)
+        try:
+            runs = [
+                Run(store, generator, sizes[rank], expected[rank], agree=lambda found: number)
+                for rank, store in enumerate(stores)
+            ]
+            committed = number
+            for _ in range(12):
+                for rank in generator.sample((0, 1), 2):
+                    runs[rank].take_step()
+                for rank in generator.sample((0, 1), 2):
+                    runs[rank].commit()
+                committed += 1
+        except Crashed:
+            pass
+        stores = [store.crashed(generator) for store in stores]
+
+
+def copy_of(store):
+    return CrashByteStore(found=store.found, memory=bytearray(store.memory), kept=bytearray(store.kept))
+
+
+def test_two_ranks_have_the_smaller_last_generation_in_common(seeds=range(100)):
+    for seed in seeds:
+        two_ranks(seed)
+
+
+def test_what_cannot_be_durable_is_refused():
+    with pytest.raises(GenerationError, match=r"a MemoryByteStore without a name has none; give a named one"):
+        opened(MemoryByteStore())
+
+
+def test_a_run_of_another_layout_is_refused_and_unchanged():
+    store, generator = CrashByteStore(), random.Random(0)
+    run = Run(store, generator, [10, 10], {})
+    run.take_step()
+    run.commit()
+    image = bytes(store.memory)
+    other = store.crashed(generator)
+    with pytest.raises(GenerationError, match=r"\(model: two units, now three units\); start it as it was"):
+        opened(other, {"model": "three units"}).adopt(1)
+    assert bytes(other.memory) == image
+    with pytest.raises(GenerationError, match=r"has no generation 7 \(there is 1\)"):
+        opened(store.crashed(generator)).adopt(7)
+
+
+def test_a_manifest_that_is_torn_at_any_byte_is_the_one_before():
+    """Cut, or with one bit that differs."""
+    store, generator, expected = CrashByteStore(), random.Random(0), {}
+    run = Run(store, generator, [10, 10], expected)
+    for _ in range(2):
+        run.take_step(skips=False)
+        run.commit()
+    header = run.generations._headers[0].extent.offset_bytes
+    *_, body, nbytes, _ = HEADER.unpack(store.memory[header : header + HEADER.size])
+    for at in (*range(header, header + HEADER.size + 4), *range(body, body + nbytes)):
+        for change in (0x01, 0x80):
+            torn = copy_of(store)
+            torn.found = True
+            torn.memory[at] ^= change
+            found = [each.number for each in opened(torn).found]
+            assert found == [1], at
+
+
+def test_an_older_version_refuses_a_newer_manifest():
+    store, generator = CrashByteStore(), random.Random(0)
+    with mock.patch("zero_offload.generations.FORMAT", 2):
+        run = Run(store, generator, [10, 10], {})
+        run.take_step()
+        run.commit()
+    with pytest.raises(GenerationError, match="generations of format 2, and this zero-offload knows up to 1"):
+        opened(store.crashed(generator))
+
+
+if __name__ == "__main__":
+    for check in (
+        test_a_crash_leaves_one_whole_generation,
+        test_a_killed_process_leaves_one_whole_generation_without_syncs,
+        test_two_ranks_have_the_smaller_last_generation_in_common,
+    ):
+        check(range(int(sys.argv[1])))
+        print(f"{check.__name__}: {sys.argv[1]} seeds")
