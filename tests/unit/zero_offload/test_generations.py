@@ -153,7 +153,7 @@ def two_ranks(seed):
         number = min(last)
         try:
             runs = [
-                Run(store, generator, sizes[rank], expected[rank], agree=lambda found: number)
+                Run(store, generator, sizes[rank], expected[rank], agree=lambda found, number=number: number)
                 for rank, store in enumerate(stores)
             ]
             committed = number

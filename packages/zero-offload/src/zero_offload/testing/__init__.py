@@ -13,12 +13,9 @@ from ..memory_store import bytes_of
 from ..protocols import ByteStore, Ticket
 from .conformance import ByteStoreSuite, UpdateStepSuite
 from .crash import CrashByteStore, Crashed
-from .crash import CrashByteStore, Crashed
 
 __all__ = [
     "ByteStoreSuite",
-    "CrashByteStore",
-    "Crashed",
     "CrashByteStore",
     "Crashed",
     "FaultyByteStore",
