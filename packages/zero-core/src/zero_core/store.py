@@ -16,6 +16,7 @@ from torch import Tensor
 __all__ = [
     "CHUNK_NUMEL",
     "Arrival",
+    "Durable",
     "GradientAccess",
     "GroupStep",
     "LendsMasters",
@@ -100,6 +101,8 @@ class StoreContext:
     until the step (stages 0 to 2), so that each shard is asked for once a step.
     rescue: an `attach` that fails calls it before it raises, with (i, master) of every shard that `initial` yielded and
     that the store still has: the user has no other copy.
+    agree: of a durable store: given the numbers of the generations that it found, the one that all ranks go on from, or
+    0 for none. Collective.
     """
 
     device: torch.device
@@ -111,6 +114,7 @@ class StoreContext:
     keeps_parameters: bool = False
     observer: Observer = NullObserver()
     rescue: Callable[[int, Tensor], None] = lambda i, master: None
+    agree: Callable[[Sequence[int]], int] = lambda found: max(found, default=0)
 
 
 def lent_bytes(unit_bytes: Iterable[int], prefetch_bytes: int, resident_bytes: int, shard_count: int) -> int:
@@ -277,6 +281,26 @@ class Sleeps(Protocol):
 
         Of a store that is awake it changes nothing.
         """
+
+
+@runtime_checkable
+class Durable(Protocol):
+    """Optional part of a store that leaves each step on disk as a generation, for a process that starts later.
+
+    durable: whether it does. resumed: after attach, the blob of the generation that it went on from; None: it began.
+    """
+
+    durable: bool
+    resumed: bytes | None
+
+    def commit(self, blob: bytes) -> None:
+        """What was updated until now becomes the next generation, and `blob` belongs to it. Returns at once.
+
+        What fails is raised by a later call. No update may begin before all ranks' `committed`.
+        """
+
+    def committed(self) -> None:
+        """Return when every commit is done."""
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ from zero_core.store import GroupStep, StoreContext
 from .arena import Arena
 from .asleep import Memory
 from .ending import Ending
+from .generations import Generations
 from .errors import AsleepError
 from .host_budget import HostBudget
 from .monitor import Monitor
@@ -56,10 +57,11 @@ class Attached:
         stores: Stores,
         budget: HostBudget | None,
         make_streams: Callable[[Tensor], Streams] | None,
+        generations: Generations | None = None,
     ) -> None:
         self.plan, self._context, self._optimizer, self._step, self._stores = plan, context, optimizer, step, stores
         self.monitor = monitor = Monitor(stores.in_flight.timeline, context.observer)
-        self._order = Order()
+        self._order, self._generations = Order(), generations
         self._lent: dict[int, Tensor] = {}  # what parameters() returned and release() has not taken back, by unit
         with ExitStack() as undone:
             undone.callback(stores.free)
@@ -70,8 +72,8 @@ class Attached:
                 streams = make_streams(arena.whole())
                 mirrors = [arena.take(plan.mirror_slot_bytes) for _ in range(plan.mirror_slots)]
                 device = DeviceTier(streams, plan, mirrors, stores.in_flight)
-            self._parameters = ParameterStore(plan, arena, stores, monitor, device)
-            self._states = StateStore(plan, arena, stores, monitor)
+            self._parameters = ParameterStore(plan, arena, stores, monitor, device, generations)
+            self._states = StateStore(plan, arena, stores, monitor, generations)
             self._gradients = GradientStore(plan, arena, stores, step, monitor, context.reduce_dtype, self._order)
             self._values = Values(plan, self._parameters, self._states, step)
             self.link = link = (
@@ -115,7 +117,7 @@ class Attached:
         def take(i: int) -> Tensor:
             master = initial(i)
             try:
-                self._values.first(i, master)
+                self._values.first(i, master, kept=self._generations is not None and self._generations.adopted)
             except BaseException:
                 self._context.rescue(i, master)
                 raise
@@ -131,6 +133,8 @@ class Attached:
 
         try:
             with torch.no_grad(), self.monitor.guard():
+                if self._generations is not None and self._generations.adopted:
+                    self._generations.load_sources()
                 if self.link is not None:
                     context = replace(self._context, rescue=lambda place, master: None)
                     self.link.device.attach(self._optimizer, up_to, context)
@@ -280,6 +284,17 @@ class Attached:
         check_change(self._step, self._optimizer, group, before, what)
         if self.link is not None:
             self.link.device.switch_options(group, before, what)
+
+    def commit(self, blob: bytes) -> None:
+        """As zero_core.store.Durable."""
+        assert self._generations is not None
+        self._landed()
+        self._pipeline.commit(partial(self._commit, blob))
+
+    def _commit(self, blob: bytes) -> None:
+        assert self._generations is not None
+        with self.monitor.span("commit", f"generation {self._generations.number + 1}"):
+            self._generations.commit(blob)
 
     def wait(self) -> None:
         self._landed()

@@ -32,12 +32,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_core.store import StoreContext
+
 from .errors import GenerationError
-from .protocols import NamedByteStore
+from .protocols import NamedByteStore, UpdateStep
+from .tier import Tier
+from .tiles.footprint import StorePlan
 from .tiles.tile import round_up
 from .transfers import END, Stored, Transfer, Transfers
 
-__all__ = ["Generations", "Manifest", "TwoPlaces"]
+__all__ = ["Generations", "Manifest", "TwoPlaces", "generation_layout"]
 
 FORMAT = 1
 MAGIC = b"zerogen\0"
@@ -45,6 +49,37 @@ HEADER = struct.Struct("<8sIQQQI")  # magic, format, number, where the body is, 
 CHECKSUM = struct.Struct("<I")  # of the header
 LENGTH = struct.Struct("<Q")  # of the JSON that a body begins with
 BODY_BYTES = 1 << 16  # that a body has room for at least
+
+
+def generation_layout(
+    plan: StorePlan, step: UpdateStep, optimizer: torch.optim.Optimizer, context: StoreContext
+) -> dict[str, Any]:
+    """What a process must have as the one before it. Placements between host and nvme may differ.
+
+    Raises GenerationError for values that are neither in host memory nor on nvme.
+    """
+    for unit in plan.units:
+        for tile, record, parameter, _, state in unit.rows():
+            for tier in (parameter, *((state,) if record is not None else ())):
+                elsewhere = tier.stored and tier != Tier.NVME
+                if tile.trainable and (elsewhere or unit.on_device((tier,)) or unit.whole):
+                    raise GenerationError(
+                        f"durable with values of {unit.spec.name} on {tier}: what is trained has to be in host memory "
+                        'or on nvme; place parameters and optimizer on "host" or "nvme"'
+                    )
+    trained = [unit.spec for unit in plan.units if unit.spec.trained]
+    segments = [(spec.name, spec.numel, str(spec.dtype), spec.segments) for spec in trained]
+    return {
+        "trained units": len(trained),
+        "trained elements": sum(spec.numel for spec in trained),
+        "dtypes": sorted({str(spec.dtype) for spec in trained}),
+        "tile_numel": plan.tile_numel,
+        "optimizer": type(optimizer).__name__,
+        "step": [type(step).__name__, *step.state_names()],
+        "shards": context.shard_count,
+        "rank": context.rank,
+        "names and shapes": zlib.crc32(repr(segments).encode()),
+    }
 
 
 class TwoPlaces:
@@ -66,7 +101,7 @@ class TwoPlaces:
 
     def write(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
         """As `Stored.write`, to the place that the last generation does not use."""
-        assert offset == 0 and buffer.nbytes >= self.nbytes, f"a part of {what} was to be written"
+        assert offset == 0, f"a part of {what} was to be written"
         if self._now == self._committed:
             self._now = 1 - self._now
         return self._places[self._now].write(buffer, what)
@@ -157,8 +192,12 @@ class Generations:
     def adopt(self, number: int) -> bytes:
         """Go on from a generation that was found; returns its blob. To be called before anything is allocated.
 
-        Raises GenerationError where it was not found, or is of another layout: then nothing is changed.
+        0: from none; what was found is given up. Raises GenerationError where it was not found, or is of another
+        layout: then nothing is changed.
         """
+        if number == 0:
+            self._forget_after(0)
+            return b""
         manifest = next((each for each in self.found if each.number == number), None)
         if manifest is None:
             numbers = ", ".join(str(each.number) for each in self.found) or "none"
@@ -167,17 +206,21 @@ class Generations:
                 "the slabs are not of one run: remove all of them, or load a checkpoint"
             )
         self._check_layout(manifest)
-        for header in self._headers if any(each.number > number for each in self.found) else ():
-            later = self._read_manifest(header)
-            if later is not None and later.number > number:  # its values are written over from now on
-                self._write(header, b"")
-                self._synced()
+        self._forget_after(number)
         self._bodies = [None if each is None else self._claim(*each) for each in manifest.facts["bodies"]]
         for name, (nbytes, first, second, now) in manifest.facts["values"].items():
             self._values[name] = TwoPlaces((self._claim(first, nbytes), self._claim(second, nbytes)), nbytes)
             self._values[name].adopt(now)
         self.adopted, self.number = True, number
         return manifest.blob
+
+    def _forget_after(self, number: int) -> None:
+        """Later generations are found no more: their values will be written over."""
+        for header in self._headers if any(each.number > number for each in self.found) else ():
+            later = self._read_manifest(header)
+            if later is not None and later.number > number:
+                self._write(header, b"")
+                self._synced()
 
     def _check_layout(self, manifest: Manifest) -> None:
         there = manifest.facts["layout"]

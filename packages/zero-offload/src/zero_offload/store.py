@@ -17,7 +17,8 @@ from zero_core.memory import ElementBytes
 from zero_core.store import Arrival, GroupStep, ShardSpec, StoreContext
 
 from .attached import Attached
-from .errors import BudgetError, ClosedError, OffloadError, PlacementError, gib
+from .errors import BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, gib
+from .generations import Generations, generation_layout
 from .host_budget import HostBudget
 from .placement import Placement, shares
 from .protocols import ByteStore, UpdateStep
@@ -49,6 +50,10 @@ class TieredStore:
     streams: makes the Streams of a discrete device, given the host memory to copy from; None: the compute device's.
     tiers: more ByteStores, each by the name that placements give it, from fast to slow. They come between "host" and
         "nvme". A store that is slower than nvme follows "nvme", which is given here then.
+
+    durable: each step is left on nvme as a generation, from which a process that starts after this one was killed goes
+        on: see zero_core.resume. nvme is then a NamedByteStore, such as zero_nvme.Slab([path], name="run"), with room
+        for everything that is trained twice. True: that survives a power cut; "process": the end of the process alone.
 
     On the CPU the device tier is host memory. A discrete device has whole units, and a unit's gradient iff it has the
     states; the update then runs there, by torch's own optimizer, and has that one's bits, not the step's.
@@ -84,6 +89,7 @@ class TieredStore:
         accumulate: int | None = None,
         streams: Callable[[Tensor], Streams] | None = None,
         tiers: Mapping[str, ByteStore] | None = None,
+        durable: bool | str = False,
     ) -> None:
         self._budget = host_bytes if isinstance(host_bytes, HostBudget) else None
         self._arguments: dict[str, Any] = dict(
@@ -108,6 +114,10 @@ class TieredStore:
         self.stores = Stores(given, InFlight(self.timeline))
         self._attached: Attached | None = None
         self._closed = False
+        if durable not in (False, True, "process"):
+            raise ValueError(f'durable={durable!r} must be False, True or "process"')
+        self._durable = durable
+        self.resumed: bytes | None = None  # what the process gave to the commit from which attach went on
 
     # -- attach -------------------------------------------------------------------------------------------------
 
@@ -145,7 +155,10 @@ class TieredStore:
                 transfers.store.reserve(nbytes)
         self.timeline.of_rank(context.rank)
         try:
-            self._attached = Attached(plan, context, optimizer, self.step, self.stores, self._budget, make_streams)
+            generations = self._go_on(plan, optimizer, context) if self.durable else None
+            self._attached = Attached(
+                plan, context, optimizer, self.step, self.stores, self._budget, make_streams, generations
+            )
             self._attached.lay_out(initial)
         except BaseException:
             with suppress(Exception):
@@ -153,6 +166,18 @@ class TieredStore:
             raise
         for transfers in self.stores.values():
             transfers.laid_out()
+
+    def _go_on(self, plan: StorePlan, optimizer: torch.optim.Optimizer, context: StoreContext) -> Generations:
+        """The generations on nvme, and all ranks' last one adopted, where there is one."""
+        transfers = self.stores.get(Tier.NVME)
+        if transfers is None:
+            raise GenerationError(f"durable needs {_argument(Tier.NVME)}, with a name")
+        layout = generation_layout(plan, self.step, optimizer, context)
+        generations = Generations(transfers, layout, sync=self._durable != "process")
+        number = context.agree([each.number for each in generations.found])
+        blob = generations.adopt(number)
+        self.resumed = blob if number else None
+        return generations
 
     @property
     def _on(self) -> Attached:
@@ -236,6 +261,21 @@ class TieredStore:
         self._on.switch_options(group, before, what)
 
     def wait(self) -> None:
+        self._on.wait()
+
+    # -- generations --------------------------------------------------------------------------------------------
+
+    @property
+    def durable(self) -> bool:
+        """As zero_core.store.Durable."""
+        return self._durable is not False
+
+    def commit(self, blob: bytes) -> None:
+        """As zero_core.store.Durable."""
+        self._on.commit(blob)
+
+    def committed(self) -> None:
+        """As zero_core.store.Durable."""
         self._on.wait()
 
     # -- state for checkpoints ----------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ class Pipeline:
         self._step, self._monitor = step, monitor
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
         self._unit_done = unit_done
-        self._worker: Worker[UpdateJob | tuple[Tile, ...]] = Worker(
+        self._worker: Worker[UpdateJob | tuple[Tile, ...] | Callable[[], None]] = Worker(
             # Writes trail behind the last job: look when they end.
             "zero-offload update", monitor, self._work, enter=enter_thread, trailing=in_flight.poll
         )  # fmt: skip
@@ -128,6 +128,10 @@ class Pipeline:
             for task in job.tasks:
                 self._monitor.updates[task.tile.unit] += task.last
             self._worker.put(job)
+
+    def commit(self, commit: Callable[[], None]) -> None:
+        """Call it on the update thread when every job until now is done; `wait` waits for it too."""
+        self._worker.put(commit)
 
     def read_early(self, tiles: Sequence[Tile]) -> None:
         """Use idle slots for the states of `tiles`, the first ones of the update to come."""
@@ -157,9 +161,11 @@ class Pipeline:
 
     # -- the update thread --------------------------------------------------------------------------------------
 
-    def _work(self, item: UpdateJob | tuple[Tile, ...]) -> None:
+    def _work(self, item: UpdateJob | tuple[Tile, ...] | Callable[[], None]) -> None:
         if isinstance(item, UpdateJob):
             self._run(item)
+        elif callable(item):
+            item()
         else:
             self._states.read_early(item)
 
@@ -243,8 +249,7 @@ class Pipeline:
         task, tile = loaded.task, loaded.task.tile
         if loaded.gradient is not None:
             self._gradients.slots.give(loaded.gradient)
-        if loaded.state is not None:
-            self._states.write_back(tile, loaded.state)
+        self._states.changed(tile, loaded.state)
         self._parameters.changed(tile)
         if task.last:
             self._done(tile.unit)

@@ -11,19 +11,22 @@ while the training thread is blocked. So forward usually finds a unit that was j
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
 from ..arena import Arena, Block
 from ..errors import BudgetError
+from ..generations import Generations, TwoPlaces
 from ..monitor import Monitor
 from ..slots import Slot, Slots
 from ..streams import Mark
 from ..tier import Tier
 from ..transfers import Stored, Stores
 from .device_tier import DeviceTier
-from .footprint import StorePlan
+from .footprint import PlacedUnit, StorePlan
 from .tile import Tile, round_up
 
 __all__ = ["ParameterStore"]
@@ -31,31 +34,69 @@ __all__ = ["ParameterStore"]
 USED, UPDATED = "used", "updated"  # who holds a slot
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes [first, stop) of a unit's slot, and where they are kept."""
+
+    stored: Stored | TwoPlaces
+    first: int
+    stop: int
+
+
 class ParameterStore:
     """Unit i's parameters as host memory: (shard_numel,) parameter dtype, none where they live on a discrete device."""
 
     def __init__(
-        self, plan: StorePlan, arena: Arena, stores: Stores, monitor: Monitor, device: DeviceTier | None = None
+        self,
+        plan: StorePlan,
+        arena: Arena,
+        stores: Stores,
+        monitor: Monitor,
+        device: DeviceTier | None = None,
+        generations: Generations | None = None,
     ) -> None:
         self._plan, self._monitor, self._device, self._in_flight = plan, monitor, device, stores.in_flight
         self._memory: list[Block] = []  # the tiles that are not stored
         self._memory_numel: list[int] = []
-        self._stored: list[dict[Tier, tuple[Stored, int, int]]] = []  # the tiles after those, at bytes of a slot
+        self._stored: list[list[_Piece]] = []  # the tiles after those
+        self._copied: dict[Tile, TwoPlaces] = {}  # of the tiles that are not stored, where a commit copies them to
         for unit in plan.units:
             numel = unit.memory_numel(unit.parameter_tiers)
             self._memory.append(arena.take(numel * unit.spec.dtype.itemsize))
             self._memory_numel.append(numel)
-            stored, size = {}, unit.spec.dtype.itemsize
-            for tier, start, stop in unit.stored(unit.parameter_tiers):
-                first, nbytes = start * size, round_up((stop - start) * size, plan.alignment)
-                stored[tier] = (stores[tier].own(nbytes), first, first + nbytes)
-            self._stored.append(stored)
+            durable = generations is not None and unit.trainable
+            spans = unit.stored(unit.parameter_tiers) if not durable else ()
+            self._stored.append([self._piece(stores[tier].own, start, stop, unit) for tier, start, stop in spans])
+            for tile, tier in zip(unit.tiles, unit.parameter_tiers, strict=True) if durable else ():
+                self._own_places(unit, tile, tier, stores, generations)
         blocks = (arena.take(plan.unit_slot_bytes) for _ in range(plan.unit_slots))
         self._shared = Slots(blocks, self._in_flight, monitor.condition)
         self._own = {}
         for i in plan.own_slots:
             size = round_up(plan.units[i].parameter_bytes, plan.alignment)
             self._own[i] = Slots([arena.take(size)], self._in_flight, monitor.condition)
+
+    def _piece(self, own: Callable[[int], Stored | TwoPlaces], start: int, stop: int, unit: PlacedUnit) -> _Piece:
+        """Elements [start, stop) of a unit, in what `own` gives for so many bytes."""
+        size = unit.spec.dtype.itemsize
+        first, nbytes = start * size, round_up((stop - start) * size, self._plan.alignment)
+        return _Piece(own(nbytes), first, first + nbytes)
+
+    def _own_places(
+        self, unit: PlacedUnit, tile: Tile, tier: Tier, stores: Stores, generations: Generations
+    ) -> None:
+        """Where a tile of a durable unit is kept. What is not trained is not durable: it is given anew each time."""
+        own: Callable[[int], Stored | TwoPlaces] = partial(generations.own, f"parameters/{tile.unit}/{tile.index}")
+        if tier.stored:
+            own = own if tile.trainable else stores[tier].own
+            self._stored[tile.unit].append(self._piece(own, tile.start, tile.stop, unit))
+        elif tile.trainable:
+            first, stop = self._bytes(tile)
+            self._copied[tile] = generations.own(
+                f"parameters/{tile.unit}/{tile.index}",
+                round_up(stop - first, self._plan.alignment),
+                partial(self._memory[tile.unit].raw, first, stop),
+            )
 
     def streamed(self, i: int) -> bool:
         """Whether unit i goes through unit slots."""
@@ -219,13 +260,15 @@ class ParameterStore:
             assert self._device is not None
             self._device.refresh(tile)
             return
+        if tile in self._copied:
+            self._copied[tile].changed = True
         if not self.streamed(tile.unit):
             return
         slot, tier = self._slot(tile), unit.parameter_tiers[tile.index]
         if tier.stored:
-            stored, first, _ = self._stored[tile.unit][tier]
+            piece = next(each for each in self._stored[tile.unit] if each.first <= start < each.stop)
             source = slot.memory.raw(start, start + round_up(stop - start, self._plan.alignment))
-            slot.leaves(stored.write(source, f"parameters of {tile}", start - first), start, stop)
+            slot.leaves(piece.stored.write(source, f"parameters of {tile}", start - piece.first), start, stop)
         else:
             home = self._memory[tile.unit].view(unit.spec.dtype, tile.numel, start)
             home.copy_(slot.memory.view(unit.spec.dtype, tile.numel, start))
@@ -268,5 +311,6 @@ class ParameterStore:
         spec, numel = self._plan.units[i].spec, self._memory_numel[i]
         if numel:
             slot.memory.view(spec.dtype, numel).copy_(self._memory[i].view(spec.dtype, numel))
-        for stored, start, stop in self._stored[i].values():
-            slot.fills(stored.read(slot.memory.raw(start, stop), f"parameters of {spec.name}"))
+        for piece in self._stored[i]:
+            buffer = slot.memory.raw(piece.first, piece.stop)
+            slot.fills(piece.stored.read(buffer, f"parameters of {spec.name}"))

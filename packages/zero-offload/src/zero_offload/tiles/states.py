@@ -16,10 +16,12 @@ backward, which hides these reads. With few slots none stays.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from ..arena import Arena, Block
+from ..generations import Generations, TwoPlaces
 from ..monitor import Monitor
 from ..slots import Slot
 from ..transfers import Stores
@@ -34,10 +36,13 @@ __all__ = ["StateStore"]
 class StateStore:
     """The update thread's, except while it is idle."""
 
-    def __init__(self, plan: StorePlan, arena: Arena, stores: Stores, monitor: Monitor) -> None:
+    def __init__(
+        self, plan: StorePlan, arena: Arena, stores: Stores, monitor: Monitor, generations: Generations | None = None
+    ) -> None:
         self._resident: set[Tile] = set()
         self._records: dict[Tile, Record] = {}
         self._memory: dict[Tile, Block] = {}
+        self._copied: dict[Tile, TwoPlaces] = {}  # of those in memory, where a commit copies them to
         self._stored = StoredTiles("states", arena, plan.state_slots, plan.state_slot_bytes, monitor, stores.in_flight)
         self.slots = self._stored.slots
         for unit in plan.units:
@@ -45,10 +50,15 @@ class StateStore:
                 if record is None:
                     continue
                 self._records[tile] = record
-                if tier.stored:
-                    self._stored[tile] = stores[tier].own(record.nbytes)
+                name = f"states/{tile.unit}/{tile.index}"
+                if not tier.stored:
+                    self._memory[tile] = block = arena.take(record.nbytes)
+                    if generations is not None:
+                        self._copied[tile] = generations.own(name, record.nbytes, partial(block.raw, 0, record.nbytes))
+                elif generations is not None:
+                    self._stored[tile] = generations.own(name, record.nbytes)
                 else:
-                    self._memory[tile] = arena.take(record.nbytes)
+                    self._stored[tile] = stores[tier].own(record.nbytes)
 
     def stored(self, tile: Tile) -> bool:
         """Whether the tile's record passes through slots."""
@@ -87,8 +97,13 @@ class StateStore:
         block = self._memory.get(tile) if slot is None else slot.memory
         return {} if block is None else self._records[tile].views(block)
 
-    def write_back(self, tile: Tile, slot: Slot[Block]) -> None:
-        """Begin to write the record back. Unless it stays for the next update, the slot is free when that is done."""
+    def changed(self, tile: Tile, slot: Slot[Block] | None) -> None:
+        """The record has new values: begin to write it back, if it is in a slot. Unless it stays for the next update,
+        the slot is free when that is done."""
+        if slot is None:
+            if tile in self._copied:
+                self._copied[tile].changed = True
+            return
         self._stored.begin_write(tile, slot, self._records[tile].nbytes)
         if tile in self._resident:
             self.keep(slot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..arena import Arena, Block
+from ..generations import TwoPlaces
 from ..monitor import Monitor
 from ..slots import Slot, Slots
 from ..transfers import InFlight, Stored
@@ -11,7 +12,7 @@ from .tile import Tile
 __all__ = ["StoredTiles"]
 
 
-class StoredTiles(dict[Tile, Stored]):
+class StoredTiles(dict[Tile, Stored | TwoPlaces]):
     """Where each tile is kept. `slots`: `count` of `nbytes` in the arena. `what`: the kind, for errors."""
 
     def __init__(self, what: str, arena: Arena, count: int, nbytes: int, monitor: Monitor, in_flight: InFlight) -> None:

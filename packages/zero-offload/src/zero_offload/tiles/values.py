@@ -31,8 +31,11 @@ class Values:
     def __init__(self, plan: StorePlan, parameters: ParameterStore, states: StateStore, step: UpdateStep) -> None:
         self._plan, self._parameters, self._states, self._step = plan, parameters, states, step
 
-    def first(self, i: int, master: Tensor) -> None:
-        """Lay out shard i from its master (shard_numel,), unless it is whole on a device; nothing is read."""
+    def first(self, i: int, master: Tensor, *, kept: bool = False) -> None:
+        """Lay out shard i from its master (shard_numel,), unless it is whole on a device; nothing is read.
+
+        kept: an earlier process left the values of what is trained, and they stay what they are.
+        """
         unit = self._plan.units[i]
         if master.numel() != unit.spec.numel:
             raise ValueError(f"initial({i}) has {master.numel()} elements, {unit.spec.name} has {unit.spec.numel}")
@@ -40,8 +43,10 @@ class Values:
             return
         master = master.detach().to("cpu", unit.spec.master_dtype)
         for tile in unit.tiles:
+            if kept and tile.trainable:
+                continue
             values = master[tile.start : tile.stop]
-            with self._opened(tile, change=True, read=False) as view:
+            with self._opened(tile, change=True, read=kept) as view:
                 if tile.trainable:
                     self._step.initialise(view, values)
                 else:
@@ -113,8 +118,8 @@ class Values:
             views = self._states.views(tile, slot) if tile.trainable else {}
             parameter = self._parameters.for_update(tile, read=read)
             yield View(views, parameter, parameter[:0])
-            if slot is not None and change:
-                self._states.write_back(tile, slot)
+            if states and change:
+                self._states.changed(tile, slot)
                 slot = None
         finally:
             if slot is not None and change:  # it ended early: where they are stored they are what they were
