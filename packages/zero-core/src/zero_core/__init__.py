@@ -5,6 +5,7 @@ from .averaging import AveragedModel
 from .building.init import deferred_init, materialise
 from .building.tiling import TiledLinear, tile_linear
 from .checkpoint.pretrained import load_pretrained, save_pretrained
+from .durable import Resumed, resume
 from .errors import ZeroError
 from .full_values import full_gradient, full_state, set_full_gradient, set_full_state
 from .gathering import gathered, trained_state_dict
@@ -19,6 +20,7 @@ __all__ = [
     "AveragedModel",
     "Handle",
     "LossScale",
+    "Resumed",
     "ShardStore",
     "TiledLinear",
     "ZeroError",
@@ -33,6 +35,7 @@ __all__ = [
     "materialise",
     "memory",
     "no_sync",
+    "resume",
     "save_pretrained",
     "set_full_gradient",
     "set_full_state",

@@ -309,8 +309,22 @@ class _Maker:
             keeps_parameters=STAGES[stage].keeps_parameters,
             observer=self.context.observer,
             rescue=handover.give_back,
+            agree=self._last_generation,
         )
         self.context.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)
+
+    def _last_generation(self, found: Sequence[int]) -> int:
+        """The last one that all ranks have. Raises ZeroError where one has none of a run that others have."""
+        numbers = self.ranks.numbers([0.0] * self.ranks.size)
+        numbers[self.ranks.rank] = max(found, default=0)
+        everybody = [int(number) for number in self.ranks.sum_everywhere(numbers, "last generation").tolist()]
+        if max(everybody) - min(everybody) > 1:
+            rank = everybody.index(min(everybody))
+            raise ZeroError(
+                f"the last generations of the ranks are {everybody}, and ranks differ by one at most: rank {rank} has "
+                "lost its slab, or has another run's; load a checkpoint, after removing the slabs of all ranks"
+            )
+        return min(everybody)
 
     def _spec(self, unit: Unit) -> ShardSpec:
         segments = tuple(

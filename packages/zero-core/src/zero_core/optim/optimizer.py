@@ -107,6 +107,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _count(self) -> None:
         self.engine.forget_passes()
         self.step_count += 1
+        if self.engine.commits is not None:
+            self.engine.commits.stepped()
 
     def _refuse_while_busy(self) -> None:
         if self.engine.busy:
@@ -249,6 +251,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             if not (self.engine.calls.interrupted or self.engine.reducer.updating):
                 self.engine.settle()
+                if self.engine.commits is not None:
+                    self.engine.commits.finish()
         finally:
             self.engine.detach()
             self.engine.store.close()

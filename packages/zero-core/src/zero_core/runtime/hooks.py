@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CollectiveError, ZeroError
+from ..store import Durable
 from .attaching import Attachment, Node
 from .backward import Backward
 from .calls import Calls, mended
+from .commits import Commits
 from .context import UnitContext
 from .copies import Copies
 from .exchange import Exchange
@@ -73,6 +75,8 @@ class Engine:
         self._fast_paths = FastPaths(units, self.uses, self.calls, self.mend, in_pass=lambda: bool(self._stack))
         self.writes = self.uses.writes
         self.factors = Factors()
+        durable = context.store if isinstance(context.store, Durable) and context.store.durable else None
+        self.commits = None if durable is None else Commits(durable, several=self.ranks.size > 1)
         self.exchange = Exchange(units, context, self.reducer, self.writes)
         self.gathered = 0  # how many `gathered` blocks are open
         self.copies = Copies(units, self.uses, self.calls)
@@ -149,6 +153,8 @@ class Engine:
         if node.module is self.model:
             self._attachment.check()
         self.writes.check_given(stepping=False)
+        if self.commits is not None:
+            self.commits.begin_forward()
         grad = torch.is_grad_enabled()
         if grad:
             self._attachment.check_trained()
@@ -217,6 +223,8 @@ class Engine:
         if self._backward is None:
             self.mend("backward")
             self.calls.begin("backward")
+            if self.commits is not None:
+                self.commits.begin_backward()
             end = partial(self._end_backward)
             self._backward = Backward(self.units, self.uses, self.reducer, end, partial=bool(self._stack))
             apply_factors(self)

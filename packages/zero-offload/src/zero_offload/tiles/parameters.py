@@ -82,9 +82,7 @@ class ParameterStore:
         first, nbytes = start * size, round_up((stop - start) * size, self._plan.alignment)
         return _Piece(own(nbytes), first, first + nbytes)
 
-    def _own_places(
-        self, unit: PlacedUnit, tile: Tile, tier: Tier, stores: Stores, generations: Generations
-    ) -> None:
+    def _own_places(self, unit: PlacedUnit, tile: Tile, tier: Tier, stores: Stores, generations: Generations) -> None:
         """Where a tile of a durable unit is kept. What is not trained is not durable: it is given anew each time."""
         own: Callable[[int], Stored | TwoPlaces] = partial(generations.own, f"parameters/{tile.unit}/{tile.index}")
         if tier.stored:

@@ -1,0 +1,160 @@
+"""`resume`: a run over a durable store goes on where the process before this one ended, whatever ended it.
+
+Owns what belongs to a generation besides shards: steps, groups, scheduler, loss scale, buffers, random state, the
+caller's own. Which moment it is of is `runtime.commits`', what it lies in the store's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import random_state_of, restore_random_state
+from .errors import CheckpointError, ZeroError
+from .plain import packed, unpacked
+from .sharding import handle
+from .store import Durable
+
+__all__ = ["Resumed", "resume"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What `resume` found. step: optimizer steps that the run has taken, 0 for one that begins. extra: what `extra`
+    returned as the forward after that step began; None for a run that begins."""
+
+    step: int
+    extra: Any
+
+
+def resume(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    scheduler: Any = None,
+    extra: Callable[[], Any] | None = None,
+) -> Resumed:
+    """Go on with the run that the model's durable store found, or begin one. Collective, once, before the first forward.
+
+    scheduler: its state is kept too. extra: called as each step's first forward begins, so it says which batch that is;
+    it returns plain values (numbers, texts, lists, dicts, tensors). Each rank keeps its own.
+    Random states of torch and of Python's `random` are those after the last step, from which the next batch is drawn.
+    A run that is killed goes on with at most two steps lost: the one that had not returned, and the one before it.
+
+    Raises ZeroError for a model without a durable store, and CheckpointError for a run of another scheduler, or of
+    other groups or buffers.
+
+    Examples:
+        >>> import torch, zero_core, zero_offload
+        >>> from zero_offload.testing import CrashByteStore  # stands for zero_nvme.Slab([path], name="run")
+        >>> model = torch.nn.Linear(4, 1)
+        >>> store = zero_offload.TieredStore("host", "host", "nvme", nvme=CrashByteStore(), durable=True)
+        >>> optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store)
+        >>> zero_core.resume(model, optimizer).step
+        0
+        >>> optimizer.close()
+    """
+    found = handle(model)
+    store, commits = found.store, found.engine.commits
+    if commits is None or not isinstance(store, Durable):
+        raise ZeroError(
+            f"resume() of a {type(model).__name__} whose store is not durable; give shard a store such as "
+            'zero_offload.TieredStore(..., nvme=zero_nvme.Slab([path], name="run"), durable=True)'
+        )
+    if optimizer is not found.optimizer:
+        raise ZeroError(f"the {type(optimizer).__name__} is not the optimizer that shard() returned for this model")
+    if commits.begun:
+        raise ZeroError("resume() was called before: call it once, after shard() and before the first forward")
+    run = _Run(model, found, scheduler, extra)
+    resumed = Resumed(0, None) if store.resumed is None else run.restore(unpacked(store.resumed))
+    commits.begin(partial(random_state_of, found.ranks.device), run.blob)
+    return resumed
+
+
+class _Run:
+    """Reads and restores what belongs to a generation besides shards."""
+
+    def __init__(self, model: nn.Module, found: Any, scheduler: Any, extra: Callable[[], Any] | None) -> None:
+        self._model, self._handle, self._scheduler, self._extra = model, found, scheduler, extra
+
+    def blob(self, random_state: Any) -> bytes:
+        """As the forward after a step begins."""
+        scale, scheduler = self._handle.engine.loss_scale, self._scheduler
+        return packed(
+            {
+                "format": FORMAT,
+                "step_count": self._handle.optimizer.step_count,
+                "steps": {name: unit.steps[k] for unit, k, name in self._trained()},
+                "groups": self._groups(),
+                "scheduler": None if scheduler is None else scheduler.state_dict(),
+                "loss_scale": None if scale is None else scale.state_dict(),
+                "buffers": dict(self._buffers()),
+                "random_state": random_state,
+                "extra": None if self._extra is None else self._extra(),
+            },
+            "a generation",
+        )
+
+    def restore(self, run: dict[str, Any]) -> Resumed:
+        if run["format"] > FORMAT:
+            raise CheckpointError(f"the run has format {run['format']}; this zero-core reads up to {FORMAT}")
+        optimizer, scale = self._handle.optimizer, self._handle.engine.loss_scale
+        for what, mine, there in (
+            ("scheduler", self._scheduler is not None, run["scheduler"] is not None),
+            ("loss scale", scale is not None, run["loss_scale"] is not None),
+            ("groups", [g["params"] for g in self._groups()], [g["params"] for g in run["groups"]]),
+            ("buffers", _shapes(dict(self._buffers())), _shapes(run["buffers"])),
+        ):
+            if mine != there:
+                raise CheckpointError(
+                    f"the run was going on with another {what} ({_short(there)}, now {_short(mine)}): start it as it "
+                    "was, or remove its slab to begin anew"
+                )
+        for name, buffer in self._buffers():
+            buffer.copy_(run["buffers"][name])
+        for unit, k, name in self._trained():
+            unit.steps[k] = run["steps"][name]
+        optimizer.step_count = run["step_count"]
+        for live, saved in zip(optimizer.param_groups, run["groups"], strict=True):
+            live.update({key: value for key, value in saved.items() if key != "params"})
+        if scale is not None:
+            scale.load_state_dict(run["loss_scale"])
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(run["scheduler"])
+        restore_random_state(run["random_state"], self._handle.ranks.device)
+        return Resumed(run["step_count"], run["extra"])
+
+    def _trained(self) -> Iterator[tuple[Any, int, str]]:
+        for unit in self._handle.units:
+            for k, slot in enumerate(unit.layout.slots):
+                if unit.groups[k] is not None:
+                    yield unit, k, slot.name
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, parameters by name."""
+        names = {id(p): s.name for u in self._handle.units for p, s in zip(u.parameters, u.layout.slots, strict=True)}
+        groups = self._handle.optimizer.param_groups
+        return [group | {"params": [names[id(p)] for p in group["params"]]} for group in groups]
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that a state dict has."""
+        for path, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{path}.{name}" if path else name, buffer.data
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,67 @@
+"""When a durable store commits a generation: as the forward after a step begins. Owns that moment; makes no blob.
+
+[Note: the moment of a commit]
+    step N returns     random state is noted: from here the next batch is drawn
+    forward N+1        the rest is noted (scheduler, buffers, the caller's own), and the store begins to commit N
+    backward N+1       on several ranks: waits until this rank has committed N, then takes part in the first reduction
+    step N+1           whoever is here has every rank's part of that reduction, so all ranks have N
+
+So values of step N are not overwritten on any rank before all ranks have N on disk. After any crash two ranks' last
+generations differ by one at most, and the smaller one is there on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ZeroError
+from ..store import Durable
+
+__all__ = ["Commits"]
+
+
+class Commits:
+    """Of one sharded model."""
+
+    def __init__(self, store: Durable, *, several: bool) -> None:
+        self._store, self._several = store, several
+        self._makers: tuple[Callable[[], Any], Callable[[Any], bytes]] | None = None
+        self._random_state: Any = None  # after a step that is not committed
+
+    @property
+    def begun(self) -> bool:
+        """Whether `begin` was called."""
+        return self._makers is not None
+
+    def begin(self, random_state: Callable[[], Any], blob_of: Callable[[Any], bytes]) -> None:
+        """blob_of: makes what belongs to a generation besides shards, given what `random_state` noted after its step."""
+        self._makers = random_state, blob_of
+
+    def stepped(self) -> None:
+        """A step is over, for all but its updates in the background."""
+        if self._makers is not None:
+            self._random_state = self._makers[0]()
+
+    def begin_forward(self) -> None:
+        """Commit the step before, if there is one. Raises ZeroError where nobody has begun."""
+        if self._makers is None:
+            raise ZeroError(
+                "the store of this model is durable, and nobody has said what belongs to a step besides its tensors: "
+                "call zero_core.resume(model, optimizer) after shard() and before the first forward"
+            )
+        if self._random_state is not None:
+            blob = self._makers[1](self._random_state)
+            self._random_state = None
+            self._store.commit(blob)
+
+    def begin_backward(self) -> None:
+        """No rank takes part in a reduction before it has committed the step before."""
+        if self._several:
+            self._store.committed()
+
+    def finish(self) -> None:
+        """Commit what is left, and return when it is on disk."""
+        if self._makers is not None:
+            self.begin_forward()
+            self._store.committed()
