@@ -41,7 +41,7 @@ def resume(
     scheduler: Any = None,
     extra: Callable[[], Any] | None = None,
 ) -> Resumed:
-    """Go on with the run that the model's durable store found, or begin one. Collective, once, before the first forward.
+    """Go on with the run that the model's durable store found, or begin one. Collective; once, before any forward.
 
     scheduler: its state is kept too. extra: called as each step's first forward begins, so it says which batch that is;
     it returns plain values (numbers, texts, lists, dicts, tensors). Each rank keeps its own.

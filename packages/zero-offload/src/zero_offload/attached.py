@@ -21,8 +21,8 @@ from zero_core.store import GroupStep, StoreContext
 from .arena import Arena
 from .asleep import Memory
 from .ending import Ending
-from .generations import Generations
 from .errors import AsleepError
+from .generations import Generations
 from .host_budget import HostBudget
 from .monitor import Monitor
 from .protocols import ByteStore, SegmentStep, UpdateStep
@@ -62,6 +62,7 @@ class Attached:
         self.plan, self._context, self._optimizer, self._step, self._stores = plan, context, optimizer, step, stores
         self.monitor = monitor = Monitor(stores.in_flight.timeline, context.observer)
         self._order, self._generations = Order(), generations
+        self._commits = 0  # that are not over
         self._lent: dict[int, Tensor] = {}  # what parameters() returned and release() has not taken back, by unit
         with ExitStack() as undone:
             undone.callback(stores.free)
@@ -289,12 +290,20 @@ class Attached:
         """As zero_core.store.Durable."""
         assert self._generations is not None
         self._landed()
+        with self.monitor.condition:
+            self._commits += 1
         self._pipeline.commit(partial(self._commit, blob))
+
+    def committed(self) -> None:
+        """As zero_core.store.Durable."""
+        self.monitor.wait_until(lambda: not self._commits, "a commit")
 
     def _commit(self, blob: bytes) -> None:
         assert self._generations is not None
         with self.monitor.span("commit", f"generation {self._generations.number + 1}"):
             self._generations.commit(blob)
+        with self.monitor.condition:
+            self._commits -= 1
 
     def wait(self) -> None:
         self._landed()

@@ -276,7 +276,7 @@ class TieredStore:
 
     def committed(self) -> None:
         """As zero_core.store.Durable."""
-        self._on.wait()
+        self._on.committed()
 
     # -- state for checkpoints ----------------------------------------------------------------------------------
 

@@ -91,6 +91,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._options.check()
             engine.writes.check_given(stepping=True)
             engine.settle()
+            if engine.commits is not None:
+                engine.commits.begin_step()
             engine.exchange.refuse_stepped()
             engine.reducer.reduce_kept()
             if self._updates is not None:

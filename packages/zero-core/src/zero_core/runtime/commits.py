@@ -4,9 +4,9 @@
     step N returns     random state is noted: from here the next batch is drawn
     forward N+1        the rest is noted (scheduler, buffers, the caller's own), and the store begins to commit N
     backward N+1       on several ranks: waits until this rank has committed N, then takes part in the first reduction
-    step N+1           whoever is here has every rank's part of that reduction, so all ranks have N
+    step N+1           waits until N is committed. On several ranks all have N: they took part in that reduction
 
-So values of step N are not overwritten on any rank before all ranks have N on disk. After any crash two ranks' last
+So when a step returns, the one before it is on disk. Values of step N are not overwritten on any rank before all ranks have N on disk. After any crash two ranks' last
 generations differ by one at most, and the smaller one is there on both.
 """
 
@@ -35,7 +35,7 @@ class Commits:
         return self._makers is not None
 
     def begin(self, random_state: Callable[[], Any], blob_of: Callable[[Any], bytes]) -> None:
-        """blob_of: makes what belongs to a generation besides shards, given what `random_state` noted after its step."""
+        """blob_of: makes what belongs to a generation besides shards, given what `random_state` noted after the step."""
         self._makers = random_state, blob_of
 
     def stepped(self) -> None:
@@ -59,6 +59,10 @@ class Commits:
         """No rank takes part in a reduction before it has committed the step before."""
         if self._several:
             self._store.committed()
+
+    def begin_step(self) -> None:
+        """No step begins before the one before it is committed."""
+        self._store.committed()
 
     def finish(self) -> None:
         """Commit what is left, and return when it is on disk."""

@@ -1,0 +1,262 @@
+"""A durable TieredStore: a process that is killed anywhere is gone on from, with the bits of an uninterrupted run."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from tests import kit
+from zero_core.errors import CheckpointError, ZeroError
+from zero_nvme import Slab
+from zero_offload import GenerationError, MemoryByteStore, TieredStore
+from zero_offload.testing import CrashByteStore, Crashed
+
+PLACES = {
+    "nvme": ("nvme", "nvme", "nvme"),
+    "states": ("host", "host", "nvme"),
+    "host": ("host", "host", "host"),
+    "half": ({"host": 0.5, "nvme": 0.5}, "host", {"host": 0.3, "nvme": 0.7}),
+}
+STEPS = 6
+
+
+class Centred(nn.Module):
+    """Has a buffer that each forward in training changes, and that the output depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(40))
+
+    def forward(self, rows):
+        if self.training:
+            self.mean.lerp_(rows.detach().float().mean(0), 0.1)
+        return rows - self.mean.to(rows.dtype)
+
+
+def made(frozen=False):
+    torch.manual_seed(1)
+    layers = [nn.Linear(24, 40), Centred(), nn.ReLU(), nn.Dropout(0.2), nn.Linear(40, 24)]
+    model = nn.Sequential(*layers)
+    if frozen:
+        layers[0].requires_grad_(False)
+    return model
+
+
+class Training:
+    """A user's loop. `position`: the batch that it is at."""
+
+    def __init__(self, disk, place="nvme", *, frozen=False, durable=True, lr=1e-2, **options):
+        self.model = made(frozen)
+        self.store = TieredStore(*PLACES[place], nvme=disk, durable=durable)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = zero_core.shard(
+            self.model, torch.optim.AdamW(trained, lr=lr), store=self.store, max_grad_norm=0.1, **options
+        )
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.position = 0
+        self.resumed = zero_core.resume(
+            self.model, self.optimizer, scheduler=self.scheduler, extra=lambda: {"position": self.position}
+        )
+        if self.resumed.extra is not None:
+            self.position = self.resumed.extra["position"]
+
+    def step(self):
+        rows = torch.randn(6, 24, generator=torch.Generator().manual_seed(self.position))
+        rows = rows.to(next(self.model.parameters()).dtype)
+        kit.step(self.optimizer, self.model(rows).float().pow(2).mean())
+        self.scheduler.step()
+        self.position += 1
+
+    def to_the_end(self):
+        while self.position < STEPS:
+            self.step()
+        random_number = torch.rand(())
+        return [*kit.values(self.model, master=True), *self.model.buffers(), random_number]
+
+
+def equal(found, expected):
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """By (frozen, dtype): what an uninterrupted run with another store ends in."""
+    kept = {}
+
+    def of(frozen=False, **options):
+        key = (frozen, *options.values())
+        if key not in kept:
+            training = Training(CrashByteStore(), frozen=frozen, **options)
+            kept[key] = training.to_the_end()
+            training.optimizer.close()
+        return kept[key]
+
+    return of
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("options", [{}, {"frozen": True}, {"param_dtype": torch.bfloat16}], ids=str)
+def test_a_crash_at_any_write_is_gone_on_from(place, options, expected):
+    """At most the step that had not returned and the one before it are lost. Every fifth write or sync of the run."""
+    calls, after, returned = 10**9, 1, 0
+    generator = random.Random(0)
+    while after < calls:
+        disk = CrashByteStore(after=after)
+        returned, training = 0, None
+        try:
+            training = Training(disk, place, **options)
+            while returned < STEPS:
+                training.step()
+                returned += 1
+            training.optimizer.close()
+            calls = disk.calls
+        except (Crashed, Exception) as error:
+            assert crashed(error), error
+        if training is not None:
+            training.store.close()
+        again = Training(disk.crashed(generator), place, **options)
+        assert returned - 1 <= again.resumed.step <= returned + 1 or again.resumed.step == returned == 0
+        assert again.resumed.step == again.position
+        assert equal(again.to_the_end(), expected(**options)), (after, again.resumed)
+        again.optimizer.close()
+        after += 5
+    assert calls > 20
+
+
+def crashed(error):
+    while error is not None and not isinstance(error, Crashed):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+@pytest.mark.parametrize("durable", [True, "process"])
+def test_a_run_on_a_named_slab_ends_and_is_gone_on_from(tmp_path, durable, expected):
+    """In several parts, each placed in another way; states on disk stay where they are."""
+    for place, stop in zip(("nvme", "half", "host", "states"), (2, 3, 5, STEPS), strict=True):
+        disk = Slab(tmp_path, name="run", allow_memory=True)
+        training = Training(disk, place, durable=durable)
+        assert training.position == training.resumed.step
+        while training.position < stop:
+            training.step()
+        if stop == STEPS:
+            assert equal(training.to_the_end(), expected())
+        training.optimizer.close()
+        disk.close()
+
+
+def test_a_failed_sync_ends_the_run(tmp_path, monkeypatch):
+    """After it nothing may be assumed written. The generation before it stands."""
+    disk = Slab(tmp_path, name="run", allow_memory=True)
+    training = Training(disk)
+    for _ in range(3):
+        training.step()
+    training.store.committed()
+
+    def failing():
+        raise OSError(5, "lost")
+
+    monkeypatch.setattr(disk, "sync", failing)
+    with pytest.raises(OSError, match="lost"):
+        training.to_the_end()
+    training.store.close()
+    disk.close()
+    again = Training(Slab(tmp_path, name="run", allow_memory=True))
+    assert again.resumed.step in (2, 3)
+    again.optimizer.close()
+
+
+@kit.on_ranks(2)
+def test_ranks_go_on_from_the_generation_that_all_have():
+    """One has committed step 3 when both are killed, the other has not: both go on from step 2."""
+    rank, _ = kit.world()
+    training, generator = Training(CrashByteStore(), stage=3), random.Random(0)
+    ends = training.to_the_end()
+    training.optimizer.close()
+    for behind in (0, 1):
+        disk = CrashByteStore()
+        training = Training(disk, stage=3)
+        for _ in range(3):
+            training.step()
+        training.store.committed()
+        found = disk.crashed(generator)
+        loss = training.model(torch.ones(6, 24)).sum()
+        if rank != behind:
+            training.store.committed()
+            found = disk.crashed(generator)
+        kit.step(training.optimizer, loss)
+        training.optimizer.close()
+        again = Training(found, stage=3)
+        assert again.resumed.step == 2
+        assert equal(again.to_the_end(), ends)
+        again.optimizer.close()
+
+
+@kit.on_ranks(2)
+def test_a_rank_without_its_slab_is_told():
+    rank, _ = kit.world()
+    disk = CrashByteStore()
+    training = Training(disk, stage=3)
+    for _ in range(3):
+        training.step()
+    training.optimizer.close()
+    with pytest.raises(ZeroError, match=r"are \[3, 0\], and ranks differ by one at most: rank 1 has lost its slab"):
+        Training(CrashByteStore() if rank else disk.crashed(random.Random(0)), stage=3)
+
+
+def test_another_run_is_refused_and_unchanged(tmp_path):
+    def opened():
+        return Slab(tmp_path, name="run", allow_memory=True)
+
+    disk = opened()
+    training = Training(disk)
+    training.step()
+    training.optimizer.close()
+    disk.close()
+    image = (tmp_path / "run.slab").read_bytes()
+
+    def other(match, error=GenerationError, build=torch.optim.AdamW, **options):
+        disk = opened()
+        model = made(**options)
+        store = TieredStore("nvme", "nvme", "nvme", nvme=disk, durable=True)
+        with pytest.raises(error, match=match):
+            optimizer = zero_core.shard(
+                model, build([p for p in model.parameters() if p.requires_grad], lr=1), store=store
+            )
+            zero_core.resume(model, optimizer)
+        store.close()
+        disk.close()
+        assert (tmp_path / "run.slab").read_bytes() == image
+
+    other(r"another model or another setting \(.*trained elements: 2016, now 992", frozen=True)
+    other("optimizer: AdamW, now Adam;", build=torch.optim.Adam)
+    other(r"going on with another scheduler \(True, now False\)", CheckpointError)
+
+
+def test_what_cannot_be_durable_says_what_to_do(tmp_path):
+    with pytest.raises(ValueError, match='durable="always" must be False, True or "process"'.replace('"', "['\"]")):
+        TieredStore(durable="always")
+    with pytest.raises(GenerationError, match="give a named one, such as zero_nvme.Slab"):
+        Training(MemoryByteStore())
+    with pytest.raises(GenerationError, match="durable needs nvme="):
+        model = made()
+        zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=1), store=TieredStore(durable=True))
+    model = made()
+    optimizer = zero_core.shard(
+        model, torch.optim.SGD(model.parameters(), lr=1e-3), store=TieredStore(nvme=CrashByteStore(), durable=True)
+    )
+    with pytest.raises(ZeroError, match=r"call zero_core.resume\(model, optimizer\) after shard\(\)"):
+        model(torch.zeros(2, 24))
+    zero_core.resume(model, optimizer, extra=lambda: object())
+    with pytest.raises(ZeroError, match="call it once, after"):
+        zero_core.resume(model, optimizer)
+    kit.step(optimizer, model(torch.zeros(2, 24)).sum())
+    with pytest.raises(ZeroError, match=r"\['extra'\] is a object, and a generation keeps numbers"):
+        model(torch.zeros(2, 24))
+    plain = made()
+    plain_optimizer = zero_core.shard(plain, torch.optim.SGD(plain.parameters(), lr=1))
+    with pytest.raises(ZeroError, match="whose store is not durable; give shard a store such as"):
+        zero_core.resume(plain, plain_optimizer)
