@@ -232,7 +232,7 @@ def test_another_run_is_refused_and_unchanged(tmp_path):
         assert (tmp_path / "run.slab").read_bytes() == image
 
     other(r"another model or another setting \(.*trained elements: 2016, now 992", frozen=True)
-    other("optimizer: AdamW, now Adam;", build=torch.optim.Adam)
+    other(r"\(optimizer: AdamW, now Adam\); start it as it was", build=torch.optim.Adam)
     other(r"going on with another scheduler \(True, now False\)", CheckpointError)
 
 

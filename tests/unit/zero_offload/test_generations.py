@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from zero_offload import GenerationError, MemoryByteStore
-from zero_offload.generations import HEADER, Generations, TwoPlaces
 from zero_offload.testing import CrashByteStore, Crashed
+from zero_offload.tiles.generations import HEADER, Generations, TwoPlaces
 from zero_offload.timeline import Timeline
 from zero_offload.transfers import InFlight, Transfers
 
@@ -216,7 +216,7 @@ def test_a_manifest_that_is_torn_at_any_byte_is_the_one_before():
 
 def test_an_older_version_refuses_a_newer_manifest():
     store, generator = CrashByteStore(), random.Random(0)
-    with mock.patch("zero_offload.generations.FORMAT", 2):
+    with mock.patch("zero_offload.tiles.generations.FORMAT", 2):
         run = Run(store, generator, [10, 10], {})
         run.take_step()
         run.commit()

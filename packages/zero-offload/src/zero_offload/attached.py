@@ -22,7 +22,6 @@ from .arena import Arena
 from .asleep import Memory
 from .ending import Ending
 from .errors import AsleepError
-from .generations import Generations
 from .host_budget import HostBudget
 from .monitor import Monitor
 from .protocols import ByteStore, SegmentStep, UpdateStep
@@ -34,6 +33,7 @@ from .streams import Streams, arena_of
 from .tier import Tier
 from .tiles.device_tier import DeviceTier
 from .tiles.footprint import PlacedUnit, StorePlan
+from .tiles.generations import Generations
 from .tiles.gradients import GradientStore
 from .tiles.order import Order
 from .tiles.parameters import ParameterStore

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from zero_core.store import Arrival, GroupStep, ShardSpec, StoreContext
 
 from .attached import Attached
 from .errors import BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, gib
-from .generations import Generations, generation_layout
 from .host_budget import HostBudget
 from .placement import Placement, shares
 from .protocols import ByteStore, UpdateStep
@@ -27,6 +27,7 @@ from .streams import Streams, streams_of
 from .tier import Tier, tiers_with
 from .tiles.fitting import plan_store
 from .tiles.footprint import StorePlan
+from .tiles.generations import Generations, generation_layout
 from .tiles.tile import check_tile_numel
 from .timeline import Timeline
 from .torch_step import TorchStep
@@ -145,6 +146,8 @@ class TieredStore:
                 gradient_itemsize=ElementBytes(context.reduce_dtype, context.reduce_dtype).gradient(self._accumulate),
                 **self._arguments | ({} if self._budget is None else {"host_bytes": self._budget.free_bytes}),
             )
+        if self.durable:
+            plan = replace(plan, durable_on=Tier.NVME)
         if make_streams is None:
             _check_slots(plan, context)
         if context.shard_count > 1 or any(run.unit.cuts for run in plan.runs):

@@ -6,8 +6,8 @@
     backward N+1       on several ranks: waits until this rank has committed N, then takes part in the first reduction
     step N+1           waits until N is committed. On several ranks all have N: they took part in that reduction
 
-So when a step returns, the one before it is on disk. Values of step N are not overwritten on any rank before all ranks have N on disk. After any crash two ranks' last
-generations differ by one at most, and the smaller one is there on both.
+So when a step returns, the one before it is on disk. Values of step N are not written over on any rank before all ranks
+have N on disk. After any crash two ranks' last generations differ by one at most, and the smaller one is there on both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Commits:
         return self._makers is not None
 
     def begin(self, random_state: Callable[[], Any], blob_of: Callable[[Any], bytes]) -> None:
-        """blob_of: makes what belongs to a generation besides shards, given what `random_state` noted after the step."""
+        """blob_of: makes what belongs to a generation besides shards, given what `random_state` returned after it."""
         self._makers = random_state, blob_of
 
     def stepped(self) -> None:

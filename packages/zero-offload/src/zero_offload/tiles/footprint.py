@@ -151,6 +151,7 @@ class StorePlan:
     staging_slot_bytes: int = 0
     gradient_itemsize: int = FP32_BYTES  # that is kept of an element
     tiers: tuple[Tier, ...] = TIERS  # fast to slow
+    durable_on: Tier | None = None  # where everything that is trained has two places; None: nothing is durable
 
     @cached_property
     def units(self) -> tuple[PlacedUnit, ...]:
@@ -161,6 +162,7 @@ class StorePlan:
     def reserved(self) -> tuple[Reserved, ...]:
         """Everything, in rows."""
         units = [row for run in self.runs for row in self._of_unit(run.unit, run.count)]
+        units += [row for run in self.runs for row in self._durable(run.unit, run.count)]
         own = (round_up(self.units[i].parameter_bytes, self.alignment) for i in self.own_slots)
         slots = (
             (self.state_slots, self.state_slot_bytes),
@@ -202,6 +204,15 @@ class StorePlan:
         records = Counter((tier, record.nbytes) for tier, record in found if record is not None)
         for part, number in records.items():
             yield Reserved("optimizer", part[0] if part[0].stored else Tier.HOST, (part,), count * number)
+
+    def _durable(self, unit: PlacedUnit, count: int) -> Iterator[Reserved]:
+        """The second place of what `count` such units store, and two of what lies in memory."""
+        for tile, record, parameter, _, state in unit.rows():
+            states = 0 if record is None else record.nbytes
+            sizes = (("parameters", parameter, tile.numel * unit.spec.dtype.itemsize), ("optimizer", state, states))
+            for kind, tier, nbytes in sizes if tile.trainable and self.durable_on is not None else ():
+                part = (self.durable_on, nbytes)
+                yield Reserved(kind, part[0], (part,), count * (1 if tier.stored else 2) * (nbytes > 0))
 
     @cached_property
     def held(self) -> Mapping[tuple[str, str], int]:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..arena import Arena, Block
 from ..errors import BudgetError
-from ..generations import Generations, TwoPlaces
 from ..monitor import Monitor
 from ..slots import Slot, Slots
 from ..streams import Mark
@@ -27,6 +26,7 @@ from ..tier import Tier
 from ..transfers import Stored, Stores
 from .device_tier import DeviceTier
 from .footprint import PlacedUnit, StorePlan
+from .generations import Generations, TwoPlaces
 from .tile import Tile, round_up
 
 __all__ = ["ParameterStore"]

@@ -21,12 +21,12 @@ from functools import partial
 from torch import Tensor
 
 from ..arena import Arena, Block
-from ..generations import Generations, TwoPlaces
 from ..monitor import Monitor
 from ..slots import Slot
 from ..transfers import Stores
 from .fitting import resident_slots
 from .footprint import StorePlan
+from .generations import Generations, TwoPlaces
 from .stored_tiles import StoredTiles
 from .tile import Record, Tile
 

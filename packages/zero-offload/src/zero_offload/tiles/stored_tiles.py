@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..arena import Arena, Block
-from ..generations import TwoPlaces
 from ..monitor import Monitor
 from ..slots import Slot, Slots
 from ..transfers import InFlight, Stored
+from .generations import TwoPlaces
 from .tile import Tile
 
 __all__ = ["StoredTiles"]

@@ -34,12 +34,11 @@ from torch import Tensor
 
 from zero_core.store import StoreContext
 
-from .errors import GenerationError
-from .protocols import NamedByteStore, UpdateStep
-from .tier import Tier
-from .tiles.footprint import StorePlan
-from .tiles.tile import round_up
-from .transfers import END, Stored, Transfer, Transfers
+from ..errors import GenerationError
+from ..protocols import NamedByteStore, UpdateStep
+from ..transfers import END, Stored, Transfer, Transfers
+from .footprint import StorePlan
+from .tile import round_up
 
 __all__ = ["Generations", "Manifest", "TwoPlaces", "generation_layout"]
 
@@ -61,11 +60,11 @@ def generation_layout(
     for unit in plan.units:
         for tile, record, parameter, _, state in unit.rows():
             for tier in (parameter, *((state,) if record is not None else ())):
-                elsewhere = tier.stored and tier != Tier.NVME
+                elsewhere = tier.stored and tier != plan.durable_on
                 if tile.trainable and (elsewhere or unit.on_device((tier,)) or unit.whole):
                     raise GenerationError(
                         f"durable with values of {unit.spec.name} on {tier}: what is trained has to be in host memory "
-                        'or on nvme; place parameters and optimizer on "host" or "nvme"'
+                        f'or on {plan.durable_on}; place parameters and optimizer on "host" or "{plan.durable_on}"'
                     )
     trained = [unit.spec for unit in plan.units if unit.spec.trained]
     segments = [(spec.name, spec.numel, str(spec.dtype), spec.segments) for spec in trained]
