@@ -221,8 +221,16 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "test_threads_take_turns_with_a_lock": ("with one threading.Lock around forward, backward",),
     },
 }
+_DURABLE = "integration/zero_offload/test_durable.py::test_advice_about_durable_runs_works"
 
 FOLLOWED: dict[str, str] = {
+    "is not durable; give shard a store such as": _DURABLE,
+    "called before: call it once, after shard() and": _DURABLE,
+    "start it as it was, or remove its slab to begin": _DURABLE,
+    "only: give what it is made of": _DURABLE,
+    "call zero_core.resume(model, optimizer) after shard()": _DURABLE,
+    "load a checkpoint, after removing the slabs of all": _DURABLE.split("::")[0]
+    + "::test_a_rank_without_its_slab_is_told",
     "write `optimizer = zero_core.shard(model, optimizer, ...)`": "test_the_optimizer_that_shard_returned_is_called",
     "call optimizer.step() or zero_grad() before": "test_gradients_before_shard_are_used_or_dropped",
     "give shard() the inner one": "test_the_inner_optimizer_is_given",

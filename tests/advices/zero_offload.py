@@ -4,8 +4,12 @@ from __future__ import annotations
 
 _HERE = "integration/zero_offload/test_followed_advice.py::"
 _WAYS = "integration/zero_offload/test_followed_ways_out.py::"
+_DURABLE = "integration/zero_offload/test_durable.py::test_advice_about_durable_runs_works"
 
 FOLLOWED: dict[str, str] = {
+    'place parameters and optimizer on "host" or "{}"': _DURABLE,
+    "give a named one, such as zero_nvme.Slab(": _DURABLE,
+    "start it as it was, give the slab another name, or": _DURABLE,
     "give the figure, or leave it out": _HERE + "test_arguments_that_an_error_names_pass",
     "has keys of its own, such as": _HERE + "test_arguments_that_an_error_names_pass",
     "give the rows of one micro-batch as well": _HERE + "test_arguments_that_an_error_names_pass",
@@ -57,6 +61,8 @@ FOLLOWED: dict[str, str] = {
 }
 
 EXEMPT: dict[str, str] = {
+    "use the version that wrote them, or remove the slab": "there is no other version yet",
+    "remove all of them, or load a checkpoint": "needs a second damage, of the manifest before the last",
     "a device that torch has streams for, not on {}; leave": "needs a device without streams, such as mps",
     "so its memory is not given back. End the process": "ends the process that would follow it",
 }

@@ -205,6 +205,9 @@ def test_a_rank_without_its_slab_is_told():
     training.optimizer.close()
     with pytest.raises(ZeroError, match=r"are \[3, 0\], and ranks differ by one at most: rank 1 has lost its slab"):
         Training(CrashByteStore() if rank else disk.crashed(random.Random(0)), stage=3)
+    anew = Training(CrashByteStore(), stage=3)
+    assert anew.resumed.step == 0
+    anew.optimizer.close()
 
 
 def test_another_run_is_refused_and_unchanged(tmp_path):
@@ -236,27 +239,60 @@ def test_another_run_is_refused_and_unchanged(tmp_path):
     other(r"going on with another scheduler \(True, now False\)", CheckpointError)
 
 
-def test_what_cannot_be_durable_says_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match='durable="always" must be False, True or "process"'.replace('"', "['\"]")):
-        TieredStore(durable="always")
-    with pytest.raises(GenerationError, match="give a named one, such as zero_nvme.Slab"):
-        Training(MemoryByteStore())
-    with pytest.raises(GenerationError, match="durable needs nvme="):
-        model = made()
-        zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=1), store=TieredStore(durable=True))
-    model = made()
-    optimizer = zero_core.shard(
-        model, torch.optim.SGD(model.parameters(), lr=1e-3), store=TieredStore(nvme=CrashByteStore(), durable=True)
-    )
-    with pytest.raises(ZeroError, match=r"call zero_core.resume\(model, optimizer\) after shard\(\)"):
-        model(torch.zeros(2, 24))
-    zero_core.resume(model, optimizer, extra=lambda: object())
-    with pytest.raises(ZeroError, match="call it once, after"):
-        zero_core.resume(model, optimizer)
-    kit.step(optimizer, model(torch.zeros(2, 24)).sum())
-    with pytest.raises(ZeroError, match=r"\['extra'\] is a object, and a generation keeps numbers"):
-        model(torch.zeros(2, 24))
+def test_advice_about_durable_runs_works(tmp_path):
+    """Each mistake is made, and then what its error says is done."""
     plain = made()
     plain_optimizer = zero_core.shard(plain, torch.optim.SGD(plain.parameters(), lr=1))
     with pytest.raises(ZeroError, match="whose store is not durable; give shard a store such as"):
         zero_core.resume(plain, plain_optimizer)
+    with pytest.raises(ValueError, match="must be False, True or"):
+        TieredStore(durable="always")
+    with pytest.raises(GenerationError, match="give a named one, such as zero_nvme.Slab"):
+        Training(MemoryByteStore())
+    with pytest.raises(GenerationError, match="durable needs nvme="):
+        Training(None, "host")
+    model, disk = made(), Slab([tmp_path], name="run", allow_memory=True)
+    store = TieredStore("host", "host", "tape", tiers={"tape": MemoryByteStore()}, nvme=disk, durable=True)
+    with pytest.raises(GenerationError, match='on tape: .* place parameters and optimizer on "host" or "nvme"'):
+        zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.1), store=store)
+    disk.close()
+
+    disk = Slab([tmp_path], name="run", allow_memory=True)
+    model = made()
+    store = TieredStore("host", "host", "nvme", nvme=disk, durable=True)
+    optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.1), store=store)
+    with pytest.raises(ZeroError, match=r"call zero_core.resume\(model, optimizer\) after shard\(\)"):
+        model(torch.zeros(2, 24))
+    scheduler, given = torch.optim.lr_scheduler.StepLR(optimizer, 2), [object()]
+    zero_core.resume(model, optimizer, scheduler=scheduler, extra=lambda: given[0])
+    with pytest.raises(ZeroError, match="resume\\(\\) was called before: call it once, after"):
+        zero_core.resume(model, optimizer)
+    kit.step(optimizer, model(torch.zeros(2, 24)).sum())
+    with pytest.raises(ZeroError, match=r"\['extra'\] is a object, and a generation keeps .*give what it is made of"):
+        model(torch.zeros(2, 24))
+    given[0] = {"position": 1}
+    kit.step(optimizer, model(torch.zeros(2, 24)).sum())
+    optimizer.close()
+    disk.close()
+
+    def again(name="run", frozen=False, scheduler=True):
+        disk = Slab([tmp_path], name=name, allow_memory=True)
+        model = made(frozen)
+        store = TieredStore("host", "host", "nvme", nvme=disk, durable=True)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        try:
+            optimizer = zero_core.shard(model, torch.optim.SGD(trained, lr=1e-3, momentum=0.1), store=store)
+            chosen = torch.optim.lr_scheduler.StepLR(optimizer, 2) if scheduler else None
+            return zero_core.resume(model, optimizer, scheduler=chosen).step
+        finally:
+            store.close()
+            disk.close()
+
+    with pytest.raises(GenerationError, match="start it as it was, give the slab another name, or remove it to begin"):
+        again(frozen=True)
+    with pytest.raises(CheckpointError, match="start it as it was, or remove its slab to begin anew"):
+        again(scheduler=False)
+    assert again() == 2
+    assert again(name="other", frozen=True) == 0
+    Slab([tmp_path], name="run", allow_memory=True).remove()
+    assert again(scheduler=False) == 0
