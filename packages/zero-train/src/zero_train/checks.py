@@ -85,6 +85,16 @@ def values(config: Config) -> None:
             "zero.update_in_backward=true updates a unit as soon as its gradient arrives, but run.accumulate="
             f"{config.run.accumulate} adds up several; set run.accumulate=1 or zero.update_in_backward=false"
         )
+    if config.run.durable is not None and config.task.kind != "pretrain":
+        raise ConfigError(
+            f"run.durable={config.run.durable} keeps steps of task=pretrain only, and this is task={config.task.kind}; "
+            "set run.durable=null, and run.checkpoint_every to a number of steps"
+        )
+    if config.run.durable is not None and config.offload.kind == "none":
+        raise ConfigError(
+            f"run.durable={config.run.durable} needs a store whose steps it keeps, which offload=none does not have; "
+            "choose offload=nvme or offload=host, or set run.durable=null"
+        )
     if config.zero.stage == 1 and config.zero.no_sync is False:
         raise ConfigError(
             "zero.no_sync=false, but zero.stage=1 always keeps whole gradients until the step; leave the key out, "
@@ -140,6 +150,8 @@ def _loss_scale(given: Mapping[str, Any]) -> None:
 
 def uses_nvme(config: Config) -> bool:
     """Returns whether any tile may be placed on nvme. offload=auto may if nvme_paths are given or it finds a disk."""
+    if config.run.durable is not None:
+        return True
     if config.offload.kind == "auto":
         return not auto_without_nvme(config)
     states = any(on(getattr(config.offload, kind), "nvme") for kind in STATE_KINDS)

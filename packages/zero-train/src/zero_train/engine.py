@@ -7,9 +7,10 @@ loop and no data.
 from __future__ import annotations
 
 import importlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ class Assembled:
     resident_bytes: int  # what the device store holds, by the plan
     remarks: list[str]  # sentences for the user: the slab's backend, and whether the arena has huge pages
     rows: int | None = None  # that a block which recomputes takes at a time; None: all
+    ended: list[bool] = field(default_factory=list)  # an entry: the steps on disk are not needed any more
 
     def usage(self) -> Usage:
         """Reads the counters."""
@@ -186,7 +188,9 @@ def assembled(
     dtype, scale = formats.DTYPES[config.precision.parameters], config.precision.loss_scale
     with ExitStack() as stack:
         paths = checks.nvme_paths(config, ranks.local_rank)
-        slab = make_slab(config, paths, stack) if plan.total("nvme") else None
+        durable = config.run.durable is not None
+        ended: list[bool] = []
+        slab = make_slab(config, paths, stack, ranks, ended) if plan.total("nvme") or durable else None
         try:
             store = make_store(config, draft, plan, slab, make_tiers(config, plan, ranks, stack))
             if store is not None:
@@ -218,7 +222,7 @@ def assembled(
             remarks.append(f"nvme: {slab.backend}{reason}, in {', '.join(map(str, paths))}")
         if store is not None and (pages := store.stats()["huge_pages"]) != "ok":
             remarks.append(f"no huge pages for the arena ({pages}): direct I/O is slower")
-        yield Assembled(draft.model, optimizer, store, timeline, slab, resident, remarks, plan.rows)
+        yield Assembled(draft.model, optimizer, store, timeline, slab, resident, remarks, plan.rows, ended)
 
 
 def make_store(
@@ -234,7 +238,14 @@ def make_store(
         step=draft.step,
         host_bytes=config.offload.host_bytes,
         overlap=config.offload.overlap,
+        durable={None: False, "power": True}.get(config.run.durable, config.run.durable),
     )
+
+
+def slab_name(config: Config, ranks: Ranks) -> str:
+    """Returns the name of this rank's durable slab, which no run in another folder has."""
+    folder = Path(config.run.dir).absolute()
+    return f"{folder.name}-{zlib.crc32(str(folder).encode()):08x}-rank{ranks.rank}"
 
 
 def make_tiers(config: Config, plan: zero_offload.Plan, ranks: Ranks, stack: ExitStack) -> dict[str, Any]:
@@ -260,13 +271,19 @@ def make_tiers(config: Config, plan: zero_offload.Plan, ranks: Ranks, stack: Exi
     return found
 
 
-def make_slab(config: Config, paths: Sequence[Path], stack: ExitStack) -> Any:
-    """Returns a zero_nvme.Slab over `paths`, which `stack` closes. Raises ConfigError with the reason and the keys."""
+def make_slab(config: Config, paths: Sequence[Path], stack: ExitStack, ranks: Ranks, ended: Sequence[bool]) -> Any:
+    """Returns a zero_nvme.Slab over `paths`, which `stack` closes. Raises ConfigError with the reason and the keys.
+
+    With run.durable it has a name, and stays on disk unless `ended` has an entry by then.
+    """
     zero_nvme = checks.loaded("zero_nvme")
     names = [str(path) for path in paths]
     try:
         io = config.io
-        return stack.enter_context(zero_nvme.Slab(names, backend=io.backend, allow_memory=io.allow_memory))
+        name = None if config.run.durable is None else slab_name(config, ranks)
+        slab = zero_nvme.Slab(names, backend=io.backend, allow_memory=io.allow_memory, name=name)
+        stack.callback(lambda: slab.remove() if ended else slab.close())
+        return slab
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"no slab on offload.nvme_paths={names} with io.backend={config.io.backend}: {error}"

@@ -21,6 +21,7 @@ import zero_core
 from zero_core.device import later, sent
 from zero_train import checks, models
 from zero_train.data import Corpus
+from zero_train.durable import Position
 from zero_train.engine import Assembled
 from zero_train.errors import ConfigError
 from zero_train.interrupt import Interrupt
@@ -115,9 +116,17 @@ class Meter:
 class Loop:
     """Trains one engine on one corpus."""
 
-    def __init__(self, engine: Assembled, corpus: Corpus, config: Config, ranks: Ranks, interrupt: Interrupt) -> None:
+    def __init__(
+        self,
+        engine: Assembled,
+        corpus: Corpus,
+        config: Config,
+        ranks: Ranks,
+        interrupt: Interrupt,
+        position: Position | None = None,
+    ) -> None:
         self._engine, self._corpus, self._config, self._ranks = engine, corpus, config, ranks
-        self._interrupt = interrupt
+        self._interrupt, self._position = interrupt, position or Position()
         self._schedule = schedule_of(config.optim, engine.optimizer)
         self.history = History()
         self._meter = Meter(engine, self.history)
@@ -141,8 +150,10 @@ class Loop:
         for number in range(first, run.steps + 1):
             if signal:
                 return signal
+            self._position.step = number
             with self._meter.step(number):
                 losses, rate = self._step(number)
+            self._position.step = number + 1
             loss, norm = ranks.mean(sum(losses()) / run.accumulate), float(self._engine.optimizer.grad_norm)
             on_step(self._meter.line(tokens, loss=loss, grad_norm=norm, learning_rate=rate))
             signal = ranks.most(self._interrupt.signal)

@@ -187,6 +187,12 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
     if reason := checks.auto_without_nvme(config):
         lines.append(f"offload=auto planned without nvme: {reason}; name a folder with offload.nvme_paths=[…]")
     lines.append(f"each step reads {bytes_shown(plan.read_bytes_per_step * count)} back")
+    if config.run.durable is not None:
+        survived = "a power cut" if config.run.durable == "power" else "the end of the process"
+        lines.append(
+            f"each step survives {survived} (run.durable={config.run.durable}), with "
+            f"{bytes_shown(durable_bytes(plan) * count)} more on nvme"
+        )
     for tier, moved in plan.account.moved.items():
         if tier != "nvme" and any(moved.values()):
             moved_bytes = (plan.account.read_bytes(tier), plan.account.write_bytes(tier))
@@ -215,6 +221,12 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
             f"{plan.endurance_steps:,} steps would write all of it"
         )
     return "\n".join(lines)
+
+
+def durable_bytes(plan: zero_offload.Plan) -> int:
+    """Returns the bytes of nvme that run.durable takes of a rank, besides what the plan has there."""
+    durable = dataclasses.replace(plan.store, durable_on=zero_offload.Tier.NVME)
+    return durable.extent_bytes("nvme") - plan.store.extent_bytes("nvme")
 
 
 def _duration(seconds: float) -> str:

@@ -85,9 +85,9 @@ def found(config: Config) -> Checkpoint | None:
         raise ConfigError(
             f"run.resume: {newest.folder} is after step {newest.step} of run.steps={config.run.steps}; raise run.steps"
         )
-    if differ := {key: pair for key, pair in _identity(_saved(newest), config).items() if _among(key, ("model",))}:
+    if differ := {key: pair for key, pair in identity(_saved(newest), config).items() if _among(key, ("model",))}:
         raise ConfigError(
-            f"run.resume: {newest.folder} was saved with {_listed(differ)}; set {_back(differ)}, or leave run.resume "
+            f"run.resume: {newest.folder} was saved with {listed(differ)}; set {back(differ)}, or leave run.resume "
             "out and name a new folder with run.dir=…"
         )
     return newest
@@ -117,8 +117,8 @@ def _the_same(folder: Path, newest: Checkpoint | None, config: Config) -> None:
     refused, way = "", _way(folder, config)
     if before is None:
         refused = f"a run ({', '.join(there)}) without a config.yaml that says which"
-    elif differ := _identity(before, config):
-        refused = f"another run ({_listed(differ)})"
+    elif differ := identity(before, config):
+        refused = f"another run ({listed(differ)})"
     elif not newest and (origin := OmegaConf.select(before, "run.resume")) not in (None, "auto"):
         refused, way = f"a run that continued {origin} and has no checkpoint", f" and run.resume={origin}"
     if refused:
@@ -130,11 +130,11 @@ def _way(folder: Path, config: Config) -> str:
     if (newest := _newest(folder)) is None:
         return ""
     before = _saved(newest)
-    differ = _identity(before, config)
+    differ = identity(before, config)
     if before is None or (differ and not any(_among(key, _BOUND) for key in differ)):
         how = f"on purpose with run.resume={folder}"
     else:
-        how = f"with run.resume=auto {_back(differ)}".rstrip()
+        how = f"with run.resume=auto {back(differ)}".rstrip()
     more = f" run.steps={newest.step}" if newest.step > config.run.steps else ""
     return f", or continue it after step {newest.step} {how}{more}"
 
@@ -182,7 +182,7 @@ def _differences(before: DictConfig | None, config: Config) -> dict[str, tuple[A
     return changes
 
 
-def _identity(before: DictConfig | None, config: Config) -> dict[str, tuple[Any, Any]]:
+def identity(before: DictConfig | None, config: Config) -> dict[str, tuple[Any, Any]]:
     """Returns the differences that make it another run."""
     changes = _differences(before, config)
     return {key: pair for key, pair in changes.items() if key not in _ASIDE and _among(key, SAME)}
@@ -192,11 +192,11 @@ def _among(key: str, names: tuple[str, ...]) -> bool:
     return not {key, key.split(".")[0]}.isdisjoint(names)
 
 
-def _listed(changes: dict[str, tuple[Any, Any]]) -> str:
+def listed(changes: dict[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{key}={then}, now {now}" for key, (then, now) in changes.items())
 
 
-def _back(changes: dict[str, tuple[Any, Any]]) -> str:
+def back(changes: dict[str, tuple[Any, Any]]) -> str:
     """Returns the words of a command line that give each key the value it had."""
     values = {key.removesuffix(".kind"): "null" if then is None else then for key, (then, _) in changes.items()}
     return " ".join(f"{key}={then}" for key, then in values.items())

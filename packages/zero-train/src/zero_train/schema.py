@@ -84,6 +84,10 @@ class RunConfig:
     """Steps between checkpoints. The end of the run and Ctrl-C save one more. 0: save none."""
     keep_checkpoints: int = _count(2)
     """Checkpoints to keep in the run folder. Older ones are deleted when a newer one is complete."""
+    durable: Optional[str] = _one_of(None, "power", "process", default=None)
+    """Keep each step on nvme, so that a run that was killed goes on from its last step with run.resume=auto. power: it
+    survives a power cut as well. process: it survives the end of the process, and writes without waiting for the disk.
+    What is trained then takes twice its room on nvme. It needs offload=nvme or offload=host, and task=pretrain."""
     export: bool = False
     """After the run, write the model to `pretrained` in the run folder, in the format of transformers."""
     evaluate_every: int = _number(50, at_least=0, at_most=_COUNT)

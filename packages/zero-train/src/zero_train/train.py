@@ -23,6 +23,7 @@ from zero_train import (
     checks,
     cores,
     data,
+    durable,
     engine,
     formats,
     interrupt,
@@ -97,6 +98,7 @@ class Run:
     cores: Any | None = None  # zero_optim_cpu.Cores, beside a GPU
     tokenizer: Any = None  # of transformers; None: text is read as bytes
     done: int = 0  # steps that the checkpoint to continue from has taken
+    position: durable.Position = field(default_factory=durable.Position)
 
     @property
     def folder(self) -> Path:
@@ -146,12 +148,19 @@ class Run:
             ready = stack.enter_context(engine.assembled(draft, plan, config, ranks))
             for remark in ready.remarks:
                 self._say(remark)
-            if checkpoint:
+            done = 0
+            if config.run.durable is not None:
+                text = corpus.digest()
+                done = together(ranks, lambda: durable.go_on(ready, config, ranks, text, self.position))
+                if done:
+                    self._say(f"continuing after step {done}, the last on nvme")
+            if checkpoint and checkpoint.step > done:
+                done = checkpoint.step
                 said = together(ranks, lambda: resume.load(checkpoint, ready, config, ranks, corpus.digest()))
                 self.say_continued(checkpoint, said)
-            elif config.run.resume:
+            elif config.run.resume and not done:
                 self._say(f"run.resume=auto: no checkpoint in {self.folder}, beginning at step 1")
-            return self._train(ready, corpus, plan, checkpoint.step + 1 if checkpoint else 1)
+            return self._train(ready, corpus, plan, done + 1)
 
     def say_continued(self, checkpoint: resume.Checkpoint, more: Sequence[str] = ()) -> None:
         """Says which run goes on, and how it differs from the saved one."""
@@ -240,7 +249,7 @@ class Run:
     def _train(self, ready: Assembled, corpus: data.Corpus, plan: zero_offload.Plan, first: int) -> Outcome:
         config, ranks, folder = self.config, self.ranks, self.folder
         run, sample = config.run, ""
-        loop = Loop(ready, corpus, config, ranks, self.asked)
+        loop = Loop(ready, corpus, config, ranks, self.asked, self.position)
         with ExitStack() as stack:
             stack.enter_context(self.asked.gentle())
             if ranks.leader:
@@ -264,6 +273,8 @@ class Run:
                         self.tokenizer.save_pretrained(folder / "pretrained")
             if self.on_end is not None:
                 self.on_end(ready)
+            if not signal and (run.checkpoint_every or run.export):
+                ready.ended.append(True)
         self._say(f"results in {folder}")
         return Outcome(128 + signal if signal else 0, folder, loop.history, sample)
 
@@ -282,7 +293,7 @@ class Run:
         """Says how far the run came, and how it goes on."""
         run = self.config.run
         how = "it goes on with the same command and run.resume=auto"
-        if not run.checkpoint_every:
+        if not run.checkpoint_every and run.durable is None:
             how = "nothing was saved, as run.checkpoint_every=0"
         return f"stopped after step {step} of {run.steps}; {how}"
 

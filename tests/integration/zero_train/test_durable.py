@@ -1,0 +1,106 @@
+"""run.durable: a run that is killed goes on from its last step, and what it keeps goes when the run has ended well."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("zero_nvme")
+pytest.importorskip("zero_optim_cpu")
+
+from tests.integration.zero_train.helpers import COMMON, trained
+from zero_train import config, report
+from zero_train.errors import ConfigError
+
+RUN = ("run.steps=8", "run.durable=power")
+
+
+def slabs(folder):
+    return sorted(path.name for path in folder.rglob("*.slab"))
+
+
+def killed(interpreter, folder, *overrides):
+    """A run that ends itself in step 6, after 5 lines of metrics."""
+    program = (
+        "import os, signal\n"
+        "from zero_train import app, loop\n"
+        "loss_of, calls = loop.loss_of, []\n"
+        "def last(*given):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 6:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return loss_of(*given)\n"
+        "loop.loss_of = last\n"
+        f"app.main({[*COMMON, *RUN, *overrides, f'run.dir={folder}']!r})\n"
+    )
+    done = interpreter(program, folder.parent)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+@pytest.mark.parametrize("place", ["nvme", "host"])
+def test_a_killed_run_goes_on_from_its_last_step(tmp_path, interpreter, capsys, place):
+    whole = trained(tmp_path / "whole", f"offload={place}", "run.steps=8")
+    killed(interpreter, tmp_path / "run", f"offload={place}")
+    assert len(slabs(tmp_path / "run")) == 1
+    rest = trained(tmp_path / "run", f"offload={place}", *RUN, "run.resume=auto")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "continuing after step 4, the last on nvme" in said or "continuing after step 5, the last on nvme" in said
+    assert rest.losses == whole.losses[-len(rest.losses) :] and rest.digest == whole.digest
+    assert [step.step for step in report.read_steps(tmp_path / "run")] == list(range(1, 9))
+    assert len(slabs(tmp_path / "run")) == 1  # there is no checkpoint, so it is all that the run has left
+    again = trained(tmp_path / "run", f"offload={place}", *RUN, "run.resume=auto")
+    assert not again.losses and again.digest == whole.digest
+
+
+def test_a_run_that_ends_with_a_checkpoint_removes_its_slab(tmp_path):
+    done = trained(tmp_path / "run", "offload=nvme", *RUN, "run.checkpoint_every=4")
+    assert done.exit_code == 0 and not slabs(tmp_path)
+    rest = trained(
+        tmp_path / "run",
+        "offload=nvme",
+        "run.steps=9",
+        "run.durable=power",
+        "run.resume=auto",
+        "run.checkpoint_every=4",
+    )
+    assert len(rest.losses) == 1  # from the checkpoint, as there is no slab
+
+
+def test_the_plan_says_what_it_costs(tmp_path, capsys):
+    trained(tmp_path / "run", "offload=nvme", "run.durable=process", "run.steps=1")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "each step survives the end of the process (run.durable=process), with" in said
+
+
+def test_another_run_is_refused_and_the_way_out_works(tmp_path, interpreter):
+    folder = tmp_path / "run"
+    killed(interpreter, folder, "offload=nvme")
+    kept = [path.read_bytes() for path in folder.rglob("*.slab")]
+
+    def refused(match, *overrides):
+        with pytest.raises(ConfigError, match=match):
+            trained(folder, "offload=nvme", *RUN, *overrides)
+        assert [path.read_bytes() for path in folder.rglob("*.slab")] == kept
+
+    refused(r"run.dir=.* holds a run already")
+    refused(r"holds another run \(run.seed=0, now 1\)", "run.seed=1", "run.resume=auto")
+    (folder / "config.yaml").unlink()
+    (folder / "metrics.jsonl").unlink()
+    refused(r"has durable steps up to [45] \(.*run.resume=auto, name another folder with run.dir")
+    refused(
+        r"are another run's \(run.seed=0, now 1\); set run.seed=0, or name another", "run.seed=1", "run.resume=auto"
+    )
+    assert trained(folder, "offload=nvme", *RUN, "run.resume=auto").exit_code == 0
+
+
+def test_what_cannot_be_durable_is_refused(tmp_path):
+    def refused(match, *overrides):
+        with pytest.raises(ConfigError, match=match):
+            trained(tmp_path / "run", "run.durable=power", *overrides)
+
+    refused("choose offload=nvme or offload=host, or set run.durable=null", "offload=none")
+    with pytest.raises(ConfigError, match="run.durable=always does not exist"):
+        config.compose([*COMMON, "run.durable=always", f"run.dir={tmp_path}"])
+        trained(tmp_path / "run", "run.durable=always")
