@@ -85,6 +85,13 @@ def finetune(session: nox.Session) -> None:
 
 
 @nox.session
+def prove(session: nox.Session) -> None:
+    """Five minutes: plain torch fails in a little memory; this library trains in it, is killed, and goes on exactly."""
+    everything(session, tools=[], extras=("matplotlib",))
+    session.run("python", "-m", "tests.benchmarks.prove", *session.posargs)
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """All tests of all packages. A test that fails once has failed.
 

@@ -7,6 +7,7 @@ _WAYS = "integration/zero_offload/test_followed_ways_out.py::"
 _DURABLE = "integration/zero_offload/test_durable.py::test_advice_about_durable_runs_works"
 
 FOLLOWED: dict[str, str] = {
+    "others have a part; give it a slab of its own": _DURABLE,
     'place parameters and optimizer on "host" or "{}"': _DURABLE,
     "give a named one, such as zero_nvme.Slab(": _DURABLE,
     "start it as it was, give the slab another name, or": _DURABLE,
@@ -62,6 +63,7 @@ FOLLOWED: dict[str, str] = {
 
 EXEMPT: dict[str, str] = {
     "use the version that wrote them, or remove the slab": "there is no other version yet",
+    "was written; remove the slab, and load a": "needs damage that no crash leaves; removing is followed above",
     "remove all of them, or load a checkpoint": "needs a second damage, of the manifest before the last",
     "a device that torch has streams for, not on {}; leave": "needs a device without streams, such as mps",
     "so its memory is not given back. End the process": "ends the process that would follow it",

@@ -11,7 +11,7 @@ from torch import nn
 import zero_core
 from tests import kit
 from zero_core.errors import CheckpointError, ZeroError
-from zero_nvme import Slab
+from zero_nvme import NvmeError, Slab
 from zero_offload import GenerationError, MemoryByteStore, TieredStore
 from zero_offload.testing import CrashByteStore, Crashed
 
@@ -169,6 +169,28 @@ def test_a_failed_sync_ends_the_run(tmp_path, monkeypatch):
     again.optimizer.close()
 
 
+def test_a_slab_that_was_cut_is_refused(tmp_path):
+    """And not filled up with zeros."""
+    disk = Slab(tmp_path, name="run", allow_memory=True)
+    training = Training(disk)
+    for _ in range(3):
+        training.step()
+    training.optimizer.close()
+    disk.close()
+    whole = (tmp_path / "run.slab").read_bytes()
+    for length in (len(whole) - 4096, len(whole) // 2, 8192):
+        (tmp_path / "run.slab").write_bytes(whole[:length])
+        disk = Slab(tmp_path, name="run", allow_memory=True)
+        with pytest.raises((GenerationError, NvmeError), match="its files were cut|is damaged: generation 3"):
+            Training(disk)
+        disk.close()
+        assert (tmp_path / "run.slab").read_bytes() == whole[:length]
+    (tmp_path / "run.slab").write_bytes(whole)
+    again = Training(Slab(tmp_path, name="run", allow_memory=True))
+    assert again.resumed.step == 3
+    again.optimizer.close()
+
+
 @kit.on_ranks(2)
 def test_ranks_go_on_from_the_generation_that_all_have():
     """One has committed step 3 when both are killed, the other has not: both go on from step 2."""
@@ -251,6 +273,11 @@ def test_advice_about_durable_runs_works(tmp_path):
         Training(MemoryByteStore())
     with pytest.raises(GenerationError, match="durable needs nvme="):
         Training(None, "host")
+    shared = Slab([tmp_path], name="shared", allow_memory=True)
+    shared.allocate(1)
+    with pytest.raises(GenerationError, match="others have a part; give it a slab of its own"):
+        Training(shared, "host")
+    shared.remove()
     model, disk = made(), Slab([tmp_path], name="run", allow_memory=True)
     store = TieredStore("host", "host", "tape", tiers={"tape": MemoryByteStore()}, nvme=disk, durable=True)
     with pytest.raises(GenerationError, match='on tape: .* place parameters and optimizer on "host" or "nvme"'):

@@ -153,12 +153,12 @@ class TieredStore:
         if context.shard_count > 1 or any(run.unit.cuts for run in plan.runs):
             for dtype in {unit.spec.dtype for unit in plan.units if unit.spec.trained}:
                 check_cuts(self.step, optimizer, dtype)
+        generations = self._go_on(plan, optimizer, context) if self.durable else None  # before files that were cut grow
         for tier, transfers in self.stores.items():
             if nbytes := plan.extent_bytes(tier):
                 transfers.store.reserve(nbytes)
         self.timeline.of_rank(context.rank)
         try:
-            generations = self._go_on(plan, optimizer, context) if self.durable else None
             self._attached = Attached(
                 plan, context, optimizer, self.step, self.stores, self._budget, make_streams, generations
             )

@@ -159,26 +159,40 @@ class Generations:
     # -- what an earlier process left ---------------------------------------------------------------------------
 
     def _find(self) -> list[Manifest]:
-        """The generations whose header and body are whole, the last one first."""
-        found = [self._read_manifest(header) for header in self._headers]
-        return sorted((each for each in found if each is not None), key=lambda each: -each.number)
+        """The generations that are there, the last one first: at most two.
 
-    def _read_manifest(self, header: Stored) -> Manifest | None:
+        Raises GenerationError where the last one's header is whole and its body is not, which no crash leaves behind.
+        The values of the one before may have been written over by then.
+        """
+        headers = sorted(filter(None, map(self._read_header, self._headers)), reverse=True)
+        found = [self._read_manifest(*header) for header in headers]
+        if found and found[0] is None:
+            raise GenerationError(
+                f"{self._named()} is damaged: generation {headers[0][0]} was committed, and its manifest is not what "
+                "was written; remove the slab, and load a checkpoint"
+            )
+        return [each for each in found if each is not None]
+
+    def _read_header(self, header: Stored) -> tuple[int, int, int, int] | None:
+        """Its number, and where the body is, its bytes and its checksum. None: it is torn, or was never written."""
         text = self._read(header, header.nbytes)
         end = HEADER.size + CHECKSUM.size
-        if CHECKSUM.unpack(text[HEADER.size : end])[0] != zlib.crc32(text[: HEADER.size]):
-            return None
-        magic, form, number, offset, nbytes, checksum = HEADER.unpack(text[: HEADER.size])
-        if magic != MAGIC:
+        magic, form, *rest = HEADER.unpack(text[: HEADER.size])
+        if CHECKSUM.unpack(text[HEADER.size : end])[0] != zlib.crc32(text[: HEADER.size]) or magic != MAGIC:
             return None
         if form > FORMAT:
             raise GenerationError(
                 f"{self._named()} has generations of format {form}, and this zero-offload knows up to {FORMAT}; "
                 "use the version that wrote them, or remove the slab"
             )
+        number, offset, nbytes, checksum = rest
+        return number, offset, nbytes, checksum
+
+    def _read_manifest(self, number: int, offset: int, nbytes: int, checksum: int) -> Manifest | None:
+        """None where the bytes are others: those of the generation after the next one, or damaged ones."""
         try:
             body = self._claim(offset, nbytes)
-        except Exception:  # the files were cut: the other generation may be whole
+        except Exception:  # the files were cut
             return None
         text = self._read(body, nbytes)
         body.free()
@@ -215,9 +229,9 @@ class Generations:
 
     def _forget_after(self, number: int) -> None:
         """Later generations are found no more: their values will be written over."""
-        for header in self._headers if any(each.number > number for each in self.found) else ():
-            later = self._read_manifest(header)
-            if later is not None and later.number > number:
+        for header in self._headers:
+            there = self._read_header(header)
+            if there is not None and there[0] > number:
                 self._write(header, b"")
                 self._synced()
 
@@ -306,7 +320,10 @@ class Generations:
 
     def _allocate(self, offset_bytes: int, nbytes: int) -> Stored:
         stored = self._transfers.allocate(nbytes)
-        assert stored.extent.offset_bytes == offset_bytes, "somebody has allocated from the store before"
+        if stored.extent.offset_bytes != offset_bytes:
+            raise GenerationError(
+                f"durable with {self._named()}, of which others have a part; give it a slab of its own"
+            )
         return stored
 
     def _read(self, stored: Stored, nbytes: int) -> bytes:

@@ -1,6 +1,6 @@
 """Five minutes of proof: a model that plain torch cannot train in this memory is trained, killed, and gone on with.
 
-    python examples/prove.py                     # or: nox -s prove
+    python -m tests.benchmarks.prove             # or: nox -s prove
 
 A Llama of 119.6 M parameters is trained five times, each time in a process of its own, on the same tokens: by plain
 torch, by plain torch with too little memory, by this library in that memory, once more but killed with SIGKILL in the
