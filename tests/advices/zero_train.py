@@ -8,7 +8,11 @@ _KEYS = _HERE + "test_keys_that_an_error_names_pass"
 _CONVERTED = _DATA + "test_rows_that_an_error_asks_for_are_converted"
 _UNUSED = "unit/zero_train/test_unused_keys.py::test_the_way_out_that_is_named_uses_the_key"
 
+_DURABLE = "integration/zero_train/test_durable.py::test_what_cannot_be_durable_is_refused_and_the_way_out_works"
+
 FOLLOWED: dict[str, str] = {
+    "set run.durable=null, and run.checkpoint_every": _DURABLE,
+    "choose offload=nvme or offload=host, or set run.durable=null": _DURABLE,
     "is empty; name a folder with": _KEYS,
     "write one as in conf/tier/compressed.yaml": _KEYS,
     "give a number, dynamic, null, or arguments": _KEYS,

@@ -185,6 +185,12 @@ def test_a_slab_that_was_cut_is_refused(tmp_path):
             Training(disk)
         disk.close()
         assert (tmp_path / "run.slab").read_bytes() == whole[:length]
+    (tmp_path / "run.slab").write_bytes(b"")  # as a process leaves it that is killed before it writes anything
+    disk = Slab(tmp_path, name="run", allow_memory=True)
+    again = Training(disk)
+    assert again.resumed.step == 0
+    again.optimizer.close()
+    disk.close()
     (tmp_path / "run.slab").write_bytes(whole)
     again = Training(Slab(tmp_path, name="run", allow_memory=True))
     assert again.resumed.step == 3

@@ -11,7 +11,7 @@ pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
 
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import config, report
+from zero_train import checks, config, report
 from zero_train.errors import ConfigError
 
 RUN = ("run.steps=8", "run.durable=power")
@@ -86,8 +86,8 @@ def test_another_run_is_refused_and_the_way_out_works(tmp_path, interpreter):
 
     refused(r"run.dir=.* holds a run already")
     refused(r"holds another run \(run.seed=0, now 1\)", "run.seed=1", "run.resume=auto")
-    (folder / "config.yaml").unlink()
-    (folder / "metrics.jsonl").unlink()
+    for path in [path for path in folder.iterdir() if ".slab" not in path.name]:
+        path.unlink()
     refused(r"has durable steps up to [45] \(.*run.resume=auto, name another folder with run.dir")
     refused(
         r"are another run's \(run.seed=0, now 1\); set run.seed=0, or name another", "run.seed=1", "run.resume=auto"
@@ -95,12 +95,19 @@ def test_another_run_is_refused_and_the_way_out_works(tmp_path, interpreter):
     assert trained(folder, "offload=nvme", *RUN, "run.resume=auto").exit_code == 0
 
 
-def test_what_cannot_be_durable_is_refused(tmp_path):
-    def refused(match, *overrides):
-        with pytest.raises(ConfigError, match=match):
-            trained(tmp_path / "run", "run.durable=power", *overrides)
+def test_what_cannot_be_durable_is_refused_and_the_way_out_works(tmp_path):
+    def composed(*overrides):
+        return config.compose([*COMMON, f"run.dir={tmp_path / 'run'}", *overrides])
 
-    refused("choose offload=nvme or offload=host, or set run.durable=null", "offload=none")
-    with pytest.raises(ConfigError, match="run.durable=always does not exist"):
-        config.compose([*COMMON, "run.durable=always", f"run.dir={tmp_path}"])
-        trained(tmp_path / "run", "run.durable=always")
+    with pytest.raises(ConfigError, match="choose offload=nvme or offload=host, or set run.durable=null"):
+        checks.values(composed("run.durable=power", "offload=none"))
+    for way_out in (("run.durable=power", "offload=host"), ("offload=none",), ("run.durable=power", "offload=nvme")):
+        checks.values(composed(*way_out))
+    tuned = composed("run.durable=power", "offload=nvme")
+    tuned.task.kind = "sft"
+    with pytest.raises(ConfigError, match="set run.durable=null, and run.checkpoint_every to a number of steps"):
+        checks.values(tuned)
+    tuned.run.durable, tuned.run.checkpoint_every = None, 5
+    checks.values(tuned)
+    with pytest.raises(ConfigError, match="run.durable=always"):
+        checks.values(composed("run.durable=always"))

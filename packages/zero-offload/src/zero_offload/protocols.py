@@ -88,7 +88,8 @@ class NamedByteStore(ByteStore, Protocol):
     found: bool  # whether an earlier process left bytes under this name
 
     def claim(self, offset_bytes: int, nbytes: int) -> Extent:
-        """The extent that an earlier process had there. Raises an error where it is taken, or the bytes are gone."""
+        """The extent that an earlier process had there. Raises an error where it is taken, and OSError (ENODATA) where
+        there are no such bytes."""
 
     def sync(self) -> None:
         """Every write that is complete survives a power cut after this. Once it has failed it raises each time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 from dataclasses import dataclass, field
@@ -70,8 +71,10 @@ class CrashByteStore:
         with self._lock:
             stop = offset_bytes + self._size(nbytes)
             taken = any(offset_bytes < start + size and start < stop for start, size in self._taken.items())
-            if taken or stop > len(self.memory):
-                raise OffloadError(f"bytes [{offset_bytes}, {stop}) of {len(self.memory)} are taken, or not there")
+            if stop > len(self.memory):
+                raise OSError(errno.ENODATA, f"bytes [{offset_bytes}, {stop}) of {len(self.memory)}")
+            if taken:
+                raise OffloadError(f"bytes [{offset_bytes}, {stop}) are taken")
             return self._take(offset_bytes, nbytes)
 
     def free(self, extent: MemoryExtent) -> None:

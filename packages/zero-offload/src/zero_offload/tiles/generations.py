@@ -22,6 +22,7 @@ Nothing may be written for step N+1 until every rank has committed N: see `zero_
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
 import zlib
@@ -151,12 +152,27 @@ class Generations:
         self._values: dict[str, TwoPlaces] = {}
         self.number = 0  # of the last generation; 0: there is none
         self.adopted = False  # whether values are those of an earlier process
-        take = self._claim if store.found else self._allocate
-        self._headers = [take(place * transfers.alignment, transfers.alignment) for place in (0, 1)]
+        self._headers = [self._header(place * transfers.alignment) for place in (0, 1)]
         self._bodies: list[Stored | None] = [None, None]
         self.found = self._find() if store.found else []
 
     # -- what an earlier process left ---------------------------------------------------------------------------
+
+    def _header(self, offset_bytes: int) -> Stored:
+        """What an earlier process had there. One that was killed before it wrote anything has left none."""
+        nbytes = self._transfers.alignment
+        if self._store.found:
+            try:
+                return Stored(self._transfers, self._store.claim(offset_bytes, nbytes))
+            except OSError as error:
+                if error.errno != errno.ENODATA:
+                    raise
+        stored = self._transfers.allocate(nbytes)
+        if stored.extent.offset_bytes != offset_bytes:
+            raise GenerationError(
+                f"durable with {self._named()}, of which others have a part; give it a slab of its own"
+            )
+        return stored
 
     def _find(self) -> list[Manifest]:
         """The generations that are there, the last one first: at most two.
@@ -317,14 +333,6 @@ class Generations:
 
     def _claim(self, offset_bytes: int, nbytes: int) -> Stored:
         return Stored(self._transfers, self._store.claim(offset_bytes, nbytes))
-
-    def _allocate(self, offset_bytes: int, nbytes: int) -> Stored:
-        stored = self._transfers.allocate(nbytes)
-        if stored.extent.offset_bytes != offset_bytes:
-            raise GenerationError(
-                f"durable with {self._named()}, of which others have a part; give it a slab of its own"
-            )
-        return stored
 
     def _read(self, stored: Stored, nbytes: int) -> bytes:
         buffer = torch.empty(nbytes, dtype=torch.uint8)
