@@ -40,6 +40,7 @@ def go_on(ready: Assembled, config: Config, ranks: Ranks, text: str, position: P
         raise ConfigError(f"run.durable: {error}") from error
     if found is None:
         return 0
+    assert ready.slab is not None
     slabs = f"{Path(config.run.dir).name}: {ready.slab.name}.slab in {', '.join(ready.slab.paths)}"
     if config.run.resume != "auto":
         raise ConfigError(

@@ -190,7 +190,8 @@ def assembled(
         paths = checks.nvme_paths(config, ranks.local_rank)
         durable = config.run.durable is not None
         ended: list[bool] = []
-        slab = make_slab(config, paths, stack, ranks, ended) if plan.total("nvme") or durable else None
+        name = slab_name(config, ranks) if durable else None
+        slab = make_slab(config, paths, stack, name, ended) if plan.total("nvme") or durable else None
         try:
             store = make_store(config, draft, plan, slab, make_tiers(config, plan, ranks, stack))
             if store is not None:
@@ -238,7 +239,7 @@ def make_store(
         step=draft.step,
         host_bytes=config.offload.host_bytes,
         overlap=config.offload.overlap,
-        durable={None: False, "power": True}.get(config.run.durable, config.run.durable),
+        durable=True if config.run.durable == "power" else config.run.durable or False,
     )
 
 
@@ -271,16 +272,17 @@ def make_tiers(config: Config, plan: zero_offload.Plan, ranks: Ranks, stack: Exi
     return found
 
 
-def make_slab(config: Config, paths: Sequence[Path], stack: ExitStack, ranks: Ranks, ended: Sequence[bool]) -> Any:
+def make_slab(
+    config: Config, paths: Sequence[Path], stack: ExitStack, name: str | None = None, ended: Sequence[bool] = ()
+) -> Any:
     """Returns a zero_nvme.Slab over `paths`, which `stack` closes. Raises ConfigError with the reason and the keys.
 
-    With run.durable it has a name, and stays on disk unless `ended` has an entry by then.
+    With a name it stays on disk, unless `ended` has an entry by then.
     """
     zero_nvme = checks.loaded("zero_nvme")
     names = [str(path) for path in paths]
     try:
         io = config.io
-        name = None if config.run.durable is None else slab_name(config, ranks)
         slab = zero_nvme.Slab(names, backend=io.backend, allow_memory=io.allow_memory, name=name)
         stack.callback(lambda: slab.remove() if ended else slab.close())
         return slab

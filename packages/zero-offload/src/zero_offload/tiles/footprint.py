@@ -207,10 +207,12 @@ class StorePlan:
 
     def _durable(self, unit: PlacedUnit, count: int) -> Iterator[Reserved]:
         """The second place of what `count` such units store, and two of what lies in memory."""
+        if self.durable_on is None:
+            return
         for tile, record, parameter, _, state in unit.rows():
             states = 0 if record is None else record.nbytes
             sizes = (("parameters", parameter, tile.numel * unit.spec.dtype.itemsize), ("optimizer", state, states))
-            for kind, tier, nbytes in sizes if tile.trainable and self.durable_on is not None else ():
+            for kind, tier, nbytes in sizes if tile.trainable else ():
                 part = (self.durable_on, nbytes)
                 yield Reserved(kind, part[0], (part,), count * (1 if tier.stored else 2) * (nbytes > 0))
 

@@ -64,11 +64,13 @@ class ParameterStore:
             numel = unit.memory_numel(unit.parameter_tiers)
             self._memory.append(arena.take(numel * unit.spec.dtype.itemsize))
             self._memory_numel.append(numel)
-            durable = generations is not None and unit.trainable
-            spans = unit.stored(unit.parameter_tiers) if not durable else ()
-            self._stored.append([self._piece(stores[tier].own, start, stop, unit) for tier, start, stop in spans])
-            for tile, tier in zip(unit.tiles, unit.parameter_tiers, strict=True) if durable else ():
-                self._own_places(unit, tile, tier, stores, generations)
+            self._stored.append([])
+            if generations is not None and unit.trainable:
+                for tile, tier in zip(unit.tiles, unit.parameter_tiers, strict=True):
+                    self._own_places(unit, tile, tier, stores, generations)
+                continue
+            for tier, start, stop in unit.stored(unit.parameter_tiers):
+                self._stored[-1].append(self._piece(stores[tier].own, start, stop, unit))
         blocks = (arena.take(plan.unit_slot_bytes) for _ in range(plan.unit_slots))
         self._shared = Slots(blocks, self._in_flight, monitor.condition)
         self._own = {}
