@@ -228,6 +228,7 @@ FOLLOWED: dict[str, str] = {
     "called before: call it once, after shard() and": _DURABLE,
     "start it as it was, or remove its slab to begin": _DURABLE,
     "only: give what it is made of": _DURABLE,
+    "keep its steps: call zero_core.resume(model,": _DURABLE,
     "call zero_core.resume(model, optimizer) after shard()": _DURABLE,
     "load a checkpoint, after removing the slabs of all": _DURABLE.split("::")[0]
     + "::test_a_rank_without_its_slab_is_told",

@@ -71,6 +71,10 @@ class Training:
         self.scheduler.step()
         self.position += 1
 
+    def end(self):
+        zero_core.commit(self.model)
+        self.optimizer.close()
+
     def to_the_end(self):
         while self.position < STEPS:
             self.step()
@@ -92,7 +96,7 @@ def expected():
         if key not in kept:
             training = Training(CrashByteStore(), frozen=frozen, **options)
             kept[key] = training.to_the_end()
-            training.optimizer.close()
+            training.end()
         return kept[key]
 
     return of
@@ -112,7 +116,7 @@ def test_a_crash_at_any_write_is_gone_on_from(place, options, expected):
             while returned < STEPS:
                 training.step()
                 returned += 1
-            training.optimizer.close()
+            training.end()
             calls = disk.calls
         except (Crashed, Exception) as error:
             assert crashed(error), error
@@ -122,7 +126,7 @@ def test_a_crash_at_any_write_is_gone_on_from(place, options, expected):
         assert returned - 1 <= again.resumed.step <= returned + 1 or again.resumed.step == returned == 0
         assert again.resumed.step == again.position
         assert equal(again.to_the_end(), expected(**options)), (after, again.resumed)
-        again.optimizer.close()
+        again.end()
         after += 5
     assert calls > 20
 
@@ -144,8 +148,28 @@ def test_a_run_on_a_named_slab_ends_and_is_gone_on_from(tmp_path, durable, expec
             training.step()
         if stop == STEPS:
             assert equal(training.to_the_end(), expected())
-        training.optimizer.close()
+        training.end()
         disk.close()
+
+
+def test_an_evaluation_is_no_step_and_closing_commits_none(expected):
+    """A user's counter still says the last batch then: the step would be gone on from, and its batch trained again."""
+    disk = CrashByteStore()
+    training = Training(disk)
+    while training.position < 3:
+        position = training.position
+        training.step()
+        training.position = position  # counted at the end of the loop's body
+        with torch.no_grad():
+            training.model.eval()(torch.zeros(2, 24))
+        training.model.train()
+        training.position = position + 1
+    training.position = 2
+    training.optimizer.close()
+    again = Training(disk.crashed(random.Random(0)))
+    assert again.resumed.step == again.position == 2
+    assert equal(again.to_the_end(), expected())
+    again.end()
 
 
 def test_a_failed_sync_ends_the_run(tmp_path, monkeypatch):
@@ -166,7 +190,7 @@ def test_a_failed_sync_ends_the_run(tmp_path, monkeypatch):
     disk.close()
     again = Training(Slab(tmp_path, name="run", allow_memory=True))
     assert again.resumed.step in (2, 3)
-    again.optimizer.close()
+    again.end()
 
 
 def test_a_slab_that_was_cut_is_refused(tmp_path):
@@ -175,7 +199,7 @@ def test_a_slab_that_was_cut_is_refused(tmp_path):
     training = Training(disk)
     for _ in range(3):
         training.step()
-    training.optimizer.close()
+    training.end()
     disk.close()
     whole = (tmp_path / "run.slab").read_bytes()
     for length in (len(whole) - 4096, len(whole) // 2, 8192):
@@ -189,12 +213,12 @@ def test_a_slab_that_was_cut_is_refused(tmp_path):
     disk = Slab(tmp_path, name="run", allow_memory=True)
     again = Training(disk)
     assert again.resumed.step == 0
-    again.optimizer.close()
+    again.end()
     disk.close()
     (tmp_path / "run.slab").write_bytes(whole)
     again = Training(Slab(tmp_path, name="run", allow_memory=True))
     assert again.resumed.step == 3
-    again.optimizer.close()
+    again.end()
 
 
 @kit.on_ranks(2)
@@ -203,7 +227,7 @@ def test_ranks_go_on_from_the_generation_that_all_have():
     rank, _ = kit.world()
     training, generator = Training(CrashByteStore(), stage=3), random.Random(0)
     ends = training.to_the_end()
-    training.optimizer.close()
+    training.end()
     for behind in (0, 1):
         disk = CrashByteStore()
         training = Training(disk, stage=3)
@@ -216,11 +240,11 @@ def test_ranks_go_on_from_the_generation_that_all_have():
             training.store.committed()
             found = disk.crashed(generator)
         kit.step(training.optimizer, loss)
-        training.optimizer.close()
+        training.end()
         again = Training(found, stage=3)
         assert again.resumed.step == 2
         assert equal(again.to_the_end(), ends)
-        again.optimizer.close()
+        again.end()
 
 
 @kit.on_ranks(2)
@@ -230,12 +254,12 @@ def test_a_rank_without_its_slab_is_told():
     training = Training(disk, stage=3)
     for _ in range(3):
         training.step()
-    training.optimizer.close()
+    training.end()
     with pytest.raises(ZeroError, match=r"are \[3, 0\], and ranks differ by one at most: rank 1 has lost its slab"):
         Training(CrashByteStore() if rank else disk.crashed(random.Random(0)), stage=3)
     anew = Training(CrashByteStore(), stage=3)
     assert anew.resumed.step == 0
-    anew.optimizer.close()
+    anew.end()
 
 
 def test_another_run_is_refused_and_unchanged(tmp_path):
@@ -245,7 +269,7 @@ def test_another_run_is_refused_and_unchanged(tmp_path):
     disk = opened()
     training = Training(disk)
     training.step()
-    training.optimizer.close()
+    training.end()
     disk.close()
     image = (tmp_path / "run.slab").read_bytes()
 
@@ -297,6 +321,8 @@ def test_advice_about_durable_runs_works(tmp_path):
     with pytest.raises(ZeroError, match=r"call zero_core.resume\(model, optimizer\) after shard\(\)"):
         model(torch.zeros(2, 24))
     scheduler, given = torch.optim.lr_scheduler.StepLR(optimizer, 2), [object()]
+    with pytest.raises(ZeroError, match=r"call zero_core.resume\(model, optimizer\) before"):
+        zero_core.commit(model)
     zero_core.resume(model, optimizer, scheduler=scheduler, extra=lambda: given[0])
     with pytest.raises(ZeroError, match="resume\\(\\) was called before: call it once, after"):
         zero_core.resume(model, optimizer)
@@ -305,6 +331,7 @@ def test_advice_about_durable_runs_works(tmp_path):
         model(torch.zeros(2, 24))
     given[0] = {"position": 1}
     kit.step(optimizer, model(torch.zeros(2, 24)).sum())
+    zero_core.commit(model)
     optimizer.close()
     disk.close()
 

@@ -5,7 +5,7 @@ from .averaging import AveragedModel
 from .building.init import deferred_init, materialise
 from .building.tiling import TiledLinear, tile_linear
 from .checkpoint.pretrained import load_pretrained, save_pretrained
-from .durable import Resumed, resume
+from .durable import Resumed, commit, resume
 from .errors import ZeroError
 from .full_values import full_gradient, full_state, set_full_gradient, set_full_state
 from .gathering import gathered, trained_state_dict
@@ -25,6 +25,7 @@ __all__ = [
     "TiledLinear",
     "ZeroError",
     "checkpoint",
+    "commit",
     "deferred_init",
     "full_gradient",
     "full_state",

@@ -20,7 +20,7 @@ from .plain import packed, unpacked
 from .sharding import handle
 from .store import Durable
 
-__all__ = ["Resumed", "resume"]
+__all__ = ["Resumed", "commit", "resume"]
 
 FORMAT = 1
 
@@ -44,7 +44,8 @@ def resume(
     """Go on with the run that the model's durable store found, or begin one. Collective; once, before any forward.
 
     scheduler: its state is kept too. extra: called as each step's first forward begins, so it says which batch that is;
-    it returns plain values (numbers, texts, lists, dicts, tensors). Each rank keeps its own.
+    it returns plain values (numbers, texts, lists, dicts, tensors). Each rank keeps its own. A forward under no_grad,
+    as of an evaluation, is none of a step. The last step is committed by `commit` only, since no forward follows it.
     Random states of torch and of Python's `random` are those after the last step, from which the next batch is drawn.
     A run that is killed goes on with at most two steps lost: the one that had not returned, and the one before it.
 
@@ -76,6 +77,21 @@ def resume(
     resumed = Resumed(0, None) if store.resumed is None else run.restore(unpacked(store.resumed))
     commits.begin(partial(random_state_of, found.ranks.device), run.blob)
     return resumed
+
+
+def commit(model: nn.Module) -> None:
+    """Commit the last step now, and return when it is on disk. Collective; to be called when a run ends.
+
+    `extra` of `resume` is called, and has to say what follows the last step. Without this call a run that has
+    ended goes on with its last step once more, from the one before, with the same bits. Raises ZeroError without
+    `resume`.
+    """
+    commits = handle(model).engine.commits
+    if commits is None or not commits.begun:
+        raise ZeroError(
+            "commit() of a model that does not keep its steps: call zero_core.resume(model, optimizer) before"
+        )
+    commits.finish()
 
 
 class _Run:

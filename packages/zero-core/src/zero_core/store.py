@@ -38,7 +38,7 @@ CHUNK_NUMEL = 1 << 20  # elements whose squares are summed together in double, w
 
 
 class Observer(Protocol):
-    """Told what runs when. Kinds: gather, part, reduce, wait, update, swap_in, swap_out, norm."""
+    """Told what runs when. Kinds: gather, part, reduce, wait, update, swap_in, swap_out, norm, commit."""
 
     def span(self, kind: str, unit: str) -> AbstractContextManager[None]:
         """Returns a context manager around a piece of work: its kind, such as "gather", and the unit's name."""

@@ -263,6 +263,8 @@ class Run:
                     lambda number, loss: told.validation(number, loss, f"nats/{corpus.unit}"),
                     lambda number: resume.save(folder, number, ready, config, ranks, text),
                 )
+            if run.durable is not None and loop.history.steps:
+                zero_core.commit(ready.model)
             if signal:
                 self._say(self._stopped(len(loop.history.steps) + first - 1))
             else:

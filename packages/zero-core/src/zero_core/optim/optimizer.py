@@ -254,7 +254,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not (self.engine.calls.interrupted or self.engine.reducer.updating):
                 self.engine.settle()
                 if self.engine.commits is not None:
-                    self.engine.commits.finish()
+                    self.engine.commits.begin_step()
         finally:
             self.engine.detach()
             self.engine.store.close()

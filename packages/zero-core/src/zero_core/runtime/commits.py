@@ -6,8 +6,9 @@
     backward N+1       on several ranks: waits until this rank has committed N, then takes part in the first reduction
     step N+1           waits until N is committed. On several ranks all have N: they took part in that reduction
 
-So when a step returns, the one before it is on disk. Values of step N are not written over on any rank before all ranks
-have N on disk. After any crash two ranks' last generations differ by one at most, and the smaller one is there on both.
+A forward that records no gradients is none of a step. So when a step returns, the one before it is on disk. Values of
+step N are not written over on any rank before all ranks have N on disk. After any crash two ranks' last generations
+differ by one at most, and the smaller one is there on both.
 """
 
 from __future__ import annotations
@@ -65,7 +66,6 @@ class Commits:
         self._store.committed()
 
     def finish(self) -> None:
-        """Commit what is left, and return when it is on disk."""
-        if self._makers is not None:
-            self.begin_forward()
-            self._store.committed()
+        """Commit the last step, if it is not, and return when it is on disk."""
+        self.begin_forward()
+        self._store.committed()

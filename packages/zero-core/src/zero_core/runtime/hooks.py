@@ -153,9 +153,9 @@ class Engine:
         if node.module is self.model:
             self._attachment.check()
         self.writes.check_given(stepping=False)
-        if self.commits is not None:
-            self.commits.begin_forward()
         grad = torch.is_grad_enabled()
+        if grad and self.commits is not None:
+            self.commits.begin_forward()
         if grad:
             self._attachment.check_trained()
             if self.ranks.size > 1:
