@@ -105,19 +105,15 @@ def run(given: argparse.Namespace, what: str, *options: str, limited: bool = Tru
     print(f"{what} ...", flush=True)
     command = [sys.executable, __file__, str(given.folder), "--worker", f"--steps={given.steps}", *options]
     command += [f"--limit={int(given.memory_gib * GIB)}"] if limited else []
-    log = given.folder / "prove.log"
+    log, said = given.folder / "prove.log", given.folder / "prove.out"
     found, begun = Run(what, limited), time.perf_counter()
-    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count() or 1), "MALLOC_ARENA_MAX": "2"}
-    with open(log, "w") as errors:
-        worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
-        assert worker.stdout is not None
-        os.set_blocking(worker.stdout.fileno(), False)
-        text = ""
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "2"}
+    with open(log, "w") as errors, open(said, "w") as out:
+        worker = subprocess.Popen(command, stdout=out, stderr=errors, env=environment)
         while worker.poll() is None:
             found.memory.append((time.perf_counter() - begun, _status("VmRSS", worker.pid)))
-            text += worker.stdout.read() or ""
             time.sleep(0.05)
-        text += worker.stdout.read() or ""
+    text = said.read_text()
     found.lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     if worker.returncode == -signal.SIGKILL:
         found.ended = f"killed in step {(found.of('step') or [0])[-1] + 1}"
@@ -171,7 +167,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=Path("prove"), help="on a disk with 4 GiB free")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument(
-        "--memory-gib", type=float, default=1.0, help="that a process may allocate beside its libraries"
+        "--memory-gib", type=float, default=1.5, help="that a process may allocate beside its libraries"
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
