@@ -66,9 +66,11 @@ def work(given: argparse.Namespace) -> None:
         optimizer.zero_grad()
         print(json.dumps({"step": step, "loss": loss.item(), "seconds": time.perf_counter() - begun}), flush=True)
     digest = hashlib.sha256()
-    for parameter in model.parameters():
-        with zero_core.gathered([parameter]) if not given.plain else torch.no_grad():
-            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        with zero_core.gathered(module) if own and not given.plain else torch.no_grad():
+            for parameter in own:
+                digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
     print(json.dumps({"digest": digest.hexdigest()[:16]}), flush=True)
     if not given.plain:
         optimizer.close()

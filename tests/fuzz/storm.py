@@ -9,6 +9,7 @@ that has imported everything, so that most of the time is training.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -62,7 +63,7 @@ def arm(moment: str, generator: random.Random) -> None:
 
     for owner, name in MOMENTS[moment]:
         module, _, attribute = owner.rpartition(".")
-        found = sys.modules.get(owner) or getattr(sys.modules[module], attribute)
+        found = sys.modules.get(owner) or getattr(importlib.import_module(module), attribute)
         setattr(found, name, wrapped(getattr(found, name)))
 
 
@@ -146,6 +147,8 @@ def main() -> None:
     parser.add_argument("--durable", default="power", choices=["power", "process"])
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    for package in ("zero_nvme", "zero_optim_cpu", "transformers.models.llama"):
+        importlib.import_module(package)
     given.steps, begun = 2 * given.kills + 20, time.perf_counter()
     shutil.rmtree(given.folder, ignore_errors=True)
     given.folder.mkdir(parents=True)
