@@ -44,12 +44,12 @@ def work(given: argparse.Namespace) -> None:
         used = _status("VmData")
         resource.setrlimit(resource.RLIMIT_DATA, (used + given.limit, used + given.limit))
     first, step = 1, 0
-    if given.plain:
+    with zero_core.deferred_init():  # so that weights exist one unit at a time, the same in each process
         model = LlamaForCausalLM(config)
+    if given.plain:
+        zero_core.materialise(model)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
     else:
-        with zero_core.deferred_init():  # the weights exist one unit at a time
-            model = LlamaForCausalLM(config)
         slab = Slab([given.folder], name=given.name, allow_memory=True)
         store = TieredStore("nvme", "nvme", "nvme", nvme=slab, step=CpuStep(), durable=True)
         optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-4), store=store)
