@@ -105,7 +105,7 @@ def expected():
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("options", [{}, {"frozen": True}, {"param_dtype": torch.bfloat16}], ids=str)
 def test_a_crash_at_any_write_is_gone_on_from(place, options, expected):
-    """At most the step that had not returned and the one before it are lost. Every eleventh write or sync of the run."""
+    """At most the step that had not returned and the one before it are lost. At every eleventh write or sync."""
     calls, after, returned = 10**9, 1, 0
     generator = random.Random(0)
     while after < calls:
