@@ -63,6 +63,7 @@ FOLLOWED: dict[str, str] = {
 
 EXEMPT: dict[str, str] = {
     "use the version that wrote them, or remove the slab": "there is no other version yet",
+    "may be lost; remove the slab, and load a": "needs a start of the machine; removing is followed above",
     "was written; remove the slab, and load a": "needs damage that no crash leaves; removing is followed above",
     "remove all of them, or load a checkpoint": "needs a second damage, of the manifest before the last",
     "a device that torch has streams for, not on {}; leave": "needs a device without streams, such as mps",

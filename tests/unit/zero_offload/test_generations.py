@@ -217,6 +217,28 @@ def test_a_manifest_that_is_torn_at_any_byte_is_the_one_before():
                 opened(torn)
 
 
+def test_without_syncs_a_machine_that_was_started_anew_is_told():
+    """Values may be lost then, though the manifest is whole. With syncs it is gone on from."""
+    for sync in (True, False):
+        store, generator = CrashByteStore(), random.Random(0)
+        run = Run(store, generator, [10, 10], {}, sync=sync)
+        run.take_step()
+        run.commit()
+        assert opened(copy_found(store)).adopt(1) is not None
+        with mock.patch("zero_offload.tiles.generations._boot", lambda: "another"):
+            if sync:
+                opened(copy_found(store)).adopt(1)
+                continue
+            with pytest.raises(GenerationError, match="without syncs before this machine was started anew"):
+                opened(copy_found(store)).adopt(1)
+
+
+def copy_found(store):
+    copied = copy_of(store)
+    copied.found = True
+    return copied
+
+
 def test_an_older_version_refuses_a_newer_manifest():
     store, generator = CrashByteStore(), random.Random(0)
     with mock.patch("zero_offload.tiles.generations.FORMAT", 2):

@@ -28,6 +28,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -235,6 +236,11 @@ class Generations:
                 "the slabs are not of one run: remove all of them, or load a checkpoint"
             )
         self._check_layout(manifest)
+        if manifest.facts["boot"] not in (None, _boot()):
+            raise GenerationError(
+                f"{self._named()} was written without syncs before this machine was started anew, so values of "
+                f"generation {number} may be lost; remove the slab, and load a checkpoint"
+            )
         self._forget_after(number)
         self._bodies = [None if each is None else self._claim(*each) for each in manifest.facts["bodies"]]
         for name, (nbytes, first, second, now) in manifest.facts["values"].items():
@@ -305,7 +311,8 @@ class Generations:
 
     def _body(self, values: Mapping[str, Sequence[int]], blob: bytes) -> bytes:
         bodies = [None if each is None else [each.extent.offset_bytes, each.extent.nbytes] for each in self._bodies]
-        text = json.dumps({"layout": self.layout, "values": values, "bodies": bodies}).encode()
+        boot = None if self._sync else _boot()
+        text = json.dumps({"layout": self.layout, "values": values, "bodies": bodies, "boot": boot}).encode()
         return LENGTH.pack(len(text)) + text + blob
 
     def _room_for(self, place: int, body: Callable[[], bytes]) -> Stored:
@@ -348,6 +355,11 @@ class Generations:
 
     def _named(self) -> str:
         return f"slab {self._store.name!r}"
+
+
+def _boot() -> str:
+    """Which start of the machine this is: without syncs, what was written does not outlive it for certain."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def _short(value: Any) -> str:
