@@ -225,6 +225,8 @@ _DURABLE = "integration/zero_offload/test_durable.py::test_advice_about_durable_
 
 FOLLOWED: dict[str, str] = {
     "is not durable; give shard a store such as": _DURABLE,
+    "give shard a store with durable=True, or save with": _DURABLE,
+    "leave what is not trained out with trained_only=True, or": _DURABLE,
     "called before: call it once, after shard() and": _DURABLE,
     "start it as it was, or remove its slab to begin": _DURABLE,
     "only: give what it is made of": _DURABLE,

@@ -8,9 +8,15 @@ _DURABLE = "integration/zero_offload/test_durable.py::test_advice_about_durable_
 
 FOLLOWED: dict[str, str] = {
     "others have a part; give it a slab of its own": _DURABLE,
+    "or write a checkpoint of it with": _DURABLE.split("::")[0] + "::test_a_run_goes_on_in_other_tiles",
+    "give the step and the optimizer that the run had": _DURABLE.split("::")[0]
+    + "::test_slabs_of_ranks_are_one_checkpoint",
+    "of a run on {} shard ranks: give each once": _DURABLE.split("::")[0] + "::test_slabs_of_ranks_are_one_checkpoint",
+    "call wait() of what save() returned, or": _DURABLE.split("::")[0]
+    + "::test_a_checkpoint_in_the_background_fails_alone",
     'place parameters and optimizer on "host" or "{}"': _DURABLE,
     "give a named one, such as zero_nvme.Slab(": _DURABLE,
-    "start it as it was, give the slab another name, or": _DURABLE,
+    "start it as it was, give the slab another name, remove": _DURABLE,
     "give the figure, or leave it out": _HERE + "test_arguments_that_an_error_names_pass",
     "has keys of its own, such as": _HERE + "test_arguments_that_an_error_names_pass",
     "give the rows of one micro-batch as well": _HERE + "test_arguments_that_an_error_names_pass",

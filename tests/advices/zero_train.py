@@ -10,7 +10,14 @@ _UNUSED = "unit/zero_train/test_unused_keys.py::test_the_way_out_that_is_named_u
 
 _DURABLE = "integration/zero_train/test_durable.py::test_what_cannot_be_durable_is_refused_and_the_way_out_works"
 
+_ROOM = _DURABLE.split("::")[0] + "::test_a_disk_without_room_for_both_places_is_refused"
+_LEFT = _DURABLE.split("::")[0] + "::test_steps_that_cannot_become_a_checkpoint_are_left"
+
 FOLLOWED: dict[str, str] = {
+    "choose run.durable=power or run.durable=process": _UNUSED,
+    "twice its room; name a larger disk with": _ROOM,
+    "make room, or start the run as it was": _LEFT,
+    "without a store cannot read; choose offload=host": _LEFT,
     "set run.durable=null, and run.checkpoint_every": _DURABLE,
     "choose offload=nvme or offload=host, or set run.durable=null": _DURABLE,
     "is empty; name a folder with": _KEYS,

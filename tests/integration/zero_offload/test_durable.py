@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import threading
+import time
 
 import pytest
 import torch
@@ -10,9 +14,11 @@ from torch import nn
 
 import zero_core
 from tests import kit
+from tests.chunks import TILE, small_chunks
+from zero_core import checkpoint
 from zero_core.errors import CheckpointError, ZeroError
 from zero_nvme import NvmeError, Slab
-from zero_offload import GenerationError, MemoryByteStore, TieredStore
+from zero_offload import GenerationError, MemoryByteStore, TieredStore, TorchStep, write_checkpoint
 from zero_offload.testing import CrashByteStore, Crashed
 
 PLACES = {
@@ -27,9 +33,9 @@ STEPS = 6
 class Centred(nn.Module):
     """Has a buffer that each forward in training changes, and that the output depends on."""
 
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(40))
+        self.register_buffer("mean", torch.zeros(width))
 
     def forward(self, rows):
         if self.training:
@@ -37,9 +43,9 @@ class Centred(nn.Module):
         return rows - self.mean.to(rows.dtype)
 
 
-def made(frozen=False):
+def made(frozen=False, width=40):
     torch.manual_seed(1)
-    layers = [nn.Linear(24, 40), Centred(), nn.ReLU(), nn.Dropout(0.2), nn.Linear(40, 24)]
+    layers = [nn.Linear(24, width), Centred(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 24)]
     model = nn.Sequential(*layers)
     if frozen:
         layers[0].requires_grad_(False)
@@ -49,9 +55,21 @@ def made(frozen=False):
 class Training:
     """A user's loop. `position`: the batch that it is at."""
 
-    def __init__(self, disk, place="nvme", *, frozen=False, durable=True, lr=1e-2, **options):
-        self.model = made(frozen)
-        self.store = TieredStore(*PLACES[place], nvme=disk, durable=durable)
+    def __init__(
+        self,
+        disk,
+        place="nvme",
+        *,
+        frozen=False,
+        durable=True,
+        lr=1e-2,
+        width=40,
+        tile_numel=1 << 22,
+        every=1,
+        **options,
+    ):
+        self.model = made(frozen, width)
+        self.store = TieredStore(*PLACES[place], nvme=disk, durable=durable, tile_numel=tile_numel)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = zero_core.shard(
             self.model, torch.optim.AdamW(trained, lr=lr), store=self.store, max_grad_norm=0.1, **options
@@ -59,7 +77,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         self.position = 0
         self.resumed = zero_core.resume(
-            self.model, self.optimizer, scheduler=self.scheduler, extra=lambda: {"position": self.position}
+            self.model, self.optimizer, scheduler=self.scheduler, extra=lambda: {"position": self.position}, every=every
         )
         if self.resumed.extra is not None:
             self.position = self.resumed.extra["position"]
@@ -150,6 +168,29 @@ def test_a_run_on_a_named_slab_ends_and_is_gone_on_from(tmp_path, durable, expec
             assert equal(training.to_the_end(), expected())
         training.end()
         disk.close()
+
+
+def test_of_several_steps_one_is_kept(expected):
+    """What lies in memory is copied for these alone. The last step is kept in any case."""
+    written = {}
+    for every in (1, 3):
+        disk, generator = CrashByteStore(), random.Random(0)
+        training = Training(disk, "host", every=every)
+        for _ in range(5):
+            training.step()
+        training.store.committed()
+        written[every] = training.store.stats()["nvme_write_bytes"]
+        again = Training(disk.crashed(generator), "host", every=every)
+        assert again.resumed.step == again.position == {1: 4, 3: 3}[every]
+        assert equal(again.to_the_end(), expected())
+        again.end()
+        training.end()
+        last = Training(disk.crashed(generator), "host")
+        assert last.resumed.step == 5
+        last.end()
+    assert written[3] * 3 < written[1]
+    with pytest.raises(ValueError, match="every=0 must be at least 1"):
+        Training(CrashByteStore(), every=0)
 
 
 def test_an_evaluation_is_no_step_and_closing_commits_none(expected):
@@ -291,12 +332,216 @@ def test_another_run_is_refused_and_unchanged(tmp_path):
     other(r"going on with another scheduler \(True, now False\)", CheckpointError)
 
 
+def loaded(folder, frozen=False, width=40, **options):
+    """What a model without a store has that reads the checkpoint, and the step that it was saved after."""
+    model = made(frozen, width)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = zero_core.shard(model, torch.optim.AdamW(trained, lr=1e-2), **options)
+    found = checkpoint.load(folder, model, optimizer)
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    values = [*kit.values(model, master=True), *(value.clone() for value in states), *model.buffers()]
+    optimizer.close()
+    return values, found.step
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("options", [{}, {"param_dtype": torch.bfloat16}], ids=str)
+def test_a_checkpoint_in_the_background_is_of_its_step(place, options, expected, tmp_path):
+    """While the copy is slow, two more steps come, and the second waits for it. The run is not changed by it."""
+    training = Training(CrashByteStore(), place, **options)
+    for _ in range(3):
+        training.step()
+    checkpoint.save(tmp_path / "blocking", training.model, training.optimizer, extra="it")
+    read, begun = training.store._on._generations.read_pinned, threading.Event()
+
+    def slow(name, buffer):
+        begun.wait(30)
+        time.sleep(0.05)
+        read(name, buffer)
+
+    training.store._on._generations.read_pinned = slow
+    saving = checkpoint.save(tmp_path / "beside", training.model, training.optimizer, extra="it", blocking=False)
+    training.step()
+    assert not saving.done() and not (tmp_path / "beside" / ".metadata").exists()
+    begun.set()
+    ends = training.to_the_end()
+    saving.wait()
+    assert saving.done()
+    training.end()
+    assert equal(ends, expected(**options))
+    (values, step), (others, other) = loaded(tmp_path / "beside"), loaded(tmp_path / "blocking")
+    assert step == other == 3
+    assert equal(values, others)
+
+
+@pytest.mark.parametrize("options", [{}, {"param_dtype": torch.bfloat16}], ids=str)
+def test_a_run_goes_on_in_other_tiles(options, tmp_path):
+    """By a checkpoint of its slab. The boxes of a checkpoint lie across tiles."""
+    options = {**options, "width": 1000}
+    with small_chunks():
+        whole = Training(CrashByteStore(), tile_numel=TILE, **options)
+        ends = whole.to_the_end()
+        whole.end()
+        disk = Slab(tmp_path, name="run", allow_memory=True)
+        training = Training(disk, tile_numel=TILE, **options)
+        for _ in range(3):
+            training.step()
+        for name, blocking, size in (("blocking", True, 1000), ("small", False, 100), ("large", False, 3 * TILE)):
+            checkpoint.save(
+                tmp_path / name, training.model, training.optimizer, tile_numel=size, blocking=blocking
+            ).wait()
+        training.end()
+        disk.close()
+        values, _ = loaded(tmp_path / "blocking", width=1000)
+        for name in ("small", "large"):
+            assert equal(loaded(tmp_path / name, width=1000)[0], values)
+
+        disk = Slab(tmp_path, name="run", allow_memory=True)
+        with pytest.raises(
+            GenerationError, match="tile_numel: .*or write a checkpoint of it with zero_offload.write_ch"
+        ):
+            Training(disk, tile_numel=2 * TILE, **options)
+        disk.close()
+        disk = Slab(tmp_path, name="run", allow_memory=True)
+        step, extra = write_checkpoint(
+            [disk], tmp_path / "kept", step=TorchStep(), optimizer=torch.optim.AdamW([torch.zeros(1)])
+        )
+        disk.remove()
+        assert (step, extra) == (3, {"position": 3})
+        assert equal(loaded(tmp_path / "kept", width=1000)[0], values)
+        again = Training(Slab(tmp_path, name="run", allow_memory=True), "half", tile_numel=2 * TILE, **options)
+        found = checkpoint.load(tmp_path / "kept", again.model, again.optimizer, scheduler=again.scheduler)
+        again.position = found.extra["position"]
+        assert equal(again.to_the_end(), ends)
+        again.end()
+
+
+@kit.on_ranks(2)
+def test_slabs_of_ranks_are_one_checkpoint(tmp_path):
+    """For another stage, and any number of ranks. A slab that is missing, or of another step, is told."""
+    rank, _ = kit.world()
+    disk = Slab(tmp_path, name=f"run.{rank}", allow_memory=True)
+    training = Training(disk, stage=3)
+    for _ in range(2):
+        training.step()
+    checkpoint.save(tmp_path / "saved", training.model, training.optimizer)
+    training.end()
+    disk.close()
+    if rank == 0:
+        disks = [Slab(tmp_path, name=f"run.{place}", allow_memory=True) for place in (1, 0)]
+        given = {"step": TorchStep(), "optimizer": torch.optim.AdamW([torch.zeros(1)])}
+        assert write_checkpoint(disks, tmp_path / "kept", **given) == (2, {"position": 2})
+        for each in disks:
+            each.close()
+        disk = Slab(tmp_path, name="run.1", allow_memory=True)
+        with pytest.raises(GenerationError, match=r"ranks \[1\] were given, of a run on 2 shard ranks: give each once"):
+            write_checkpoint([disk], tmp_path / "kept", **given)
+        disk.close()
+        disks = [Slab(tmp_path, name=f"run.{place}", allow_memory=True) for place in (0, 1)]
+        with pytest.raises(GenerationError, match="give the step and the optimizer that the run had"):
+            write_checkpoint(
+                disks, tmp_path / "other", step=TorchStep(), optimizer=torch.optim.SGD([torch.zeros(1)], lr=1)
+            )
+        for each in disks:
+            each.close()
+        with pytest.raises(GenerationError, match="no step of its run was committed"):
+            write_checkpoint([CrashByteStore()], tmp_path / "other", **given)
+    torch.distributed.barrier()
+    for options in ({"stage": 0}, {"stage": 3}):
+        (values, step), (others, other) = (loaded(tmp_path / name, **options) for name in ("kept", "saved"))
+        assert step == other == 2
+        assert equal(values, others)
+
+
+def test_a_checkpoint_in_the_background_fails_alone(tmp_path, monkeypatch, expected):
+    """Its error comes from wait(), from the next one or from close(). The folder holds what it held."""
+    training = Training(CrashByteStore())
+    folder = tmp_path / "saved"
+    training.step()
+    checkpoint.save(folder, training.model, training.optimizer, blocking=False).wait()
+    before, (values, _) = set(folder.iterdir()), loaded(folder)
+
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        training.step()
+        with pytest.raises(CheckpointError, match="NotADirectoryError"):
+            checkpoint.save(tmp_path / "file" / "saved", training.model, training.optimizer, blocking=False).wait()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for told in ("wait", "next", "close"):
+        training.step()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            saving = checkpoint.save(folder, training.model, training.optimizer, blocking=False)
+            training.step()
+            training.store.wait()
+            while not saving.done():
+                time.sleep(0.01)
+        with pytest.raises(CheckpointError, match="No space left on device; an earlier checkpoint there stands"):
+            if told == "wait":
+                saving.wait()
+            elif told == "next":
+                checkpoint.save(folder, training.model, training.optimizer, blocking=False)
+            else:
+                training.optimizer.close()
+        assert set(folder.iterdir()) == before
+        assert equal(loaded(folder)[0], values)
+    assert training.store._closed
+
+
+def test_a_store_that_is_closed_ends_the_copy(tmp_path):
+    training = Training(CrashByteStore())
+    training.step()
+    generations, reading = training.store._on._generations, threading.Event()
+    read = generations.read_pinned
+
+    def held(name, buffer):
+        reading.wait(30)
+        read(name, buffer)
+
+    generations.read_pinned = held
+    saving = checkpoint.save(tmp_path, training.model, training.optimizer, blocking=False)
+    training.step()
+    training.store.close()
+    reading.set()
+    with pytest.raises(CheckpointError, match="was given up: the store was closed before the checkpoint was written"):
+        saving.wait()
+    assert not (tmp_path / ".metadata").exists()
+
+
+@kit.on_ranks(2)
+def test_ranks_save_in_the_background(tmp_path):
+    training = Training(CrashByteStore(), stage=3)
+    for _ in range(2):
+        training.step()
+    checkpoint.save(tmp_path / "blocking", training.model, training.optimizer)
+    saving = checkpoint.save(tmp_path / "beside", training.model, training.optimizer, blocking=False)
+    training.to_the_end()
+    saving.wait()
+    training.end()
+    (values, step), (others, other) = loaded(tmp_path / "beside"), loaded(tmp_path / "blocking")
+    assert step == other == 2
+    assert equal(values, others)
+
+
 def test_advice_about_durable_runs_works(tmp_path):
     """Each mistake is made, and then what its error says is done."""
     plain = made()
     plain_optimizer = zero_core.shard(plain, torch.optim.SGD(plain.parameters(), lr=1))
     with pytest.raises(ZeroError, match="whose store is not durable; give shard a store such as"):
         zero_core.resume(plain, plain_optimizer)
+    with pytest.raises(ZeroError, match="is not durable: give shard a store with durable=True, or save with blocking="):
+        checkpoint.save(tmp_path / "plain", plain, plain_optimizer, blocking=False)
+    checkpoint.save(tmp_path / "plain", plain, plain_optimizer, blocking=True).wait()
+    partly = Training(CrashByteStore(), frozen=True)
+    partly.step()
+    with pytest.raises(ZeroError, match="0.weight, 0.bias is not: leave what is not trained out with trained_only=Tr"):
+        checkpoint.save(tmp_path / "partly", partly.model, partly.optimizer, blocking=False)
+    checkpoint.save(tmp_path / "partly", partly.model, partly.optimizer, trained_only=True, blocking=False).wait()
+    assert loaded(tmp_path / "partly", frozen=True)[1] == 1
+    partly.end()
     with pytest.raises(ValueError, match="must be False, True or"):
         TieredStore(durable="always")
     with pytest.raises(GenerationError, match="give a named one, such as zero_nvme.Slab"):
@@ -348,7 +593,9 @@ def test_advice_about_durable_runs_works(tmp_path):
             store.close()
             disk.close()
 
-    with pytest.raises(GenerationError, match="start it as it was, give the slab another name, or remove it to begin"):
+    with pytest.raises(
+        GenerationError, match="start it as it was, give the slab another name, remove it to begin anew"
+    ):
         again(frozen=True)
     with pytest.raises(CheckpointError, match="start it as it was, or remove its slab to begin anew"):
         again(scheduler=False)

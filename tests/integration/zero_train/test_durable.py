@@ -10,8 +10,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
 
+import zero_offload
 from tests.integration.zero_train.helpers import COMMON, trained
-from zero_train import checks, config, report
+from zero_train import checks, config, engine, report
 from zero_train.errors import ConfigError
 
 RUN = ("run.steps=8", "run.durable=power")
@@ -111,3 +112,52 @@ def test_what_cannot_be_durable_is_refused_and_the_way_out_works(tmp_path):
     checks.values(tuned)
     with pytest.raises(ConfigError, match="run.durable=always"):
         checks.values(composed("run.durable=always"))
+
+
+@pytest.mark.parametrize("now", [("offload.tile_numel=2097152", "run.durable=power"), ("run.durable=null",)], ids=str)
+def test_a_run_goes_on_on_other_ranks_and_without_a_slab(tmp_path, interpreter, capsys, now):
+    """By a checkpoint that is written of its slab, which goes. Here: in other tiles, as other ranks sum otherwise."""
+    whole = trained(tmp_path / "whole", "offload=nvme", "run.steps=8")
+    killed(interpreter, tmp_path / "run", "offload=nvme")
+    rest = trained(tmp_path / "run", "offload=nvme", "run.steps=8", *now, "run.resume=auto")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "they are a checkpoint now" in said and "continuing after step" in said
+    assert 3 <= len(rest.losses) <= 4
+    assert rest.losses == whole.losses[-len(rest.losses) :] and rest.digest == whole.digest
+    assert len(slabs(tmp_path / "run")) == ("run.durable=power" in now)
+
+
+def test_a_disk_without_room_for_both_places_is_refused(tmp_path, monkeypatch):
+    """Before anything is written. The slab that the run has there already counts as room."""
+    run = ("offload=nvme", "run.steps=2", "run.durable=power")
+    free = checks.free_bytes
+    monkeypatch.setattr(checks, "free_bytes", lambda folder: 2 << 20)
+    with pytest.raises(ConfigError, match=r"run.durable=power needs .* twice its room; .* or set run.durable=null"):
+        trained(tmp_path / "run", *run)
+    assert not slabs(tmp_path)
+    assert trained(tmp_path / "run", "offload=nvme", "run.steps=2", "run.durable=null").exit_code == 0
+    monkeypatch.setattr(checks, "free_bytes", free)
+    assert trained(tmp_path / "kept", *run).exit_code == 0 and slabs(tmp_path / "kept")
+    monkeypatch.setattr(checks, "free_bytes", lambda folder: 2 << 20)
+    assert trained(tmp_path / "kept", *run, "run.resume=auto").exit_code == 0
+
+
+def test_steps_that_cannot_become_a_checkpoint_are_left(tmp_path, interpreter, monkeypatch):
+    folder = tmp_path / "run"
+    killed(interpreter, folder, "offload=nvme")
+    kept = [path.read_bytes() for path in folder.rglob("*.slab")]
+    others = ("run.steps=8", "run.resume=auto", "run.durable=null")
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "find_spec", lambda name: None)  # as on a GPU, or without zero-optim-cpu
+        with pytest.raises(ConfigError, match=r"lie in slabs, .* choose offload=host or offload=nvme"):
+            trained(folder, "offload=none", *others)
+
+    def full(*given, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(zero_offload, "write_checkpoint", full)
+        with pytest.raises(ConfigError, match=r"No space left.*; make room, or start the run as it was \(1 ranks\)"):
+            trained(folder, "offload=nvme", *others)
+    assert [path.read_bytes() for path in folder.rglob("*.slab")] == kept
+    assert trained(folder, "offload=nvme", *RUN, "run.resume=auto").exit_code == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import threading
 from unittest import mock
 
 import pytest
@@ -33,7 +34,7 @@ class Run:
     def __init__(self, store, generator, sizes, expected, *, sync=True, agree=lambda found: max(found, default=0)):
         self.generations, self.generator, self.expected = opened(store, sync=sync), generator, expected
         self.step = agree([each.number for each in self.generations.found])
-        self.resumed = self.step
+        self.resumed, self.pinned = self.step, None
         blob = self.generations.adopt(self.step)  # 0 too: what another rank has not is given up
         assert blob == (expected[self.step][1] if self.step else b"")
         self.memory = [torch.zeros(size, dtype=torch.uint8) for size in sizes[1::2]]
@@ -68,6 +69,18 @@ class Run:
                 value.changed = True
         self.step += 1
 
+    def pin(self):
+        self.generations.pin()
+        self.pinned = self.step, self.contents()
+
+    def end_copy(self):
+        """Before the places are written to again."""
+        for index, expected in enumerate(self.pinned[1]):
+            buffer = torch.zeros(len(expected), dtype=torch.uint8)
+            self.generations.read_pinned(f"value {index}", buffer)
+            assert bytes(buffer.numpy().tobytes()) == expected
+        self.pinned = None
+
     def commit(self):
         blob = self.generator.randbytes(self.generator.choice((0, 10, 70_000)))
         self.expected[self.step] = (self.contents(), blob)
@@ -88,13 +101,41 @@ def one_seed(seed, *, power=True, sync=True, lies=False):
             assert run.step in (committed, committed + 1)
             committed = run.step
             for _ in range(12):
+                if run.pinned and run.pinned[0] < run.step:
+                    run.end_copy()
                 run.take_step()
+                if not run.pinned and generator.random() < 0.3:
+                    run.pin()
                 run.commit()
                 committed = run.step
         except Crashed:
             pass
         store = store.crashed(generator, power=power)
     assert Run(store, generator, sizes, expected, sync=sync).step in (committed, committed + 1)
+
+
+def test_what_would_write_over_a_pinned_value_waits_for_the_copy():
+    """And goes on when the value was read, and the copy given up."""
+    for give_up in (False, True):
+        run = Run(CrashByteStore(), random.Random(0), [700, 9000], {})
+        run.take_step(skips=False)
+        run.pin()
+        run.commit()
+        run.take_step(skips=False)
+        run.commit()
+        thread = threading.Thread(target=run.take_step, kwargs={"skips": False}, daemon=True)
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        if give_up:
+            run.generations.pins.give_up()
+            with pytest.raises(GenerationError, match="the copy of value 0 was given up"):
+                run.end_copy()
+        else:
+            run.end_copy()
+        thread.join(30)
+        assert not thread.is_alive()
+        run.commit()
 
 
 def test_a_crash_leaves_one_whole_generation(seeds=range(150)):

@@ -40,6 +40,7 @@ def resume(
     *,
     scheduler: Any = None,
     extra: Callable[[], Any] | None = None,
+    every: int = 1,
 ) -> Resumed:
     """Go on with the run that the model's durable store found, or begin one. Collective; once, before any forward.
 
@@ -48,9 +49,11 @@ def resume(
     as of an evaluation, is none of a step. The last step is committed by `commit` only, since no forward follows it.
     Random states of torch and of Python's `random` are those after the last step, from which the next batch is drawn.
     A run that is killed goes on with at most two steps lost: the one that had not returned, and the one before it.
+    every: of the optimizer steps each `every`-th is kept, so that values in host memory or on a device are written less
+    often; then at most `every` + 1 steps are lost.
 
-    Raises ZeroError for a model without a durable store, and CheckpointError for a run of another scheduler, or of
-    other groups or buffers.
+    Raises ValueError for an `every` below 1, ZeroError for a model without a durable store, and CheckpointError for a
+    run of another scheduler, or of other groups or buffers.
 
     Examples:
         >>> import torch, zero_core, zero_offload
@@ -62,6 +65,8 @@ def resume(
         0
         >>> optimizer.close()
     """
+    if every < 1:
+        raise ValueError(f"every={every} must be at least 1: of how many steps one is kept")
     found = handle(model)
     store, commits = found.store, found.engine.commits
     if commits is None or not isinstance(store, Durable):
@@ -75,12 +80,12 @@ def resume(
         raise ZeroError("resume() was called before: call it once, after shard() and before the first forward")
     run = _Run(model, found, scheduler, extra)
     resumed = Resumed(0, None) if store.resumed is None else run.restore(unpacked(store.resumed))
-    commits.begin(partial(random_state_of, found.ranks.device), run.blob)
+    commits.begin(partial(random_state_of, found.ranks.device), run.blob, every)
     return resumed
 
 
 def commit(model: nn.Module) -> None:
-    """Commit the last step now, and return when it is on disk. Collective; to be called when a run ends.
+    """Commit the last step now, whatever `every` is, and return when it is on disk. Collective; for the end of a run.
 
     `extra` of `resume` is called, and has to say what follows the last step. Without this call a run that has
     ended goes on with its last step once more, from the one before, with the same bits. Raises ZeroError without

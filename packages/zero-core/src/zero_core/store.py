@@ -22,6 +22,7 @@ __all__ = [
     "LendsMasters",
     "NullObserver",
     "Observer",
+    "Pinned",
     "ScalarStates",
     "Segment",
     "ShardSpec",
@@ -301,6 +302,20 @@ class Durable(Protocol):
 
     def committed(self) -> None:
         """Return when every commit is done."""
+
+    def pin(self) -> Pinned:
+        """The values after every update that was asked for until now. Returns at once; one at a time."""
+
+
+class Pinned(Protocol):
+    """What a `Durable` store's trained shards are at one moment, while the store goes on. For one thread, any one."""
+
+    def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
+        """As ShardStore.read_state, of that moment, of what is trained. What lies before `start`, in the order of
+        shards and elements, is given up, and cannot be read after it."""
+
+    def close(self) -> None:
+        """Give up the rest: an update that has come this far waits until then. Idempotent."""
 
 
 @runtime_checkable

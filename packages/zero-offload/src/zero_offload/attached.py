@@ -39,7 +39,7 @@ from .tiles.order import Order
 from .tiles.parameters import ParameterStore
 from .tiles.states import StateStore
 from .tiles.tile import Tile, covers, segment_steps
-from .tiles.values import Values
+from .tiles.values import PinnedValues, Values
 from .transfers import Stores
 
 __all__ = ["Attached"]
@@ -104,7 +104,7 @@ class Attached:
             self.memory = Memory(arena, self._parameters, self._states, self._gradients, link, monitor)
             undone.pop_all()
         # Also when the store is forgotten, and before the interpreter exits: memory must outlive what is in flight.
-        end = partial(_shut_down, self._pipeline, stores, link, arena, self.memory.aside, self._lent)
+        end = partial(_shut_down, self._pipeline, stores, link, arena, self.memory.aside, self._lent, generations)
         self.close = Ending(self, end)
 
     def lay_out(self, initial: Callable[[int], Tensor]) -> None:
@@ -292,11 +292,34 @@ class Attached:
         self._landed()
         with self.monitor.condition:
             self._commits += 1
-        self._pipeline.commit(partial(self._commit, blob))
+        self._pipeline.afterwards(partial(self._commit, blob))
 
     def committed(self) -> None:
         """As zero_core.store.Durable."""
         self.monitor.wait_until(lambda: not self._commits, "a commit")
+
+    def pin(self) -> PinnedValues:
+        """As zero_core.store.Durable."""
+        assert self._generations is not None
+        generations, condition = self._generations, self.monitor.condition
+        self._landed()
+        pinned = False
+
+        def pin() -> None:
+            nonlocal pinned
+            generations.pin()
+            with condition:
+                pinned = True
+                condition.notify_all()
+
+        def ready() -> None:
+            with condition:
+                condition.wait_for(lambda: pinned or self.monitor.failure is not None)
+            if not pinned:
+                self.monitor.check()
+
+        self._pipeline.afterwards(pin)
+        return PinnedValues(self.plan, self._step, generations, ready)
 
     def _commit(self, blob: bytes) -> None:
         assert self._generations is not None
@@ -363,9 +386,17 @@ class Attached:
 
 
 def _shut_down(
-    pipeline: Pipeline, stores: Stores, link: Link | None, arena: Arena, aside: SavedBytes, lent: dict[int, Tensor]
+    pipeline: Pipeline,
+    stores: Stores,
+    link: Link | None,
+    arena: Arena,
+    aside: SavedBytes,
+    lent: dict[int, Tensor],
+    generations: Generations | None,
 ) -> None:
     """End the background, then give extents and memory back, unless a thread that uses them does not end."""
+    if generations is not None:
+        generations.pins.give_up()  # an update may wait for a copy
     if link is not None:
         link.down.close()  # it may wait for slots that the pipeline gives back
     pipeline.close()

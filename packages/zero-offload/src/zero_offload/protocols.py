@@ -179,8 +179,9 @@ class SegmentStep:
 class UpdateStep(Protocol):
     """An optimizer's arithmetic on tiles. Native code releases the GIL.
 
-    Two threads call it: one `update`, while another may `accumulate` and take `chunk_norms_squared`. Where parameters
-    are cut, a store that is attached first updates throw-away tiles with it, whole and in two, and compares them.
+    Several threads call it: one `update`, while another may `accumulate` and take `chunk_norms_squared`, and a third
+    may `read` other tiles. Where parameters are cut, a store that is attached first updates throw-away tiles with it,
+    whole and in two, and compares them.
     """
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_core.memory import ElementBytes
-from zero_core.store import Arrival, GroupStep, ShardSpec, StoreContext
+from zero_core.store import Arrival, GroupStep, Pinned, ShardSpec, StoreContext
 
 from .attached import Attached
 from .errors import BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, gib
@@ -280,6 +280,10 @@ class TieredStore:
     def committed(self) -> None:
         """As zero_core.store.Durable."""
         self._on.committed()
+
+    def pin(self) -> Pinned:
+        """As zero_core.store.Durable."""
+        return self._on.pin()
 
     # -- state for checkpoints ----------------------------------------------------------------------------------
 

@@ -1,18 +1,25 @@
 """Runs that go on from their last step (run.durable): what a generation says of its run, and whether it is this one.
 
-Owns that policy. zero_core.resume owns what goes on, resume.py what makes two runs the same.
+Owns that policy. zero_core.resume owns what goes on, resume.py what makes two runs the same. A run that its slabs do
+not fit (other ranks, another stage or tile size, run.durable=null) goes on from a checkpoint that is written of them.
 """
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 import zero_core
-from zero_train import resume
-from zero_train.engine import Assembled
+import zero_offload
+from zero_train import checks, resume
+from zero_train.engine import Assembled, Draft, make_slab
 from zero_train.errors import ConfigError
 from zero_train.ranks import Ranks
 from zero_train.schema import Config
@@ -35,7 +42,12 @@ def go_on(ready: Assembled, config: Config, ranks: Ranks, text: str, position: P
     """
     kept = {"text": text, "config": OmegaConf.to_yaml(OmegaConf.structured(config))}
     try:
-        found = zero_core.resume(ready.model, ready.optimizer, extra=lambda: {"step": position.step, **kept}).extra
+        found = zero_core.resume(
+            ready.model,
+            ready.optimizer,
+            extra=lambda: {"step": position.step, **kept},
+            every=config.run.durable_every,
+        ).extra
     except zero_core.ZeroError as error:
         raise ConfigError(f"run.durable: {error}") from error
     if found is None:
@@ -60,3 +72,56 @@ def go_on(ready: Assembled, config: Config, ranks: Ranks, text: str, position: P
             f"{found['text']}; bring that text back, or name another folder with run.dir=…"
         )
     return int(found["step"]) - 1
+
+
+def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: Ranks) -> str:
+    """Writes a checkpoint of the durable steps that lie in the run's folders, if this run cannot go on from them there.
+
+    Returns what to say, or "". One rank calls it, before any opens its slab.
+
+    Raises:
+        ConfigError: there is no room for it, slabs are missing or in use, or the offload cannot read them.
+    """
+    names = list(takewhile(lambda name: _there(config, *name), ((checks.slab_of(config, r), r) for r in count())))
+    if config.run.resume != "auto" or not names:
+        return ""
+    with ExitStack() as stack:
+        ended: list[bool] = []
+        paths = [checks.nvme_paths(config, rank) for _, rank in names]
+        slabs = [make_slab(config, p, stack, name, ended) for (name, _), p in zip(names, paths, strict=True)]
+        try:
+            layout = zero_offload.kept_layout(slabs[0])
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ConfigError(f"run.durable: {error}") from error
+        here = (ranks.world_size if config.zero.stage else 1, plan.tile_numel)
+        if layout is None or (config.run.durable is not None and here == (layout["shards"], layout["tile_numel"])):
+            return ""
+        if draft.step is None:
+            raise ConfigError(
+                f"run.resume=auto: the last steps of run.dir={config.run.dir} lie in slabs, which offload="
+                f"{config.offload.kind} without a store cannot read; choose offload=host or offload=nvme"
+            )
+        try:
+            target = _written(slabs[: layout["shards"]], Path(config.run.dir) / "checkpoints", draft.step, draft)
+        except (zero_core.ZeroError, ValueError, OSError) as error:
+            raise ConfigError(
+                f"run.resume=auto: the durable steps of run.dir={config.run.dir} cannot be made a checkpoint: {error}; "
+                f"make room, or start the run as it was ({layout['shards']} ranks)"
+            ) from error
+        ended.append(True)
+    return f"the durable steps are of another number of ranks, or in other tiles: they are a checkpoint now, {target}"
+
+
+def _written(slabs: Sequence[Any], folder: Path, step: Any, draft: Draft) -> Path:
+    """Returns the folder of the checkpoint."""
+    begun = folder / "durable"
+    shutil.rmtree(begun, ignore_errors=True)
+    _, extra = zero_offload.write_checkpoint(slabs, begun, step=step, optimizer=draft.optimizer)
+    (begun / resume.CONFIG).write_text(extra["config"], encoding="utf-8")
+    target = folder / f"step_{extra['step'] - 1:07d}"
+    shutil.rmtree(target, ignore_errors=True)  # of the same step
+    return begun.rename(target)
+
+
+def _there(config: Config, name: str, rank: int) -> bool:
+    return all((path / f"{name}.slab").exists() for path in checks.nvme_paths(config, rank))

@@ -7,7 +7,6 @@ loop and no data.
 from __future__ import annotations
 
 import importlib
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -190,7 +189,7 @@ def assembled(
         paths = checks.nvme_paths(config, ranks.local_rank)
         durable = config.run.durable is not None
         ended: list[bool] = []
-        name = slab_name(config, ranks) if durable else None
+        name = checks.slab_of(config, ranks.rank) if durable else None
         slab = make_slab(config, paths, stack, name, ended) if plan.total("nvme") or durable else None
         try:
             store = make_store(config, draft, plan, slab, make_tiers(config, plan, ranks, stack))
@@ -241,12 +240,6 @@ def make_store(
         overlap=config.offload.overlap,
         durable=True if config.run.durable == "power" else config.run.durable or False,
     )
-
-
-def slab_name(config: Config, ranks: Ranks) -> str:
-    """Returns the name of this rank's durable slab, which no run in another folder has."""
-    folder = Path(config.run.dir).absolute()
-    return f"{folder.name}-{zlib.crc32(str(folder).encode()):08x}-rank{ranks.rank}"
 
 
 def make_tiers(config: Config, plan: zero_offload.Plan, ranks: Ranks, stack: ExitStack) -> dict[str, Any]:

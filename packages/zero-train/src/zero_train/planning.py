@@ -189,9 +189,12 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
     lines.append(f"each step reads {bytes_shown(plan.read_bytes_per_step * count)} back")
     if config.run.durable is not None:
         survived = "a power cut" if config.run.durable == "power" else "the end of the process"
+        every = config.run.durable_every
+        copied = plan.store.copied_bytes * count
         lines.append(
-            f"each step survives {survived} (run.durable={config.run.durable}), with "
-            f"{bytes_shown(durable_bytes(plan) * count)} more on nvme"
+            f"{'each' if every == 1 else f'one of {every}'} step{'' if every == 1 else 's'} survives {survived} "
+            f"(run.durable={config.run.durable}), with {bytes_shown(durable_bytes(plan) * count)} more on nvme"
+            + (f"; {bytes_shown(copied)} that lie in memory are written each time" if copied else "")
         )
     for tier, moved in plan.account.moved.items():
         if tier != "nvme" and any(moved.values()):
@@ -229,6 +232,38 @@ def durable_bytes(plan: zero_offload.Plan) -> int:
     return durable.extent_bytes("nvme") - plan.store.extent_bytes("nvme")
 
 
+def _slabs(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> dict[int, tuple[int, Path]]:
+    """Returns by device the bytes that slabs of this machine's ranks will take there, and a folder of theirs."""
+    found: dict[int, tuple[int, Path]] = {}
+    each = plan.total("nvme") + (durable_bytes(plan) if config.run.durable is not None else 0)
+    for rank in range(ranks.local_world_size) if each else ():
+        paths = checks.nvme_paths(config, rank)
+        for path in paths:
+            device = os.stat(checks.existing(path)).st_dev
+            found[device] = (found.get(device, (0, path))[0] + each // len(paths), path)
+    return found
+
+
+def room_for_durable(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> None:
+    """Refuses run.durable where disks have no room for everything twice. Slabs of the run that are there have theirs.
+
+    Raises:
+        ConfigError: names the figures and the keys to change.
+    """
+    if config.run.durable is None:
+        return
+    mine = checks.slab_of(config, "")
+    for needed, path in _slabs(plan, config, ranks).values():
+        there = sum(file.stat().st_blocks * 512 for file in path.glob("*.slab") if file.stem.startswith(mine))
+        free = checks.free_bytes(path)
+        if needed > free + there:
+            raise ConfigError(
+                f"{path} has room for {bytes_shown(free)}, and run.durable={config.run.durable} needs "
+                f"{bytes_shown(needed - there)} there, as what is trained takes twice its room; name a larger disk "
+                "with offload.nvme_paths=[…], or set run.durable=null"
+            )
+
+
 def _duration(seconds: float) -> str:
     for length, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * length:
@@ -250,8 +285,10 @@ def _tokens(config: Config) -> int:
 
 def written_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int = 0) -> int:
     """Returns the bytes that all ranks write to disk after step `done` of this run, including checkpoints."""
-    count = described_ranks(plan.hardware, config, ranks)
-    return plan.written_bytes(config.run.steps - done) * count + checkpoint_bytes(plan, config, ranks, done)
+    count, steps = described_ranks(plan.hardware, config, ranks), config.run.steps - done
+    kept = 0 if config.run.durable is None else steps // config.run.durable_every
+    copied = kept * plan.store.copied_bytes
+    return (plan.written_bytes(steps) + copied) * count + checkpoint_bytes(plan, config, ranks, done)
 
 
 def checkpoint_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int = 0) -> int:
@@ -293,11 +330,7 @@ def room_for_files(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: 
     if not new:
         return
     each, free = each_checkpoint_bytes(plan, config, ranks), checks.free_bytes(folder)
-    device, slab = os.stat(checks.existing(folder)).st_dev, 0
-    for rank in range(ranks.local_world_size) if plan.total("nvme") else ():
-        paths = checks.nvme_paths(config, rank)
-        beside = sum(os.stat(checks.existing(path)).st_dev == device for path in paths)
-        slab += plan.total("nvme") * beside // len(paths)
+    slab = _slabs(plan, config, ranks).get(os.stat(checks.existing(folder)).st_dev, (0, folder))[0]
     if new * each + slab > free:
         also = f", beside {bytes_shown(slab)} of the slab" if slab else ""
         fewer = "keep fewer with run.keep_checkpoints=1, " if more(1) * each + slab <= free else ""

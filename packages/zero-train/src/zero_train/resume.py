@@ -202,10 +202,11 @@ def back(changes: dict[str, tuple[Any, Any]]) -> str:
     return " ".join(f"{key}={then}" for key, then in values.items())
 
 
-def save(folder: Path, step: int, engine: Assembled, config: Config, ranks: Ranks, text: str) -> None:
+def save(folder: Path, step: int, engine: Assembled, config: Config, ranks: Ranks, text: str) -> Any:
     """Saves the state after `step` in the run folder, then deletes the checkpoints beyond run.keep_checkpoints.
 
-    `text` is the corpus's digest, by which a resumed run recognises its text. Collective.
+    With run.durable it is saved in the background, and what is returned, a zero_core.checkpoint.Saving, is for
+    `saved`. `text` is the corpus's digest, by which a resumed run recognises its text. Collective.
     """
     from zero_core import checkpoint  # needs torch.distributed, which a run without checkpoints can do without
 
@@ -213,7 +214,19 @@ def save(folder: Path, step: int, engine: Assembled, config: Config, ranks: Rank
     if ranks.leader:  # before the manifest, with which the checkpoint is complete
         target.mkdir(parents=True, exist_ok=True)
         configuration.save(config, target / CONFIG)
-    checkpoint.save(target, engine.model, engine.optimizer, extra=extra)
+    saving = checkpoint.save(target, engine.model, engine.optimizer, extra=extra, blocking=config.run.durable is None)
+    _delete_old(folder, config, ranks)
+    return saving
+
+
+def saved(saving: Any, folder: Path, config: Config, ranks: Ranks) -> None:
+    """Returns when the last checkpoint is on disk, and those beyond run.keep_checkpoints are deleted."""
+    saving.wait()
+    _delete_old(folder, config, ranks)
+
+
+def _delete_old(folder: Path, config: Config, ranks: Ranks) -> None:
+    """One that is being written in the background is not counted yet."""
     if ranks.leader:
         for old in _all(folder)[: -config.run.keep_checkpoints]:
             shutil.rmtree(old.folder, ignore_errors=True)

@@ -88,6 +88,8 @@ class RunConfig:
     """Keep each step on nvme, so that a run that was killed goes on from its last step with run.resume=auto. power: it
     survives a power cut as well. process: it survives the end of the process, and writes without waiting for the disk.
     What is trained then takes twice its room on nvme. It needs offload=nvme or offload=host, and task=pretrain."""
+    durable_every: int = _count(1)
+    """Of how many steps run.durable keeps one. More: what is in host memory is copied less often, and more is lost."""
     export: bool = False
     """After the run, write the model to `pretrained` in the run folder, in the format of transformers."""
     evaluate_every: int = _number(50, at_least=0, at_most=_COUNT)

@@ -126,11 +126,15 @@ class Run:
             return Outcome() if config.run.dry else self._run(corpus, draft, plan)
 
     def _run(self, corpus: Any, draft: engine.Draft, plan: zero_offload.Plan) -> Outcome:
-        ranks, folder = self.ranks, self.folder
+        config, ranks, folder = self.config, self.ranks, self.folder
         with ExitStack() as stack:
             unlocked = together(ranks, lambda: stack.enter_context(claimed(folder)) if ranks.leader else "")
             if unlocked:
                 self._say(f"run.dir={folder} cannot be locked ({unlocked}), so a second run can write into it as well")
+            if said := together(
+                ranks, lambda: durable.as_checkpoint(config, draft, plan, ranks) if ranks.leader else ""
+            ):
+                self._say(said)
             checkpoint = self._checkpoint()  # once more: the folder is ours from here on
             return self.train_in(stack, corpus, draft, plan, checkpoint)
 
@@ -213,6 +217,7 @@ class Run:
         plan = planning.make(config, model, ranks, draft.step)
         if not config.run.dry:
             there = resume.complete(Path(config.run.dir))
+            planning.room_for_durable(plan, config, ranks)
             planning.room_for_files(plan, config, ranks, self.done, there)
         return read, draft, plan
 
@@ -256,13 +261,16 @@ class Run:
                 configuration.save(config, folder / resume.CONFIG)
                 stack.callback(self._write_report, ready, loop.history, plan)
             text = corpus.digest() if run.checkpoint_every else ""
+            savings: list[Any] = []
             with Told(self, first - 1) as told, zero_offload.explained(plan):
                 signal = loop.run(
                     first,
                     told.step,
                     lambda number, loss: told.validation(number, loss, f"nats/{corpus.unit}"),
-                    lambda number: resume.save(folder, number, ready, config, ranks, text),
+                    lambda number: savings.append(resume.save(folder, number, ready, config, ranks, text)),
                 )
+                if savings:
+                    resume.saved(savings[-1], folder, config, ranks)
             if run.durable is not None and loop.history.steps:
                 zero_core.commit(ready.model)
             if signal:

@@ -104,6 +104,7 @@ TABLE = (
     Row("tracker", "task", lambda config: config.tracker.kind == "none" or config.task.kind != "pretrain", _TUNE),
     Row("zero.no_sync run.sample_bytes", "task", "pretrain"),
     Row("run.keep_checkpoints", "run.checkpoint_every", ABOVE_ZERO, "set run.checkpoint_every to a number of steps"),
+    Row("run.durable_every", "run.durable", "power process", "choose run.durable=power or run.durable=process"),
     Row("run.evaluate_batches", "run.evaluate_every", ABOVE_ZERO, "set run.evaluate_every to a number of steps"),
     Row("run.sample_prompt run.sample_temperature", "run.sample_bytes", ABOVE_ZERO, "set run.sample_bytes to a length"),
 )

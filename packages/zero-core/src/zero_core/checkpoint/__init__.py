@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import random
+import traceback
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,14 +31,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ..device import has_streams
-from ..errors import CheckpointError, ZeroError
+from ..errors import CheckpointError, ZeroError, listed
+from ..store import Durable
 from .files import StreamingReader, StreamingWriter
 from .match import FORMAT, STATE, Finder, groups_of, options_of, steps_of, unpickle
 from .plan import TILE_NUMEL, Contents, StreamingLoadPlanner, StreamingSavePlanner, Wanted
 from .safetensors import room
+from .saving import Saving
 from .shards import MASTER, ShardSlice, ShardView, clean_name, view_of
 
-__all__ = ["Loaded", "load", "save"]
+__all__ = ["Loaded", "Saving", "load", "save"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ def save(
     trained_only: bool = False,
     also: Callable[[str], bool] = lambda name: False,
     tile_numel: int = TILE_NUMEL,
-) -> None:
+    blocking: bool = True,
+) -> Saving:
     """Write the sharded model, and with `optimizer` the whole run, into `folder`. Collective; all ranks see the folder.
 
     trained_only: parameters that are not trained are left out, as the base of a model with adapters. `load` then wants
@@ -71,30 +75,79 @@ def save(
     States stream from the store one box of at most `tile_numel` elements at a time. Complete or absent: killed at any
     moment, the folder holds what it held before, or the new checkpoint. extra: anything that pickles; rank 0's is kept.
     Raises CheckpointError naming the path where a rank cannot write.
+
+    blocking=False, for a model whose store is durable: returns at once, and a thread copies what the store has on disk
+    while training goes on. An update that would write over what is not copied yet waits for it. There is one such copy
+    at a time, so the next one begins when this one is over. The copy takes memory for two of the store's tiles and a
+    box. What it fails with is raised by `wait` of what is returned, by the next such call, or by `optimizer.close()`,
+    which wait for it. Raises ZeroError where the store is not durable, or has parameters that are not trained: these
+    are not on its disk.
     """
     view = _view(model, optimizer)
     view.ranks.meet("checkpoint.save")
     left_out = view.left_out(also) if trained_only else {}
+    if not blocking:
+        _check_durable(view, left_out)
     contents = _contents(view, left_out, with_optimizer=optimizer is not None, tile_numel=tile_numel)
     run = _run_state(view, optimizer, scheduler, extra) | ({"left_out": left_out} if trained_only else {})
     if view.is_first:  # of what several ranks add, torch keeps whichever it likes
         contents.add(run, *STATE.split("."))
     contents.add(random_state_of(view.ranks.device), "zero", f"rng.{view.ranks.rank}")
     aliases = {f"model.{clean_name(a)}": f"model.{clean_name(n.name)}" for n in view.names for a in n.aliases}
-    write(Path(folder), contents, aliases, alone=view.ranks.size == 1)
+    saving, alone = Saving(), view.ranks.size == 1
+    if blocking:
+        write(Path(folder), contents, aliases, alone=alone)
+        return saving
+    commits, store, group = view.handle.engine.commits, view.store, view.ranks.beside()
+    assert commits is not None and isinstance(store, Durable)
+    commits.end_copy()
+    pinned = store.pin()
+    contents.keep()
+    contents.view = view.of(pinned)
+    saving.begin(lambda: write(Path(folder), contents, aliases, alone=alone, group=group), pinned.close)
+    commits.begin_copy(saving)
+    return saving
 
 
-def write(folder: Path, contents: Contents, aliases: Mapping[str, str], *, alone: bool) -> None:
+def write(folder: Path, contents: Contents, aliases: Mapping[str, str], *, alone: bool, group: Any = None) -> None:
     """Writes `contents` into `folder`, where the tensors `aliases` maps to have these further names. alone: one rank.
 
-    Collective without `alone`. Raises CheckpointError as `save` does.
+    Collective in `group` without `alone`. Raises CheckpointError as `save` does.
     """
+    writer, planner = StreamingWriter(folder, aliases), StreamingSavePlanner(contents)
     with _unwrapped(folder):
-        dcp.save(
-            {},
-            storage_writer=StreamingWriter(folder, aliases),
-            planner=StreamingSavePlanner(contents),
-            no_dist=alone,
+        if alone:
+            _write_alone(writer, planner)
+        else:
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
+
+
+def _write_alone(writer: StreamingWriter, planner: StreamingSavePlanner) -> None:
+    """As dcp.save of one rank, without its warning: another thread must not switch warnings off and on."""
+    try:
+        writer.reset()
+        planner.set_up_planner({}, is_coordinator=True)
+        writer.set_up_storage_writer(True)
+        plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+        plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+        writer.finish(metadata, [writer.write_data(plan, planner).value()])
+    except Exception as error:
+        raise CheckpointException("write", {0: (error, traceback.extract_tb(error.__traceback__))}) from error
+
+
+def _check_durable(view: ShardView, left_out: Container[str]) -> None:
+    """Raises ZeroError unless everything that is to be written lies on the disk of a durable store."""
+    if view.handle.engine.commits is None:
+        raise ZeroError(
+            f"save(blocking=False) copies what a durable store keeps on disk, and the {type(view.store).__name__} of "
+            f"this {type(view.handle.model).__name__} is not durable: give shard a store with durable=True, or save "
+            "with blocking=True"
+        )
+    frozen = [n for unit, k, n in view.parameters() if unit.groups[k] is None and clean_name(n) not in left_out]
+    if frozen:
+        raise ZeroError(
+            f"save(blocking=False) copies what is trained, and {listed(frozen)} is not: leave what is not trained out "
+            "with trained_only=True, or save with blocking=True"
         )
 
 
@@ -178,14 +231,12 @@ def _view(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ShardVie
 
 @contextmanager
 def _unwrapped(written: Path | None = None) -> Iterator[None]:
-    """Raise what a rank raised, instead of torch's summary of all ranks, and no warning about one process.
+    """Raise what a rank raised, instead of torch's summary of all ranks.
 
     With what is free on the disk: of a full one, torch's writer says only that it is somewhere else than it thought.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
+        yield
     except CheckpointException as summary:
         rank, (error, _) = min(summary.failures.items())
         if isinstance(error, ZeroError):
@@ -201,7 +252,8 @@ def _read(reader: Any, view: ShardView, plan: Any, tile_numel: int) -> Streaming
         return plan(metadata)
 
     planner = StreamingLoadPlanner(view, checked, tile_numel)
-    with _unwrapped():
+    with _unwrapped(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # of one process
         dcp.load({}, storage_reader=reader, planner=planner, no_dist=view.ranks.size == 1)
     return planner
 

@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,11 +49,21 @@ class Sliced:
     state: str
 
 
+class Values(Protocol):
+    """Where slices are read: a `ShardView`, or what stands for one."""
+
+    def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
+        """As `ShardView.read`."""
+
+    def dtype_of(self, part: ShardSlice, state: str) -> torch.dtype:
+        """As `ShardView.dtype_of`."""
+
+
 @dataclass
 class Contents:
     """Everything one rank writes. Tensors and objects that several ranks list are written by one of them."""
 
-    view: ShardView
+    view: Values
     tile_numel: int = TILE_NUMEL
     sliced: list[Sliced] = field(default_factory=list)
     whole: dict[str, Any] = field(default_factory=dict)  # fqn -> a small whole tensor (buffer, step), or an object
@@ -61,6 +71,11 @@ class Contents:
 
     def add(self, value: Any, *path: str) -> None:
         self.whole[self._name(path)] = value
+
+    def keep(self) -> None:
+        """What is small stays as it is now, whatever becomes of the run."""
+        for fqn, value in self.whole.items():
+            self.whole[fqn] = value.detach().cpu().clone() if isinstance(value, Tensor) else _pickled(value)
 
     def add_slice(self, part: ShardSlice, state: str, *path: str) -> None:
         self.sliced.append(Sliced(self._name(path), part, state))
@@ -98,12 +113,13 @@ class StreamingSavePlanner(DefaultSavePlanner):
                 items.append(_write_item(fqn, offsets, value.shape, value.shape, value.dtype, whole=True))
             else:
                 items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
-        for sliced in contents.sliced:
-            part = sliced.part
-            dtype = contents.view.dtype_of(part, sliced.state)
+        for part, slices in itertools.groupby(contents.sliced, key=operator.attrgetter("part")):
+            states = list(slices)
             for box in tile_boxes(part.shape, part.start, part.stop, contents.tile_numel):
-                self._boxes[sliced.fqn, box.offsets] = (sliced, box)
-                items.append(_write_item(sliced.fqn, box.offsets, box.sizes, part.shape, dtype, whole=False))
+                for sliced in states:  # all of a box at once: the store has them together
+                    self._boxes[sliced.fqn, box.offsets] = (sliced, box)
+                    dtype = contents.view.dtype_of(part, sliced.state)
+                    items.append(_write_item(sliced.fqn, box.offsets, box.sizes, part.shape, dtype, whole=False))
         self.plan = SavePlan(items, planner_data=contents.paths)
         return self.plan
 
@@ -115,15 +131,20 @@ class StreamingSavePlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         fqn, offset = write_item.index.fqn, write_item.index.offset
         if write_item.type == WriteItemType.BYTE_IO:
-            stream = io.BytesIO()
-            torch.save(self._contents.whole[fqn], stream)
-            return stream
+            value = self._contents.whole[fqn]
+            return value if isinstance(value, io.BytesIO) else _pickled(value)
         if write_item.type == WriteItemType.TENSOR:
             return self._contents.whole[fqn].detach().cpu().contiguous().clone()
         assert offset is not None
         sliced, box = self._boxes[fqn, tuple(offset)]
         values = self._contents.view.read(sliced.part, sliced.state, box.start, box.start + box.numel)
         return values.view(box.sizes)
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream
 
 
 def _write_item(

@@ -5,6 +5,7 @@ Owns the translation from a parameter's elements to a unit's shard. Moves values
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from ..building.keys import Named, named_tensors
 from ..building.parts import named_parts
 from ..errors import ZeroError
 from ..precision import rounded
-from ..store import ScalarStates, scalar_names
+from ..store import Pinned, ScalarStates, scalar_names
 
 if TYPE_CHECKING:  # both are above this module
     from ..runtime.unit import Unit
@@ -82,6 +83,12 @@ class ShardView:
                 if name is not None:
                     where = unit.index, piece.k, segment, piece.shard_start
                     yield ShardSlice(name, piece.slot.shape, piece.slot_start, piece.slot_stop, *where)
+
+    def of(self, pinned: Pinned) -> ShardView:
+        """The same, with the values that the store had when it was pinned, for another thread that only reads."""
+        found = copy.copy(self)
+        found.store = pinned  # type: ignore[assignment]  # of the store, `read` is all that is called
+        return found
 
     def read(self, part: ShardSlice, state: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the parameter's `state`: (stop - start,) on the CPU, memory of its own."""

@@ -62,6 +62,7 @@ class Ranks:
                 make = collectives or BY_BACKEND.get(backend_in(axis.group, device), TorchCollectives)
                 self._of_group[id(axis.group)] = make(axis, pool)
         self.patience = Patience(rank, size, self._break_off)
+        self._beside: Any = None
 
     @classmethod
     def build(
@@ -130,6 +131,15 @@ class Ranks:
         if work is not None:
             with self._waiting(collective, unit):
                 work.wait()
+
+    def beside(self) -> Any:
+        """A group of all ranks for another thread, which exchanges objects in it; None for one rank.
+
+        Collective at the first call.
+        """
+        if self.size > 1 and self._beside is None:
+            self._beside = dist.new_group(backend="gloo")
+        return self._beside
 
     def meet(self, what: str) -> None:
         """Wait until every rank has made this call."""

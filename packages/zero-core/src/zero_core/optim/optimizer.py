@@ -249,12 +249,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [name for name in (*store.state_names(), *scalar_names(store)) if name != "master"]
 
     def close(self) -> None:
-        """Finish updates under way and give the store's memory back. The model cannot be used after."""
+        """Finish updates and a checkpoint under way, and give the store's memory back. The model cannot be used after.
+
+        Raises what a checkpoint in the background failed with, when all is closed.
+        """
         try:
             if not (self.engine.calls.interrupted or self.engine.reducer.updating):
                 self.engine.settle()
                 if self.engine.commits is not None:
                     self.engine.commits.begin_step()
+                    self.engine.commits.end_copy()
         finally:
             self.engine.detach()
             self.engine.store.close()

@@ -14,12 +14,19 @@ differ by one at most, and the smaller one is there on both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import ZeroError
 from ..store import Durable
 
-__all__ = ["Commits"]
+__all__ = ["Commits", "Copy"]
+
+
+class Copy(Protocol):
+    """A generation that is being copied out, by another thread."""
+
+    def end(self) -> None:
+        """Return when it is. Raises what that failed with, unless somebody was told before."""
 
 
 class Commits:
@@ -29,20 +36,26 @@ class Commits:
         self._store, self._several = store, several
         self._makers: tuple[Callable[[], Any], Callable[[Any], bytes]] | None = None
         self._random_state: Any = None  # after a step that is not committed
+        self._every, self._steps = 1, 0  # that were taken since the last commit
+        self._copy: Copy | None = None
 
     @property
     def begun(self) -> bool:
         """Whether `begin` was called."""
         return self._makers is not None
 
-    def begin(self, random_state: Callable[[], Any], blob_of: Callable[[Any], bytes]) -> None:
-        """blob_of: makes what belongs to a generation besides shards, given what `random_state` returned after it."""
-        self._makers = random_state, blob_of
+    def begin(self, random_state: Callable[[], Any], blob_of: Callable[[Any], bytes], every: int = 1) -> None:
+        """blob_of: makes what belongs to a generation besides shards, given what `random_state` returned after it.
+
+        every: how many steps come to one that is committed, the same on all ranks.
+        """
+        self._makers, self._every = (random_state, blob_of), every
 
     def stepped(self) -> None:
         """A step is over, for all but its updates in the background."""
         if self._makers is not None:
             self._random_state = self._makers[0]()
+            self._steps += 1
 
     def begin_forward(self) -> None:
         """Commit the step before, if there is one. Raises ZeroError where nobody has begun."""
@@ -51,9 +64,9 @@ class Commits:
                 "the store of this model is durable, and nobody has said what belongs to a step besides its tensors: "
                 "call zero_core.resume(model, optimizer) after shard() and before the first forward"
             )
-        if self._random_state is not None:
+        if self._random_state is not None and self._steps >= self._every:
             blob = self._makers[1](self._random_state)
-            self._random_state = None
+            self._random_state, self._steps = None, 0
             self._store.commit(blob)
 
     def begin_backward(self) -> None:
@@ -67,5 +80,16 @@ class Commits:
 
     def finish(self) -> None:
         """Commit the last step, if it is not, and return when it is on disk."""
+        self._steps = self._every
         self.begin_forward()
         self._store.committed()
+
+    def begin_copy(self, copy: Copy) -> None:
+        """There is one at a time: `end_copy` comes before the next one, and before the store is closed."""
+        self._copy = copy
+
+    def end_copy(self) -> None:
+        """Return when the last copy is over. Raises what it failed with, unless somebody was told before."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.end()

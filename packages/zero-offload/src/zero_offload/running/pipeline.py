@@ -129,9 +129,9 @@ class Pipeline:
                 self._monitor.updates[task.tile.unit] += task.last
             self._worker.put(job)
 
-    def commit(self, commit: Callable[[], None]) -> None:
+    def afterwards(self, call: Callable[[], None]) -> None:
         """Call it on the update thread when every job until now is done; `wait` waits for it too."""
-        self._worker.put(commit)
+        self._worker.put(call)
 
     def read_early(self, tiles: Sequence[Tile]) -> None:
         """Use idle slots for the states of `tiles`, the first ones of the update to come."""

@@ -32,6 +32,7 @@ from ..slots import Slot, Slots
 from ..streams import Mark, Streams
 from ..transfers import InFlight
 from .footprint import StorePlan
+from .generations import TwoPlaces
 from .tile import Tile
 
 __all__ = ["DeviceTier"]
@@ -156,17 +157,28 @@ class DeviceTier:
         tile = mirror.key
         return mirror.memory.view(self._plan.units[tile.unit].spec.dtype, tile.numel)
 
-    def refresh(self, tile: Tile) -> None:
-        """The mirror's values go home."""
+    def refresh(self, tile: Tile, kept: TwoPlaces | None = None) -> None:
+        """The mirror's values go home, and to disk where the tile is durable."""
         mirror = self._mirrors.hold(tile, "refresh")  # and held for good if Ctrl-C comes between a copy and its mark
         assert mirror is not None
         values = self._values(mirror)
+        if kept is not None:
+            mirror.leaves(kept.write(mirror.memory.raw(0, kept.nbytes), f"parameters of {tile}"))
         mark = self._streams.copy("swap_in", self._home(tile), values, self._fresh(tile.unit))
         self._in_flight.begin(mark, ("home", tile.unit), writes=True)
         mirror.leaves(mark)
         mirror.holders.clear()
         self._mirrors.give(mirror)
         self._in_flight.count("swap_in", values.nbytes)
+
+    def restore(self, tile: Tile, kept: TwoPlaces) -> None:
+        """An earlier process's values of the tile come home."""
+
+        def fill(mirror: Slot[Block]) -> None:
+            mirror.fills(kept.read(mirror.memory.raw(0, kept.nbytes), f"parameters of {tile}"))
+
+        self._mirrors.take(tile, fill=fill).wait_filled()
+        self.refresh(tile)
 
     def give_back(self, i: int) -> None:
         """Mirrors of unit i's that were only read."""

@@ -217,6 +217,20 @@ class StorePlan:
                 yield Reserved(kind, part[0], (part,), count * (1 if tier.stored else 2) * (nbytes > 0))
 
     @cached_property
+    def copied_bytes(self) -> int:
+        """What a durable store writes to disk besides what is stored there: what is trained and lies in memory."""
+        rows = ((run, *row) for run in self.runs for row in run.unit.rows())
+        return sum(
+            run.count
+            * (
+                (not parameter.stored) * tile.numel * run.unit.spec.dtype.itemsize
+                + (record is not None and not state.stored and record.nbytes)
+            )
+            for run, tile, record, parameter, _, state in rows
+            if tile.trainable
+        )
+
+    @cached_property
     def held(self) -> Mapping[tuple[str, str], int]:
         """Bytes by tier and kind: "parameters", "gradients", "optimizer" and "buffers" (slots, landing buffers)."""
         held = Counter[tuple[str, str]]()

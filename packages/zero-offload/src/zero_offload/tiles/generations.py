@@ -18,6 +18,11 @@ before the last sync leaves generation N-1, whose places, body and header nothin
 without its body.
 
 Nothing may be written for step N+1 until every rank has committed N: see `zero_core.durable`.
+
+[Note: a copy]
+A checkpoint in the background copies the values of step N while training goes on. Step N+1 writes to the other places,
+and step N+2 would write over N's. `Pins` holds these places back: each is free as soon as it has been read, in the
+order in which updates come, so an update waits only where the disk is slower than two steps. No third place is needed.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from __future__ import annotations
 import errno
 import json
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,15 +40,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.store import StoreContext
+from zero_core.store import Segment, ShardSpec, StoreContext
 
 from ..errors import GenerationError
 from ..protocols import NamedByteStore, UpdateStep
 from ..transfers import END, Stored, Transfer, Transfers
 from .footprint import StorePlan
-from .tile import round_up
+from .tile import Tile, round_up
 
-__all__ = ["Generations", "Manifest", "TwoPlaces", "generation_layout"]
+__all__ = [
+    "Generations",
+    "Manifest",
+    "Pins",
+    "TwoPlaces",
+    "generation_layout",
+    "parameters_of",
+    "shards_of",
+    "states_of",
+]
 
 FORMAT = 1
 MAGIC = b"zerogen\0"
@@ -57,19 +72,32 @@ def generation_layout(
 ) -> dict[str, Any]:
     """What a process must have as the one before it. Placements between host and nvme may differ.
 
-    Raises GenerationError for values that are neither in host memory nor on nvme.
+    Raises GenerationError for values on another tier, and for states on a discrete device.
     """
     for unit in plan.units:
         for tile, record, parameter, _, state in unit.rows():
             for tier in (parameter, *((state,) if record is not None else ())):
                 elsewhere = tier.stored and tier != plan.durable_on
-                if tile.trainable and (elsewhere or unit.on_device((tier,)) or unit.whole):
+                if tile.trainable and (elsewhere or unit.whole):
                     raise GenerationError(
                         f"durable with values of {unit.spec.name} on {tier}: what is trained has to be in host memory "
-                        f'or on {plan.durable_on}; place parameters and optimizer on "host" or "{plan.durable_on}"'
+                        f'or on {plan.durable_on}; place parameters and optimizer on "host" or "{plan.durable_on}", '
+                        "or on a GPU the parameters alone"
                     )
     trained = [unit.spec for unit in plan.units if unit.spec.trained]
-    segments = [(spec.name, spec.numel, str(spec.dtype), spec.segments) for spec in trained]
+    units = [
+        {
+            "place": place,
+            "name": unit.spec.name,
+            "numel": unit.spec.numel,
+            "dtype": str(unit.spec.dtype),
+            "segments": [
+                [s.start, s.stop, s.group, s.name, s.shape and list(s.shape), s.offset] for s in unit.spec.segments
+            ],
+        }
+        for place, unit in enumerate(plan.units)
+        if unit.spec.trained
+    ]
     return {
         "trained units": len(trained),
         "trained elements": sum(spec.numel for spec in trained),
@@ -79,8 +107,33 @@ def generation_layout(
         "step": [type(step).__name__, *step.state_names()],
         "shards": context.shard_count,
         "rank": context.rank,
-        "names and shapes": zlib.crc32(repr(segments).encode()),
+        "alignment": plan.alignment,
+        "units": units,
     }
+
+
+def shards_of(layout: Mapping[str, Any]) -> tuple[ShardSpec, ...]:
+    """The shards that a generation of this layout has the values of. Those that are not trained have no elements."""
+    last = max((unit["place"] for unit in layout["units"]), default=-1)
+    found = [ShardSpec("not trained", 0, torch.float32, (), trained=False)] * (last + 1)
+    for unit in layout["units"]:
+        segments = (
+            Segment(start, stop, group, name, shape and tuple(shape), offset)
+            for start, stop, group, name, shape, offset in unit["segments"]
+        )
+        dtype = getattr(torch, unit["dtype"].removeprefix("torch."))
+        found[unit["place"]] = ShardSpec(unit["name"], unit["numel"], dtype, tuple(segments))
+    return tuple(found)
+
+
+def states_of(tile: Tile) -> str:
+    """The name of the value that is a tile's record."""
+    return f"states/{tile.unit}/{tile.index}"
+
+
+def parameters_of(tile: Tile) -> str:
+    """The name of the value that is a tile's parameters."""
+    return f"parameters/{tile.unit}/{tile.index}"
 
 
 class TwoPlaces:
@@ -89,8 +142,8 @@ class TwoPlaces:
     source: the memory that has the value, if it is not read and written here but copied at each commit.
     """
 
-    def __init__(self, places: tuple[Stored, Stored], nbytes: int) -> None:
-        self._places, self.nbytes = places, nbytes
+    def __init__(self, places: tuple[Stored, Stored], nbytes: int, pins: Pins) -> None:
+        self._places, self.nbytes, self._pins = places, nbytes, pins
         self.source: Callable[[], Tensor] | None = None
         self._now = 0
         self._committed: int | None = None  # which the last generation has
@@ -101,11 +154,22 @@ class TwoPlaces:
         return self._places[self._now].read(buffer, what, offset)
 
     def write(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
-        """As `Stored.write`, to the place that the last generation does not use."""
+        """As `Stored.write`, to the place that the last generation does not use. Waits while a copy needs it."""
         assert offset == 0, f"a part of {what} was to be written"
-        if self._now == self._committed:
+        if self._now == self._committed or self._pins.place(self) == self._now:
             self._now = 1 - self._now
+        if self._now in (self._committed, self._pins.place(self)):
+            self._pins.wait(self)
+            if self._now == self._committed:
+                self._now = 1 - self._now
         return self._places[self._now].write(buffer, what)
+
+    def place(self) -> int:
+        """The place that was written last."""
+        return self._now
+
+    def stored(self, place: int) -> Stored:
+        return self._places[place]
 
     def drain(self, start: int = 0, stop: int = END) -> None:
         """As `Stored.drain`."""
@@ -123,6 +187,37 @@ class TwoPlaces:
         """What a manifest says of it."""
         first, second = (each.extent.offset_bytes for each in self._places)
         return [self.nbytes, first, second, self._now]
+
+
+class Pins:
+    """Places that a copy still has to read. Any thread."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._places: dict[TwoPlaces, int] = {}
+
+    def put(self, values: Iterable[TwoPlaces]) -> None:
+        """Where these values are now, they stay."""
+        with self._condition:
+            assert not self._places, "two copies at a time"
+            self._places = {value: value.place() for value in values}
+
+    def place(self, value: TwoPlaces) -> int | None:
+        """Where the value stays; None: nowhere."""
+        with self._condition:
+            return self._places.get(value)
+
+    def give_up(self, values: Iterable[TwoPlaces] | None = None) -> None:
+        """These values are copied, or all are, or never will be."""
+        with self._condition:
+            for value in list(self._places) if values is None else values:
+                self._places.pop(value, None)
+            self._condition.notify_all()
+
+    def wait(self, value: TwoPlaces) -> None:
+        """Return when the value is given up."""
+        with self._condition:
+            self._condition.wait_for(lambda: value not in self._places)
 
 
 @dataclass(frozen=True)
@@ -151,6 +246,7 @@ class Generations:
         self._transfers, self._store, self._sync = transfers, store, sync
         self.layout = dict(layout)
         self._values: dict[str, TwoPlaces] = {}
+        self.pins = Pins()
         self.number = 0  # of the last generation; 0: there is none
         self.adopted = False  # whether values are those of an earlier process
         self._headers = [self._header(place * transfers.alignment) for place in (0, 1)]
@@ -219,6 +315,15 @@ class Generations:
         facts = json.loads(text[LENGTH.size : LENGTH.size + length])
         return Manifest(number, facts, text[LENGTH.size + length :])
 
+    def close(self) -> None:
+        """Give back what was claimed to read the manifests."""
+        for header in self._headers:
+            header.free()
+
+    def found_layout(self) -> Mapping[str, Any] | None:
+        """Of the last generation that was found."""
+        return self.found[0].facts["layout"] if self.found else None
+
     def adopt(self, number: int) -> bytes:
         """Go on from a generation that was found; returns its blob. To be called before anything is allocated.
 
@@ -244,7 +349,7 @@ class Generations:
         self._forget_after(number)
         self._bodies = [None if each is None else self._claim(*each) for each in manifest.facts["bodies"]]
         for name, (nbytes, first, second, now) in manifest.facts["values"].items():
-            self._values[name] = TwoPlaces((self._claim(first, nbytes), self._claim(second, nbytes)), nbytes)
+            self._values[name] = TwoPlaces((self._claim(first, nbytes), self._claim(second, nbytes)), nbytes, self.pins)
             self._values[name].adopt(now)
         self.adopted, self.number = True, number
         return manifest.blob
@@ -262,11 +367,15 @@ class Generations:
         differing = [key for key in {**there, **self.layout} if there.get(key) != self.layout.get(key)]
         if differing:
             told = "; ".join(
-                f"{key}: {_short(there.get(key))}, now {_short(self.layout.get(key))}" for key in differing
+                f"{key}: {_short(there.get(key))}, now {_short(self.layout.get(key))}"
+                for key in differing
+                if key != "units"
             )
+            told = told or "names or shapes of its units"
             raise GenerationError(
                 f"{self._named()} has a run of another model or another setting ({told}); "
-                "start it as it was, give the slab another name, or remove it to begin anew"
+                "start it as it was, give the slab another name, remove it to begin anew, or write a checkpoint of it "
+                "with zero_offload.write_checkpoint and load that"
             )
 
     # -- values -------------------------------------------------------------------------------------------------
@@ -274,7 +383,8 @@ class Generations:
     def own(self, name: str, nbytes: int, source: Callable[[], Tensor] | None = None) -> TwoPlaces:
         """Two places for a value, or those that the adopted generation has."""
         if not self.adopted:
-            self._values[name] = TwoPlaces((self._transfers.allocate(nbytes), self._transfers.allocate(nbytes)), nbytes)
+            places = self._transfers.allocate(nbytes), self._transfers.allocate(nbytes)
+            self._values[name] = TwoPlaces(places, nbytes, self.pins)
         value = self._values[name]
         assert value.nbytes == nbytes, f"{name} has {nbytes} bytes, and the generation {value.nbytes}"
         value.source, value.changed = source, source is not None and not self.adopted
@@ -291,9 +401,7 @@ class Generations:
 
         Raises what a write or a sync failed with: the last generation is then what it was.
         """
-        self._in_turns(value.write(value.source(), name) for name, value in self._copied() if value.changed)
-        for value in self._values.values():
-            value.drain()
+        self._complete()
         number = self.number + 1
         place = number % 2
         values = {name: value.described() for name, value in self._values.items()}
@@ -306,8 +414,14 @@ class Generations:
         self._synced()
         for value in self._values.values():
             value.commit()
-            value.changed = False
         self.number = number
+
+    def _complete(self) -> None:
+        """Return when everything that has changed until now is written."""
+        self._in_turns(value.write(value.source(), name) for name, value in self._copied() if value.changed)
+        for value in self._values.values():
+            value.drain()
+            value.changed = False
 
     def _body(self, values: Mapping[str, Sequence[int]], blob: bytes) -> bytes:
         bodies = [None if each is None else [each.extent.offset_bytes, each.extent.nbytes] for each in self._bodies]
@@ -324,6 +438,31 @@ class Generations:
             self._bodies[place] = None  # also where there is no more room
             self._bodies[place] = room = self._transfers.allocate(2 * wanted)
         return room
+
+    # -- a copy -------------------------------------------------------------------------------------------------
+
+    def pin(self) -> None:
+        """Every value stays as it is now until it is given up; see [Note: a copy]."""
+        self._complete()
+        self.pins.put(self._values.values())
+
+    def read_pinned(self, name: str, buffer: Tensor) -> None:
+        """Fill `buffer` with a pinned value, and give it up. Any thread. Raises GenerationError where it was given up
+        before, as when the store is closed."""
+        value = self._values[name]
+        place = self.pins.place(value)
+        if place is not None:
+            self._in_turns([value.stored(place).read(buffer, name)])
+        if place is None or self.pins.place(value) is None:  # or while it was read
+            raise GenerationError(
+                f"the copy of {name} was given up: the store was closed before the checkpoint was written; call wait() "
+                "of what save() returned, or optimizer.close(), which waits for it"
+            )
+        self.pins.give_up([value])
+
+    def give_up(self, names: Iterable[str]) -> None:
+        """What a copy does not want of the pinned values."""
+        self.pins.give_up([self._values[name] for name in names if name in self._values])
 
     def _copied(self) -> Iterable[tuple[str, Any]]:
         return ((name, value) for name, value in self._values.items() if value.source is not None)

@@ -26,7 +26,7 @@ from ..tier import Tier
 from ..transfers import Stored, Stores
 from .device_tier import DeviceTier
 from .footprint import PlacedUnit, StorePlan
-from .generations import Generations, TwoPlaces
+from .generations import Generations, TwoPlaces, parameters_of
 from .tile import Tile, round_up
 
 __all__ = ["ParameterStore"]
@@ -60,6 +60,7 @@ class ParameterStore:
         self._memory_numel: list[int] = []
         self._stored: list[list[_Piece]] = []  # the tiles after those
         self._copied: dict[Tile, TwoPlaces] = {}  # of the tiles that are not stored, where a commit copies them to
+        self._kept: dict[Tile, TwoPlaces] = {}  # of those on a discrete device, where each update writes them to
         for unit in plan.units:
             numel = unit.memory_numel(unit.parameter_tiers)
             self._memory.append(arena.take(numel * unit.spec.dtype.itemsize))
@@ -86,17 +87,18 @@ class ParameterStore:
 
     def _own_places(self, unit: PlacedUnit, tile: Tile, tier: Tier, stores: Stores, generations: Generations) -> None:
         """Where a tile of a durable unit is kept. What is not trained is not durable: it is given anew each time."""
-        own: Callable[[int], Stored | TwoPlaces] = partial(generations.own, f"parameters/{tile.unit}/{tile.index}")
+        own: Callable[[int], Stored | TwoPlaces] = partial(generations.own, parameters_of(tile))
         if tier.stored:
             own = own if tile.trainable else stores[tier].own
             self._stored[tile.unit].append(self._piece(own, tile.start, tile.stop, unit))
         elif tile.trainable:
             first, stop = self._bytes(tile)
-            self._copied[tile] = generations.own(
-                f"parameters/{tile.unit}/{tile.index}",
-                round_up(stop - first, self._plan.alignment),
-                partial(self._memory[tile.unit].raw, first, stop),
-            )
+            nbytes = round_up(stop - first, self._plan.alignment)
+            if unit.home:
+                self._kept[tile] = generations.own(parameters_of(tile), nbytes)
+            else:
+                memory = partial(self._memory[tile.unit].raw, first, stop)
+                self._copied[tile] = generations.own(parameters_of(tile), nbytes, memory)
 
     def streamed(self, i: int) -> bool:
         """Whether unit i goes through unit slots."""
@@ -258,7 +260,7 @@ class ParameterStore:
         unit, (start, stop) = self._plan.units[tile.unit], self._bytes(tile)
         if unit.home:
             assert self._device is not None
-            self._device.refresh(tile)
+            self._device.refresh(tile, self._kept.get(tile))
             return
         if tile in self._copied:
             self._copied[tile].changed = True
@@ -272,6 +274,12 @@ class ParameterStore:
         else:
             home = self._memory[tile.unit].view(unit.spec.dtype, tile.numel, start)
             home.copy_(slot.memory.view(unit.spec.dtype, tile.numel, start))
+
+    def restore(self, tile: Tile) -> None:
+        """The values that an earlier process left on disk go where they live, if that is a discrete device."""
+        if tile in self._kept:
+            assert self._device is not None
+            self._device.restore(tile, self._kept[tile])
 
     def end_update(self, i: int, *, wanted: bool = True) -> None:
         """Unit i waits in its slot for its next use, if it is `wanted` soon."""

@@ -26,7 +26,7 @@ from ..slots import Slot
 from ..transfers import Stores
 from .fitting import resident_slots
 from .footprint import StorePlan
-from .generations import Generations, TwoPlaces
+from .generations import Generations, TwoPlaces, states_of
 from .stored_tiles import StoredTiles
 from .tile import Record, Tile
 
@@ -50,7 +50,7 @@ class StateStore:
                 if record is None:
                     continue
                 self._records[tile] = record
-                name = f"states/{tile.unit}/{tile.index}"
+                name = states_of(tile)
                 if not tier.stored:
                     self._memory[tile] = block = arena.take(record.nbytes)
                     if generations is not None:

@@ -1,12 +1,17 @@
 """A shard's values from outside: its first ones, and those that checkpoints read and write by name.
 
-Owns the way of one tile after another through memory. Runs while no update does; what waits for that is `store`'s.
+Owns the way of one tile after another through memory. `Values` runs while no update does; what waits for that is
+`store`'s. `PinnedValues` runs beside updates, on another thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import mmap
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,49 +19,36 @@ from torch import Tensor
 from zero_core.precision import round_to
 
 from ..protocols import UpdateStep
-from .footprint import StorePlan
+from .footprint import PlacedUnit, StorePlan
+from .generations import Generations, parameters_of, states_of
 from .parameters import ParameterStore
 from .states import StateStore
-from .tile import Tile, View
+from .tile import Tile, View, round_up
 
-__all__ = ["Values"]
+__all__ = ["PinnedValues", "Tiled", "Values"]
 
 
-class Values:
-    """Logical values of every shard: "master" and the step's states, wherever and in whatever layout they are.
+class Tiled(Protocol):
+    """What a `StorePlan` says of how values are cut and laid out."""
 
-    They are fp32. The master of a shard that is not trained is the shard itself, in its own dtype.
-    """
+    @property
+    def units(self) -> Sequence[PlacedUnit]:
+        """By shard."""
 
-    def __init__(self, plan: StorePlan, parameters: ParameterStore, states: StateStore, step: UpdateStep) -> None:
-        self._plan, self._parameters, self._states, self._step = plan, parameters, states, step
+    @property
+    def alignment(self) -> int:
+        """Bytes."""
 
-    def first(self, i: int, master: Tensor, *, kept: bool = False) -> None:
-        """Lay out shard i from its master (shard_numel,), unless it is whole on a device; nothing is read.
 
-        kept: an earlier process left the values of what is trained, and they stay what they are.
-        """
-        unit = self._plan.units[i]
-        if master.numel() != unit.spec.numel:
-            raise ValueError(f"initial({i}) has {master.numel()} elements, {unit.spec.name} has {unit.spec.numel}")
-        if unit.whole:  # it is the device tier's
-            return
-        master = master.detach().to("cpu", unit.spec.master_dtype)
-        for tile in unit.tiles:
-            if kept and tile.trainable:
-                continue
-            values = master[tile.start : tile.stop]
-            with self._opened(tile, change=True, read=kept) as view:
-                if tile.trainable:
-                    self._step.initialise(view, values)
-                else:
-                    round_to(values, view.parameter)
-                self._parameters.changed(tile)
+class _Reader(ABC):
+    """Reads logical values out of tiles."""
 
-    def at_hand(self) -> set[int]:
-        """After a transfer failed: the units whose bytes are in slots, whatever became of their writes."""
-        self._states.slots.forget_leaving()
-        return self._parameters.forget_writes()
+    def __init__(self, plan: Tiled, step: UpdateStep) -> None:
+        self._plan, self._step = plan, step
+
+    @abstractmethod
+    def _opened(self, tile: Tile, *, change: bool, states: bool = True) -> AbstractContextManager[View]:
+        """The tile in memory."""
 
     def read(self, i: int, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,), a copy."""
@@ -72,6 +64,55 @@ class Values:
                     found = view.parameter if name == "master" else torch.zeros(tile.numel)
                 values[low - start : high - start] = found[low - tile.start : high - tile.start]
         return values
+
+    def _is_master(self, tile: Tile) -> bool:
+        """Whether the parameter is the master itself."""
+        unit = self._plan.units[tile.unit]
+        record = unit.records[tile.index]
+        return unit.spec.dtype is torch.float32 and all(f.name != "master" for f in (record.fields if record else ()))
+
+    def _tiles(self, i: int, start: int, stop: int) -> Iterator[Tile]:
+        tiles = self._plan.units[i].tiles if start < stop else ()
+        return (tile for tile in tiles if tile.start < stop and tile.stop > start)
+
+
+class Values(_Reader):
+    """Logical values of every shard: "master" and the step's states, wherever and in whatever layout they are.
+
+    They are fp32. The master of a shard that is not trained is the shard itself, in its own dtype.
+    """
+
+    def __init__(self, plan: StorePlan, parameters: ParameterStore, states: StateStore, step: UpdateStep) -> None:
+        super().__init__(plan, step)
+        self._parameters, self._states = parameters, states
+
+    def first(self, i: int, master: Tensor, *, kept: bool = False) -> None:
+        """Lay out shard i from its master (shard_numel,), unless it is whole on a device; nothing is read.
+
+        kept: an earlier process left the values of what is trained, and they stay what they are.
+        """
+        unit = self._plan.units[i]
+        if master.numel() != unit.spec.numel:
+            raise ValueError(f"initial({i}) has {master.numel()} elements, {unit.spec.name} has {unit.spec.numel}")
+        if unit.whole:  # it is the device tier's
+            return
+        master = master.detach().to("cpu", unit.spec.master_dtype)
+        for tile in unit.tiles:
+            if kept and tile.trainable:
+                self._parameters.restore(tile)
+                continue
+            values = master[tile.start : tile.stop]
+            with self._opened(tile, change=True, read=kept) as view:
+                if tile.trainable:
+                    self._step.initialise(view, values)
+                else:
+                    round_to(values, view.parameter)
+                self._parameters.changed(tile)
+
+    def at_hand(self) -> set[int]:
+        """After a transfer failed: the units whose bytes are in slots, whatever became of their writes."""
+        self._states.slots.forget_leaving()
+        return self._parameters.forget_writes()
 
     def write(self, i: int, name: str, start: int, values: Tensor) -> None:
         """Overwrite elements [start, start + len(values)); the parameter follows its master."""
@@ -92,16 +133,6 @@ class Values:
                     round_to(part, view.parameter[low - tile.start : high - tile.start])
                 if name == "master":
                     self._parameters.changed(tile)
-
-    def _is_master(self, tile: Tile) -> bool:
-        """Whether the parameter is the master itself."""
-        unit = self._plan.units[tile.unit]
-        record = unit.records[tile.index]
-        return unit.spec.dtype is torch.float32 and all(f.name != "master" for f in (record.fields if record else ()))
-
-    def _tiles(self, i: int, start: int, stop: int) -> Iterator[Tile]:
-        tiles = self._plan.units[i].tiles if start < stop else ()
-        return (tile for tile in tiles if tile.start < stop and tile.stop > start)
 
     @contextmanager
     def _opened(self, tile: Tile, *, change: bool, states: bool = True, read: bool = True) -> Iterator[View]:
@@ -127,3 +158,60 @@ class Values:
             elif slot is not None:
                 self._states.keep(slot)
             self._parameters.end_update(tile.unit, wanted=False)
+
+
+class PinnedValues(_Reader):
+    """What a durable store had when it was pinned, read from disk tile by tile. As zero_core.store.Pinned.
+
+    A tile is read once, and kept in memory until what is asked for begins after it. ready: returns when the generation
+    is pinned, or raises.
+    """
+
+    def __init__(
+        self, plan: Tiled, step: UpdateStep, generations: Generations, ready: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(plan, step)
+        self._generations, self._ready = generations, ready
+        self._held: dict[Tile, View] = {}
+        self._ahead = deque(tile for unit in plan.units for tile in unit.tiles)
+
+    def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
+        """(stop - start,), of shards and elements that follow what was asked for before, or are the same."""
+        self._ready()
+        self._held = {tile: view for tile, view in self._held.items() if tile.unit == i and tile.stop > start}
+        while self._ahead and (self._ahead[0].unit, self._ahead[0].stop) <= (i, start):
+            tile = self._ahead.popleft()
+            self._generations.give_up([parameters_of(tile), states_of(tile)])
+        with torch.no_grad():
+            return self.read(i, name, start, stop)
+
+    def close(self) -> None:
+        """Give up what was not read. Idempotent."""
+        with suppress(Exception):  # else it could be pinned after this, for good
+            self._ready()
+        self._held.clear()
+        self._generations.pins.give_up()
+
+    def _opened(self, tile: Tile, *, change: bool, states: bool = True) -> AbstractContextManager[View]:
+        assert tile.trainable and not change, f"{tile} is not pinned"
+        if tile not in self._held:
+            self._held[tile] = self._fetched(tile)
+        return nullcontext(self._held[tile])
+
+    def _fetched(self, tile: Tile) -> View:
+        unit = self._plan.units[tile.unit]
+        dtype, record = unit.spec.dtype, unit.records[tile.index]
+        nbytes = tile.numel * dtype.itemsize
+        parameter = self._bytes(parameters_of(tile), round_up(nbytes, self._plan.alignment))[:nbytes].view(dtype)
+        states = {}
+        if record is not None:
+            memory = self._bytes(states_of(tile), record.nbytes)
+            for field, offset in zip(record.fields, record.offsets, strict=True):
+                states[field.name] = memory[offset : offset + field.nbytes].view(field.dtype)
+        return View(states, parameter, parameter[:0])
+
+    def _bytes(self, name: str, nbytes: int) -> Tensor:
+        """(nbytes,) uint8: of whole pages, which the kernel takes back when they are forgotten."""
+        memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        self._generations.read_pinned(name, memory)
+        return memory

@@ -1,0 +1,122 @@
+"""What a durable TieredStore left behind, read without one: a run's slabs as a checkpoint.
+
+Owns opening a generation by what its own manifest says. How values lie in it is `tiles`'.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_core import portable
+from zero_core.store import Segment, ShardSpec
+
+from .errors import GenerationError
+from .protocols import NamedByteStore, UpdateStep
+from .tiles.footprint import PlacedUnit
+from .tiles.generations import Generations, shards_of
+from .tiles.tile import cut, record_of
+from .tiles.values import PinnedValues
+from .timeline import Timeline
+from .transfers import InFlight, Transfers
+
+__all__ = ["kept_layout", "write_checkpoint"]
+
+
+def kept_layout(slab: NamedByteStore) -> dict[str, Any] | None:
+    """What the slab's last generation is of: "shards", "rank", "tile_numel" and more; None where it has none.
+
+    Raises GenerationError where a newer version wrote it, or it is damaged.
+    """
+    opened = _opened(slab)
+    found = opened.found_layout()
+    opened.close()
+    return None if found is None else dict(found)
+
+
+def write_checkpoint(
+    slabs: Sequence[NamedByteStore],
+    folder: str | os.PathLike[str],
+    *,
+    step: UpdateStep,
+    optimizer: torch.optim.Optimizer,
+) -> tuple[int, Any]:
+    """Write the last generation that all `slabs` have as a checkpoint, which any number of ranks, stage, placement and
+    tile size can load with zero_core.checkpoint.load. Returns its step, and what `extra` of zero_core.resume returned.
+
+    slabs: of every shard rank of the run, open, in any order. step: of the class that the run had. optimizer: of its
+    type and options, over any parameters. One tile is in memory at a time. The slabs are what they were, but for a
+    later generation that only some of them have. They are to be closed then, or removed. What was not trained is not in
+    the checkpoint. Raises GenerationError where slabs are missing or of another step, and CheckpointError where the
+    folder cannot be written.
+    """
+    step.bind(optimizer)
+    opened = [_opened(slab) for slab in slabs]
+    ranks = sorted((_layout(each)["rank"], place) for place, each in enumerate(opened))
+    shards = _layout(opened[0])["shards"] if opened else 0
+    if [rank for rank, _ in ranks] != list(range(shards)):
+        raise GenerationError(
+            f"slabs of ranks {[rank for rank, _ in ranks]} were given, of a run on {shards} shard ranks: give each once"
+        )
+    opened = [opened[place] for _, place in ranks]
+    number = min(each.found[0].number for each in opened)
+    return portable.write_checkpoint([_kept(each, number, step) for each in opened], folder)
+
+
+def _opened(slab: NamedByteStore) -> Generations:
+    return Generations(Transfers(slab, InFlight(Timeline())), {}, sync=True)
+
+
+def _layout(generations: Generations) -> Any:
+    layout = generations.found_layout()
+    if layout is None:
+        raise GenerationError("a slab without a generation was given: no step of its run was committed")
+    return layout
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """As `tiles.values.Tiled`."""
+
+    units: tuple[PlacedUnit, ...]
+    alignment: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """As zero_core.portable.Kept."""
+
+    blob: bytes
+    segments: Sequence[Sequence[Segment]]
+    state_names: Sequence[str]
+    values: PinnedValues
+
+    def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
+        return self.values.read_state(i, name, start, stop)
+
+
+def _kept(generations: Generations, number: int, step: UpdateStep) -> _Kept:
+    layout = _layout(generations)
+    mine = [type(step).__name__, *step.state_names()]
+    if layout["step"] != mine:
+        raise GenerationError(
+            f"the run was updated by {layout['step'][0]} with states {', '.join(layout['step'][1:])}, and {mine[0]} "
+            f"has {', '.join(mine[1:])}: give the step and the optimizer that the run had"
+        )
+    generations.layout = layout
+    blob, specs = generations.adopt(number), shards_of(layout)
+    units = tuple(_placed(i, spec, layout, step) for i, spec in enumerate(specs))
+    generations.pin()
+    values = PinnedValues(_Cut(units, layout["alignment"]), step, generations)
+    return _Kept(blob, [spec.segments for spec in specs], step.state_names(), values)
+
+
+def _placed(i: int, spec: ShardSpec, layout: Any, step: UpdateStep) -> PlacedUnit:
+    tiles = cut(i, spec, layout["tile_numel"])
+    records = [record_of(step, t.numel, spec.dtype, layout["alignment"]) if t.trainable else None for t in tiles]
+    return PlacedUnit(spec, tiles, tuple(records), (), (), ())  # where they are placed is the reader's
