@@ -1,9 +1,9 @@
 """A storm of kill -9 over one durable run of zero-train: `python -m tests.fuzz.storm FOLDER --kills 100 --ranks 2`.
 
-A process is killed in a forward, a backward, an update, a sync, a write of a manifest or a resumption, and the next one
-goes on with run.resume=auto. At last one is left alone. Fails if more is lost than the step that had not returned and
-the one before it, or if the weights are not those of an uninterrupted run, bit for bit. Processes are forked from one
-that has imported everything, so that most of the time is training.
+A process is killed in a forward, a backward, an update, a sync, a write of a manifest, a resumption or the copy of a
+checkpoint in the background, and the next one goes on with run.resume=auto. At last one is left alone. Fails if more is
+lost than the step that had not returned and the one before it, or if the weights are not those of an uninterrupted run,
+bit for bit. Processes are forked from one that has imported everything, so that most of the time is training.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ MOMENTS: dict[str, tuple[tuple[str, str], ...]] = {
     "sync": (("zero_nvme.Slab", "sync"),),
     "manifest": (("zero_offload.tiles.generations.Generations", "_write"),),
     "resume": (("zero_core.durable._Run", "restore"), ("zero_offload.tiles.generations.Generations", "adopt")),
+    "copy": (
+        ("zero_offload.tiles.generations.Generations", "read_pinned"),
+        ("zero_core.checkpoint.files.StreamingWriter", "finish"),
+    ),
 }
-MOST_CALLS = {"forward": 4, "backward": 40, "update": 30, "sync": 6, "manifest": 6, "resume": 1}
+MOST_CALLS = {"forward": 4, "backward": 40, "update": 30, "sync": 6, "manifest": 6, "resume": 1, "copy": 40}
 
 
 def die() -> None:
@@ -94,7 +98,7 @@ def start(given: argparse.Namespace, rank: int, port: int, log: Path, moment: st
 
 
 def options(given: argparse.Namespace) -> list[str]:
-    return [f"offload={given.offload}", f"run.steps={given.steps}", "zero.stage=3"]
+    return [f"offload={given.offload}", f"run.steps={given.steps}", "zero.stage=3", "run.checkpoint_every=2"]
 
 
 def together(given: argparse.Namespace, moment: str | None, seed: int) -> bool:
