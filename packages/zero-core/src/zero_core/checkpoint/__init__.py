@@ -101,10 +101,14 @@ def save(
     commits, store, group = view.handle.engine.commits, view.store, view.ranks.beside()
     assert commits is not None and isinstance(store, Durable)
     commits.end_copy()
-    pinned = store.pin()
     contents.keep()
-    contents.view = view.of(pinned)
-    saving.begin(lambda: write(Path(folder), contents, aliases, alone=alone, group=group), pinned.close)
+    pinned = store.pin()
+    try:
+        contents.view = view.of(pinned)
+        saving.begin(lambda: write(Path(folder), contents, aliases, alone=alone, group=group), pinned.close)
+    except BaseException:
+        pinned.close()
+        raise
     commits.begin_copy(saving)
     return saving
 
