@@ -105,6 +105,25 @@ time.sleep(300)
         assert slab.found
 
 
+def test_a_lock_that_ends_while_its_holder_is_looked_up_is_taken(tmp_path, monkeypatch):
+    """Then nobody is named as its holder."""
+    held = Slab(tmp_path, name="run", allow_memory=True)
+    monkeypatch.setattr("zero_nvme.named._locked_by", lambda fd: held.close() or 0)
+    with Slab(tmp_path, name="run", allow_memory=True) as slab:
+        assert slab.found
+
+
+def test_a_slab_whose_files_are_unlinked_is_used_on(tmp_path):
+    with Slab(tmp_path, name="run", allow_memory=True) as slab:
+        extent = slab.allocate(4)
+        slab.unlink()
+        assert names_in(str(tmp_path)) == []
+        slab.write(extent, b"left").wait()
+        back = bytearray(4)
+        slab.read(extent, back).wait()
+        assert back == b"left"
+
+
 def test_after_a_failed_sync_nothing_is_known(tmp_path, monkeypatch):
     """The kernel reports a lost write once; a second sync that succeeds says nothing about it."""
     with Slab(tmp_path, name="run") as slab:

@@ -34,6 +34,9 @@ class ZeroConfig:
     activations: what each block keeps for backward of a model that is trained: "keep" (all that autograd saves), or its
     input alone, on the device ("recompute"), "host" or "nvme". rows: how many rows of a batch a block computes at once.
     Both as zero_offload.offload_activations takes them.
+    durable: a Trainer keeps each step on the disk of nvme_paths, in twice the room, and train() of the same script goes
+    on after the last one: "power", which survives a power cut, or "process", which survives the end of the process
+    (kill -9) and takes no syncs. None: it does not.
     prefetch_bytes, resident_bytes: as zero_core.shard takes them. tile_numel, slots, host_bytes, overlap: as
     zero_offload.TieredStore takes them. param_dtype: "bf16" or "fp16" computes in it, with fp32 masters, and
     "fp16" needs a loss scale; None computes in the model's own dtype.
@@ -55,6 +58,7 @@ class ZeroConfig:
     states: str = "fp32"
     activations: str = "keep"
     rows: int | None = None
+    durable: str | None = None
     prefetch_bytes: int = 64 << 20
     resident_bytes: int = 0
     tile_numel: int = 1 << 22
@@ -74,6 +78,7 @@ class ZeroConfig:
         _number("host_bytes", self.host_bytes, 0, optional=True)
         _number("rows", self.rows, 1, optional=True)
         _known("activations", self.activations, ("keep", "recompute", "host", "nvme"))
+        _known("durable", self.durable, (None, "power", "process"))
         if self.rows is not None and self.activations == "keep":
             raise ConfigError(
                 f"rows={self.rows} with activations='keep': rows needs recomputed blocks; write activations: "
@@ -87,6 +92,12 @@ class ZeroConfig:
         if self.on_nvme and not self.nvme_paths:
             raise ConfigError(
                 'nvme_paths is empty and something is kept on "nvme": name a folder on your fastest drive'
+            )
+        if self.durable is not None and not (self.offloads and self.nvme_paths):
+            lacks = "nvme_paths is empty" if self.offloads else "nothing is offloaded"
+            raise ConfigError(
+                f"durable={self.durable!r} keeps the steps of an offloaded run in nvme_paths, and {lacks}: name a "
+                "folder on a disk with nvme_paths, and write offload: nvme or offload: host"
             )
         if self.activations == "nvme" and not self.on_nvme:
             raise ConfigError(

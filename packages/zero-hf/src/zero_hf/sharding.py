@@ -40,10 +40,15 @@ class Run:
     plan: zero_offload.Plan
     _ending: ExitStack
     activations: zero_offload.Activations | None = None  # None: blocks keep theirs
+    slab: Any = None  # zero_nvme.Slab; None: nothing is on nvme
 
     def describe(self) -> str:
         """Returns the plan as text to print: GiB of this rank on each tier, and what a step moves to and from NVMe."""
         text = describe(self.model, self.config, self.plan, zero_core.handle(self.model).ranks.size)
+        if self.slab is not None and self.slab.name is not None:
+            more, copied = self.plan.durable_bytes, self.plan.store.copied_bytes
+            also = f", and {bytes_shown(copied)} that lie in memory are written each time" if copied else ""
+            text += f"\neach step stays on disk, in {bytes_shown(more)} more{also} (durable: {self.config.durable})"
         if self.activations is None:
             return text
         parts = "" if self.config.rows is None else f" and compute their batch in parts (rows: {self.config.rows})"
@@ -63,15 +68,18 @@ def shard(
     accumulate: int = 1,
     max_grad_norm: float | None = None,
     hardware: zero_offload.Hardware | None = None,
+    slab_name: str | None = None,
     **options: Any,
 ) -> Run:
     """Shards `model` in place. accumulate: micro-batches of a step. Collective.
 
+    slab_name: of the files in which `config.durable` keeps each step, another one on each rank. zero_core.resume says
+    how such a run goes on.
     options: further ones of zero_core.shard, such as loss_scale, reduce_dtype and mesh.
 
     Raises:
-        ConfigError: a package that the tiers need is missing, the optimizer has no CPU kernels, or param_dtype is fp16
-            without a loss_scale.
+        ConfigError: a package that the tiers need is missing, the optimizer has no CPU kernels, param_dtype is fp16
+            without a loss_scale, or `config` is durable and there is no slab_name.
         zero_core.errors.AlreadyShardedError: the model is sharded.
         zero_core.errors.UnsupportedOptimizerError: the optimizer cannot run over slices of parameters.
         zero_offload.PlanError: a tier of `hardware` is too small.
@@ -81,6 +89,12 @@ def shard(
         raise ConfigError(
             'param_dtype: fp16 without a loss scale loses small gradients: pass loss_scale="dynamic" to zero_hf.shard. '
             "Trainers and Accelerators scale no loss: write bf16"
+        )
+    durable = config.durable is not None and optimizer is not None
+    if durable and slab_name is None:
+        raise ConfigError(
+            f"durable={config.durable!r} is a Trainer's setting: leave it out; in a loop, zero_hf.shard(slab_name=...) "
+            "and zero_core.resume keep each step"
         )
     mesh = options.get("mesh")
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -96,11 +110,17 @@ def shard(
                 hardware=hardware,
                 reduce_dtype=options.get("reduce_dtype"),
             )
-        store = None
+        store = slab = None
         if config.offloads:
-            slab = _slab(config, stack) if config.on_nvme else None  # also where the plan has no bytes there
+            if config.on_nvme or durable:  # also where the plan has no bytes there
+                slab = _slab(config, stack, slab_name if durable else None)
             store = zero_offload.TieredStore(
-                plan=planned, nvme=slab, step=step, host_bytes=config.host_bytes, overlap=config.overlap
+                plan=planned,
+                nvme=slab,
+                step=step,
+                host_bytes=config.host_bytes,
+                overlap=config.overlap,
+                durable=durable and (config.durable == "power" or "process"),
             )
             stack.callback(store.close)
         more = {"param_dtype": _dtype(config), "max_grad_norm": max_grad_norm, "store": store, "device": device}
@@ -118,7 +138,7 @@ def shard(
             activations = zero_offload.offload_activations(model, store, config.activations, rows=config.rows)
             stack.callback(activations.close)
         kept = stack.pop_all()
-    return Run(model, None if optimizer is None else made, config, store, planned, kept, activations)
+    return Run(model, None if optimizer is None else made, config, store, planned, kept, activations, slab)
 
 
 def plan(
@@ -232,7 +252,7 @@ def _step(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
     return None
 
 
-def _slab(config: ZeroConfig, stack: ExitStack) -> Any:
+def _slab(config: ZeroConfig, stack: ExitStack, name: str | None) -> Any:
     try:
         nvme = importlib.import_module("zero_nvme")
     except ImportError:
@@ -253,7 +273,7 @@ def _slab(config: ZeroConfig, stack: ExitStack) -> Any:
             except FileExistsError:  # from before, or another rank of this machine has just made it
                 if not os.path.isdir(path):
                     raise
-        return stack.enter_context(nvme.Slab(_paths(config)))
+        return stack.enter_context(nvme.Slab(_paths(config), name=name))
     except OSError as error:
         for path in made:
             with suppress(OSError):  # another rank has files in it

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import zero_core
+import zero_offload
 from zero_core.errors import UnsupportedOptimizerError
 
 from .adapters import adapters_of, written_with_adapters
@@ -26,6 +27,7 @@ from .arguments import deepspeed_of, without_deepspeed
 from .config import ConfigError, ZeroConfig
 from .deepspeed.checkpoint import load_checkpoint
 from .deepspeed.translation import Translation, from_deepspeed, loaded
+from .durable import STATE, TRAINER_STATE, DurableTrainer
 from .sharding import IN_A_TRAINER, Run
 from .trl import ShardedTRL, is_trl, shard_of
 
@@ -38,8 +40,6 @@ _GRADED = (
 )
 T = TypeVar("T", bound=type[Any])
 
-STATE = "zero"  # the folder inside a Trainer's checkpoint: fp32 masters and optimizer states, zero_core.checkpoint
-_TRAINER_STATE = "trainer_state.json"  # what a Trainer writes last
 _SCHEDULER = "scheduler.pt"
 _OPTIMIZER = "optimizer.pt"  # of a stock Trainer
 _ARGUMENTS = "training_args.bin"
@@ -71,7 +71,9 @@ def sharded(trainer: T, zero: Given = None) -> T:
 
 @functools.cache
 def _made(trainer: type[Any]) -> type[Any]:
-    bases = (_Sharded, ShardedTRL, trainer) if is_trl(trainer) else (_Sharded, trainer)
+    bases: tuple[type, ...] = (DurableTrainer, _Sharded, trainer)
+    if is_trl(trainer):
+        bases = (DurableTrainer, _Sharded, ShardedTRL, trainer)
     return type(f"Sharded{trainer.__name__}", bases, {"__doc__": trainer.__doc__, "__module__": __name__})
 
 
@@ -217,6 +219,8 @@ class _Sharded(Trainer):
         options = {} if self._translation is None else self._translation.shard_options
         said = "" if self._translation is None else f"{self._translation.table()}\n"
         steps = self.args.gradient_accumulation_steps
+        if self.zero_config.durable is not None:
+            options["slab_name"] = zero_offload.slab_name(str(self.args.output_dir), self.args.process_index)
         return shard_of(self, self.model, optimizer, said=said, accumulate=steps, **options)
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -348,15 +352,15 @@ def _complete(given: str | bool, output: Path) -> str | bool:
     """
     folders = [path for path in output.glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
     folders.sort(key=lambda path: int(path.name[11:]))
-    complete = [path for path in folders if (path / _TRAINER_STATE).is_file()]
+    complete = [path for path in folders if (path / TRAINER_STATE).is_file()]
     if given is True and (complete or not folders):
         return str(complete[-1]) if complete else True  # stock code says that there is none
     folder = folders[-1] if given is True else Path(str(given))
-    if not folder.is_dir() or (folder / _TRAINER_STATE).is_file():
+    if not folder.is_dir() or (folder / TRAINER_STATE).is_file():
         return given
     way_out = f"resume from {complete[-1]}, which is complete" if complete else "train without resume_from_checkpoint"
     raise ConfigError(
-        f"{folder} has no {_TRAINER_STATE}, which a Trainer writes last, so it is not complete: the run was killed, or "
+        f"{folder} has no {TRAINER_STATE}, which a Trainer writes last, so it is not complete: the run was killed, or "
         f"its disk was full, while it saved. Delete this folder, and {way_out}"
     )
 

@@ -167,7 +167,7 @@ def _open_locked(folder: str, name: str, *, direct: bool) -> OpenPath:
         except BlockingIOError:
             holder = _locked_by(opened.fd)
             os.close(opened.fd)
-            if holder and not _lives(holder) and time.monotonic() < give_up:
+            if not (holder and _lives(holder)) and time.monotonic() < give_up:  # 0: it may have ended just now
                 time.sleep(0.01)
                 continue
             raise NvmeError(

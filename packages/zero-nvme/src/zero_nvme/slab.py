@@ -240,14 +240,22 @@ class Slab(IOQueue):
                 self._sync_error = refused(f"fdatasync of {self._label} in {path.label}", error, path.label)
                 raise self._sync_error from None
 
-    def remove(self) -> None:
-        """Closes the slab and removes its files, if it has a name. Raises NvmeError."""
+    def unlink(self) -> None:
+        """Removes the files, if the slab has a name. It is used on, and their room is free once it is closed.
+
+        Raises NvmeError.
+        """
         self._check_process()
         try:
             if self._files is not None and not self.closed:  # under the lock: later the name may be another slab's
                 self._files.remove()
         except OSError as error:
             raise refused(f"remove {self._label}", error, self.paths[0]) from None
+
+    def remove(self) -> None:
+        """Closes the slab and removes its files, if it has a name. Raises NvmeError."""
+        try:
+            self.unlink()
         finally:
             self.close()
 

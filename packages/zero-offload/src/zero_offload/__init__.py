@@ -5,7 +5,7 @@ from .advice import OutOfMemoryError, explained
 from .compressed_store import CompressedByteStore
 from .errors import AsleepError, BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, SwapError
 from .host_budget import HostBudget
-from .kept import kept_layout, write_checkpoint
+from .kept import kept_layout, slab_name, write_checkpoint
 from .memory_store import MemoryByteStore
 from .placement import place
 from .planning.budgets import PlanError
@@ -62,5 +62,6 @@ __all__ = [
     "plan",
     "plan_store",
     "probe",
+    "slab_name",
     "write_checkpoint",
 ]

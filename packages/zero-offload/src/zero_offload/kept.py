@@ -6,6 +6,7 @@ Owns opening a generation by what its own manifest says. How values lie in it is
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,13 @@ from .tiles.values import PinnedValues
 from .timeline import Timeline
 from .transfers import InFlight, Transfers
 
-__all__ = ["kept_layout", "write_checkpoint"]
+__all__ = ["kept_layout", "slab_name", "write_checkpoint"]
+
+
+def slab_name(folder: str | os.PathLike[str], rank: int | str) -> str:
+    """A name for the slab of one rank of the run in `folder`, which no run in another folder has."""
+    path = os.path.abspath(folder)
+    return f"{os.path.basename(path)}-{zlib.crc32(path.encode()):08x}-rank{rank}"
 
 
 def kept_layout(slab: NamedByteStore) -> dict[str, Any] | None:

@@ -11,7 +11,6 @@ import importlib.util
 import operator
 import os
 import tempfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
@@ -194,12 +193,6 @@ def nvme_paths(config: Config, local_rank: int) -> list[Path]:
     given = config.offload.nvme_paths
     texts = [given] if isinstance(given, str) else [str(path) for path in given or [config.run.dir]]
     return [Path(text.replace("{local_rank}", str(local_rank))) for text in texts]
-
-
-def slab_of(config: Config, rank: int | str) -> str:
-    """Returns the name of a rank's durable slab, which no run in another folder has."""
-    folder = Path(config.run.dir).absolute()
-    return f"{folder.name}-{zlib.crc32(str(folder).encode()):08x}-rank{rank}"
 
 
 def nvme(config: Config, local_rank: int) -> None:

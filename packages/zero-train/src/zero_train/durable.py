@@ -82,7 +82,9 @@ def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: 
     Raises:
         ConfigError: there is no room for it, slabs are missing or in use, or the offload cannot read them.
     """
-    names = list(takewhile(lambda name: _there(config, *name), ((checks.slab_of(config, r), r) for r in count())))
+    names = list(
+        takewhile(lambda name: _there(config, *name), ((zero_offload.slab_name(config.run.dir, r), r) for r in count()))
+    )
     if config.run.resume != "auto" or not names:
         return ""
     with ExitStack() as stack:

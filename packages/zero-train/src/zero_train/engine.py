@@ -189,7 +189,7 @@ def assembled(
         paths = checks.nvme_paths(config, ranks.local_rank)
         durable = config.run.durable is not None
         ended: list[bool] = []
-        name = checks.slab_of(config, ranks.rank) if durable else None
+        name = zero_offload.slab_name(config.run.dir, ranks.rank) if durable else None
         slab = make_slab(config, paths, stack, name, ended) if plan.total("nvme") or durable else None
         try:
             store = make_store(config, draft, plan, slab, make_tiers(config, plan, ranks, stack))

@@ -193,7 +193,7 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
         copied = plan.store.copied_bytes * count
         lines.append(
             f"{'each' if every == 1 else f'one of {every}'} step{'' if every == 1 else 's'} survives {survived} "
-            f"(run.durable={config.run.durable}), with {bytes_shown(durable_bytes(plan) * count)} more on nvme"
+            f"(run.durable={config.run.durable}), with {bytes_shown(plan.durable_bytes * count)} more on nvme"
             + (f"; {bytes_shown(copied)} that lie in memory are written each time" if copied else "")
         )
     for tier, moved in plan.account.moved.items():
@@ -226,16 +226,10 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
     return "\n".join(lines)
 
 
-def durable_bytes(plan: zero_offload.Plan) -> int:
-    """Returns the bytes of nvme that run.durable takes of a rank, besides what the plan has there."""
-    durable = dataclasses.replace(plan.store, durable_on=zero_offload.Tier.NVME)
-    return durable.extent_bytes("nvme") - plan.store.extent_bytes("nvme")
-
-
 def _slabs(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> dict[int, tuple[int, Path]]:
     """Returns by device the bytes that slabs of this machine's ranks will take there, and a folder of theirs."""
     found: dict[int, tuple[int, Path]] = {}
-    each = plan.total("nvme") + (durable_bytes(plan) if config.run.durable is not None else 0)
+    each = plan.total("nvme") + (plan.durable_bytes if config.run.durable is not None else 0)
     for rank in range(ranks.local_world_size) if each else ():
         paths = checks.nvme_paths(config, rank)
         for path in paths:
@@ -252,7 +246,7 @@ def room_for_durable(plan: zero_offload.Plan, config: Config, ranks: Ranks) -> N
     """
     if config.run.durable is None:
         return
-    mine = checks.slab_of(config, "")
+    mine = zero_offload.slab_name(config.run.dir, "")
     for needed, path in _slabs(plan, config, ranks).values():
         there = sum(file.stat().st_blocks * 512 for file in path.glob("*.slab") if file.stem.startswith(mine))
         free = checks.free_bytes(path)

@@ -7,7 +7,7 @@ nothing, touches no device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -101,6 +101,12 @@ class Plan:
     def write_bytes_per_step(self) -> int:
         """Bytes this rank writes to nvme in one step. Exact, but for activations."""
         return self.account.write_bytes("nvme") + self.activation_bytes_per_step
+
+    @property
+    def durable_bytes(self) -> int:
+        """Bytes of nvme that `TieredStore(durable=True)` takes besides what the plan has there."""
+        durable = replace(self.store, durable_on=Tier.NVME)
+        return durable.extent_bytes("nvme") - self.store.extent_bytes("nvme")
 
     @property
     def setup_write_bytes(self) -> int:

@@ -1,0 +1,396 @@
+"""A Trainer whose steps stay on disk (durable): killed with -9, it goes on after its last step, with the same bits."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+import zero_core
+import zero_hf
+from tests.integration.zero_hf.test_trainer_checkpoints import same
+from tests.integration.zero_hf.trainers import Sharded, launched, llama, rows, train, trainer, weights
+from zero_hf import ConfigError, ZeroConfig
+from zero_offload import TieredStore
+from zero_offload.errors import GenerationError
+
+# Two micro-batches a step and eleven rows in batches of two: epochs of three steps, of which the last one is short.
+GIVEN = {"gradient_accumulation_steps": 2, "max_steps": 8, "data": 11, "eval_strategy": "steps", "eval_steps": 2}
+
+
+def durable(tmp_path, kind="process", **more):
+    return {"offload": "nvme", "nvme_paths": [str(tmp_path / "drive")], "durable": kind} | more
+
+
+def plain(tmp_path, **more):
+    return durable(tmp_path, kind=None, **more)
+
+
+def slabs(tmp_path):
+    return sorted(path.name for path in (tmp_path / "drive").glob("*.slab"))
+
+
+def model(seed=0):
+    return llama(seed, attention_dropout=0.3)
+
+
+def llama_0():
+    return llama(0)
+
+
+class Stop(Exception):
+    pass
+
+
+class At(TrainerCallback):
+    """Ends the run at a step. `when`: the Trainer's event."""
+
+    def __init__(self, step, when="on_step_end"):
+        def stop(args, state, control, **given):
+            if state.global_step == step:
+                raise Stop
+
+        setattr(self, when, stop)
+
+
+def interrupted(tmp_path, step, when="on_step_end", build=model, zero=None, **given):
+    """A run in output_dir=tmp_path/run that an exception ends, and its files with it."""
+    made, _ = trainer(
+        Sharded, tmp_path / "run", build(), zero=zero or durable(tmp_path), callbacks=[At(step, when)], **GIVEN | given
+    )
+    with pytest.raises(Stop):
+        made.train()
+    made.end()
+
+
+def gone_on(tmp_path, build=model, zero=None, resume=None, **given):
+    return train(Sharded, tmp_path / "run", build(7), zero=zero or durable(tmp_path), resume=resume, **GIVEN | given)
+
+
+@pytest.mark.parametrize(
+    ("place", "moments", "last"),  # a step is on disk when the forward after it has begun
+    [
+        ({}, [(2, "on_step_end"), (4, "on_evaluate"), (6, "on_pre_optimizer_step")], 6),
+        ({"optimizer": "nvme", "offload": "host"}, [(3, "on_step_begin"), (4, "on_save")], 3),
+    ],
+    ids=["nvme", "states on nvme"],
+)
+def test_a_trainer_that_is_killed_goes_on_after_its_last_step(tmp_path, interpreter, place, moments, last):
+    """Dropout shows the random state, the cosine the schedule, the epochs the place in the data."""
+    given = GIVEN | {"save_strategy": "steps", "save_steps": 4}
+    whole, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path, **place), **given)
+    for step, moment in moments:
+        done = interpreter(
+            f"""
+            import os, signal
+            from tests.integration.zero_hf.test_trainer_durable import *
+
+            class Kill(TrainerCallback):
+                def {moment}(self, args, state, control, **given):
+                    if state.global_step == {step}:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            given = dict({given!r}, callbacks=[Kill()])
+            train(Sharded, {str(tmp_path / "run")!r}, model(), zero={durable(tmp_path, **place)!r}, **given)
+            """
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert len(slabs(tmp_path)) == 1
+    again, later = train(Sharded, tmp_path / "run", model(7), zero=durable(tmp_path, **place), **given)
+    assert later.losses == logs.losses[last:]
+    same(weights(again.model), weights(whole.model))
+    mine, theirs = (
+        [
+            {k: v for k, v in line.items() if "runtime" not in k and "second" not in k and k != "train_loss"}
+            for line in h
+        ]
+        for h in (again.state.log_history, whole.state.log_history)
+    )
+    assert mine == theirs
+    assert again.state.total_flos == whole.state.total_flos
+    assert slabs(tmp_path) == []  # the last checkpoint has all of it
+
+
+def _on_two_ranks(tmp_path):
+    with launched():
+        whole, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN)
+        expected = weights(whole.model)
+        whole.end()
+        interrupted(tmp_path, 5)
+        found = [slabs(tmp_path)]
+        again, later = gone_on(tmp_path)
+        same(weights(again.model), expected)
+        assert later.losses == logs.losses[4:]
+        again.save_model()
+        again.accelerator.wait_for_everyone()
+        again.end()
+        return [*found, slabs(tmp_path)]
+
+
+def test_two_ranks_go_on(ranks, tmp_path):
+    for found in ranks(2).run(_on_two_ranks, tmp_path):
+        assert [len(names) for names in found] == [2, 0]
+
+
+def test_callbacks_and_the_best_checkpoint_are_as_at_a_checkpoint(tmp_path):
+    given = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1.0}
+    given |= {"metric_for_best_model": "eval_loss", "restore_callback_states_from_checkpoint": True, "max_steps": 30}
+    patient = {"early_stopping_patience": 3}
+    whole, _ = train(
+        Sharded,
+        tmp_path / "whole",
+        model(),
+        zero=plain(tmp_path),
+        **GIVEN | given | {"callbacks": [EarlyStoppingCallback(**patient)]},
+    )
+    assert whole.state.best_global_step + 6 == whole.state.global_step < 30
+    made, _ = trainer(
+        Sharded,
+        tmp_path / "run",
+        model(),
+        zero=durable(tmp_path),
+        **GIVEN | given | {"callbacks": [EarlyStoppingCallback(**patient), At(5)]},
+    )
+    with pytest.raises(Stop):
+        made.train()
+    made.end()
+    again, _ = gone_on(tmp_path, callbacks=[EarlyStoppingCallback(**patient)], **given)
+    mine, theirs = again.state, whole.state
+    assert (mine.global_step, mine.best_metric) == (theirs.global_step, theirs.best_metric)
+    same(weights(again.model), weights(whole.model))
+
+
+def test_a_run_that_has_ended_takes_no_step_and_is_there_until_it_is_saved(tmp_path):
+    """Eight steps end in the middle of an epoch."""
+    whole, logs = gone_on(tmp_path, build=lambda seed: model())
+    expected = weights(whole.model)
+    whole.end()
+    assert len(slabs(tmp_path)) == 1
+    again, later = gone_on(tmp_path)
+    assert later.losses == [] and again.state.global_step == 8
+    same(weights(again.model), expected)
+    again.save_model(str(tmp_path / "final"))
+    assert slabs(tmp_path) == []
+    assert again.evaluate()["eval_loss"] == pytest.approx(logs.evaluations[-1])
+    again.end()
+    new, later = gone_on(tmp_path, build=lambda seed: model())
+    assert later.losses == logs.losses
+    new.end()
+
+
+@pytest.mark.parametrize("asked", [True, "the last checkpoint"])
+def test_it_goes_on_after_the_last_step_where_the_last_checkpoint_is_asked_for(tmp_path, asked):
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    whole, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN | saving)
+    interrupted(tmp_path, 6, **saving)
+    resume = True if asked is True else str(tmp_path / "run" / "checkpoint-4")
+    again, later = gone_on(tmp_path, resume=resume, **saving)
+    assert later.losses == logs.losses[5:]
+    same(weights(again.model), weights(whole.model))
+
+
+def test_true_with_neither_a_step_nor_a_checkpoint_begins(tmp_path):
+    _, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN)
+    _, later = gone_on(tmp_path, build=lambda seed: model(), resume=True)
+    assert later.losses == logs.losses
+
+
+def test_a_checkpoint_is_gone_on_from_where_there_is_no_step(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    whole, logs = train(Sharded, tmp_path / "run", model(), zero=plain(tmp_path), **GIVEN | saving)
+    interrupted_at = {"callbacks": [At(7)]}
+    made, _ = trainer(Sharded, tmp_path / "run", model(7), zero=durable(tmp_path), **GIVEN | saving | interrupted_at)
+    with pytest.raises(Stop):
+        made.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    made.end()
+    again, later = gone_on(tmp_path, **saving)
+    assert later.losses == logs.losses[6:]
+    same(weights(again.model), weights(whole.model))
+
+
+def test_parameters_that_are_not_trained_are_the_models(tmp_path):
+    def build(seed=0):
+        made = model()
+        made.model.embed_tokens.requires_grad_(False)
+        return made
+
+    whole, logs = train(Sharded, tmp_path / "whole", build(), zero=plain(tmp_path), **GIVEN)
+    interrupted(tmp_path, 5, build=build)
+    again, later = gone_on(tmp_path, build=build)
+    assert later.losses == logs.losses[4:]
+    same(weights(again.model), weights(whole.model))
+
+
+def test_a_schedule_that_follows_the_evaluation_goes_on(tmp_path):
+    given = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5}}
+    given |= {"metric_for_best_model": "eval_loss"}
+    whole, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN | given)
+    interrupted(tmp_path, 5, **given)
+    again, later = gone_on(tmp_path, **given)
+    assert later.losses == logs.losses[4:]
+    assert whole.optimizer.param_groups[0]["lr"] == again.optimizer.param_groups[0]["lr"] < 1e-3
+
+
+OTHERS = {
+    "batch": ({"per_device_train_batch_size": 1}, "per_device_train_batch_size was 2, is 1"),
+    "rate": ({"learning_rate": 1e-3}, "learning_rate was 0.01, is 0.001"),
+    "length": ({"max_steps": 9}, "max_steps was 8, is 9"),
+    "rows": ({"train_dataset": rows(11, seed=3)}, "train_dataset was 11 rows"),
+    "fewer rows": ({"train_dataset": rows(10)}, "is 10 rows"),
+    "dtype": ({"bf16": True}, "bf16 was False, is True"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_run_in_the_same_folder_is_refused_and_the_steps_stay(tmp_path, other):
+    interrupted(tmp_path, 5)
+    given, said = OTHERS[other]
+    made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN | given)
+    with pytest.raises(ConfigError, match=f"step 4 of another run .*{said}"):
+        made.train()
+    _, elsewhere = train(Sharded, tmp_path / "another", model(), zero=durable(tmp_path), **GIVEN | given)
+    assert elsewhere.losses
+    _, later = gone_on(tmp_path)  # set back
+    assert len(later.losses) == 4
+
+
+def test_the_files_that_are_named_may_be_removed(tmp_path):
+    interrupted(tmp_path, 5)
+    for path in (tmp_path / "drive").iterdir():
+        path.unlink()
+    _, later = gone_on(tmp_path, learning_rate=1e-3)
+    assert len(later.losses) == 8
+
+
+def test_another_model_is_refused(tmp_path):
+    interrupted(tmp_path, 5)
+    made, _ = trainer(Sharded, tmp_path / "run", llama(hidden_size=48), zero=durable(tmp_path), **GIVEN)
+    with pytest.raises(GenerationError, match="a run of another model"):
+        made.train()
+
+
+def test_what_changes_no_number_may_change(tmp_path):
+    """How often a Trainer logs is in its state, and stays as it was."""
+    interrupted(tmp_path, 5)
+    _, later = gone_on(tmp_path, logging_steps=2, save_steps=3, run_name="another", eval_steps=4)
+    assert len(later.losses) == 4
+
+
+def test_rows_that_are_drawn_anew_each_time_are_the_same_data(tmp_path):
+    class Drawn(torch.utils.data.Dataset):
+        def __len__(self):
+            return 11
+
+        def __getitem__(self, place):
+            return {k: torch.where(torch.rand(12) < 0.1, 0, v) for k, v in rows(11)[place].items()}
+
+    interrupted(tmp_path, 5, train_dataset=Drawn())
+    _, later = gone_on(tmp_path, train_dataset=Drawn())
+    assert len(later.losses) == 4
+
+
+def test_a_stream_goes_on_at_its_place(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(rows(64))
+
+    _, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN | {"train_dataset": Stream()})
+    interrupted(tmp_path, 5, train_dataset=Stream())
+    _, later = gone_on(tmp_path, train_dataset=Stream())
+    assert later.losses == logs.losses[4:]
+
+
+def test_the_first_step_that_is_evaluated_before_it_is_trained_is_the_last_one(tmp_path):
+    whole, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN)
+    interrupted(tmp_path, 5)
+    made, later = trainer(Sharded, tmp_path / "run", model(7), zero=durable(tmp_path), **GIVEN)
+    assert made.evaluate()["eval_loss"] == pytest.approx(logs.evaluations[1])
+    made.train()
+    assert later.losses == logs.losses[4:]
+
+
+def test_what_does_not_go_with_it_is_refused(tmp_path):
+    for given, said in (
+        ({"model_init": llama_0}, "model_init= does not go with durable.*give the Trainer the model"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True does not go .*set per_device_train_batch_size"),
+    ):
+        made, _ = trainer(Sharded, tmp_path / "refused", model(), zero=durable(tmp_path), **GIVEN | given)
+        with pytest.raises(ConfigError, match=said):
+            made.train()
+    made, _ = gone_on(tmp_path)
+    with pytest.raises(ConfigError, match="a second train.*another output_dir"):
+        made.train()
+    made.end()
+    made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN)
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint=.*elsewhere and step 8 of this run"):
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        (elsewhere / "trainer_state.json").write_text(json.dumps(vars(made.state), default=str))
+        (elsewhere / "zero").mkdir()
+        made.train(resume_from_checkpoint=str(elsewhere))
+    made.end()
+    made, _ = gone_on(tmp_path)
+    assert made.state.global_step == 8
+    made.end()
+    made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN | {"train_dataset": None})
+    made.evaluate()
+    made.train_dataset = rows(11)
+    with pytest.raises(ConfigError, match="sharded for evaluation alone"):
+        made.train()
+
+
+def test_a_loop_gives_the_files_a_name(tmp_path):
+    zero = ZeroConfig(**durable(tmp_path))
+    with pytest.raises(ConfigError, match=r"a Trainer's setting: leave it out; in a loop, zero_hf.shard\(slab_name"):
+        zero_hf.Accelerator(zero=zero, cpu=True).prepare(built := model(), torch.optim.AdamW(built.parameters()))
+    for step in (0, 1):
+        built = model()
+        run = zero_hf.shard(built, torch.optim.AdamW(built.parameters()), zero, slab_name="mine")
+        assert zero_core.resume(built, run.optimizer).step == step
+        batch = torch.stack([row["input_ids"] for row in rows(2)])
+        built(input_ids=batch, labels=batch).loss.backward()
+        run.optimizer.step()
+        zero_core.commit(built)
+        run.close()
+    assert slabs(tmp_path) == ["mine.slab"]
+
+
+def test_two_trainers_of_one_folder_are_refused(tmp_path):
+    made, _ = gone_on(tmp_path)
+    other, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN)
+    with pytest.raises(ConfigError, match="in use by process"):
+        other.train()
+    made.end()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"durable": "always", "offload": "host"}, "durable='always': choose one of None, 'power', 'process'"),
+        ({"durable": "power"}, "nothing is offloaded: name a folder on a disk"),
+        ({"durable": "power", "offload": "host"}, "nvme_paths is empty"),
+    ],
+)
+def test_settings_that_keep_nothing_are_refused(tmp_path, given, said):
+    with pytest.raises(ConfigError, match=said):
+        ZeroConfig(**given)
+    made, _ = gone_on(tmp_path, zero=durable(tmp_path, "power", offload="host"))
+    assert len(slabs(tmp_path)) == 1
+    made.end()
+
+
+@pytest.mark.parametrize("kind", ["power", "process"])
+def test_what_survives_is_what_the_setting_says(tmp_path, kind, monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        TieredStore,
+        "__init__",
+        lambda self, *a, _of=TieredStore.__init__, **k: found.append(k["durable"]) or _of(self, *a, **k),
+    )
+    made, _ = gone_on(tmp_path, zero=durable(tmp_path, kind))
+    made.end()
+    assert found == [True if kind == "power" else "process"]
