@@ -17,6 +17,7 @@ from .accelerated import launched
 pytest.importorskip("accelerate")
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "accelerate_loop.py"
+STEPS = 24
 OURS, STOCK = "from zero_hf import Accelerator", "from accelerate import Accelerator"
 
 
@@ -24,9 +25,10 @@ def _run(output, zero, *arguments):
     """What the script writes: `zero` is its configuration, and None runs it without us."""
     text = SCRIPT.read_text()
     text = text if zero is not None else text.replace(OURS, STOCK, 1)
-    file = Path(output).parent / f"{Path(output).name}.json"
+    file = Path(output).parent / f"{Path(output).name}-{os.getpid()}.json"  # not one that another rank is writing
     file.write_text(json.dumps(zero or {}))
-    with launched(), mock.patch.object(sys, "argv", [str(SCRIPT), "--output", str(output), *arguments]):
+    argv = [str(SCRIPT), "--output", str(output), "--steps", str(STEPS), *arguments]
+    with launched(), mock.patch.object(sys, "argv", argv):
         with mock.patch.dict(os.environ, {"ZERO_HF_CONFIG": str(file)}):
             exec(compile(text, str(SCRIPT), "exec"), {"__name__": "__main__", "__file__": str(SCRIPT)})
     if dist.is_initialized() and dist.get_rank():
@@ -42,14 +44,14 @@ def test_one_line_adapts_it():
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_its_losses_are_the_stock_scripts(ranks, tmp_path, world):
-    """Fails if sharding changes what the script computes in 50 steps, or a tier changes a bit of it."""
+    """Fails if sharding changes what the script computes in 24 steps, or a tier changes a bit of it."""
     run = ranks(world).run
     stock = run(_run, tmp_path / "stock", None)[0]
     found = {
         offload: run(_run, tmp_path / offload, {"offload": offload, "nvme_paths": [str(tmp_path / "drive")]})[0]
         for offload in ("none", "host", "nvme")
     }
-    assert len(stock["train"]) == 100 and stock["train"][-1] < 0.8 * stock["train"][0]
+    assert len(stock["train"]) == 2 * STEPS and stock["train"][-1] < 0.9 * stock["train"][0]
     assert found["host"] == found["nvme"]
     for losses in found.values():
         assert losses["train"] == pytest.approx(stock["train"], rel=1e-5)
@@ -63,7 +65,7 @@ def test_it_resumes_and_computes_in_bf16(ranks, tmp_path):
     whole = run(_run, tmp_path / "whole", {"offload": "host"}, *steps)[0]
     assert whole["train"] == pytest.approx(stock["train"], rel=1e-2)
     half = run(_run, tmp_path / "again", {"offload": "host"}, *steps, "--resume", str(tmp_path / "whole" / "half"))[0]
-    assert half["train"] == whole["train"][50:] and half["test"] == whole["test"]
+    assert half["train"] == whole["train"][STEPS:] and half["test"] == whole["test"]
 
 
 def test_torchrun_runs_it(tmp_path):

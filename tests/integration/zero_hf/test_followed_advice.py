@@ -93,9 +93,12 @@ def test_settings_are_given_as_a_mapping_or_a_file(tmp_path):
     file = tmp_path / "zero.yaml"
     with advised("give the path of a YAML or JSON file"):
         ZeroConfig.of(file)
-    for text in ("offload: host", '{"offload": "host"}'):
+    file.write_text("")
+    with advised("has no settings: write some, or {} to keep everything on the device"):
+        ZeroConfig.of(file)
+    for text, offload in ("offload: host", "host"), ('{"offload": "host"}', "host"), ("{}", "none"):
         file.write_text(text)
-        assert ZeroConfig.of(file).offload == "host"
+        assert ZeroConfig.of(file).offload == offload
 
 
 def test_fp16_gets_a_loss_scale_or_becomes_bf16():

@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM
 from tests.integration.zero_hf.trainers import launched
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "trainer.py"
-STEPS = 50
+STEPS = 24
 
 
 def _run(output, zero, *arguments):
     """What the script logged. `zero` is its configuration; with None the two lines are taken out."""
     lines = SCRIPT.read_text().splitlines()
     text = "\n".join(line for line in lines if zero is not None or "zero_hf" not in line)
-    file = Path(output).parent / f"{Path(output).name}.json"
+    file = Path(output).parent / f"{Path(output).name}-{os.getpid()}.json"  # not one that another rank is writing
     file.write_text(json.dumps(zero or {}))
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -50,14 +50,14 @@ def test_two_lines_adapt_it():
 
 @pytest.mark.parametrize(("world", "precision"), [(1, "fp32"), (1, "bf16"), (2, "fp32")])
 def test_its_losses_are_the_stock_scripts(ranks, tmp_path, world, precision):
-    """Fails if sharding changes what the Trainer computes in 50 steps, or a tier changes a bit of it."""
+    """Fails if sharding changes what the Trainer computes in 24 steps, or a tier changes a bit of it."""
     run, more = ranks(world).run, ["--bf16"] if precision == "bf16" else []
     stock = run(_run, tmp_path / "stock", None, *more)[0]
     found = {
         offload: run(_run, tmp_path / offload, {"offload": offload, "nvme_paths": [f"{tmp_path}/drive"]}, *more)[0]
         for offload in ("none", "host", "nvme")[1 if more else 0 :]
     }
-    assert len(stock["loss"]) == STEPS and stock["loss"][-1] < 0.8 * stock["loss"][0]
+    assert len(stock["loss"]) == STEPS and stock["loss"][-1] < 0.9 * stock["loss"][0]
     assert found["host"] == found["nvme"]
     tolerance = 1e-2 if more else 1e-5
     for logged in found.values():

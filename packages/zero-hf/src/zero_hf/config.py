@@ -146,9 +146,11 @@ class ZeroConfig:
         if isinstance(given, (str, os.PathLike)):
             where = os.fspath(given)
             try:
-                given = yaml.safe_load(Path(where).read_text(encoding="utf-8")) or {}  # JSON is YAML, too
+                given = yaml.safe_load(Path(where).read_text(encoding="utf-8"))  # JSON is YAML, too
             except (OSError, yaml.YAMLError) as error:
                 raise ConfigError(f"{where}: {error}; give the path of a YAML or JSON file") from error
+            if given is None:
+                raise ConfigError(f"{where} has no settings: write some, or {{}} to keep everything on the device")
         if not isinstance(given, Mapping):
             raise ConfigError(f"{where} is a {type(given).__name__}: give a mapping, such as {{'offload': 'host'}}")
         names = [field.name for field in dataclasses.fields(cls)]
