@@ -19,8 +19,7 @@ FOLLOWED: dict[str, str] = {
     "write optimizer: nvme, or activations: host": _ADVICE + "test_settings_that_an_error_names_train",
     "give a whole number of at least {}": _ADVICE + "test_settings_that_an_error_names_train",
     "give the path of a YAML or JSON file": _ADVICE + "test_settings_are_given_as_a_mapping_or_a_file",
-    "write some, or {} to keep everything on the device": _ADVICE
-    + "test_settings_are_given_as_a_mapping_or_a_file",
+    "write some, or {} to keep everything on the device": _ADVICE + "test_settings_are_given_as_a_mapping_or_a_file",
     "give a mapping, such as": _ADVICE + "test_settings_are_given_as_a_mapping_or_a_file",
     'pass loss_scale="dynamic" to zero_hf.shard': _ADVICE + "test_fp16_gets_a_loss_scale_or_becomes_bf16",
     "install it, or write offload: host": _ADVICE + "test_without_zero_nvme_states_are_on_the_host",
