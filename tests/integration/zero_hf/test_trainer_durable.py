@@ -42,6 +42,12 @@ def llama_0():
     return llama(0)
 
 
+def frozen():
+    made = llama()
+    made.model.embed_tokens.requires_grad_(False)
+    return made
+
+
 class Stop(Exception):
     pass
 
@@ -134,6 +140,42 @@ def _on_two_ranks(tmp_path):
 def test_two_ranks_go_on(ranks, tmp_path):
     for found in ranks(2).run(_on_two_ranks, tmp_path):
         assert [len(names) for names in found] == [2, 0]
+
+
+def test_in_other_tiles_it_goes_on_from_a_checkpoint_that_is_made_of_its_steps(tmp_path):
+    """Without dropout, since the random state is in no such checkpoint. Its embedding is not trained."""
+    whole, logs = train(Sharded, tmp_path / "whole", frozen(), zero=plain(tmp_path), **GIVEN)
+    interrupted(tmp_path, 5, build=frozen)
+    made, later = trainer(Sharded, tmp_path / "run", frozen(), zero=durable(tmp_path, tile_numel=2 << 20), **GIVEN)
+    assert made.evaluate()["eval_loss"] == pytest.approx(logs.evaluations[1])
+    made.train()
+    assert later.losses == logs.losses[4:] and made.state.log_history[0]["loss"] == logs.losses[0]
+    same(weights(made.model), weights(whole.model))
+    assert (tmp_path / "run" / "checkpoint-4" / "trainer_state.json").is_file() and len(slabs(tmp_path)) == 1
+
+
+def test_a_checkpoint_that_is_not_made_leaves_the_steps(tmp_path):
+    interrupted(tmp_path, 5, build=frozen)
+    others = durable(tmp_path, tile_numel=2 << 20)
+    made, _ = trainer(Sharded, tmp_path / "run", frozen(), zero=others, **GIVEN | {"learning_rate": 1e-3})
+    with pytest.raises(ConfigError, match=r"step 4 of another run \(learning_rate was 0.01, is 0.001\)"):
+        made.train()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == []
+    _, later = gone_on(tmp_path, build=lambda seed: frozen())
+    assert len(later.losses) == 4
+
+
+def _on_two_ranks_after_one(tmp_path):
+    with launched():
+        made, logs = gone_on(tmp_path, build=lambda seed: llama())
+        made.end()
+        return logs.losses, slabs(tmp_path)
+
+
+def test_two_ranks_go_on_after_one(ranks, tmp_path):
+    interrupted(tmp_path, 5, build=llama)
+    for losses, names in ranks(2).run(_on_two_ranks_after_one, tmp_path):
+        assert len(losses) == 4 and len(names) == 2
 
 
 def test_callbacks_and_the_best_checkpoint_are_as_at_a_checkpoint(tmp_path):

@@ -9,26 +9,32 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
 import zero_core
+import zero_offload
 from zero_core.checkpoint import random_state_of, restore_random_state
 
 from .config import ConfigError, ZeroConfig
-from .sharding import Run
+from .sharding import Run, slab_of, step_of, there
 
 __all__ = ["DurableTrainer"]
 
 TRAINER_STATE = "trainer_state.json"  # what a Trainer writes last into a checkpoint
+SCHEDULER = "scheduler.pt"
 STATE = "zero"  # the folder inside a Trainer's checkpoint: fp32 masters and optimizer states, zero_core.checkpoint
 _ROWS = 64  # that are compared, of a data set that may have millions
 # Arguments that change no number of the training itself, by their name or how it begins.
@@ -49,15 +55,20 @@ class DurableTrainer(Trainer):
     model: Any
     state: Any
     _kept: _Kept | None = None  # what is kept of this run; None: nothing
+    _made: str | None = None  # a checkpoint that was made of another number of ranks' steps, or of other tiles
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         inherited: Any = super()
+        if self.zero_config.durable is None or optimizer is None:
+            inherited._shard(optimizer)
+            return
+        self._made = _first_rank(self, lambda: _as_checkpoint(self, optimizer))
         inherited._shard(optimizer)
         assert self.zero_run is not None
-        if self.zero_config.durable is None or self.zero_run.optimizer is None:
-            return
         try:
             self._kept = _Kept(self, self.zero_run)
+            if self._made is not None:  # also for an evaluation before train(), which reads it again
+                inherited._load_masters(self._made, self.zero_run.optimizer)
         except BaseException:
             self.zero_run.close()
             raise
@@ -78,6 +89,8 @@ class DurableTrainer(Trainer):
         assert kept is not None
         kept.trained = True
         if kept.found is None:
+            if self._made is not None:
+                options["resume_from_checkpoint"] = self._made
             return super()._inner_training_loop(*given, **options)
         self._refuse_another_checkpoint(kept)
         self.current_flos = kept.found["flos"]
@@ -174,19 +187,9 @@ class _Kept:
         self.groups = [{k: v for k, v in g.items() if k != "params"} for g in _optimizer(run).param_groups]
         if self.found is not None:
             self.step = resumed.step
-            self._refuse_another_run(self.found["run"])
+            _refuse_another_run(trainer, self.found["run"], self._identity, self.step, self.where)
             if trainer.is_world_process_zero():
                 sys.stdout.write(f"zero_hf: goes on after step {self.step}, from {self.where}\n")
-
-    def _refuse_another_run(self, before: Mapping[str, str]) -> None:
-        names = sorted({*before, *self._identity})
-        differ = [name for name in names if before.get(name) != self._identity.get(name)]
-        if differ:
-            listed = "; ".join(f"{n} was {before.get(n, 'not there')}, is {self._identity.get(n)}" for n in differ[:5])
-            raise ConfigError(
-                f"output_dir={self._trainer.args.output_dir} has step {self.step} of another run ({listed}): set them "
-                f"back, name another output_dir, or remove {self.where} to begin anew"
-            )
 
     def _told(self) -> dict[str, Any]:
         """As the forward after a step begins."""
@@ -250,6 +253,77 @@ def _refuse(trainer: DurableTrainer) -> None:
     ):
         if found:
             raise ConfigError(f"{what} does not go with durable, which keeps the steps of one run: {way_out}")
+
+
+def _refuse_another_run(
+    trainer: DurableTrainer, before: Mapping[str, str], now: Mapping[str, str], step: int, where: str
+) -> None:
+    differ = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    if differ:
+        listed = "; ".join(f"{n} was {before.get(n, 'not there')}, is {now.get(n, 'not there')}" for n in differ[:5])
+        raise ConfigError(
+            f"output_dir={trainer.args.output_dir} has step {step} of another run ({listed}): set them back, name "
+            f"another output_dir, or remove {where} to begin anew"
+        )
+
+
+def _first_rank(trainer: DurableTrainer, call: Callable[[], str | None]) -> str | None:
+    """What the first rank's call returns, on all ranks. Raises on all of them what it raises there."""
+    found: list[Any] = [None, None]
+    if trainer.args.process_index == 0:
+        try:
+            found[0] = call()
+        except (zero_core.ZeroError, ValueError, OSError) as error:
+            found[1] = str(error)
+    if trainer.args.world_size > 1:
+        broadcast_object_list(found)
+    if found[1] is not None:
+        raise ConfigError(found[1])
+    return found[0]
+
+
+def _as_checkpoint(trainer: DurableTrainer, optimizer: torch.optim.Optimizer) -> str | None:
+    """Makes a checkpoint of steps that this run cannot go on from where they lie, and returns its folder.
+
+    They were left by another number of ranks, at another stage, or in other tiles. One rank calls it.
+    """
+    config, output = trainer.zero_config, Path(str(trainer.args.output_dir)).absolute()
+    names = list(
+        takewhile(lambda name: there(config, *name), ((zero_offload.slab_name(output, r), r) for r in count()))
+    )
+    if not names:
+        return None
+    with ExitStack() as stack:
+        slabs = [slab_of(config, stack, *names[0])]
+        layout = zero_offload.kept_layout(slabs[0])
+        here = (trainer.args.world_size if config.stage else 1, config.tile_numel)
+        if layout is None or here == (layout["shards"], layout["tile_numel"]):
+            return None
+        slabs += [slab_of(config, stack, *name) for name in names[1:]]
+        begun = output / "durable"
+        shutil.rmtree(begun, ignore_errors=True)
+        try:
+            step, told = zero_offload.write_checkpoint(
+                slabs[: layout["shards"]], begun / STATE, step=step_of(optimizer, config), optimizer=optimizer
+            )
+            where = ", ".join(f"{slab.name}.slab" for slab in slabs)
+            ranks = {"world size": told["run"]["world size"]}
+            _refuse_another_run(trainer, told["run"], _identity(trainer) | ranks, step, where)
+            torch.save(told["scheduler"], begun / SCHEDULER)
+            (begun / TRAINER_STATE).write_text(told["state"], encoding="utf-8")
+        except BaseException:
+            shutil.rmtree(begun, ignore_errors=True)
+            raise
+        target = output / f"checkpoint-{step}"
+        if (target / TRAINER_STATE).is_file() and (target / STATE).is_dir():
+            shutil.rmtree(begun)  # the run has saved the same step
+        else:
+            shutil.rmtree(target, ignore_errors=True)
+            begun.rename(target)
+        for slab in slabs:
+            slab.remove()
+    sys.stdout.write(f"zero_hf: step {step} is of other ranks or tiles, and a checkpoint now: {target}\n")
+    return str(target)
 
 
 def _identity(trainer: DurableTrainer) -> dict[str, str]:

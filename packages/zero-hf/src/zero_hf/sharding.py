@@ -113,7 +113,7 @@ def shard(
         store = slab = None
         if config.offloads:
             if config.on_nvme or durable:  # also where the plan has no bytes there
-                slab = _slab(config, stack, slab_name if durable else None)
+                slab = slab_of(config, stack, slab_name if durable else None)
             store = zero_offload.TieredStore(
                 plan=planned,
                 nvme=slab,
@@ -158,7 +158,7 @@ def plan(
     Raises:
         ConfigError, zero_offload.PlanError: as shard.
     """
-    step = _step(optimizer, config)
+    step = step_of(optimizer, config)
     found = zero_offload.plan(
         model,
         hardware,
@@ -221,7 +221,7 @@ def _only_trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
             parameter.requires_grad_(True)
 
 
-def _step(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
+def step_of(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
     """zero-optim-cpu's kernels where they are installed and know the optimizer, else torch's own on the host.
 
     None: neither knows it. It then runs where its states are, on the device.
@@ -252,38 +252,48 @@ def _step(optimizer: torch.optim.Optimizer | None, config: ZeroConfig) -> Any:
     return None
 
 
-def _slab(config: ZeroConfig, stack: ExitStack, name: str | None) -> Any:
+def there(config: ZeroConfig, name: str, local_rank: int) -> bool:
+    """Whether a slab of this name has files in the folders of a process of this number on its machine."""
+    return all(os.path.exists(os.path.join(path, f"{name}.slab")) for path in _paths(config, local_rank))
+
+
+def slab_of(config: ZeroConfig, stack: ExitStack, name: str | None, local_rank: int | None = None) -> Any:
+    """The slab in nvme_paths, which `stack` closes. local_rank: the process's number on its machine; None: this one's.
+
+    Raises ConfigError naming the folders.
+    """
+    paths = _paths(config, local_rank)
     try:
         nvme = importlib.import_module("zero_nvme")
     except ImportError:
         raise ConfigError('"nvme" needs the package zero-nvme: install it, or write offload: host') from None
     made: list[str] = []
     try:
-        for path in _paths(config):
+        for path in paths:
             kind = nvme.filesystem.filesystem_name(path if os.path.isdir(path) else os.path.dirname(path))
             if kind in nvme.filesystem.IN_MEMORY:
                 raise ConfigError(
                     f"nvme_paths has {path}, which is on {kind}. That is memory, so offloading to it would free none: "
                     "name a folder on a disk, or write offload: host"
                 )
-        for path in _paths(config):
+        for path in paths:
             try:
                 os.mkdir(path)  # not the folders above it: where they are missing, the drive is not mounted
                 made.append(path)
             except FileExistsError:  # from before, or another rank of this machine has just made it
                 if not os.path.isdir(path):
                     raise
-        return stack.enter_context(nvme.Slab(_paths(config), name=name))
+        return stack.enter_context(nvme.Slab(paths, name=name))
     except OSError as error:
         for path in made:
             with suppress(OSError):  # another rank has files in it
                 os.rmdir(path)
         raise ConfigError(
-            f"no slab on nvme_paths={_paths(config)}: {error}. Name a folder on a mounted drive; a folder is made if "
+            f"no slab on nvme_paths={paths}: {error}. Name a folder on a mounted drive; a folder is made if "
             "the one above it is there"
         ) from error
 
 
-def _paths(config: ZeroConfig) -> list[str]:
-    local_rank = os.environ.get("LOCAL_RANK", "0")
-    return [os.path.abspath(path.replace("{local_rank}", local_rank)) for path in config.nvme_paths]
+def _paths(config: ZeroConfig, local_rank: int | None = None) -> list[str]:
+    number = os.environ.get("LOCAL_RANK", "0") if local_rank is None else str(local_rank)
+    return [os.path.abspath(path.replace("{local_rank}", number)) for path in config.nvme_paths]

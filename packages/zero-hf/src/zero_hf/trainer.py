@@ -27,7 +27,7 @@ from .arguments import deepspeed_of, without_deepspeed
 from .config import ConfigError, ZeroConfig
 from .deepspeed.checkpoint import load_checkpoint
 from .deepspeed.translation import Translation, from_deepspeed, loaded
-from .durable import STATE, TRAINER_STATE, DurableTrainer
+from .durable import SCHEDULER, STATE, TRAINER_STATE, DurableTrainer
 from .sharding import IN_A_TRAINER, Run
 from .trl import ShardedTRL, is_trl, shard_of
 
@@ -40,7 +40,6 @@ _GRADED = (
 )
 T = TypeVar("T", bound=type[Any])
 
-_SCHEDULER = "scheduler.pt"
 _OPTIMIZER = "optimizer.pt"  # of a stock Trainer
 _ARGUMENTS = "training_args.bin"
 
@@ -277,7 +276,7 @@ class _Sharded(Trainer):
             also=written_with_adapters(self.model),
         )
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *given: Any, **options: Any) -> Any:
         if resume_from_checkpoint:
@@ -299,7 +298,7 @@ class _Sharded(Trainer):
                 )
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        run, beside = self._trained_run(), Path(checkpoint) / _SCHEDULER
+        run, beside = self._trained_run(), Path(checkpoint) / SCHEDULER
         scheduler = None if beside.is_file() else self.lr_scheduler  # then DeepSpeed's files hold its state
         self._load_masters(checkpoint, run.optimizer, scheduler)
         if beside.is_file():
