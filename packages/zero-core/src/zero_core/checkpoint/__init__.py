@@ -78,9 +78,9 @@ def save(
 
     blocking=False, for a model whose store is durable: returns at once, and a thread copies what the store has on disk
     while training goes on. An update that would write over what is not copied yet waits for it. There is one such copy
-    at a time, so the next one begins when this one is over. The copy takes memory for two of the store's tiles and a
-    box. What it fails with is raised by `wait` of what is returned, by the next such call, or by `optimizer.close()`,
-    which wait for it. Raises ZeroError where the store is not durable, or has parameters that are not trained: these
+    at a time, so the next one begins when this one is over. The copy takes memory for two of the store's tiles, read
+    and decoded, and a box. What it fails with is raised by `wait` of what is returned, by the next such call, or by
+    `optimizer.close()`, which wait for it. Raises ZeroError where the store is not durable, or has parameters that are not trained: these
     are not on its disk.
     """
     view = _view(model, optimizer)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable
 
 __all__ = ["Saving"]
+
+NICE = 10  # a tenth of a thread of training's share
+
+
+def _give_way() -> None:
+    """This thread takes what processor time training leaves. Where training waits for it, that is all there is."""
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 class Saving:
@@ -20,6 +30,7 @@ class Saving:
         """Write on another thread, then call `end`, whatever came of it."""
 
         def run() -> None:
+            _give_way()
             try:
                 write()
             except BaseException as error:

@@ -27,6 +27,8 @@ from .tile import Tile, View, round_up
 
 __all__ = ["PinnedValues", "Tiled", "Values"]
 
+SERIAL_NUMEL = 1 << 14  # that torch copies on one thread (at::internal::GRAIN_SIZE is 1 << 15)
+
 
 class Tiled(Protocol):
     """What a `StorePlan` says of how values are cut and laid out."""
@@ -59,11 +61,18 @@ class _Reader(ABC):
             needs_states = tile.trainable and not (name == "master" and self._is_master(tile))
             with self._opened(tile, change=False, states=needs_states) as view:
                 if needs_states:
-                    found = self._step.read(view, name)
+                    found = self._decoded(tile, view, name)
                 else:
                     found = view.parameter if name == "master" else torch.zeros(tile.numel)
-                values[low - start : high - start] = found[low - tile.start : high - tile.start]
+                self._copy(found[low - tile.start : high - tile.start], values[low - start : high - start])
         return values
+
+    def _decoded(self, tile: Tile, view: View, name: str) -> Tensor:
+        """(tile.numel,) fp32: "master" or a state."""
+        return self._step.read(view, name)
+
+    def _copy(self, values: Tensor, into: Tensor) -> None:
+        into.copy_(values)
 
     def _is_master(self, tile: Tile) -> bool:
         """Whether the parameter is the master itself."""
@@ -163,8 +172,8 @@ class Values(_Reader):
 class PinnedValues(_Reader):
     """What a durable store had when it was pinned, read from disk tile by tile. As zero_core.store.Pinned.
 
-    A tile is read once, and kept in memory until what is asked for begins after it. ready: returns when the generation
-    is pinned, or raises.
+    A tile is read and decoded once, and kept in memory until what is asked for begins after it. ready: returns when the
+    generation is pinned, or raises.
     """
 
     def __init__(
@@ -172,13 +181,16 @@ class PinnedValues(_Reader):
     ) -> None:
         super().__init__(plan, step)
         self._generations, self._ready = generations, ready
-        self._held: dict[Tile, View] = {}
+        self._held: dict[Tile, tuple[View, list[Tensor], dict[str, Tensor]]] = {}
+        self._spare: dict[int, list[Tensor]] = {}  # memory, by its bytes: a page that was touched costs nothing again
         self._ahead = deque(tile for unit in plan.units for tile in unit.tiles)
 
     def read_state(self, i: int, name: str, start: int, stop: int) -> Tensor:
         """(stop - start,), of shards and elements that follow what was asked for before, or are the same."""
         self._ready()
-        self._held = {tile: view for tile, view in self._held.items() if tile.unit == i and tile.stop > start}
+        for tile in [tile for tile in self._held if tile.unit != i or tile.stop <= start]:
+            for memory in self._held.pop(tile)[1]:
+                self._spare.setdefault(memory.numel(), []).append(memory)
         while self._ahead and (self._ahead[0].unit, self._ahead[0].stop) <= (i, start):
             tile = self._ahead.popleft()
             self._generations.give_up([parameters_of(tile), states_of(tile)])
@@ -190,28 +202,41 @@ class PinnedValues(_Reader):
         with suppress(Exception):  # else it could be pinned after this, for good
             self._ready()
         self._held.clear()
+        self._spare.clear()
         self._generations.pins.give_up()
 
     def _opened(self, tile: Tile, *, change: bool, states: bool = True) -> AbstractContextManager[View]:
         assert tile.trainable and not change, f"{tile} is not pinned"
         if tile not in self._held:
             self._held[tile] = self._fetched(tile)
-        return nullcontext(self._held[tile])
+        return nullcontext(self._held[tile][0])
 
-    def _fetched(self, tile: Tile) -> View:
+    def _decoded(self, tile: Tile, view: View, name: str) -> Tensor:
+        found = self._held[tile][2]
+        if name not in found:
+            found[name] = super()._decoded(tile, view, name)
+        return found[name]
+
+    def _copy(self, values: Tensor, into: Tensor) -> None:
+        """In pieces that torch copies on one thread: its others would spin beside those of training."""
+        for piece, target in zip(values.split(SERIAL_NUMEL), into.split(SERIAL_NUMEL), strict=True):
+            target.copy_(piece)
+
+    def _fetched(self, tile: Tile) -> tuple[View, list[Tensor], dict[str, Tensor]]:
         unit = self._plan.units[tile.unit]
         dtype, record = unit.spec.dtype, unit.records[tile.index]
         nbytes = tile.numel * dtype.itemsize
-        parameter = self._bytes(parameters_of(tile), round_up(nbytes, self._plan.alignment))[:nbytes].view(dtype)
-        states = {}
+        memories = [self._bytes(parameters_of(tile), round_up(nbytes, self._plan.alignment))]
+        parameter, states = memories[0][:nbytes].view(dtype), {}
         if record is not None:
-            memory = self._bytes(states_of(tile), record.nbytes)
+            memories.append(self._bytes(states_of(tile), record.nbytes))
             for field, offset in zip(record.fields, record.offsets, strict=True):
-                states[field.name] = memory[offset : offset + field.nbytes].view(field.dtype)
-        return View(states, parameter, parameter[:0])
+                states[field.name] = memories[1][offset : offset + field.nbytes].view(field.dtype)
+        return View(states, parameter, parameter[:0]), memories, {}
 
     def _bytes(self, name: str, nbytes: int) -> Tensor:
-        """(nbytes,) uint8: of whole pages, which the kernel takes back when they are forgotten."""
-        memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        """(nbytes,) uint8: of whole pages, which the kernel takes back when all is forgotten."""
+        spare = self._spare.get(nbytes)
+        memory = spare.pop() if spare else torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         self._generations.read_pinned(name, memory)
         return memory

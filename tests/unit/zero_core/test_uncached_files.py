@@ -1,0 +1,67 @@
+"""The files of a checkpoint are written past the page cache, or through it where the filesystem cannot."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+
+import pytest
+
+from zero_core.checkpoint import files
+
+
+def written(path, *parts):
+    with files._Uncached(path) as file:
+        for part in parts:
+            assert file.write(part) == len(part)
+        assert file.tell() == sum(map(len, parts))
+        file.sync()
+    return path.read_bytes()
+
+
+PARTS = (b"", os.urandom(3), os.urandom(files._BLOCK_BYTES), os.urandom(files._COPIED_BYTES + 4097), os.urandom(1))
+
+
+def test_parts_of_any_length_are_in_the_file(tmp_path):
+    assert written(tmp_path / "a", *PARTS) == b"".join(PARTS)
+    assert written(tmp_path / "whole", PARTS[2]) == PARTS[2]
+    assert written(tmp_path / "empty") == b""
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path):
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(FileExistsError):
+        files._Uncached(tmp_path / "a")
+    assert (tmp_path / "a").read_text() == "mine"
+
+
+def test_a_filesystem_that_refuses_the_flag_is_written_through_the_cache(tmp_path, monkeypatch):
+    def refused(fd, command, *flags):
+        if command == fcntl.F_SETFL and flags[0] & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return found(fd, command, *flags)
+
+    found = fcntl.fcntl
+    monkeypatch.setattr(files.fcntl, "fcntl", refused)
+    assert written(tmp_path / "a", *PARTS) == b"".join(PARTS)
+
+
+def test_a_filesystem_that_takes_the_flag_and_does_not_write_so_is_written_through_the_cache(tmp_path, monkeypatch):
+    def refused(fd, block):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not so")
+        return found(fd, block)
+
+    found = os.write
+    monkeypatch.setattr(files.os, "write", refused)
+    assert written(tmp_path / "a", *PARTS) == b"".join(PARTS)
+
+
+def test_other_errors_are_raised(tmp_path, monkeypatch):
+    def full(fd, block):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(files.os, "write", full)
+    with pytest.raises(OSError, match="full"), files._Uncached(tmp_path / "a") as file:
+        file.write(PARTS[2])
