@@ -80,8 +80,8 @@ def save(
     while training goes on. An update that would write over what is not copied yet waits for it. There is one such copy
     at a time, so the next one begins when this one is over. The copy takes memory for two of the store's tiles, read
     and decoded, and a box. What it fails with is raised by `wait` of what is returned, by the next such call, or by
-    `optimizer.close()`, which wait for it. Raises ZeroError where the store is not durable, or has parameters that are not trained: these
-    are not on its disk.
+    `optimizer.close()`, which wait for it. Raises ZeroError where the store is not durable, or has parameters that are
+    not trained: these are not on its disk.
     """
     view = _view(model, optimizer)
     view.ranks.meet("checkpoint.save")
