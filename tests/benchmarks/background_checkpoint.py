@@ -123,10 +123,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     between = next(row["step"] for row in steps if row["when"] == "between")
     stall = next(row["stall"] for row in rows if "stall" in row)
     axes.bar([between - 0.5], [stall], width=0.3, color="tab:red", label=f"a checkpoint that blocks: {stall:.1f} s")
-    axes.bar([], [], color="tab:orange", label="steps during one in the background")
+    axes.bar([between], [0], color="tab:orange", label="steps during one in the background")
     axes.set_xlabel("step")
     axes.set_ylabel("seconds")
-    axes.legend(loc="lower right")
+    axes.set_ylim(0, 1.3 * max(row["seconds"] for row in steps))
+    axes.legend(loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
