@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -15,6 +16,7 @@ import zero_hf
 from tests.integration.zero_hf.test_trainer_checkpoints import same
 from tests.integration.zero_hf.trainers import Sharded, launched, llama, rows, train, trainer, weights
 from zero_hf import ConfigError, ZeroConfig
+from zero_hf.durable import _digest
 from zero_offload import TieredStore
 from zero_offload.errors import GenerationError
 
@@ -48,6 +50,10 @@ def frozen():
     return made
 
 
+class Thing:
+    """Of no data set, and its text has an address."""
+
+
 class Stop(Exception):
     pass
 
@@ -70,7 +76,7 @@ def interrupted(tmp_path, step, when="on_step_end", build=model, zero=None, **gi
     )
     with pytest.raises(Stop):
         made.train()
-    made.end()
+    made.zero_run.close()  # end() would also end the process group
 
 
 def gone_on(tmp_path, build=model, zero=None, resume=None, **given):
@@ -125,7 +131,7 @@ def _on_two_ranks(tmp_path):
     with launched():
         whole, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **GIVEN)
         expected = weights(whole.model)
-        whole.end()
+        whole.zero_run.close()
         interrupted(tmp_path, 5)
         found = [slabs(tmp_path)]
         again, later = gone_on(tmp_path)
@@ -133,7 +139,7 @@ def _on_two_ranks(tmp_path):
         assert later.losses == logs.losses[4:]
         again.save_model()
         again.accelerator.wait_for_everyone()
-        again.end()
+        again.zero_run.close()
         return [*found, slabs(tmp_path)]
 
 
@@ -158,7 +164,7 @@ def test_a_checkpoint_that_is_not_made_leaves_the_steps(tmp_path):
     interrupted(tmp_path, 5, build=frozen)
     others = durable(tmp_path, tile_numel=2 << 20)
     made, _ = trainer(Sharded, tmp_path / "run", frozen(), zero=others, **GIVEN | {"learning_rate": 1e-3})
-    with pytest.raises(ConfigError, match=r"step 4 of another run \(learning_rate was 0.01, is 0.001\)"):
+    with pytest.raises(ConfigError, match=r"has steps of another run \(learning_rate was 0.01, is 0.001\)"):
         made.train()
     assert [path.name for path in (tmp_path / "run").iterdir()] == []
     _, later = gone_on(tmp_path, build=lambda seed: frozen())
@@ -168,7 +174,7 @@ def test_a_checkpoint_that_is_not_made_leaves_the_steps(tmp_path):
 def _on_two_ranks_after_one(tmp_path):
     with launched():
         made, logs = gone_on(tmp_path, build=lambda seed: llama())
-        made.end()
+        made.zero_run.close()
         return logs.losses, slabs(tmp_path)
 
 
@@ -222,6 +228,38 @@ def test_a_run_that_has_ended_takes_no_step_and_is_there_until_it_is_saved(tmp_p
     new, later = gone_on(tmp_path, build=lambda seed: model())
     assert later.losses == logs.losses
     new.end()
+
+
+def test_a_run_whose_last_step_was_saved_takes_no_step_either(tmp_path):
+    """Its files on the drive are gone then, and its last checkpoint says whose it is."""
+    given = {"save_strategy": "steps", "save_steps": 4}
+    whole, _ = gone_on(tmp_path, build=lambda seed: model(), **given)
+    expected = weights(whole.model)
+    whole.end()
+    assert slabs(tmp_path) == []
+    again, later = gone_on(tmp_path, **given)
+    assert later.losses == [] and again.state.global_step == 8
+    same(weights(again.model), expected)
+    again.end()
+    made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN | given | {"weight_decay": 1})
+    with pytest.raises(
+        ConfigError, match=r"steps of another run \(weight_decay was 0.0, is 1\).*checkpoint-8 to begin"
+    ):
+        made.train()
+
+
+def test_a_checkpoint_that_is_not_a_durable_runs_is_asked_for(tmp_path):
+    _, logs = train(Sharded, tmp_path / "run", model(), zero=plain(tmp_path), **GIVEN | {"save_strategy": "epoch"})
+    made, later = gone_on(tmp_path, build=lambda seed: model())
+    assert later.losses == logs.losses
+    made.end()
+
+
+def test_steps_are_gone_on_from_beside_a_checkpoint_that_was_cut_short(tmp_path):
+    interrupted(tmp_path, 6, save_strategy="steps", save_steps=4)
+    (tmp_path / "run" / "checkpoint-4" / "trainer_state.json").unlink()
+    _, later = gone_on(tmp_path, resume=True, save_strategy="steps", save_steps=4)
+    assert len(later.losses) == 3
 
 
 @pytest.mark.parametrize("asked", [True, "the last checkpoint"])
@@ -292,7 +330,7 @@ def test_another_run_in_the_same_folder_is_refused_and_the_steps_stay(tmp_path, 
     interrupted(tmp_path, 5)
     given, said = OTHERS[other]
     made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN | given)
-    with pytest.raises(ConfigError, match=f"step 4 of another run .*{said}"):
+    with pytest.raises(ConfigError, match=f"has steps of another run .*{said}"):
         made.train()
     _, elsewhere = train(Sharded, tmp_path / "another", model(), zero=durable(tmp_path), **GIVEN | given)
     assert elsewhere.losses
@@ -335,8 +373,22 @@ def test_rows_that_are_drawn_anew_each_time_are_the_same_data(tmp_path):
     assert len(later.losses) == 4
 
 
+def test_rows_are_told_apart_by_their_values_and_not_by_addresses():
+    def digest(*rows):
+        return _digest(list(rows))
+
+    assert digest({"a": Thing(), "b": {"x", "y"}}) == digest({"a": Thing(), "b": {"y", "x"}})
+    assert digest(np.array([Thing(), 1], dtype=object)) == digest(np.array([Thing(), 1], dtype=object))
+    assert digest({"a": torch.ones(2, dtype=torch.bfloat16)}) != digest({"a": torch.zeros(2, dtype=torch.bfloat16)})
+    assert digest([1, [2.5]]) != digest([1, [2]]) and digest(1) != digest(1, 1)
+    assert _digest(iter([])) == "list_iterator"
+
+
 def test_a_stream_goes_on_at_its_place(tmp_path):
     class Stream(IterableDataset):
+        def __len__(self):
+            return 64
+
         def __iter__(self):
             return iter(rows(64))
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import re
 import shutil
 import sys
 import tempfile
@@ -20,7 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
@@ -35,6 +38,7 @@ __all__ = ["DurableTrainer"]
 
 TRAINER_STATE = "trainer_state.json"  # what a Trainer writes last into a checkpoint
 SCHEDULER = "scheduler.pt"
+IDENTITY = "durable.json"  # of which run a checkpoint is
 STATE = "zero"  # the folder inside a Trainer's checkpoint: fp32 masters and optimizer states, zero_core.checkpoint
 _ROWS = 64  # that are compared, of a data set that may have millions
 # Arguments that change no number of the training itself, by their name or how it begins.
@@ -77,8 +81,8 @@ class DurableTrainer(Trainer):
         if self.zero_config.durable is not None:
             _refuse(self)
             self._asked = resume_from_checkpoint
-            if resume_from_checkpoint is True and not any(Path(str(self.args.output_dir)).glob("checkpoint-*")):
-                resume_from_checkpoint = None  # the steps on disk are what it goes on from, or it begins
+            if resume_from_checkpoint in (None, True):  # where there is no step on disk, it goes on from a checkpoint
+                resume_from_checkpoint = self._last_checkpoint(any_run=resume_from_checkpoint is True)
         return super().train(resume_from_checkpoint, *given, **options)
 
     def _inner_training_loop(self, *given: Any, **options: Any) -> Any:
@@ -88,24 +92,32 @@ class DurableTrainer(Trainer):
         kept = self._kept
         assert kept is not None
         kept.trained = True
+        if kept.found is not None or self._made is not None:
+            self._refuse_another_checkpoint(kept)
         if kept.found is None:
-            if self._made is not None:
-                options["resume_from_checkpoint"] = self._made
-            return super()._inner_training_loop(*given, **options)
-        self._refuse_another_checkpoint(kept)
+            resumed = self._made or options.get("resume_from_checkpoint")
+            if resumed is not None and (Path(resumed) / IDENTITY).is_file():
+                kept.refuse_another_run(json.loads((Path(resumed) / IDENTITY).read_text(encoding="utf-8")), resumed)
+            return super()._inner_training_loop(*given, **options | {"resume_from_checkpoint": resumed})
         self.current_flos = kept.found["flos"]
         with tempfile.TemporaryDirectory(prefix="zero-hf-") as folder:
             (Path(folder) / TRAINER_STATE).write_text(kept.found["state"], encoding="utf-8")
             kept.folder = folder
             return super()._inner_training_loop(*given, **options | {"resume_from_checkpoint": folder})
 
+    def _last_checkpoint(self, *, any_run: bool) -> str | None:
+        """The last one in output_dir that is complete and, unless it may be of any run, of a durable one."""
+        folders = [p for p in Path(str(self.args.output_dir)).glob("checkpoint-*") if p.name[11:].isdecimal()]
+        found = [path for path in folders if (path / TRAINER_STATE).is_file()]
+        found = [path for path in found if any_run or (path / IDENTITY).is_file()]
+        return str(max(found, key=lambda path: int(path.name[11:]))) if found else None
+
     def _refuse_another_checkpoint(self, kept: _Kept) -> None:
         """Raises ConfigError where the caller names a checkpoint that is not the last one of this run."""
         if self._asked is None or isinstance(self._asked, bool):
             return
-        asked, output = Path(self._asked).absolute(), Path(str(self.args.output_dir)).absolute()
-        last = max((int(p.name[11:]) for p in output.glob("checkpoint-*") if p.name[11:].isdecimal()), default=-1)
-        if asked != output / f"checkpoint-{last}":
+        last = self._last_checkpoint(any_run=True)
+        if last is None or Path(self._asked).absolute() != Path(last).absolute():
             raise ConfigError(
                 f"resume_from_checkpoint={self._asked} and step {kept.step} of this run, which is on disk in "
                 f"{kept.where}: leave resume_from_checkpoint out to go on after that step, or remove these files"
@@ -157,6 +169,11 @@ class DurableTrainer(Trainer):
                 kept.remove()
         return made
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._kept is not None and self.args.should_save:
+            (Path(output_dir) / IDENTITY).write_text(json.dumps(self._kept.identity), encoding="utf-8")
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
         if not _internal_call and self._kept is not None and self._kept.ended:
@@ -177,7 +194,7 @@ class _Kept:
         self.after_step: Any = None
         before = self.random_state()
         try:
-            self._identity = _identity(trainer)
+            self.identity = _identity(trainer)
             resumed = zero_core.resume(run.model, _optimizer(run), extra=self._told)
         except zero_core.ZeroError as error:
             raise ConfigError(f"durable={trainer.zero_config.durable!r}: {error}") from error
@@ -187,16 +204,23 @@ class _Kept:
         self.groups = [{k: v for k, v in g.items() if k != "params"} for g in _optimizer(run).param_groups]
         if self.found is not None:
             self.step = resumed.step
-            _refuse_another_run(trainer, self.found["run"], self._identity, self.step, self.where)
+            self.refuse_another_run(self.found["run"], self.where)
             if trainer.is_world_process_zero():
                 sys.stdout.write(f"zero_hf: goes on after step {self.step}, from {self.where}\n")
+
+    def refuse_another_run(self, before: Mapping[str, str], where: str) -> None:
+        """Collective: a rank that alone refused would leave the others waiting for it."""
+        found = [_another_run(self._trainer, before, self.identity, where)]
+        told = [each for each in (gather_object(found) if self._trainer.args.world_size > 1 else found) if each]
+        if told:
+            raise ConfigError(told[0])
 
     def _told(self) -> dict[str, Any]:
         """As the forward after a step begins."""
         trainer = self._trainer
         assert trainer.lr_scheduler is not None
         return {
-            "run": self._identity,
+            "run": self.identity,
             "state": self._state(),
             "scheduler": trainer.lr_scheduler.state_dict(),
             "random": self.after_step,
@@ -226,7 +250,8 @@ class _Kept:
         np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
 
     def remove(self) -> None:
-        """What is on disk has been saved elsewhere. The files are used until the process ends, and not found."""
+        """Removes the files, whose steps were saved elsewhere. This process uses them on until it ends."""
+        os.sync()  # a Trainer does not sync what it saves
         self._slab.unlink()
 
 
@@ -255,16 +280,16 @@ def _refuse(trainer: DurableTrainer) -> None:
             raise ConfigError(f"{what} does not go with durable, which keeps the steps of one run: {way_out}")
 
 
-def _refuse_another_run(
-    trainer: DurableTrainer, before: Mapping[str, str], now: Mapping[str, str], step: int, where: str
-) -> None:
+def _another_run(trainer: DurableTrainer, before: Mapping[str, str], now: Mapping[str, str], where: str) -> str | None:
+    """What differs, if anything does, and what to do."""
     differ = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-    if differ:
-        listed = "; ".join(f"{n} was {before.get(n, 'not there')}, is {now.get(n, 'not there')}" for n in differ[:5])
-        raise ConfigError(
-            f"output_dir={trainer.args.output_dir} has step {step} of another run ({listed}): set them back, name "
-            f"another output_dir, or remove {where} to begin anew"
-        )
+    if not differ:
+        return None
+    listed = "; ".join(f"{n} was {before.get(n, 'not there')}, is {now.get(n, 'not there')}" for n in differ[:5])
+    return (
+        f"output_dir={trainer.args.output_dir} has steps of another run ({listed}): set them back, name another "
+        f"output_dir, or remove {where} to begin anew"
+    )
 
 
 def _first_rank(trainer: DurableTrainer, call: Callable[[], str | None]) -> str | None:
@@ -273,8 +298,8 @@ def _first_rank(trainer: DurableTrainer, call: Callable[[], str | None]) -> str 
     if trainer.args.process_index == 0:
         try:
             found[0] = call()
-        except (zero_core.ZeroError, ValueError, OSError) as error:
-            found[1] = str(error)
+        except Exception as error:  # whatever it is, the others wait for this rank
+            found[1] = f"{type(error).__name__}: {error}" if not isinstance(error, ConfigError) else str(error)
     if trainer.args.world_size > 1:
         broadcast_object_list(found)
     if found[1] is not None:
@@ -307,8 +332,9 @@ def _as_checkpoint(trainer: DurableTrainer, optimizer: torch.optim.Optimizer) ->
                 slabs[: layout["shards"]], begun / STATE, step=step_of(optimizer, config), optimizer=optimizer
             )
             where = ", ".join(f"{slab.name}.slab" for slab in slabs)
-            ranks = {"world size": told["run"]["world size"]}
-            _refuse_another_run(trainer, told["run"], _identity(trainer) | ranks, step, where)
+            if (refusal := _another_run(trainer, told["run"], _identity(trainer), where)) is not None:
+                raise ConfigError(refusal)
+            (begun / IDENTITY).write_text(json.dumps(told["run"]), encoding="utf-8")
             torch.save(told["scheduler"], begun / SCHEDULER)
             (begun / TRAINER_STATE).write_text(told["state"], encoding="utf-8")
         except BaseException:
@@ -320,6 +346,7 @@ def _as_checkpoint(trainer: DurableTrainer, optimizer: torch.optim.Optimizer) ->
         else:
             shutil.rmtree(target, ignore_errors=True)
             begun.rename(target)
+        os.sync()
         for slab in slabs:
             slab.remove()
     sys.stdout.write(f"zero_hf: step {step} is of other ranks or tiles, and a checkpoint now: {target}\n")
@@ -334,7 +361,6 @@ def _identity(trainer: DurableTrainer) -> dict[str, str]:
         found[f"zero.{name}"] = str(getattr(trainer.zero_config, name))
     config = getattr(trainer.model, "config", None)
     found["model"] = f"{type(trainer.model).__name__} {getattr(config, '_name_or_path', '')}".strip()
-    found["world size"] = str(trainer.args.world_size)
     found["train_dataset"] = _digest(trainer.train_dataset)
     return found
 
@@ -342,8 +368,10 @@ def _identity(trainer: DurableTrainer) -> dict[str, str]:
 def _digest(dataset: Any) -> str:
     """The length of a data set, and a digest of some rows. Of a stream, which has no length, its class alone."""
     try:
-        count = len(dataset)
+        count = -1 if isinstance(dataset, IterableDataset) else len(dataset)
     except TypeError:
+        count = -1
+    if count < 0:
         return type(dataset).__name__
     found = hashlib.blake2b(digest_size=8)
     for place in (count * i // min(_ROWS, count) for i in range(min(_ROWS, count))):
@@ -359,10 +387,14 @@ def _raw(tensor: torch.Tensor) -> bytes:
 def _bytes(value: Any) -> bytes:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{list(value.shape)}".encode() + _raw(value)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return _bytes(value.tolist())
     if isinstance(value, np.ndarray):
         return f"{value.dtype}{value.shape}".encode() + value.tobytes()
     if isinstance(value, Mapping):
         return b"".join(repr(key).encode() + _bytes(each) for key, each in value.items())
     if isinstance(value, (list, tuple)) and not all(isinstance(each, (int, float, str)) for each in value):
         return b"".join(map(_bytes, value))
-    return repr(value).encode()
+    if isinstance(value, (set, frozenset)):
+        return b"".join(sorted(map(_bytes, value)))
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value)).encode()

@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 __all__ = ["Saving"]
 
-NICE = 10  # a tenth of a thread of training's share
+NICE = 10  # a tenth of the share of a thread that trains
 
 
 def _give_way() -> None:
-    """This thread takes what processor time training leaves. Where training waits for it, that is all there is."""
+    """This thread takes the processor time that training leaves, and all of it while training waits."""
     if sys.platform == "linux":  # elsewhere it would be the whole process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 class Saving:
@@ -30,8 +31,8 @@ class Saving:
         """Write on another thread, then call `end`, whatever came of it."""
 
         def run() -> None:
-            _give_way()
             try:
+                _give_way()
                 write()
             except BaseException as error:
                 self._error = error
