@@ -77,7 +77,7 @@ def test_a_recorded_block_leaves_after_the_other_streams_work():
     side = torch.sim.Stream()
     x = bytes_on_device(1000)
     address = x.data_ptr()
-    zero_sim.build.native.spin(zero_sim.build.native.stream_index(side), 500_000)  # longer than a loaded machine takes for the next lines
+    zero_sim.build.native.spin(zero_sim.build.native.stream_index(side), 500_000)  # longer than the next lines
     x.record_stream(side)
     del x
     held = bytes_on_device(1000)
