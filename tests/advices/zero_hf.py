@@ -6,7 +6,7 @@ _HERE = "integration/zero_hf/"
 _ADVICE = _HERE + "test_followed_advice.py::"
 _TRAINER = _HERE + "test_followed_trainer_advice.py::"
 _MERGING = "unit/zero_hf/test_merging.py::"
-_DURABLE = _HERE + "test_trainer_durable.py::"
+_DURABLE = _HERE + "test_trainer_durable_refused.py::"
 
 FOLLOWED: dict[str, str] = {
     "has no update on the host": _HERE
@@ -30,10 +30,10 @@ FOLLOWED: dict[str, str] = {
     "add --weights, or leave them out": _ADVICE + "test_safetensors_are_converted_with_a_dtype",
     # steps on disk
     "name a folder on a disk with nvme_paths": _DURABLE + "test_settings_that_keep_nothing_are_refused",
-    "leave resume_from_checkpoint out to go on after that step": _DURABLE + "test_what_does_not_go_with_it_is_refused",
+    "resume_from_checkpoint out to go on after that step": _DURABLE + "test_another_checkpoint_is_refused",
     "set them back, name another output_dir": _DURABLE
     + "test_another_run_in_the_same_folder_is_refused_and_the_steps_stay",
-    "or remove {} to begin anew": _DURABLE + "test_the_files_that_are_named_may_be_removed",
+    "and its checkpoints where it has any, to begin anew": _DURABLE + "test_the_files_that_are_named_may_be_removed",
     "give the Trainer the model": _DURABLE + "test_what_does_not_go_with_it_is_refused",
     "give the Trainer its train_dataset when it is built": _DURABLE + "test_what_does_not_go_with_it_is_refused",
     "in a loop, zero_hf.shard(slab_name=...)": _DURABLE + "test_a_loop_gives_the_files_a_name",

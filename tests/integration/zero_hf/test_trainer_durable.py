@@ -2,85 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import signal
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback
 
-import zero_core
-import zero_hf
+from tests.integration.zero_hf.durable_runs import (
+    GIVEN,
+    At,
+    Stop,
+    durable,
+    frozen,
+    gone_on,
+    interrupted,
+    model,
+    plain,
+    slabs,
+)
 from tests.integration.zero_hf.test_trainer_checkpoints import same
 from tests.integration.zero_hf.trainers import Sharded, launched, llama, rows, train, trainer, weights
-from zero_hf import ConfigError, ZeroConfig
-from zero_hf.durable import _digest
-from zero_offload import TieredStore
-from zero_offload.errors import GenerationError
-
-# Two micro-batches a step and eleven rows in batches of two: epochs of three steps, of which the last one is short.
-GIVEN = {"gradient_accumulation_steps": 2, "max_steps": 8, "data": 11, "eval_strategy": "steps", "eval_steps": 2}
-
-
-def durable(tmp_path, kind="process", **more):
-    return {"offload": "nvme", "nvme_paths": [str(tmp_path / "drive")], "durable": kind} | more
-
-
-def plain(tmp_path, **more):
-    return durable(tmp_path, kind=None, **more)
-
-
-def slabs(tmp_path):
-    return sorted(path.name for path in (tmp_path / "drive").glob("*.slab"))
-
-
-def model(seed=0):
-    return llama(seed, attention_dropout=0.3)
-
-
-def llama_0():
-    return llama(0)
-
-
-def frozen():
-    made = llama()
-    made.model.embed_tokens.requires_grad_(False)
-    return made
-
-
-class Thing:
-    """Of no data set, and its text has an address."""
-
-
-class Stop(Exception):
-    pass
-
-
-class At(TrainerCallback):
-    """Ends the run at a step. `when`: the Trainer's event."""
-
-    def __init__(self, step, when="on_step_end"):
-        def stop(args, state, control, **given):
-            if state.global_step == step:
-                raise Stop
-
-        setattr(self, when, stop)
-
-
-def interrupted(tmp_path, step, when="on_step_end", build=model, zero=None, **given):
-    """A run in output_dir=tmp_path/run that an exception ends, and its files with it."""
-    made, _ = trainer(
-        Sharded, tmp_path / "run", build(), zero=zero or durable(tmp_path), callbacks=[At(step, when)], **GIVEN | given
-    )
-    with pytest.raises(Stop):
-        made.train()
-    made.zero_run.close()  # end() would also end the process group
-
-
-def gone_on(tmp_path, build=model, zero=None, resume=None, **given):
-    return train(Sharded, tmp_path / "run", build(7), zero=zero or durable(tmp_path), resume=resume, **GIVEN | given)
+from zero_hf import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -99,7 +42,8 @@ def test_a_trainer_that_is_killed_goes_on_after_its_last_step(tmp_path, interpre
         done = interpreter(
             f"""
             import os, signal
-            from tests.integration.zero_hf.test_trainer_durable import *
+            from tests.integration.zero_hf.durable_runs import *
+            from tests.integration.zero_hf.trainers import *
 
             class Kill(TrainerCallback):
                 def {moment}(self, args, state, control, **given):
@@ -158,17 +102,6 @@ def test_in_other_tiles_it_goes_on_from_a_checkpoint_that_is_made_of_its_steps(t
     assert later.losses == logs.losses[4:] and made.state.log_history[0]["loss"] == logs.losses[0]
     same(weights(made.model), weights(whole.model))
     assert (tmp_path / "run" / "checkpoint-4" / "trainer_state.json").is_file() and len(slabs(tmp_path)) == 1
-
-
-def test_a_checkpoint_that_is_not_made_leaves_the_steps(tmp_path):
-    interrupted(tmp_path, 5, build=frozen)
-    others = durable(tmp_path, tile_numel=2 << 20)
-    made, _ = trainer(Sharded, tmp_path / "run", frozen(), zero=others, **GIVEN | {"learning_rate": 1e-3})
-    with pytest.raises(ConfigError, match=r"has steps of another run \(learning_rate was 0.01, is 0.001\)"):
-        made.train()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == []
-    _, later = gone_on(tmp_path, build=lambda seed: frozen())
-    assert len(later.losses) == 4
 
 
 def _on_two_ranks_after_one(tmp_path):
@@ -243,7 +176,7 @@ def test_a_run_whose_last_step_was_saved_takes_no_step_either(tmp_path):
     again.end()
     made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN | given | {"weight_decay": 1})
     with pytest.raises(
-        ConfigError, match=r"steps of another run \(weight_decay was 0.0, is 1\).*checkpoint-8 to begin"
+        ConfigError, match=r"steps of another run \(weight_decay was 0.0, is 1\).*checkpoint-8, and its"
     ):
         made.train()
 
@@ -315,51 +248,6 @@ def test_a_schedule_that_follows_the_evaluation_goes_on(tmp_path):
     assert whole.optimizer.param_groups[0]["lr"] == again.optimizer.param_groups[0]["lr"] < 1e-3
 
 
-OTHERS = {
-    "batch": ({"per_device_train_batch_size": 1}, "per_device_train_batch_size was 2, is 1"),
-    "rate": ({"learning_rate": 1e-3}, "learning_rate was 0.01, is 0.001"),
-    "length": ({"max_steps": 9}, "max_steps was 8, is 9"),
-    "rows": ({"train_dataset": rows(11, seed=3)}, "train_dataset was 11 rows"),
-    "fewer rows": ({"train_dataset": rows(10)}, "is 10 rows"),
-    "dtype": ({"bf16": True}, "bf16 was False, is True"),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_another_run_in_the_same_folder_is_refused_and_the_steps_stay(tmp_path, other):
-    interrupted(tmp_path, 5)
-    given, said = OTHERS[other]
-    made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN | given)
-    with pytest.raises(ConfigError, match=f"has steps of another run .*{said}"):
-        made.train()
-    _, elsewhere = train(Sharded, tmp_path / "another", model(), zero=durable(tmp_path), **GIVEN | given)
-    assert elsewhere.losses
-    _, later = gone_on(tmp_path)  # set back
-    assert len(later.losses) == 4
-
-
-def test_the_files_that_are_named_may_be_removed(tmp_path):
-    interrupted(tmp_path, 5)
-    for path in (tmp_path / "drive").iterdir():
-        path.unlink()
-    _, later = gone_on(tmp_path, learning_rate=1e-3)
-    assert len(later.losses) == 8
-
-
-def test_another_model_is_refused(tmp_path):
-    interrupted(tmp_path, 5)
-    made, _ = trainer(Sharded, tmp_path / "run", llama(hidden_size=48), zero=durable(tmp_path), **GIVEN)
-    with pytest.raises(GenerationError, match="a run of another model"):
-        made.train()
-
-
-def test_what_changes_no_number_may_change(tmp_path):
-    """How often a Trainer logs is in its state, and stays as it was."""
-    interrupted(tmp_path, 5)
-    _, later = gone_on(tmp_path, logging_steps=2, save_steps=3, run_name="another", eval_steps=4)
-    assert len(later.losses) == 4
-
-
 def test_rows_that_are_drawn_anew_each_time_are_the_same_data(tmp_path):
     class Drawn(torch.utils.data.Dataset):
         def __len__(self):
@@ -371,17 +259,6 @@ def test_rows_that_are_drawn_anew_each_time_are_the_same_data(tmp_path):
     interrupted(tmp_path, 5, train_dataset=Drawn())
     _, later = gone_on(tmp_path, train_dataset=Drawn())
     assert len(later.losses) == 4
-
-
-def test_rows_are_told_apart_by_their_values_and_not_by_addresses():
-    def digest(*rows):
-        return _digest(list(rows))
-
-    assert digest({"a": Thing(), "b": {"x", "y"}}) == digest({"a": Thing(), "b": {"y", "x"}})
-    assert digest(np.array([Thing(), 1], dtype=object)) == digest(np.array([Thing(), 1], dtype=object))
-    assert digest({"a": torch.ones(2, dtype=torch.bfloat16)}) != digest({"a": torch.zeros(2, dtype=torch.bfloat16)})
-    assert digest([1, [2.5]]) != digest([1, [2]]) and digest(1) != digest(1, 1)
-    assert _digest(iter([])) == "list_iterator"
 
 
 def test_a_stream_goes_on_at_its_place(tmp_path):
@@ -405,86 +282,3 @@ def test_the_first_step_that_is_evaluated_before_it_is_trained_is_the_last_one(t
     assert made.evaluate()["eval_loss"] == pytest.approx(logs.evaluations[1])
     made.train()
     assert later.losses == logs.losses[4:]
-
-
-def test_what_does_not_go_with_it_is_refused(tmp_path):
-    for given, said in (
-        ({"model_init": llama_0}, "model_init= does not go with durable.*give the Trainer the model"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size=True does not go .*set per_device_train_batch_size"),
-    ):
-        made, _ = trainer(Sharded, tmp_path / "refused", model(), zero=durable(tmp_path), **GIVEN | given)
-        with pytest.raises(ConfigError, match=said):
-            made.train()
-    made, _ = gone_on(tmp_path)
-    with pytest.raises(ConfigError, match="a second train.*another output_dir"):
-        made.train()
-    made.end()
-    made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN)
-    with pytest.raises(ConfigError, match=r"resume_from_checkpoint=.*elsewhere and step 8 of this run"):
-        elsewhere = tmp_path / "elsewhere"
-        elsewhere.mkdir()
-        (elsewhere / "trainer_state.json").write_text(json.dumps(vars(made.state), default=str))
-        (elsewhere / "zero").mkdir()
-        made.train(resume_from_checkpoint=str(elsewhere))
-    made.end()
-    made, _ = gone_on(tmp_path)
-    assert made.state.global_step == 8
-    made.end()
-    made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN | {"train_dataset": None})
-    made.evaluate()
-    made.train_dataset = rows(11)
-    with pytest.raises(ConfigError, match="sharded for evaluation alone"):
-        made.train()
-
-
-def test_a_loop_gives_the_files_a_name(tmp_path):
-    zero = ZeroConfig(**durable(tmp_path))
-    with pytest.raises(ConfigError, match=r"a Trainer's setting: leave it out; in a loop, zero_hf.shard\(slab_name"):
-        zero_hf.Accelerator(zero=zero, cpu=True).prepare(built := model(), torch.optim.AdamW(built.parameters()))
-    for step in (0, 1):
-        built = model()
-        run = zero_hf.shard(built, torch.optim.AdamW(built.parameters()), zero, slab_name="mine")
-        assert zero_core.resume(built, run.optimizer).step == step
-        batch = torch.stack([row["input_ids"] for row in rows(2)])
-        built(input_ids=batch, labels=batch).loss.backward()
-        run.optimizer.step()
-        zero_core.commit(built)
-        run.close()
-    assert slabs(tmp_path) == ["mine.slab"]
-
-
-def test_two_trainers_of_one_folder_are_refused(tmp_path):
-    made, _ = gone_on(tmp_path)
-    other, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN)
-    with pytest.raises(ConfigError, match="in use by process"):
-        other.train()
-    made.end()
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"durable": "always", "offload": "host"}, "durable='always': choose one of None, 'power', 'process'"),
-        ({"durable": "power"}, "nothing is offloaded: name a folder on a disk"),
-        ({"durable": "power", "offload": "host"}, "nvme_paths is empty"),
-    ],
-)
-def test_settings_that_keep_nothing_are_refused(tmp_path, given, said):
-    with pytest.raises(ConfigError, match=said):
-        ZeroConfig(**given)
-    made, _ = gone_on(tmp_path, zero=durable(tmp_path, "power", offload="host"))
-    assert len(slabs(tmp_path)) == 1
-    made.end()
-
-
-@pytest.mark.parametrize("kind", ["power", "process"])
-def test_what_survives_is_what_the_setting_says(tmp_path, kind, monkeypatch):
-    found = []
-    monkeypatch.setattr(
-        TieredStore,
-        "__init__",
-        lambda self, *a, _of=TieredStore.__init__, **k: found.append(k["durable"]) or _of(self, *a, **k),
-    )
-    made, _ = gone_on(tmp_path, zero=durable(tmp_path, kind))
-    made.end()
-    assert found == [True if kind == "power" else "process"]

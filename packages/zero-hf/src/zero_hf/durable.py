@@ -1,29 +1,26 @@
 """`DurableTrainer`: a Trainer's run that goes on from its last step, whatever ended the process before this one.
 
-Owns what a step on disk says of a Trainer (its state, schedule, random states), and whether it is of this run. When a
-step is on disk, and which one ranks go on from, is zero_core.resume's. A Trainer reads it as it reads a checkpoint.
+Owns what a step on disk says of a Trainer: its state, schedule, random states. When a step is on disk, and which one
+ranks go on from, is zero_core.resume's; whether it is of this run is `same_run`'s. A Trainer reads it as it reads a
+checkpoint.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
@@ -32,6 +29,7 @@ import zero_offload
 from zero_core.checkpoint import random_state_of, restore_random_state
 
 from .config import ConfigError, ZeroConfig
+from .same_run import identity, refusal
 from .sharding import Run, slab_of, step_of, there
 
 __all__ = ["DurableTrainer"]
@@ -40,15 +38,6 @@ TRAINER_STATE = "trainer_state.json"  # what a Trainer writes last into a checkp
 SCHEDULER = "scheduler.pt"
 IDENTITY = "durable.json"  # of which run a checkpoint is
 STATE = "zero"  # the folder inside a Trainer's checkpoint: fp32 masters and optimizer states, zero_core.checkpoint
-_ROWS = 64  # that are compared, of a data set that may have millions
-# Arguments that change no number of the training itself, by their name or how it begins.
-_FREE = (
-    "output_dir run_name project trackio_ report_to disable_tqdm logging_ log_ eval_ per_device_eval_batch_size save_ "
-    "hub_ push_to_hub load_best_model_at_end metric_for_best_model greater_is_better do_ resume_from_checkpoint "
-    "local_rank ddp_ debug skip_memory_metrics prediction_loss_only include_ batch_eval_metrics enable_jit_checkpoint "
-    "restore_callback_states dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
-    "dataloader_prefetch_factor dataloader_multiprocessing_context torch_empty_cache_steps"
-).split()
 
 
 class DurableTrainer(Trainer):
@@ -60,6 +49,7 @@ class DurableTrainer(Trainer):
     state: Any
     _kept: _Kept | None = None  # what is kept of this run; None: nothing
     _made: str | None = None  # a checkpoint that was made of another number of ranks' steps, or of other tiles
+    _asked: str | bool | None = None  # train()'s resume_from_checkpoint
 
     def _shard(self, optimizer: torch.optim.Optimizer | None) -> None:
         inherited: Any = super()
@@ -93,7 +83,7 @@ class DurableTrainer(Trainer):
         assert kept is not None
         kept.trained = True
         if kept.found is not None or self._made is not None:
-            self._refuse_another_checkpoint(kept)
+            self._refuse_another_checkpoint(self._made or kept.where)
         if kept.found is None:
             resumed = self._made or options.get("resume_from_checkpoint")
             if resumed is not None and (Path(resumed) / IDENTITY).is_file():
@@ -106,21 +96,27 @@ class DurableTrainer(Trainer):
             return super()._inner_training_loop(*given, **options | {"resume_from_checkpoint": folder})
 
     def _last_checkpoint(self, *, any_run: bool) -> str | None:
-        """The last one in output_dir that is complete and, unless it may be of any run, of a durable one."""
-        folders = [p for p in Path(str(self.args.output_dir)).glob("checkpoint-*") if p.name[11:].isdecimal()]
-        found = [path for path in folders if (path / TRAINER_STATE).is_file()]
+        """The last one in output_dir that is complete and, unless it may be of any run, of a durable one.
+
+        None: there is none. One that was made of steps is none that a caller could have known.
+        """
+        found = [path for path in Path(str(self.args.output_dir)).glob("checkpoint-*") if path.name[11:].isdecimal()]
+        found = [path for path in found if (path / TRAINER_STATE).is_file() and str(path.absolute()) != self._made]
         found = [path for path in found if any_run or (path / IDENTITY).is_file()]
         return str(max(found, key=lambda path: int(path.name[11:]))) if found else None
 
-    def _refuse_another_checkpoint(self, kept: _Kept) -> None:
-        """Raises ConfigError where the caller names a checkpoint that is not the last one of this run."""
+    def _refuse_another_checkpoint(self, where: str) -> None:
+        """Raises ConfigError where the caller names a checkpoint that is not the last one of this run.
+
+        where: what has the last step.
+        """
         if self._asked is None or isinstance(self._asked, bool):
             return
-        last = self._last_checkpoint(any_run=True)
-        if last is None or Path(self._asked).absolute() != Path(last).absolute():
+        known = (self._made, self._last_checkpoint(any_run=True))
+        if Path(self._asked).absolute() not in [Path(each).absolute() for each in known if each is not None]:
             raise ConfigError(
-                f"resume_from_checkpoint={self._asked} and step {kept.step} of this run, which is on disk in "
-                f"{kept.where}: leave resume_from_checkpoint out to go on after that step, or remove these files"
+                f"resume_from_checkpoint={self._asked}, and the last step of this run is in {where}: leave "
+                "resume_from_checkpoint out to go on after that step, or remove what is there"
             )
 
     # -- what a Trainer reads of a checkpoint --------------------------------------------------------------------------
@@ -164,9 +160,9 @@ class DurableTrainer(Trainer):
         kept.ended = True
         self.accelerator.wait_for_everyone()
         last = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-        if self.state.global_step >= self.state.max_steps and (last / TRAINER_STATE).is_file():
-            if (last / STATE).is_dir():
-                kept.remove()
+        saved = (last / TRAINER_STATE).is_file() and (last / STATE).is_dir()
+        if saved and self.state.global_step >= self.state.max_steps:
+            kept.remove()
         return made
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -185,38 +181,38 @@ class _Kept:
     """What is on disk of a Trainer's run, and what is told of it with each step. Goes on with what it finds."""
 
     def __init__(self, trainer: DurableTrainer, run: Run) -> None:
+        optimizer = run.optimizer
+        assert optimizer is not None
         self._trainer, self._device = trainer, zero_core.handle(run.model).ranks.device
         self._slab, self._history = run.slab, list[str]()
         self.trained = self.ended = False
         self.folder: str | None = None  # in which the Trainer finds its state
-        self.step = 0
         self.where = f"{run.slab.name}.slab in {', '.join(run.slab.paths)}"
         self.after_step: Any = None
         before = self.random_state()
         try:
-            self.identity = _identity(trainer)
-            resumed = zero_core.resume(run.model, _optimizer(run), extra=self._told)
+            self.identity = identity(trainer, trainer.zero_config)
+            resumed = zero_core.resume(run.model, optimizer, extra=self._told)
         except zero_core.ZeroError as error:
             raise ConfigError(f"durable={trainer.zero_config.durable!r}: {error}") from error
         finally:
             self.restore_random_state(before)
         self.found: dict[str, Any] | None = resumed.extra
-        self.groups = [{k: v for k, v in g.items() if k != "params"} for g in _optimizer(run).param_groups]
+        self.groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         if self.found is not None:
-            self.step = resumed.step
             self.refuse_another_run(self.found["run"], self.where)
             if trainer.is_world_process_zero():
-                sys.stdout.write(f"zero_hf: goes on after step {self.step}, from {self.where}\n")
+                sys.stdout.write(f"zero_hf: goes on after step {resumed.step}, from {self.where}\n")
 
     def refuse_another_run(self, before: Mapping[str, str], where: str) -> None:
         """Collective: a rank that alone refused would leave the others waiting for it."""
-        found = [_another_run(self._trainer, before, self.identity, where)]
+        found = [refusal(str(self._trainer.args.output_dir), before, self.identity, where)]
         told = [each for each in (gather_object(found) if self._trainer.args.world_size > 1 else found) if each]
         if told:
             raise ConfigError(told[0])
 
     def _told(self) -> dict[str, Any]:
-        """As the forward after a step begins."""
+        """What is kept with a step, asked for when the forward after it begins."""
         trainer = self._trainer
         assert trainer.lr_scheduler is not None
         return {
@@ -255,11 +251,6 @@ class _Kept:
         self._slab.unlink()
 
 
-def _optimizer(run: Run) -> Any:
-    assert run.optimizer is not None
-    return run.optimizer
-
-
 def _refuse(trainer: DurableTrainer) -> None:
     """Raises ConfigError for a run that cannot be kept, before anything is allocated."""
     for found, what, way_out in (
@@ -278,18 +269,6 @@ def _refuse(trainer: DurableTrainer) -> None:
     ):
         if found:
             raise ConfigError(f"{what} does not go with durable, which keeps the steps of one run: {way_out}")
-
-
-def _another_run(trainer: DurableTrainer, before: Mapping[str, str], now: Mapping[str, str], where: str) -> str | None:
-    """What differs, if anything does, and what to do."""
-    differ = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-    if not differ:
-        return None
-    listed = "; ".join(f"{n} was {before.get(n, 'not there')}, is {now.get(n, 'not there')}" for n in differ[:5])
-    return (
-        f"output_dir={trainer.args.output_dir} has steps of another run ({listed}): set them back, name another "
-        f"output_dir, or remove {where} to begin anew"
-    )
 
 
 def _first_rank(trainer: DurableTrainer, call: Callable[[], str | None]) -> str | None:
@@ -313,27 +292,25 @@ def _as_checkpoint(trainer: DurableTrainer, optimizer: torch.optim.Optimizer) ->
     They were left by another number of ranks, at another stage, or in other tiles. One rank calls it.
     """
     config, output = trainer.zero_config, Path(str(trainer.args.output_dir)).absolute()
-    names = list(
-        takewhile(lambda name: there(config, *name), ((zero_offload.slab_name(output, r), r) for r in count()))
-    )
-    if not names:
-        return None
     with ExitStack() as stack:
-        slabs = [slab_of(config, stack, *names[0])]
-        layout = zero_offload.kept_layout(slabs[0])
+
+        def opened(rank: int) -> Any:
+            name = zero_offload.slab_name(output, rank)
+            return slab_of(config, stack, name, rank) if there(config, name, rank) else None
+
         here = (trainer.args.world_size if config.stage else 1, config.tile_numel)
-        if layout is None or here == (layout["shards"], layout["tile_numel"]):
+        slabs, shards = zero_offload.slabs_to_move(opened, here)
+        if not slabs:
             return None
-        slabs += [slab_of(config, stack, *name) for name in names[1:]]
         begun = output / "durable"
         shutil.rmtree(begun, ignore_errors=True)
         try:
             step, told = zero_offload.write_checkpoint(
-                slabs[: layout["shards"]], begun / STATE, step=step_of(optimizer, config), optimizer=optimizer
+                slabs[:shards], begun / STATE, step=step_of(optimizer, config), optimizer=optimizer
             )
-            where = ", ".join(f"{slab.name}.slab" for slab in slabs)
-            if (refusal := _another_run(trainer, told["run"], _identity(trainer), where)) is not None:
-                raise ConfigError(refusal)
+            where = f"{', '.join(f'{slab.name}.slab' for slab in slabs)} in {', '.join(config.nvme_paths)}"
+            if refused := refusal(str(output), told["run"], identity(trainer, config), where):
+                raise ConfigError(refused)
             (begun / IDENTITY).write_text(json.dumps(told["run"]), encoding="utf-8")
             torch.save(told["scheduler"], begun / SCHEDULER)
             (begun / TRAINER_STATE).write_text(told["state"], encoding="utf-8")
@@ -351,50 +328,3 @@ def _as_checkpoint(trainer: DurableTrainer, optimizer: torch.optim.Optimizer) ->
             slab.remove()
     sys.stdout.write(f"zero_hf: step {step} is of other ranks or tiles, and a checkpoint now: {target}\n")
     return str(target)
-
-
-def _identity(trainer: DurableTrainer) -> dict[str, str]:
-    """What has to be the same for a run to go on, as text."""
-    arguments = trainer.args.to_dict().items()
-    found = {name: str(value) for name, value in arguments if not name.startswith((*_FREE, "_"))}
-    for name in ("param_dtype", "states", "rows", "activations"):
-        found[f"zero.{name}"] = str(getattr(trainer.zero_config, name))
-    config = getattr(trainer.model, "config", None)
-    found["model"] = f"{type(trainer.model).__name__} {getattr(config, '_name_or_path', '')}".strip()
-    found["train_dataset"] = _digest(trainer.train_dataset)
-    return found
-
-
-def _digest(dataset: Any) -> str:
-    """The length of a data set, and a digest of some rows. Of a stream, which has no length, its class alone."""
-    try:
-        count = -1 if isinstance(dataset, IterableDataset) else len(dataset)
-    except TypeError:
-        count = -1
-    if count < 0:
-        return type(dataset).__name__
-    found = hashlib.blake2b(digest_size=8)
-    for place in (count * i // min(_ROWS, count) for i in range(min(_ROWS, count))):
-        row = _bytes(dataset[place])
-        found.update(row if row == _bytes(dataset[place]) else b"drawn anew each time")
-    return f"{count} rows, {found.hexdigest()}"
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def _bytes(value: Any) -> bytes:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{list(value.shape)}".encode() + _raw(value)
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        return _bytes(value.tolist())
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype}{value.shape}".encode() + value.tobytes()
-    if isinstance(value, Mapping):
-        return b"".join(repr(key).encode() + _bytes(each) for key, each in value.items())
-    if isinstance(value, (list, tuple)) and not all(isinstance(each, (int, float, str)) for each in value):
-        return b"".join(map(_bytes, value))
-    if isinstance(value, (set, frozenset)):
-        return b"".join(sorted(map(_bytes, value)))
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value)).encode()

@@ -110,7 +110,7 @@ def shard(
                 hardware=hardware,
                 reduce_dtype=options.get("reduce_dtype"),
             )
-        store = slab = None
+        slab = store = None
         if config.offloads:
             if config.on_nvme or durable:  # also where the plan has no bytes there
                 slab = slab_of(config, stack, slab_name if durable else None)
@@ -120,7 +120,7 @@ def shard(
                 step=step,
                 host_bytes=config.host_bytes,
                 overlap=config.overlap,
-                durable=durable and (config.durable == "power" or "process"),
+                durable="process" if durable and config.durable == "process" else durable,
             )
             stack.callback(store.close)
         more = {"param_dtype": _dtype(config), "max_grad_norm": max_grad_norm, "store": store, "device": device}

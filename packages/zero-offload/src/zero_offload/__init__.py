@@ -5,7 +5,7 @@ from .advice import OutOfMemoryError, explained
 from .compressed_store import CompressedByteStore
 from .errors import AsleepError, BudgetError, ClosedError, GenerationError, OffloadError, PlacementError, SwapError
 from .host_budget import HostBudget
-from .kept import kept_layout, slab_name, write_checkpoint
+from .kept import slab_name, slabs_to_move, write_checkpoint
 from .memory_store import MemoryByteStore
 from .placement import place
 from .planning.budgets import PlanError
@@ -56,12 +56,12 @@ __all__ = [
     "available_host_bytes",
     "explained",
     "fits",
-    "kept_layout",
     "offload_activations",
     "place",
     "plan",
     "plan_store",
     "probe",
     "slab_name",
+    "slabs_to_move",
     "write_checkpoint",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from .tiles.values import PinnedValues
 from .timeline import Timeline
 from .transfers import InFlight, Transfers
 
-__all__ = ["kept_layout", "slab_name", "write_checkpoint"]
+__all__ = ["slab_name", "slabs_to_move", "write_checkpoint"]
 
 
 def slab_name(folder: str | os.PathLike[str], rank: int | str) -> str:
@@ -35,15 +35,27 @@ def slab_name(folder: str | os.PathLike[str], rank: int | str) -> str:
     return f"{os.path.basename(path)}-{zlib.crc32(path.encode()):08x}-rank{rank}"
 
 
-def kept_layout(slab: NamedByteStore) -> dict[str, Any] | None:
-    """What the slab's last generation is of: "shards", "rank", "tile_numel" and more; None where it has none.
+def slabs_to_move(
+    open_slab: Callable[[int], NamedByteStore | None], here: tuple[int, int] | None
+) -> tuple[list[NamedByteStore], int]:
+    """All slabs of a run that cannot go on in them, and how many of these, the first ones, `write_checkpoint` takes.
 
-    Raises GenerationError where a newer version wrote it, or it is damaged.
+    ([], 0) where there are none, or the run can go on. open_slab: opens the slab of a rank; None: it has none. here:
+    the shard ranks and the tile size of the run that wants to go on; None: it has no slabs. Raises GenerationError
+    where a newer version wrote a slab, or it is damaged, and what open_slab raises.
     """
-    opened = _opened(slab)
-    found = opened.found_layout()
-    opened.close()
-    return None if found is None else dict(found)
+    first = open_slab(0)
+    if first is None:
+        return [], 0
+    generations = _opened(first)
+    layout = generations.found_layout()
+    generations.close()
+    if layout is None or here == (layout["shards"], layout["tile_numel"]):
+        return [], 0
+    slabs = [first]
+    while (slab := open_slab(len(slabs))) is not None:
+        slabs.append(slab)
+    return slabs, layout["shards"]
 
 
 def write_checkpoint(

@@ -6,11 +6,11 @@ not fit (other ranks, another stage or tile size, run.durable=null) goes on from
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +82,22 @@ def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: 
     Raises:
         ConfigError: there is no room for it, slabs are missing or in use, or the offload cannot read them.
     """
-    names = list(
-        takewhile(lambda name: _there(config, *name), ((zero_offload.slab_name(config.run.dir, r), r) for r in count()))
-    )
-    if config.run.resume != "auto" or not names:
+    if config.run.resume != "auto":
         return ""
+    ended: list[bool] = []
     with ExitStack() as stack:
-        ended: list[bool] = []
-        paths = [checks.nvme_paths(config, rank) for _, rank in names]
-        slabs = [make_slab(config, p, stack, name, ended) for (name, _), p in zip(names, paths, strict=True)]
-        try:
-            layout = zero_offload.kept_layout(slabs[0])
-        except (ValueError, OSError, RuntimeError) as error:
-            raise ConfigError(f"run.durable: {error}") from error
+
+        def opened(rank: int) -> Any:
+            name, paths = zero_offload.slab_name(config.run.dir, rank), checks.nvme_paths(config, rank)
+            there = all((path / f"{name}.slab").exists() for path in paths)
+            return make_slab(config, paths, stack, name, ended) if there else None
+
         here = (ranks.world_size if config.zero.stage else 1, plan.tile_numel)
-        if layout is None or (config.run.durable is not None and here == (layout["shards"], layout["tile_numel"])):
+        try:
+            slabs, shards = zero_offload.slabs_to_move(opened, None if config.run.durable is None else here)
+        except zero_offload.OffloadError as error:
+            raise ConfigError(f"run.durable: {error}") from error
+        if not slabs:
             return ""
         if draft.step is None:
             raise ConfigError(
@@ -104,11 +105,11 @@ def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: 
                 f"{config.offload.kind} without a store cannot read; choose offload=host or offload=nvme"
             )
         try:
-            target = _written(slabs[: layout["shards"]], Path(config.run.dir) / "checkpoints", draft.step, draft)
-        except (zero_core.ZeroError, ValueError, OSError) as error:
+            target = _written(slabs[:shards], Path(config.run.dir) / "checkpoints", draft.step, draft)
+        except (zero_core.ZeroError, zero_offload.OffloadError, ValueError, OSError) as error:
             raise ConfigError(
                 f"run.resume=auto: the durable steps of run.dir={config.run.dir} cannot be made a checkpoint: {error}; "
-                f"make room, or start the run as it was ({layout['shards']} ranks)"
+                f"make room, or start the run as it was ({shards} ranks)"
             ) from error
         ended.append(True)
     return f"the durable steps are of another number of ranks, or in other tiles: they are a checkpoint now, {target}"
@@ -122,8 +123,6 @@ def _written(slabs: Sequence[Any], folder: Path, step: Any, draft: Draft) -> Pat
     (begun / resume.CONFIG).write_text(extra["config"], encoding="utf-8")
     target = folder / f"step_{extra['step'] - 1:07d}"
     shutil.rmtree(target, ignore_errors=True)  # of the same step
-    return begun.rename(target)
-
-
-def _there(config: Config, name: str, rank: int) -> bool:
-    return all((path / f"{name}.slab").exists() for path in checks.nvme_paths(config, rank))
+    begun.rename(target)
+    os.sync()  # the slabs are removed next
+    return target

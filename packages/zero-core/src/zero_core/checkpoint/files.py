@@ -123,10 +123,10 @@ class _Uncached:
     """
 
     def __init__(self, path: Path) -> None:
+        self._block = mmap.mmap(-1, _BLOCK_BYTES)  # whole pages: direct writes need aligned memory
         self._fd, self._direct = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), False
         with suppress(OSError):  # a filesystem that has none
             self._past_the_cache(True)
-        self._block = mmap.mmap(-1, _BLOCK_BYTES)  # whole pages: direct writes need aligned memory
         self._written = self._filled = 0  # bytes in the file, and in the block
 
     def __enter__(self) -> _Uncached:

@@ -1,0 +1,90 @@
+"""What has to be the same for a Trainer's run to go on: its arguments, its settings, its model, its data.
+
+Owns what of these is compared, and how. Where it is kept, and who is refused, is `durable`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from .config import ZeroConfig
+
+__all__ = ["digest", "identity", "refusal"]
+
+_ROWS = 64  # that are compared, of a data set that may have millions
+# Arguments that change no number of the training itself. One that ends with _ stands for all that begin so.
+_FREE = (
+    "output_dir run_name project trackio_ report_to disable_tqdm logging_ log_ eval_ per_device_eval_batch_size save_ "
+    "hub_ push_to_hub load_best_model_at_end metric_for_best_model greater_is_better do_train do_eval do_predict "
+    "resume_from_checkpoint local_rank ddp_ debug skip_memory_metrics prediction_loss_only include_for_metrics "
+    "include_num_input_tokens_seen batch_eval_metrics enable_jit_checkpoint restore_callback_states_from_checkpoint "
+    "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
+    "dataloader_multiprocessing_context torch_empty_cache_steps"
+).split()
+_PREFIXES = ("_", *(name for name in _FREE if name.endswith("_")))
+
+
+def identity(trainer: Trainer, zero: ZeroConfig) -> dict[str, str]:
+    """What has to be the same, by name, as text."""
+    arguments = trainer.args.to_dict().items()
+    found = {name: str(v) for name, v in arguments if name not in _FREE and not name.startswith(_PREFIXES)}
+    found |= {f"zero.{name}": str(getattr(zero, name)) for name in ("param_dtype", "states", "rows", "activations")}
+    config = getattr(trainer.model, "config", None)
+    found["model"] = f"{type(trainer.model).__name__} {getattr(config, '_name_or_path', '')}".strip()
+    found["train_dataset"] = digest(trainer.train_dataset)
+    return found
+
+
+def refusal(output_dir: str, before: Mapping[str, str], now: Mapping[str, str], where: str) -> str | None:
+    """What differs, and what to do; None: nothing does. where: the files that have the steps."""
+    differ = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    if not differ:
+        return None
+    listed = "; ".join(f"{n} was {before.get(n, 'not there')}, is {now.get(n, 'not there')}" for n in differ[:5])
+    return (
+        f"output_dir={output_dir} has steps of another run ({listed}): set them back, name another output_dir, or "
+        f"remove {where}, and its checkpoints where it has any, to begin anew"
+    )
+
+
+def digest(dataset: Any) -> str:
+    """The length of a data set, and a digest of some rows. Of a stream, which has no length, its class alone."""
+    try:
+        count = -1 if isinstance(dataset, IterableDataset) else len(dataset)
+    except TypeError:
+        count = -1
+    if count < 0:
+        return type(dataset).__name__
+    found = hashlib.blake2b(digest_size=8)
+    for place in (count * i // min(_ROWS, count) for i in range(min(_ROWS, count))):
+        row = _bytes(dataset[place])
+        found.update(row if row == _bytes(dataset[place]) else b"drawn anew each time")
+    return f"{count} rows, {found.hexdigest()}"
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _bytes(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}".encode() + _raw(value)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return _bytes(value.tolist())
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{value.shape}".encode() + value.tobytes()
+    if isinstance(value, Mapping):
+        return b"".join(repr(key).encode() + _bytes(each) for key, each in value.items())
+    if isinstance(value, (list, tuple)) and not all(isinstance(each, (int, float, str)) for each in value):
+        return b"".join(map(_bytes, value))
+    if isinstance(value, (set, frozenset)):
+        return b"".join(sorted(map(_bytes, value)))
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value)).encode()

@@ -1,0 +1,208 @@
+"""Which runs do not go on after a Trainer's steps on disk, and what cannot be kept: refused, and the way out works."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+import zero_core
+import zero_hf
+from tests.integration.zero_hf.durable_runs import (
+    GIVEN,
+    durable,
+    frozen,
+    gone_on,
+    interrupted,
+    llama_0,
+    model,
+    plain,
+    slabs,
+)
+from tests.integration.zero_hf.trainers import Sharded, llama, rows, train, trainer
+from zero_hf import ConfigError, ZeroConfig
+from zero_offload import TieredStore
+from zero_offload.errors import GenerationError
+
+OTHERS = {
+    "batch": ({"per_device_train_batch_size": 1}, "per_device_train_batch_size was 2, is 1"),
+    "rate": ({"learning_rate": 1e-3}, "learning_rate was 0.01, is 0.001"),
+    "length": ({"max_steps": 9}, "max_steps was 8, is 9"),
+    "rows": ({"train_dataset": rows(11, seed=3)}, "train_dataset was 11 rows"),
+    "fewer rows": ({"train_dataset": rows(10)}, "is 10 rows"),
+    "dtype": ({"bf16": True}, "bf16 was False, is True"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_run_in_the_same_folder_is_refused_and_the_steps_stay(tmp_path, other):
+    interrupted(tmp_path, 5)
+    given, said = OTHERS[other]
+    made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN | given)
+    with pytest.raises(ConfigError, match=f"has steps of another run .*{said}"):
+        made.train()
+    _, elsewhere = train(Sharded, tmp_path / "another", model(), zero=durable(tmp_path), **GIVEN | given)
+    assert elsewhere.losses
+    _, later = gone_on(tmp_path)  # set back
+    assert len(later.losses) == 4
+
+
+def test_the_files_that_are_named_may_be_removed(tmp_path):
+    interrupted(tmp_path, 5)
+    for path in (tmp_path / "drive").iterdir():
+        path.unlink()
+    _, later = gone_on(tmp_path, learning_rate=1e-3)
+    assert len(later.losses) == 8
+
+
+def test_a_checkpoint_that_is_not_made_leaves_the_steps(tmp_path):
+    interrupted(tmp_path, 5, build=frozen)
+    others = durable(tmp_path, tile_numel=2 << 20)
+    made, _ = trainer(Sharded, tmp_path / "run", frozen(), zero=others, **GIVEN | {"learning_rate": 1e-3})
+    with pytest.raises(ConfigError, match=r"has steps of another run \(learning_rate was 0.01, is 0.001\)"):
+        made.train()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == []
+    _, later = gone_on(tmp_path, build=lambda seed: frozen())
+    assert len(later.losses) == 4
+
+
+def test_another_model_is_refused(tmp_path):
+    interrupted(tmp_path, 5)
+    made, _ = trainer(Sharded, tmp_path / "run", llama(hidden_size=48), zero=durable(tmp_path), **GIVEN)
+    with pytest.raises(GenerationError, match="a run of another model"):
+        made.train()
+
+
+def test_what_changes_no_number_may_change(tmp_path):
+    """How often a Trainer logs is in its state, and stays as it was."""
+    interrupted(tmp_path, 5)
+    _, later = gone_on(tmp_path, logging_steps=2, save_steps=3, run_name="another", eval_steps=4)
+    assert len(later.losses) == 4
+
+
+def test_what_does_not_go_with_it_is_refused(tmp_path):
+    for given, said in (
+        ({"model_init": llama_0}, "model_init= does not go with durable.*give the Trainer the model"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True does not go .*set per_device_train_batch_size"),
+    ):
+        made, _ = trainer(Sharded, tmp_path / "refused", model(), zero=durable(tmp_path), **GIVEN | given)
+        with pytest.raises(ConfigError, match=said):
+            made.train()
+    made, _ = gone_on(tmp_path)
+    with pytest.raises(ConfigError, match="a second train.*another output_dir"):
+        made.train()
+    made.end()
+    other, logs = train(Sharded, tmp_path / "another", model(), zero=durable(tmp_path), **GIVEN)
+    assert len(logs.losses) == 8
+    other.end()
+    made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN | {"train_dataset": None})
+    made.evaluate()
+    made.train_dataset = rows(11)
+    with pytest.raises(ConfigError, match="sharded for evaluation alone.* when it is built"):
+        made.train()
+    made.end()
+    made, _ = gone_on(tmp_path)  # with its train_dataset
+    assert made.state.global_step == 8
+
+
+@pytest.mark.parametrize("way_out", ["left out", "removed"])
+def test_another_checkpoint_is_refused(tmp_path, way_out):
+    """Also where the steps were left in other tiles."""
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    _, logs = train(Sharded, tmp_path / "other", frozen(), zero=plain(tmp_path), **GIVEN | saving)
+    elsewhere = str(tmp_path / "other" / "checkpoint-4")
+    interrupted(tmp_path, 6, build=frozen)
+    made, _ = trainer(Sharded, tmp_path / "run", frozen(), zero=durable(tmp_path), **GIVEN)
+    with pytest.raises(ConfigError, match=r"other/checkpoint-4, and the last step of this run is in run-.*slab in"):
+        made.train(resume_from_checkpoint=elsewhere)
+    made.end()
+    tiles = durable(tmp_path, tile_numel=2 << 20)
+    made, _ = trainer(Sharded, tmp_path / "run", frozen(), zero=tiles, **GIVEN)
+    with pytest.raises(ConfigError, match=r"the last step of this run is in .*run/checkpoint-5: leave"):
+        made.train(resume_from_checkpoint=elsewhere)
+    made.end()
+    if way_out == "removed":
+        shutil.rmtree(tmp_path / "run" / "checkpoint-5")
+        _, later = gone_on(tmp_path, build=lambda seed: frozen(), zero=tiles, resume=elsewhere)
+        assert later.losses == logs.losses[4:]
+    else:
+        _, later = gone_on(tmp_path, build=lambda seed: frozen(), zero=tiles)
+        assert later.losses == logs.losses[5:]
+
+
+def test_the_checkpoint_that_a_caller_knows_of_may_be_asked_for_in_other_tiles(tmp_path):
+    """A script looks for the last one before it trains."""
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    interrupted(tmp_path, 6, build=frozen, **saving)
+    tiles, known = durable(tmp_path, tile_numel=2 << 20), str(tmp_path / "run" / "checkpoint-4")
+    made, later = gone_on(tmp_path, build=lambda seed: frozen(), zero=tiles, resume=known, **saving)
+    assert len(later.losses) == 3 and made.state.global_step == 8
+
+
+def test_files_and_checkpoints_of_another_run_may_be_removed(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    interrupted(tmp_path, 6, **saving)
+    given = saving | {"learning_rate": 1e-3}
+    for left in (tmp_path / "drive", tmp_path / "run"):
+        made, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN | given)
+        with pytest.raises(ConfigError, match="and its checkpoints where it has any, to begin anew"):
+            made.train()
+        if made.zero_run is not None:
+            made.end()
+        shutil.rmtree(left)
+    _, later = gone_on(tmp_path, **given)
+    assert len(later.losses) == 8
+
+
+def test_a_loop_gives_the_files_a_name(tmp_path):
+    zero = ZeroConfig(**durable(tmp_path))
+    with pytest.raises(ConfigError, match=r"a Trainer's setting: leave it out; in a loop, zero_hf.shard\(slab_name"):
+        zero_hf.Accelerator(zero=zero, cpu=True).prepare(built := model(), torch.optim.AdamW(built.parameters()))
+    for step in (0, 1):
+        built = model()
+        run = zero_hf.shard(built, torch.optim.AdamW(built.parameters()), zero, slab_name="mine")
+        assert zero_core.resume(built, run.optimizer).step == step
+        batch = torch.stack([row["input_ids"] for row in rows(2)])
+        built(input_ids=batch, labels=batch).loss.backward()
+        run.optimizer.step()
+        zero_core.commit(built)
+        run.close()
+    assert slabs(tmp_path) == ["mine.slab"]
+
+
+def test_two_trainers_of_one_folder_are_refused(tmp_path):
+    made, _ = gone_on(tmp_path)
+    other, _ = trainer(Sharded, tmp_path / "run", model(), zero=durable(tmp_path), **GIVEN)
+    with pytest.raises(ConfigError, match="in use by process"):
+        other.train()
+    made.end()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"durable": "always", "offload": "host"}, "durable='always': choose one of None, 'power', 'process'"),
+        ({"durable": "power"}, "nothing is offloaded: name a folder on a disk"),
+        ({"durable": "power", "offload": "host"}, "nvme_paths is empty"),
+    ],
+)
+def test_settings_that_keep_nothing_are_refused(tmp_path, given, said):
+    with pytest.raises(ConfigError, match=said):
+        ZeroConfig(**given)
+    made, _ = gone_on(tmp_path, zero=durable(tmp_path, "power", offload="host"))
+    assert len(slabs(tmp_path)) == 1
+    made.end()
+
+
+@pytest.mark.parametrize("kind", ["power", "process"])
+def test_what_survives_is_what_the_setting_says(tmp_path, kind, monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        TieredStore,
+        "__init__",
+        lambda self, *a, _of=TieredStore.__init__, **k: found.append(k["durable"]) or _of(self, *a, **k),
+    )
+    made, _ = gone_on(tmp_path, zero=durable(tmp_path, kind))
+    made.end()
+    assert found == [True if kind == "power" else "process"]
