@@ -52,11 +52,10 @@ class At(TrainerCallback):
         setattr(self, when, stop)
 
 
-def interrupted(tmp_path, step, when="on_step_end", build=model, zero=None, **given):
+def interrupted(tmp_path, step, when="on_step_end", build=model, zero=None, callbacks=(), **given):
     """A run in output_dir=tmp_path/run that an exception ends, and its files with it."""
-    made, _ = trainer(
-        Sharded, tmp_path / "run", build(), zero=zero or durable(tmp_path), callbacks=[At(step, when)], **GIVEN | given
-    )
+    given = GIVEN | given | {"callbacks": [*callbacks, At(step, when)]}
+    made, _ = trainer(Sharded, tmp_path / "run", build(), zero=zero or durable(tmp_path), **given)
     with pytest.raises(Stop):
         made.train()
     made.zero_run.close()  # end() would also end the process group

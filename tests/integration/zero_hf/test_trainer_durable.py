@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import signal
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from tests.integration.zero_hf.durable_runs import (
     GIVEN,
@@ -129,16 +131,7 @@ def test_callbacks_and_the_best_checkpoint_are_as_at_a_checkpoint(tmp_path):
         **GIVEN | given | {"callbacks": [EarlyStoppingCallback(**patient)]},
     )
     assert whole.state.best_global_step + 6 == whole.state.global_step < 30
-    made, _ = trainer(
-        Sharded,
-        tmp_path / "run",
-        model(),
-        zero=durable(tmp_path),
-        **GIVEN | given | {"callbacks": [EarlyStoppingCallback(**patient), At(5)]},
-    )
-    with pytest.raises(Stop):
-        made.train()
-    made.end()
+    interrupted(tmp_path, 5, callbacks=[EarlyStoppingCallback(**patient)], **given)
     again, _ = gone_on(tmp_path, callbacks=[EarlyStoppingCallback(**patient)], **given)
     mine, theirs = again.state, whole.state
     assert (mine.global_step, mine.best_metric) == (theirs.global_step, theirs.best_metric)
@@ -236,6 +229,26 @@ def test_parameters_that_are_not_trained_are_the_models(tmp_path):
     again, later = gone_on(tmp_path, build=build)
     assert later.losses == logs.losses[4:]
     same(weights(again.model), weights(whole.model))
+
+
+class Draws(TrainerCallback):
+    """What numpy, torch and Python draw as each step begins."""
+
+    def __init__(self):
+        self.drawn = []
+
+    def on_step_begin(self, args, state, control, **given):
+        self.drawn.append((np.random.rand(), float(torch.rand(1)), random.random()))
+
+
+def test_every_generator_goes_on(tmp_path):
+    """The evaluation after a step draws too."""
+    whole = Draws()
+    train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), callbacks=[whole], **GIVEN)
+    interrupted(tmp_path, 5, callbacks=[Draws(), At(5)])
+    again = Draws()
+    gone_on(tmp_path, callbacks=[again])
+    assert again.drawn == whole.drawn[4:] and len(again.drawn) == 4
 
 
 def test_a_schedule_that_follows_the_evaluation_goes_on(tmp_path):
