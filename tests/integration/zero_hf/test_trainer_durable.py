@@ -242,13 +242,15 @@ class Draws(TrainerCallback):
 
 
 def test_every_generator_goes_on(tmp_path):
-    """The evaluation after a step draws too."""
-    whole = Draws()
-    train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), callbacks=[whole], **GIVEN)
-    interrupted(tmp_path, 5, callbacks=[Draws(), At(5)])
-    again = Draws()
-    gone_on(tmp_path, callbacks=[again])
+    """The evaluation after a step draws too. A line of the log that is due later counts the work of all its steps."""
+    whole, again = Draws(), Draws()
+    made, _ = train(
+        Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), callbacks=[whole], **GIVEN | {"logging_steps": 8}
+    )
+    interrupted(tmp_path, 5, callbacks=[Draws(), At(5)], logging_steps=8)
+    later, _ = gone_on(tmp_path, callbacks=[again], logging_steps=8)
     assert again.drawn == whole.drawn[4:] and len(again.drawn) == 4
+    assert later.state.total_flos == made.state.total_flos
 
 
 def test_a_schedule_that_follows_the_evaluation_goes_on(tmp_path):
@@ -269,9 +271,15 @@ def test_rows_that_are_drawn_anew_each_time_are_the_same_data(tmp_path):
         def __getitem__(self, place):
             return {k: torch.where(torch.rand(12) < 0.1, 0, v) for k, v in rows(11)[place].items()}
 
+    given = GIVEN | {"train_dataset": Drawn(), "save_strategy": "steps", "save_steps": 4}
+    _, logs = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), **given)
+    _, durables = train(Sharded, tmp_path / "other", model(), zero=durable(tmp_path), **given)
+    assert durables.losses == logs.losses  # that rows are compared draws nothing that the run would have drawn
+    checkpoint = str(tmp_path / "whole" / "checkpoint-4")
+    _, expected = train(Sharded, tmp_path / "whole", model(), zero=plain(tmp_path), resume=checkpoint, **given)
     interrupted(tmp_path, 5, train_dataset=Drawn())
     _, later = gone_on(tmp_path, train_dataset=Drawn())
-    assert len(later.losses) == 4
+    assert later.losses == expected.losses
 
 
 def test_a_stream_goes_on_at_its_place(tmp_path):
