@@ -162,7 +162,7 @@ FOLLOWED: dict[str, str] = {
     "test_the_command_of_a_run_is_repeated_to_be_asked",
     "which has no config.json; bring it back": "integration/zero_train/test_generate.py::"
     "test_an_adapter_answers_over_the_model_that_the_run_names",
-    "; change offload.parameters, offload.optimizer": "unit/zero_train/test_planning.py::"
+    "; change offload.parameters or offload.optimizer (with": "unit/zero_train/test_planning.py::"
     "test_an_arena_that_cannot_be_mapped_is_smaller_where_an_error_says",
     "more checkpoints of {} each lie there": "unit/zero_train/test_planning.py::"
     "test_checkpoints_and_slab_need_room_on_the_disk_of_the_run_folder",

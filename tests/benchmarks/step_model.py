@@ -42,12 +42,12 @@ def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, Batch]:
 
     torch.manual_seed(0)
     tiny, device = arguments.get("tiny"), arguments.get("device", "cpu")
-    sizes = (TINY if tiny else SIZES) | arguments.get("sizes", {})
+    sizes = {"vocab_size": 256 if tiny else 8192, **(TINY if tiny else SIZES), **arguments.get("sizes", {})}
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, arguments.get("dtype", "float32")))
     try:
         with deferred_init() if deferred else torch.device(device):
-            made = LlamaForCausalLM(LlamaConfig(vocab_size=256 if tiny else 8192, use_cache=False, **sizes))
+            made = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes))
     finally:
         torch.set_default_dtype(default)
     if arguments.get("checkpointing"):

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from tests.benchmarks.step_model import Batch, Missing, model_of, numel_of, repeat_values, skip_first_values
-from tests.benchmarks.step_plan import KINDS, PREFETCH_BYTES, automatic, predicted
+from tests.benchmarks.step_plan import KINDS, PREFETCH_BYTES, automatic, free_here, planned, predicted
 
 NVME = {"optimizer": "nvme"}  # what is not named lies on host
 TIERS: dict[str, dict[str, Any]] = {
@@ -38,6 +38,7 @@ TIERS: dict[str, dict[str, Any]] = {
     "parameters-nvme": NVME | {"parameters": "nvme"},
     "everything-nvme": dict.fromkeys(KINDS, "nvme") | {"slots": 3, "prefetch_bytes": 0},
 }
+STATS = ("exposed_seconds", "nvme_read_bytes", "nvme_write_bytes")  # told of a step
 FSDP2 = "fsdp2-host"
 DEEPSPEED = {
     "deepspeed-host": "cpu",
@@ -158,12 +159,19 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
         placed, layout, slots, prefetch_bytes = choices(name)
         step = zero_optim_cpu.CpuStep(layout=layout, cores=beside_gpu(arguments))
         on_nvme = slab() if "nvme" in placed.values() else None
-        store = zero_offload.TieredStore(**placed, nvme=on_nvme, step=step, slots=slots, accumulate=1, **tile)
+        if arguments.get("planned"):  # as many slots as the planner gives
+            step.bind(torch.optim.AdamW([torch.zeros(1)]))
+            hardware = free_here(arguments | {"tiny": True, "nvme_gib": 1000.0})
+            plan = planned(arguments, hardware, arguments["micro_batch"], step, placed | tile)
+            store = zero_offload.TieredStore(plan=plan, nvme=on_nvme, step=step)
+        else:
+            store = zero_offload.TieredStore(**placed, nvme=on_nvme, step=step, slots=slots, accumulate=1, **tile)
     model, batch = model_of(arguments)
     dtype = next(model.parameters()).dtype
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=name in ("none", "auto"))
     optimizer = zero_core.shard(
-        model, optimizer, stage=3, max_grad_norm=1.0, store=store, prefetch_bytes=prefetch_bytes,
+        model, optimizer, stage=3, store=store, prefetch_bytes=prefetch_bytes,
+        max_grad_norm=arguments.get("max_grad_norm", 1.0), update_in_backward=arguments.get("in_backward", False),
         param_dtype=None if dtype == torch.float32 else dtype, device=device if deferred else None,
     )  # fmt: skip
     stack.callback(optimizer.close)
@@ -182,7 +190,7 @@ def ours(arguments: dict[str, Any], stack: ExitStack) -> dict[str, Callable[[], 
         parts["predict"] = lambda rows, seconds: predicted(arguments, rows, seconds)
     if store is None:
         return parts
-    return parts | {"wait": store.wait, "exposed": lambda: store.stats()["exposed_seconds"]}
+    return parts | {"wait": store.wait, "stats": store.stats}
 
 
 def beside_gpu(arguments: dict[str, Any]) -> tuple[int, ...] | None:
@@ -319,20 +327,22 @@ def turn(parts: dict[str, Callable[..., Any]], count: int, rows: int | None = No
 
     The first step after others had their turns is up to half again as long, updates in the background or not.
     """
-    exposed = parts.get("exposed", lambda: 0.0)
+    stats = parts.get("stats", dict)
     if rows is not None:
         parts["rows"](rows)
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     losses = [parts["step"]()]
     wait_for_kernels()
-    before, begin = exposed(), time.perf_counter()
+    before, begin, cpu = stats(), time.perf_counter(), time.process_time()
     for _ in range(count):
         losses.append(parts["step"]())
     wait_for_kernels()
-    seconds, hidden_not = (time.perf_counter() - begin) / count, (exposed() - before) / count
+    seconds, cpu_seconds, after = (time.perf_counter() - begin) / count, (time.process_time() - cpu) / count, stats()
     parts.get("wait", lambda: None)()
-    answer = {"seconds": seconds, "exposed_seconds": hidden_not, "peak_rss_bytes": peak_rss_bytes(os.getpid())}
+    answer = {"seconds": seconds, "exposed_seconds": 0.0, "peak_rss_bytes": peak_rss_bytes(os.getpid())}
+    answer["cpu_seconds"] = cpu_seconds
+    answer |= {key: (after[key] - before[key]) / count for key in STATS if key in after}
     answer["losses"] = [loss.item() for loss in losses]
     if torch.cuda.is_initialized():
         held = torch.cuda.memory_stats()

@@ -18,11 +18,15 @@ PROGRAM = Path(__file__).with_name("step_worker.py")
 class Worker:
     """One configuration's process. `missing`: why it is not there; `told`: its first word, which `ready` waits for."""
 
-    def __init__(self, name: str, options: dict[str, Any], limit_seconds: float | None = None) -> None:
+    def __init__(
+        self, name: str, options: dict[str, Any], limit_seconds: float | None = None, checkout: str | None = None
+    ) -> None:
+        """checkout: of another version, with its native modules built in place, whose packages it measures."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        sources = [str(each) for each in Path(checkout).resolve().glob("packages/*/src")] if checkout else []
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in (*sources, *sys.path) if path)}
         self.name: str = name
         self.answers: list[dict[str, Any]] = []
         self.missing: str | None = None

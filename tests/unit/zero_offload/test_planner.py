@@ -89,10 +89,18 @@ def test_kinds_that_are_given_do_not_move():
         plan(LLAMA, small, optimizer="host", host_bytes=12 * LLAMA.numel)
 
 
-def test_slots_take_a_quarter_of_the_states_where_there_is_room_and_three_where_there_is_none():
-    roomy = plan(LLAMA, LAPTOP, optimizer="nvme")
-    tiles = -(-LLAMA.numel // roomy.tile_numel)
-    assert roomy.slots == pytest.approx(tiles / 4, abs=len(LLAMA.units))
+def test_slots_take_half_of_the_spare_memory_a_quarter_of_the_states_if_that_is_more_and_three_where_there_is_no_room():
+    least = plan(LLAMA, LAPTOP, optimizer="nvme", slots=3)
+    tiles = sum(len(unit.tiles) for unit in least.store.units)
+    each, quarter = (
+        least.store.state_slot_bytes,
+        -(-least.bytes_of("nvme", "optimizer") // (4 * least.store.state_slot_bytes)),
+    )
+    for spare, expected in ((40, 20 + 3), (1000, tiles), (quarter, quarter), (quarter - 4, quarter - 1)):
+        room = least.total("host") + least.total("device") + spare * each
+        found = plan(LLAMA, LAPTOP, optimizer="nvme", host_bytes=room, parameters="host", gradients="host")
+        assert found.slots == expected, spare
+    assert "hold 100% of the stored states at a time" in plan(LLAMA, LAPTOP, optimizer="nvme").slots_told
     least = plan(LLAMA, Hardware(host_gib=0.68, host_reserved_gib=0, nvme_gib=500))
     assert least.slots == 3
 

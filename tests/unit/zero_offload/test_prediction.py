@@ -88,8 +88,8 @@ def test_more_slots_hide_more():
 
 
 def test_slower_tiers_never_predict_a_faster_step():
-    host, nvme = predict(CPU, 500, **HOST), predict(CPU, 500, **NVME)
-    everything = predict(CPU, 500, **dict.fromkeys(HOST, "nvme"))
+    host, nvme = predict(CPU, 500, **HOST), predict(CPU, 500, **NVME, slots=3)
+    everything = predict(CPU, 500, **dict.fromkeys(HOST, "nvme"), slots=3)
     assert host.step_seconds < nvme.step_seconds < everything.step_seconds
 
 

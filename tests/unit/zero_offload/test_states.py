@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import time
+from collections.abc import Sequence
+from typing import Any
 
-from zero_offload import MemoryByteStore
+import pytest
+import torch
+
+from zero_offload import MemoryByteStore, TieredStore
 from zero_offload.testing import FaultyByteStore
 from zero_offload.tiles import fitting
 
-from .harness import TILE, make, same
+from .harness import TILE, Driver, make, same
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -85,3 +90,78 @@ def test_reads_run_ahead_of_the_update_through_the_slots_that_pass(
 def test_gradients_that_are_still_in_slots_are_not_read(slots: int, expected: int) -> None:
     """Backward ends with the units that the update begins with. Fails if their gradients make room for later ones."""
     assert reads("host", "nvme", slots) == expected
+
+
+class OneByOne(Driver):
+    """Updates each unit when its gradient has come, as update_in_backward does."""
+
+    def backward(self, micro_batch: int = 0) -> None:
+        self.step_number += 1
+        for i in reversed(self.units):
+            self.store.accept_gradient(i, self.gradient(i, micro_batch))
+            steps = [[self.step_number] * len(spec.segments) for spec in self.specs]
+            self.store.update(self.groups(), 1.0, [i], steps)
+
+    def step(self, accumulate: int = 1) -> None:
+        self.forward()
+        self.backward()
+
+
+def one_by_one(nvme: Any, slots: int | None, optimizer: str = "nvme") -> OneByOne:
+    """Eight tiles, one a unit."""
+    placement = {"parameters": "host", "gradients": "host", "optimizer": optimizer}
+    store = TieredStore(nvme=nvme, tile_numel=TILE, slots=slots, **placement)
+    return OneByOne(store, numels=(TILE // 2,) * 8, frozen=())
+
+
+def read_units(log: Sequence[tuple[str, int, int]]) -> list[int]:
+    """Whose states were read, in order. Extents of the units lie in their order."""
+    places = sorted({offset for kind, offset, _ in log if kind == "write"})
+    return [places.index(offset) for kind, offset, _ in log if kind == "read"]
+
+
+@pytest.mark.parametrize(("slots", "stay"), [(4, 2), (5, 2), (8, 8)])
+def test_updates_in_backward_keep_what_the_next_forward_needs_first(slots: int, stay: int) -> None:
+    """Fails if the tiles of the first units lose their slots to those that were updated long before them."""
+    nvme = FaultyByteStore(MemoryByteStore())
+    driver = one_by_one(nvme, slots)
+    for _ in range(3):
+        driver.step()
+    driver.store.wait()
+    seen = len(nvme.log)
+    driver.step()
+    driver.store.wait()
+    found = read_units(nvme.log)[len(read_units(nvme.log[:seen])) :]
+    driver.store.close()
+    assert set(found) >= set(range(stay, 8)) and not set(found) & set(range(stay))
+
+
+def test_updates_in_backward_read_ahead_in_its_order_while_nothing_else_is_asked() -> None:
+    """Fails if reads begin only when a gradient has come. Two of the five slots stay with units 0 and 1."""
+    nvme = FaultyByteStore(MemoryByteStore())
+    driver = one_by_one(nvme, 5)
+    for _ in range(3):  # each step reads 4, 3 and 2 in its backward, and what the next one begins with after it
+        driver.step()
+        until = time.monotonic() + 20
+        while driver.behind(0) or (driver.step_number > 1 and read_units(nvme.log)[-3:] != [7, 6, 5]):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    found = read_units(nvme.log)
+    time.sleep(0.05)
+    assert sorted(found[-6:-3]) == [2, 3, 4] and read_units(nvme.log) == found  # and no further than there are slots
+    driver.store.close()
+
+
+def test_what_was_read_ahead_of_updates_in_backward_is_what_the_caller_has_written() -> None:
+    found = []
+    for optimizer in ("host", "nvme"):
+        driver = one_by_one(MemoryByteStore(), 5 if optimizer == "nvme" else None, optimizer)
+        for number in range(6):
+            driver.step()
+            values = torch.full((TILE // 2,), 0.01 * number)
+            driver.store.write_state(7 - number, "exp_avg", 0, values)  # it may be in a slot already, or on its way
+            driver.step()
+        found.append([driver.store.read_state(i, "master", 0, TILE // 2) for i in range(8)])
+        driver.store.close()
+    for host, stored in zip(*found, strict=True):
+        assert same(host, stored)

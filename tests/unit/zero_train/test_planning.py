@@ -88,7 +88,10 @@ def test_what_a_plan_that_does_not_fit_names_are_keys_that_help(monkeypatch, giv
         assert error.__cause__.missing_bytes < caught.value.__cause__.missing_bytes
 
 
-@pytest.mark.parametrize("way", ["offload.parameters=nvme", "offload.optimizer=nvme", "zero.stage=3", "model.layers=2"])
+@pytest.mark.parametrize(
+    "way",
+    ["offload.parameters=nvme", "offload.optimizer=nvme offload.slots=3", "zero.stage=3", "model.layers=2"],
+)
 def test_an_arena_that_cannot_be_mapped_is_smaller_where_an_error_says(way):
     ranks = Ranks(0, 2, 0, 2)
     given = ("offload=host", "zero.stage=0", "hardware.host_gib=20", "hardware.nvme_gib=100")
@@ -96,8 +99,8 @@ def test_an_arena_that_cannot_be_mapped_is_smaller_where_an_error_says(way):
     with pytest.raises(MemoryError, match="cannot be mapped") as raised:
         Arena(1 << 50)
     text = planning.refusal(raised.value, composed)
-    assert text.endswith("change offload.parameters, offload.optimizer, zero.stage or the model's size")
-    assert planned(*given, way, ranks=ranks)[1].total("host") < plan.total("host")
+    assert text.endswith("(with offload.slots=3), zero.stage or the model's size")
+    assert planned(*given, *way.split(), ranks=ranks)[1].total("host") < plan.total("host")
 
 
 def test_arguments_of_siblings_are_told_as_keys():

@@ -192,6 +192,8 @@ def describe(model: nn.Module, config: ZeroConfig, plan: zero_offload.Plan, rank
         moved = [bytes_shown(nbytes) for nbytes in each]
         where = ", ".join(_paths(config))
         lines.append(f"each step reads {moved[0]} from NVMe and writes {moved[1]}, in {where}")
+    if plan.slots_told is not None:
+        lines.append(f"slots {plan.slots_told}")
     return "\n".join(lines)
 
 

@@ -200,7 +200,7 @@ class Attached:
     def accept_gradient(self, i: int, gradient: Tensor) -> None:
         self._wait_for(i)
         if self._order.units and not self._gradients.begun():
-            self._pipeline.read_early([tile for unit in self._order.units for tile in self.plan.units[unit].tiles])
+            self._pipeline.read_early(self._order.units)
         self._gradients.check(i, gradient)
         with torch.no_grad(), self.monitor.guard():
             if self.link is not None:

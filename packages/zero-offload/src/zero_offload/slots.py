@@ -100,6 +100,7 @@ class Slots(Generic[Memory]):
     ) -> None:
         # Those that were let go of longest ago first.
         self._slots = OrderedDict((Slot(memory, in_flight), None) for memory in memories)
+        self._by_key: dict[Hashable, Slot[Memory]] = {}
         self._condition = condition or Condition()
         self._in_flight, self._blocked, self._follow = in_flight, blocked or self._all_held, follow
         self._numbers = itertools.count(1)
@@ -123,7 +124,7 @@ class Slots(Generic[Memory]):
 
     def find(self, key: Hashable) -> Slot[Memory] | None:
         """The slot that has the values of `key`, or soon will."""
-        return next((slot for slot in self if slot.key == key), None) if key is not None else None
+        return self._by_key.get(key)
 
     def hold(self, key: Hashable, holder: str = "") -> Slot[Memory] | None:
         """As `find`, and the slot is not evicted until the holder lets go."""
@@ -178,6 +179,8 @@ class Slots(Generic[Memory]):
             self._in_flight.forget(slot)
             self._forget(slot)
         slot.key = key
+        if key is not None:
+            self._by_key[key] = slot
         slot.holders.add(holder)
         if fill is not None:
             try:
@@ -240,9 +243,10 @@ class Slots(Generic[Memory]):
         for slot in self:
             self._in_flight.forget(slot)
         self._slots.clear()
+        self._by_key.clear()
 
-    @staticmethod
-    def _forget(slot: Slot[Memory]) -> None:
+    def _forget(self, slot: Slot[Memory]) -> None:
+        self._by_key.pop(slot.key, None)
         slot.key, slot.due = None, None
 
     def _all_held(self) -> None:

@@ -212,6 +212,10 @@ class Stored:
         """Return when bytes [start, stop) are not being written."""
         self.transfers.in_flight.wait(self.transfers.in_flight.of(self, start, stop, writes=True))
 
+    def writing(self) -> bool:
+        """Whether `drain` would wait."""
+        return not all(each.done() for each in self.transfers.in_flight.of(self, writes=True))
+
     def free(self) -> None:
         """Give the room back; nothing is in flight."""
         self.transfers.in_flight.forget(self)

@@ -144,7 +144,9 @@ def refusal(error: Exception, config: Config) -> str:
         return text
     if "activation" in text:
         return f"{text}; change offload.activations"
-    return f"{text}; change offload.parameters, offload.optimizer, zero.stage or the model's size"
+    return (
+        f"{text}; change offload.parameters or offload.optimizer (with offload.slots=3), zero.stage or the model's size"
+    )
 
 
 def keyed(text: str, config: Config) -> str:
@@ -187,6 +189,8 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
     if reason := checks.auto_without_nvme(config):
         lines.append(f"offload=auto planned without nvme: {reason}; name a folder with offload.nvme_paths=[…]")
     lines.append(f"each step reads {bytes_shown(plan.read_bytes_per_step * count)} back")
+    if plan.slots_told is not None:
+        lines.append(f"slots {keyed(plan.slots_told, config)}")
     if config.run.durable is not None:
         survived = "a power cut" if config.run.durable == "power" else "the end of the process"
         every = config.run.durable_every

@@ -21,10 +21,10 @@ from ..tiles.fitting import MINIMUM_SLOTS, check_device_shares
 from ..tiles.footprint import KINDS, StorePlan
 from .accounting import Account, AdamLayout, Held, Shape, account
 from .budgets import Budgets, PlanError, check, held_back_bytes
-from .hardware import Hardware
+from .hardware import Hardware, bytes_shown
 from .prediction import Prediction, predict
 from .sizes import Batch, ModelSizes
-from .trial import best
+from .trial import SPARE_SHARE, best
 
 __all__ = ["Plan", "PlanError", "fits", "plan"]
 
@@ -47,6 +47,7 @@ class Plan:
     hardware: Hardware | None
     prediction: Prediction | None
     batch: Batch
+    default_slots: bool  # nobody has said how many
 
     @property
     def tokens(self) -> int:
@@ -69,6 +70,22 @@ class Plan:
         """Slots to give to `TieredStore`; None where nothing is swapped."""
         slots = max(self.store.state_slots, self.store.gradient_slots)
         return max(MINIMUM_SLOTS, slots) if slots else None
+
+    @property
+    def slots_told(self) -> str | None:
+        """How much of the stored states slots hold at a time, in how much host memory, and why so much.
+
+        None: no states pass through slots.
+        """
+        stored = sum(self.bytes_of(tier, "optimizer") for tier in self.shape.tiers if tier.stored)
+        if not stored:
+            return None
+        nbytes = self.store.state_slots * self.store.state_slot_bytes
+        share, taken = min(1.0, nbytes / stored), bytes_shown(nbytes)
+        told = f"hold {share:.0%} of the stored states at a time, in {taken} of host memory"
+        if self.budgets is None or not self.default_slots:
+            return told
+        return f"{told} (by default up to {SPARE_SHARE:.0%} of what is spare; slots={MINIMUM_SLOTS} takes the least)"
 
     @property
     def needs_store(self) -> bool:
@@ -170,6 +187,8 @@ class Plan:
             ("nvme written per step", f"{self.write_bytes_per_step / GIB:.2f} GiB"),
             ("nvme written by setup", f"{self.setup_write_bytes / GIB:.2f} GiB"),
         ]
+        if self.slots_told is not None:
+            rows.append(("slots", self.slots_told))
         if self.hardware is not None and not self.hardware.shares_host:
             rows.insert(0, ("reserved of a device", self.hardware.reserved))
         if self.rows:
@@ -299,6 +318,7 @@ def _planned(
         hardware,
         prediction,
         batch,
+        slots is None,
     )
 
 

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -116,10 +117,10 @@ class Pipeline:
         self._step, self._monitor = step, monitor
         self._starting = step if isinstance(step, StartingStep) and step.in_a_row else None
         self._unit_done = unit_done
-        self._worker: Worker[UpdateJob | tuple[Tile, ...] | Callable[[], None]] = Worker(
-            # Writes trail behind the last job: look when they end.
-            "zero-offload update", monitor, self._work, enter=enter_thread, trailing=in_flight.poll
-        )  # fmt: skip
+        self._in_flight = in_flight
+        self._worker: Worker[UpdateJob | Callable[[], None]] = Worker(
+            "zero-offload update", monitor, self._work, enter=enter_thread, trailing=self._trail
+        )
 
     # -- the training thread ------------------------------------------------------------------------------------
 
@@ -133,9 +134,9 @@ class Pipeline:
         """Call it on the update thread when every job until now is done; `wait` waits for it too."""
         self._worker.put(call)
 
-    def read_early(self, tiles: Sequence[Tile]) -> None:
-        """Use idle slots for the states of `tiles`, the first ones of the update to come."""
-        self._worker.put(tuple(tiles))
+    def read_early(self, units: Sequence[int]) -> None:
+        """Use slots for the states of `units`, which will be updated in this order, as soon as they come free."""
+        self._worker.put(partial(self._states.read_early, tuple(units)))
 
     def behind(self, i: int) -> bool:
         return self._monitor.updates[i] > 0
@@ -143,6 +144,8 @@ class Pipeline:
     def wait(self) -> None:
         """Return when every update is done and stored."""
         self._monitor.wait_until(self._worker.idle, "all")
+        with self._monitor.condition:  # from here on the caller has the states
+            self._states.read_no_more()
         for slots in (self._states.slots, self._gradients.slots, self._parameters):
             slots.drain()
 
@@ -161,18 +164,23 @@ class Pipeline:
 
     # -- the update thread --------------------------------------------------------------------------------------
 
-    def _work(self, item: UpdateJob | tuple[Tile, ...] | Callable[[], None]) -> None:
+    def _work(self, item: UpdateJob | Callable[[], None]) -> None:
         if isinstance(item, UpdateJob):
             self._run(item)
-        elif callable(item):
-            item()
         else:
-            self._states.read_early(item)
+            item()
+
+    def _trail(self) -> bool:
+        """Between jobs, under the condition: whether writes trail behind the last one, or reads run ahead of the next.
+
+        When they end is looked at again soon, as a slot is free then.
+        """
+        moving = self._in_flight.poll()
+        return self._states.read_on() or moving
 
     def _run(self, job: UpdateJob) -> None:
         waiting, ahead, started = deque(job.tasks), deque[_Loaded](), deque[_Started]()
-        if len({task.tile.unit for task in job.tasks}) > 1:  # else what was read ahead is for the jobs that follow
-            self._states.expect([task.tile for task in job.tasks])
+        self._states.expect([task.tile for task in job.tasks])
         most = len(self._states.slots) + len(self._gradients.slots) + 4  # where no slot bounds it: into the next unit
         try:
             while waiting or ahead or started:
@@ -183,6 +191,8 @@ class Pipeline:
                         break
                     ahead.append(loaded)
                     waiting.popleft()
+                if not waiting:
+                    self._states.read_on()
                 if started and not self._goes_on(ahead, started):
                     self._complete(started)
                 else:

@@ -175,6 +175,10 @@ class TwoPlaces:
         """As `Stored.drain`."""
         self._places[self._now].drain(start, stop)
 
+    def writing(self) -> bool:
+        """As `Stored.writing`."""
+        return self._places[self._now].writing()
+
     def commit(self) -> None:
         """The last values that were written are the last generation's."""
         self._committed = self._now

@@ -11,11 +11,16 @@ PASSING_SLOTS that are left, so that reads still run ahead. With a slot for each
 
 Slots for reads that run ahead come first, because what stays saves little time: the first tiles would be read during
 backward, which hides these reads. With few slots none stays.
+
+Where units are updated one by one in backward, the tiles of the model's first units stay, in half of the slots at
+least. Their gradients come last and the next forward needs them first, so nothing would hide their reads. Through the
+other slots the tiles that backward updates first are read, which forward hides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -40,11 +45,13 @@ class StateStore:
         self, plan: StorePlan, arena: Arena, stores: Stores, monitor: Monitor, generations: Generations | None = None
     ) -> None:
         self._resident: set[Tile] = set()
+        self._soon: deque[Tile] = deque()  # whose reads begin as slots come free
         self._records: dict[Tile, Record] = {}
         self._memory: dict[Tile, Block] = {}
         self._copied: dict[Tile, TwoPlaces] = {}  # of those in memory, where a commit copies them to
         self._stored = StoredTiles("states", arena, plan.state_slots, plan.state_slot_bytes, monitor, stores.in_flight)
         self.slots = self._stored.slots
+        self._of_unit: dict[int, list[Tile]] = {}  # those that are stored
         for unit in plan.units:
             for tile, record, tier in zip(unit.tiles, unit.records, unit.state_tiers, strict=True):
                 if record is None:
@@ -55,10 +62,10 @@ class StateStore:
                     self._memory[tile] = block = arena.take(record.nbytes)
                     if generations is not None:
                         self._copied[tile] = generations.own(name, record.nbytes, partial(block.raw, 0, record.nbytes))
-                elif generations is not None:
-                    self._stored[tile] = generations.own(name, record.nbytes)
                 else:
-                    self._stored[tile] = stores[tier].own(record.nbytes)
+                    own = partial(generations.own, name) if generations is not None else stores[tier].own
+                    self._stored[tile] = own(record.nbytes)
+                    self._of_unit.setdefault(tile.unit, []).append(tile)
 
     def stored(self, tile: Tile) -> bool:
         """Whether the tile's record passes through slots."""
@@ -68,14 +75,31 @@ class StateStore:
         """A held slot with the tile's record under way, or there already. None: `wait` is off and no slot is free."""
         return self._stored.begin_read(tile, self._records[tile].nbytes, wait=wait)
 
-    def read_early(self, tiles: Sequence[Tile]) -> None:
-        """Read the first of `tiles`, as many as there are free slots; they do not depend on the gradient norm."""
-        for tile in tiles:
-            if self.stored(tile):
-                slot = self.begin_read(tile, wait=False)
-                if slot is None:
-                    return
-                self.keep(slot)
+    def read_early(self, units: Iterable[int]) -> None:
+        """`units` will be updated in this order: their reads begin as slots come free. They do not depend on the norm.
+
+        An order that is under way goes on in the place of this one.
+        """
+        if not self._soon:
+            tiles = (tile for unit in units for tile in self._of_unit.get(unit, ()))
+            self._soon = deque(tile for tile in tiles if self.slots.find(tile) is None)
+        self.read_on()
+
+    def read_on(self) -> bool:
+        """Begin the reads for which there are slots now, without waiting. Returns whether there were any."""
+        began = False
+        while self._soon and not self._stored[self._soon[0]].writing():
+            slot = self.begin_read(self._soon[0], wait=False)
+            if slot is None:
+                break
+            self.keep(slot)
+            self._soon.popleft()
+            began = True
+        return began
+
+    def read_no_more(self) -> None:
+        """Begin no more reads, until the next `read_early`."""
+        self._soon.clear()
 
     def keep(self, slot: Slot[Block]) -> None:
         """What was read stays in its slot, as if read ahead."""
@@ -86,8 +110,18 @@ class StateStore:
         return [block.raw(0, self._records[tile].nbytes) for tile, block in self._memory.items()]
 
     def expect(self, tiles: Sequence[Tile]) -> None:
-        """An update of `tiles` in this order begins, and others like it will follow. Slots of other tiles are free."""
+        """An update of `tiles` in this order begins, and others like it will follow. Slots of other tiles are free.
+
+        If they are of one unit, updates of other units will follow too, and slots of other tiles are not free.
+        """
         stored = [tile for tile in tiles if self.stored(tile)]
+        if len({tile.unit for tile in tiles}) == 1:
+            everything = list(self._stored)
+            stay = max(resident_slots(len(self.slots), len(everything)), len(self.slots) // 2)
+            self._resident = set(everything[:stay])
+            self._soon = deque(tile for tile in self._soon if tile.unit != tiles[0].unit)
+            return
+        self._soon.clear()
         soonest = stored[: len(self.slots)]
         self._resident = set(stored[: resident_slots(len(self.slots), len(stored))])
         self.slots.forget(but=soonest)
