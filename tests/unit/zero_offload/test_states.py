@@ -165,3 +165,20 @@ def test_what_was_read_ahead_of_updates_in_backward_is_what_the_caller_has_writt
         driver.store.close()
     for host, stored in zip(*found, strict=True):
         assert same(host, stored)
+
+
+def test_nothing_is_read_ahead_once_the_caller_has_waited() -> None:
+    """From then on the states are the caller's. Fails if the update thread fills a slot that comes free later."""
+    nvme = FaultyByteStore(MemoryByteStore())
+    driver = one_by_one(nvme, 5)
+    for _ in range(2):
+        driver.step()
+    driver.store.wait()
+    seen = list(nvme.log)
+    driver.store._attached._pipeline._states.slots.forget()
+    time.sleep(0.05)
+    assert nvme.log == seen
+    driver.step()
+    driver.store.wait()
+    driver.store.close()
+    assert len(read_units(nvme.log)) > len(read_units(seen))
