@@ -38,9 +38,14 @@ class Trained:
 
 
 def trained(folder: Path, *overrides: str) -> Trained:
-    """Runs `COMMON` and `overrides` into `folder`, in this process."""
+    """Runs `COMMON` and `overrides` into `folder`, in this process.
+
+    On nvme with 3 slots unless `overrides` say more: by default the states of a model this small would all stay in
+    slots, and nothing would be read.
+    """
     digests: list[str] = []
-    composed = config.compose([*COMMON, f"run.dir={folder}", *overrides])
+    few = ["offload.slots=3"] if "offload=nvme" in overrides else []
+    composed = config.compose([*COMMON, f"run.dir={folder}", *few, *overrides])
     threads = torch.get_num_threads()
     try:
         outcome = train.run(composed, on_end=lambda engine: digests.append(digest(engine.model)))

@@ -79,7 +79,8 @@ def run(config: Config, on_end: Callable[[Assembled], None] | None = None, made:
                 raise
             raise RunError(
                 f"the run stopped, out of memory: {str(error).strip() or type(error).__name__}; lower run.micro_batch "
-                "or data.sequence_length, set offload.activations=recompute, or put more on nvme with offload=nvme"
+                "or data.sequence_length, set offload.activations=recompute, or put more on nvme with offload=nvme "
+                "offload.slots=3"
             ) from error
         except KeyboardInterrupt:
             _say("interrupted; nothing was trained")

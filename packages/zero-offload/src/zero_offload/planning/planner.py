@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def slots_told(self) -> str | None:
-        """How much of the stored states slots hold at a time, in how much host memory, and why so much.
+        """How much of the stored states the slots hold at a time, in how much host memory, and why so much.
 
         None: no states pass through slots.
         """
@@ -82,10 +82,10 @@ class Plan:
             return None
         nbytes = self.store.state_slots * self.store.state_slot_bytes
         share, taken = min(1.0, nbytes / stored), bytes_shown(nbytes)
-        told = f"hold {share:.0%} of the stored states at a time, in {taken} of host memory"
+        told = f"hold {share:.0%} of the stored states in {taken} of host memory"
         if self.budgets is None or not self.default_slots:
             return told
-        return f"{told} (by default up to {SPARE_SHARE:.0%} of what is spare; slots={MINIMUM_SLOTS} takes the least)"
+        return f"{told} (default: 25%, or {SPARE_SHARE:.0%} of what is spare; least: slots={MINIMUM_SLOTS})"
 
     @property
     def needs_store(self) -> bool:
