@@ -14,6 +14,8 @@ _ROOM = _DURABLE.split("::")[0] + "::test_a_disk_without_room_for_both_places_is
 _LEFT = _DURABLE.split("::")[0] + "::test_steps_that_cannot_become_a_checkpoint_are_left"
 
 FOLLOWED: dict[str, str] = {
+    "Start all ranks within run.timeout=": "integration/zero_train/test_interrupted.py::"
+    "test_a_rank_that_waits_for_others_to_start_raises_after_its_timeout",
     "choose run.durable=power or run.durable=process": _UNUSED,
     "twice its room; name a larger disk with": _ROOM,
     "make room, or start the run as it was": _LEFT,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -88,11 +89,11 @@ def module_of(name: str) -> Any | None:
         return None
 
 
-def joined(asked: str | None = None) -> Ranks:
+def joined(asked: str | None, timeout: float) -> Ranks:
     """Joins the process group that torchrun announces, if any, and returns this process as a rank.
 
-    `asked` is hardware.device, see `device_type`. The group lasts until the process ends: torchrun's rendezvous serves
-    one group only, so that the next job of a sweep has to use the same one.
+    `asked` is hardware.device, see `device_type`; `timeout` is run.timeout, in seconds. The group lasts until the
+    process ends: torchrun's rendezvous serves one group only, so that the next job of a sweep has to use the same one.
     """
     kind = device_type(asked)
     running = dist.is_available() and dist.is_initialized()
@@ -105,6 +106,6 @@ def joined(asked: str | None = None) -> Ranks:
     if not running:
         if kind != "cpu":
             torch.get_device_module(kind).set_device(ranks.device)
-        dist.init_process_group(backend_of(kind))
+        dist.init_process_group(backend_of(kind), timeout=timedelta(seconds=timeout))
         atexit.register(dist.destroy_process_group)
     return ranks

@@ -42,7 +42,7 @@ SAME = ("task", "adapter", "model", "data", "run.seed", "optim", "precision")
 _ASIDE = ("model.checkpointing", "optim.threads", "optim.warmup_steps")  # the last follows run.steps
 _BOUND = ("model", "task.kind", "optim.kind", "adapter.kind", "adapter.rank", "adapter.targets")  # no resume changes
 _OF_NO_INTEREST = (
-    *("run.dir", "run.resume", "run.dry", "run.bar", "run.plots", "run.report_every", "run.export"),
+    *("run.dir", "run.resume", "run.dry", "run.bar", "run.plots", "run.report_every", "run.export", "run.timeout"),
     "optim.base_lr",  # optim.lr follows from it
 )
 

@@ -106,6 +106,9 @@ class RunConfig:
     """The text to continue."""
     sample_temperature: float = _number(0.7, at_least=0, at_most=100)
     """Divides the logits before a byte is drawn. 0: always take the most likely byte."""
+    timeout: float = _number(600.0, above=0, at_most=_COUNT)
+    """Seconds that a rank waits for the others, while they start and in a collective, before it raises. Longer than the
+    slowest rank takes to load the model or to write a checkpoint."""
     plots: bool = True
     """Draw report.png and timeline.png at the end."""
     threads: Optional[int] = _count(None, 10_000)

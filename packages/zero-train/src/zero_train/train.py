@@ -6,6 +6,7 @@ refused later, the files that it made so far are removed.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -69,9 +70,15 @@ def run(config: Config, on_end: Callable[[Assembled], None] | None = None, made:
     """
     with interrupt.handled() as asked:
         try:
-            ranks = joined(config.hardware.device)
+            ranks = joined(config.hardware.device, config.run.timeout)
             with interrupt.unhidden():
                 return (made or Run)(config, ranks, asked, on_end).go()
+        except torch.distributed.DistError as error:
+            raise RunError(
+                f"the run stopped: rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')} did not "
+                f"reach the others: {error} Start all ranks within run.timeout={config.run.timeout:g} seconds, or "
+                "raise it"
+            ) from error
         except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
             raise RunError(f"the run stopped: {planning.keyed(str(error), config)}") from error
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
