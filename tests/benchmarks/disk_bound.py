@@ -3,11 +3,12 @@
     python -m tests.benchmarks.disk_bound DIRECTORY in-backward [--pairs 15] [--steps 2] [--bytes N] [--before CHECKOUT]
 
 Each side is a process of its own (step_worker.py); in every round each takes one turn. `--before` is another version of
-the packages, with its native modules built in place, and one more side. The bound L is the larger of the step with
-nothing offloaded and of `--bytes` (left out: what the step of the version before, or else this one, reads and writes)
-at the rate of fio, which runs before, in the middle and after: a job that reads and one that writes at once, each its
-own file in blocks of 16 MiB on huge pages; its best run counts. What is printed is JSON, with the ratio of the step to
-the larger one: the geometric mean over pairs and its 95 % interval.
+the packages, with its native modules built in place, and one more side. The bound L is the larger of two times: the
+step of `--base`, with nothing on NVMe ("host" updates with the same kernels as zero-train's offload=none on a CPU), and
+`--bytes` (left out: what the step of the version before, or else this one, reads and writes) at the rate of fio. fio
+runs before, in the middle and after: a job that reads and one that writes at once, each its own file in blocks of 16
+MiB on huge pages; its best run counts. What is printed is JSON, with the ratio of the step to the larger one: the
+geometric mean over pairs and its 95 % interval.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def disk_rate(folder: str, seconds: int) -> float:
 def measure(given: argparse.Namespace, folder: str) -> dict[str, Any]:
     chosen = CONFIGURATIONS[given.configuration] | {"folder": folder} | given.options
     nothing = {key: value for key, value in chosen.items() if key not in ("name", "in_backward", "planned")}
-    workers = {"stored": Worker(chosen["name"], chosen), "none": Worker("none", nothing)}
+    workers = {"stored": Worker(chosen["name"], chosen), "none": Worker(given.base, nothing)}
     if given.before:
         workers["before"] = Worker(chosen["name"], chosen, checkout=given.before)
     rates: list[float] = []
@@ -114,6 +115,7 @@ if __name__ == "__main__":
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--bytes", type=float)
+    parser.add_argument("--base", default="host", help="host: as zero-train's offload=none; none: torch's optimizer")
     parser.add_argument("--before")
     parser.add_argument("--options", type=json.loads, default={}, help="more arguments of step_worker.py, as JSON")
     given = parser.parse_args()

@@ -67,6 +67,9 @@ class StateStore:
                     self._stored[tile] = own(record.nbytes)
                     self._of_unit.setdefault(tile.unit, []).append(tile)
 
+        stay = max(resident_slots(len(self.slots), len(self._stored)), len(self.slots) // 2)
+        self._first = set(list(self._stored)[:stay])  # that stay where units are updated one by one
+
     def stored(self, tile: Tile) -> bool:
         """Whether the tile's record passes through slots."""
         return tile in self._stored
@@ -76,13 +79,9 @@ class StateStore:
         return self._stored.begin_read(tile, self._records[tile].nbytes, wait=wait)
 
     def read_early(self, units: Iterable[int]) -> None:
-        """`units` will be updated in this order: their reads begin as slots come free. They do not depend on the norm.
-
-        An order that is under way goes on in the place of this one.
-        """
-        if not self._soon:
-            tiles = (tile for unit in units for tile in self._of_unit.get(unit, ()))
-            self._soon = deque(tile for tile in tiles if self.slots.find(tile) is None)
+        """`units` will be updated in this order: read their states as slots come free. The norm does not matter to it."""
+        tiles = (tile for unit in units for tile in self._of_unit.get(unit, ()))
+        self._soon = deque(tile for tile in tiles if self.slots.find(tile) is None)
         self.read_on()
 
     def read_on(self) -> bool:
@@ -116,9 +115,7 @@ class StateStore:
         """
         stored = [tile for tile in tiles if self.stored(tile)]
         if len({tile.unit for tile in tiles}) == 1:
-            everything = list(self._stored)
-            stay = max(resident_slots(len(self.slots), len(everything)), len(self.slots) // 2)
-            self._resident = set(everything[:stay])
+            self._resident = self._first
             self._soon = deque(tile for tile in self._soon if tile.unit != tiles[0].unit)
             return
         self._soon.clear()
