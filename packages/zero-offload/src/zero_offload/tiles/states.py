@@ -79,7 +79,7 @@ class StateStore:
         return self._stored.begin_read(tile, self._records[tile].nbytes, wait=wait)
 
     def read_early(self, units: Iterable[int]) -> None:
-        """`units` will be updated in this order: read their states as slots come free. The norm does not matter to it."""
+        """`units` will be updated in this order: read their states as slots come free. No norm is needed for that."""
         tiles = (tile for unit in units for tile in self._of_unit.get(unit, ()))
         self._soon = deque(tile for tile in tiles if self.slots.find(tile) is None)
         self.read_on()
