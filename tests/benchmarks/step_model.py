@@ -30,7 +30,8 @@ class Batch:
 def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, Batch]:
     """The 119.6 M Llama, or one of `sizes`, in the benchmark's dtype, and its batch.
 
-    `device` is where both are made; `length` the sequence's; `checkpointing` recomputes each block. `deferred`: the
+    `device` is where both are made; `length` the sequence's; `attention` transformers' name of an implementation;
+    `checkpointing` recomputes each block. `deferred`: the
     model has no memory yet, and begins with constants.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -50,6 +51,8 @@ def model_of(arguments: dict[str, Any]) -> tuple[nn.Module, Batch]:
             made = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes))
     finally:
         torch.set_default_dtype(default)
+    if attention := arguments.get("attention"):
+        made.set_attn_implementation(attention)
     if arguments.get("checkpointing"):
         made.gradient_checkpointing_enable({"use_reentrant": False})
     made.train()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zero_core
-from tests.device.zero_core.test_memory import allocated, forward_keeps, warm_up
+from tests.device.zero_core.test_memory import allocated, forward_keeps, peak_of, warm_up
 from tests.device.zero_offload import runs
 from zero_offload import Hardware, TieredStore, TorchStep, plan
 
@@ -27,6 +27,13 @@ def planned(kind: str, model: torch.nn.Module, placement: object, accumulate: in
     return plan(model, hardware, **kinds, step=step, prefetch_bytes=1, accumulate=accumulate, **options)
 
 
+def while_it_runs(width: int, x: torch.Tensor) -> int:
+    """Bytes that a product with a bias takes beside its result, and gives back: cuBLASLt's workspace on CUDA."""
+    linear = torch.nn.Linear(width, width).to(x.device, x.dtype)
+    with torch.no_grad():
+        return max(0, peak_of(x.device, lambda: linear(x)) - x.nbytes)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_device_holds_what_was_planned(device, needs_device, placement, accumulate):
@@ -36,6 +43,7 @@ def test_the_device_holds_what_was_planned(device, needs_device, placement, accu
     model = runs.Wide(width, blocks)
     figures = planned(device.type, model, PLACEMENTS[placement], accumulate)
     kept = forward_keeps(model.to(device, torch.bfloat16), x)
+    product = while_it_runs(width, x)  # in a plan it is part of the device's reserve
     del model
     with runs.discrete(device):
         before = allocated(device)
@@ -51,7 +59,7 @@ def test_the_device_holds_what_was_planned(device, needs_device, placement, accu
     between, within = held - before - batches, peak - before - batches
     assert between <= CLOSE * stats["device_bytes"], (between, stats)
     most = figures.total("device")
-    assert within <= CLOSE * most + 2 * kept, (within, most, kept)
+    assert within <= CLOSE * most + 2 * kept + product, (within, most, kept, product)
     assert within >= most / CLOSE - 2 * kept, (within, most, kept)
 
 
@@ -68,12 +76,12 @@ def test_many_steps_leave_nothing_behind(device, needs_device, placement, activa
             run.step(number)
             with torch.no_grad():
                 run.model(run.batches[0])
-            if number % 10 == 3:
+            gc.collect()
+            seen.append(allocated(device))
+            if number % 10 == 3:  # what it asked for ahead may stay until the next forward
                 with pytest.raises(RuntimeError):
                     run.model(run.batches[0][:, :2])
                 run.optimizer.zero_grad()
-            gc.collect()
-            seen.append(allocated(device))
         assert (run.offloaded.stats()["spilled_bytes"] > 0) == (activations == "host")
         assert run.store.describe().arena_bytes == run.store.stats()["host_bytes"]
         units = len(zero_core.units(run.model))
