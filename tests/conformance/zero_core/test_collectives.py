@@ -1,11 +1,13 @@
-"""Both implementations that zero-core has keep the promises of Collectives."""
+"""The implementations that zero-core has keep the promises of Collectives."""
 
 from __future__ import annotations
 
 import pytest
 
-from zero_core.comm import Collectives, MessageCollectives, TorchCollectives
+from zero_core.comm import Axis, Collectives, MachineCollectives, MessageCollectives, TorchCollectives
+from zero_core.comm.machines import over_gloo
 from zero_core.comm.ranks import BY_BACKEND
+from zero_core.pool import Pool
 from zero_core.testing import CollectivesSuite
 
 
@@ -23,10 +25,37 @@ class TestTorch(OnGloo):
     collectives = TorchCollectives
 
 
-def test_gloo_has_messages():
-    assert BY_BACKEND == {"gloo": MessageCollectives}
+def in_pairs(axis: Axis, pool: Pool) -> MachineCollectives:
+    """Machines of two ranks that are not neighbours."""
+    half = axis.size // 2
+    return MachineCollectives(axis, pool, [[rank, rank + half] for rank in range(half)])
 
 
-@pytest.mark.parametrize("kind", [MessageCollectives, TorchCollectives])
+def on_two_machines(axis: Axis, pool: Pool) -> MachineCollectives:
+    """Of three ranks each, where 16-bit gradients are added up in fp32 before they leave the machine."""
+    half = axis.size // 2
+    return MachineCollectives(axis, pool, [range(half), range(half, axis.size)])
+
+
+class OnMachines(OnGloo):
+    ranks = (4,)
+
+    def test_ranks_of_a_smaller_group_are_numbered_in_the_group(self):
+        """They would be on one machine."""
+
+
+class TestMachinesOfTwo(OnMachines):
+    collectives = in_pairs
+
+
+class TestMachinesOfThree(OnMachines):
+    collectives, ranks = on_two_machines, (6,)
+
+
+def test_gloo_has_messages_and_machines():
+    assert BY_BACKEND == {"gloo": over_gloo}
+
+
+@pytest.mark.parametrize("kind", [MachineCollectives, MessageCollectives, TorchCollectives])
 def test_they_satisfy_the_protocol(kind):
     assert issubclass(kind, Collectives)

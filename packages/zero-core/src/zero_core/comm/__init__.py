@@ -1,7 +1,16 @@
-"""Collectives between ranks: the protocol, and torch's and messages as its implementations."""
+"""Collectives between ranks: the protocol, and torch's, messages and messages over machines as its implementations."""
 
 from .collectives import Axis, Collectives, CollectivesFactory, Work
+from .machines import MachineCollectives
 from .native import TorchCollectives
 from .peers import MessageCollectives
 
-__all__ = ["Axis", "Collectives", "CollectivesFactory", "MessageCollectives", "TorchCollectives", "Work"]
+__all__ = [
+    "Axis",
+    "Collectives",
+    "CollectivesFactory",
+    "MachineCollectives",
+    "MessageCollectives",
+    "TorchCollectives",
+    "Work",
+]

@@ -33,6 +33,13 @@ __all__ = ["MessageCollectives"]
 _NO_TAG = (1 << 30) + 1  # of a message that nobody sends
 
 
+def fail_connections(group: Any, other: int) -> None:
+    """Let gloo fail its connections: here and, because they close, on the other ranks. other: any of them."""
+    with suppress(RuntimeError):
+        work: Any = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_NO_TAG)
+        work.wait(timedelta(milliseconds=1))
+
+
 class Messages:
     """Sends and receives under way. `then` is called when they have arrived."""
 
@@ -54,7 +61,7 @@ class MessageCollectives:
         self._pool = pool
 
     def all_gather(self, whole: Tensor, part: Tensor, tag: int, *, exact: bool) -> Messages:
-        return Messages(self._swap([part] * self._size, whole.view(self._size, -1).unbind(), tag))
+        return self._shared(part, whole.view(self._size, -1).unbind(), tag)
 
     def arrives_as(self, part: Tensor) -> Tensor:
         return part
@@ -66,7 +73,7 @@ class MessageCollectives:
         """Each rank adds up a slice, then slices are gathered."""
         slices = values.tensor_split(self._size)
         own = slices[self._rank]
-        return self._averaged(slices, own, tag, lambda: Messages(self._swap([own] * self._size, slices, tag)).wait())
+        return self._averaged(slices, own, tag, lambda: self._shared(own, slices, tag).wait())
 
     def sum(self, values: Tensor, tag: int) -> None:
         """Added in the order of the ranks: the same bits on each."""
@@ -90,9 +97,11 @@ class MessageCollectives:
         Messages(works).wait()
 
     def break_off(self) -> None:
-        """Let gloo fail its connections: here and, because they close, on the other ranks."""
-        with suppress(RuntimeError):
-            self._receive(torch.empty(1), (self._rank + 1) % self._size, _NO_TAG).wait(timedelta(milliseconds=1))
+        fail_connections(self._group, (self._rank + 1) % self._size)
+
+    def _shared(self, own: Tensor, rows: Sequence[Tensor], tag: int) -> Messages:
+        """rows[r] <- `own` of rank r."""
+        return Messages(self._swap([own] * self._size, rows, tag))
 
     def _averaged(
         self, outgoing: Sequence[Tensor], own: Tensor, tag: int, then: Callable[[], None] | None = None

@@ -23,13 +23,13 @@ from ..errors import CollectiveError, StageError
 from ..pool import Pool
 from ..streams import Side
 from .collectives import Axis, Collectives, CollectivesFactory, Work
+from .machines import over_gloo
 from .native import TorchCollectives
 from .patience import Patience
-from .peers import MessageCollectives
 
 __all__ = ["BY_BACKEND", "Ranks"]
 
-BY_BACKEND: dict[str, CollectivesFactory] = {"gloo": MessageCollectives}  # of other backends: TorchCollectives
+BY_BACKEND: dict[str, CollectivesFactory] = {"gloo": over_gloo}  # of other backends: TorchCollectives
 
 _DIGEST_BITS = 20  # squares of digests are summed over ranks in float64: exact below 2^53
 

@@ -65,6 +65,7 @@ class Shape:
     accumulate: int = 1  # micro-batches a step
     stage: int = 3
     replicas: int = 1  # ranks that hold the same shard
+    ranks_per_machine: int = 1  # of several machines
     no_sync: bool = False  # gradients of all micro-batches but the last wait on their rank
     prefetch_bytes: int = 0
     resident_bytes: int = 0

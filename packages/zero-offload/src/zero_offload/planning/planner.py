@@ -271,6 +271,7 @@ def plan(
         reduce_dtype=reduce_dtype or parameter_dtype or reduced,
         shard_count=ranks if stage else 1,
         replicas=1 if stage else ranks,
+        ranks_per_machine=hardware.ranks_per_node if hardware and hardware.nodes > 1 else 1,
         stage=stage,
         tile_numel=tile_numel,
         alignment=alignment,

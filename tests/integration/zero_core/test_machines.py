@@ -1,0 +1,118 @@
+"""Several machines: what crosses the link between them crosses it once, and models train as on one.
+
+A rank's machine is told by GROUP_RANK here, as torchrun does it. Fails if a part is sent to each rank of another
+machine, or if what is added up inside the machine is not what peers add up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.integration.zero_core import toys
+from zero_core.comm import Axis, MachineCollectives, MessageCollectives
+from zero_core.comm.machines import over_gloo
+from zero_core.pool import Pool
+
+
+@contextmanager
+def machines_of(beside: int) -> Iterator[None]:
+    with mock.patch.dict(os.environ, {"GROUP_RANK": str(dist.get_rank() // beside)}):
+        yield
+
+
+@contextmanager
+def counted(beside: int) -> Iterator[list[int]]:
+    """Bytes of each message that this rank sends to another machine."""
+    sent, send = list[int](), dist.isend
+
+    def isend(values: torch.Tensor, *args: Any, group_dst: int, **options: Any) -> Any:
+        if group_dst // beside != dist.get_rank() // beside:
+            sent.append(values.nbytes)
+        return send(values, *args, group_dst=group_dst, **options)
+
+    with mock.patch.object(dist, "isend", isend):
+        yield sent
+
+
+def over_the_link(beside: int, dtype: torch.dtype, numel: int) -> dict[str, int]:
+    """Bytes that this rank sends to other machines for one unit of `numel` elements."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with machines_of(beside):
+        moves = over_gloo(Axis(dist.group.WORLD, rank, size), Pool(torch.device("cpu")))
+    whole, part = torch.ones(numel, dtype=dtype), torch.ones(numel // size, dtype=dtype)
+    calls = {
+        "gather": lambda: moves.all_gather(whole.clone(), part, 1, exact=False),
+        "reduction": lambda: moves.reduce_scatter(part.clone(), whole, 2),
+        "mean": lambda: moves.all_reduce(whole.clone(), 3),
+    }
+    found = {}
+    for name, call in calls.items():
+        with counted(beside) as sent:
+            call().wait()
+        found[name] = sum(sent)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size, beside", [(4, 2), (6, 2), (6, 3)])
+def test_a_part_crosses_the_link_once(ranks, size, beside, dtype):
+    numel, machines = 12 * 1000, size // beside
+    once = (machines - 1) * numel // machines  # elements that a machine sends, if nothing is sent twice
+    for_gathers = once * dtype.itemsize
+    for_sums = once * min(4, beside * dtype.itemsize)  # fp32 sums, or all gradients where these are not more bytes
+    of_machine = [0, 0, 0]
+    for found in ranks(size).run(over_the_link, beside, dtype, numel)[:beside]:
+        of_machine = [
+            total + found[name] for total, name in zip(of_machine, ("gather", "reduction", "mean"), strict=True)
+        ]
+    assert of_machine[:2] == [for_gathers, for_sums]
+    assert of_machine[2] == for_gathers + for_sums
+
+
+def kinds(names: list[str]) -> str:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with mock.patch.dict(os.environ, {"GROUP_RANK": names[rank]}):
+        return type(over_gloo(Axis(dist.group.WORLD, rank, size), Pool(torch.device("cpu")))).__name__
+
+
+@pytest.mark.parametrize(
+    "names, kind",
+    [
+        ("0101", MachineCollectives),
+        ("0000", MessageCollectives),
+        ("0123", MessageCollectives),
+        ("0001", MessageCollectives),
+    ],
+)
+def test_machines_with_as_many_ranks_each_are_told_apart(ranks, names, kind):
+    assert ranks(4).run(kinds, list(names)) == [kind.__name__] * 4
+
+
+def cast(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x.to(next(model.parameters()).dtype)).float().square().mean()
+
+
+def train(beside: int, options: dict[str, Any]) -> None:
+    with machines_of(beside):
+        toys.train(toys.Stack, micro=2, **options)
+
+
+CASES = (
+    {"stage": 3},
+    {"prefetch_bytes": 1 << 20, "build": toys.adamw},
+    {"param_dtype": torch.bfloat16, "tolerance": 0.02, "loss": cast},
+)
+
+
+@pytest.mark.parametrize("size, beside", [(4, 2), (6, 3)])
+def test_models_train_like_the_dense_one(ranks, size, beside):
+    for options in CASES:
+        ranks(size).run(train, beside, options)
