@@ -223,7 +223,11 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 _DURABLE = "integration/zero_offload/test_durable.py::test_advice_about_durable_runs_works"
 
+_SECONDARY = "integration/zero_core/test_machines.py::test_secondary_shards_need_machines_of_several_ranks"
+
 FOLLOWED: dict[str, str] = {
+    "keeps gathers inside of its shard groups by itself": _SECONDARY,
+    "which gathers a unit once a step: leave it out": _SECONDARY,
     "is not durable; give shard a store such as": _DURABLE,
     "give shard a store with durable=True, or save with": _DURABLE,
     "leave what is not trained out with trained_only=True, or": _DURABLE,

@@ -7,7 +7,7 @@ machine, or if what is added up inside the machine is not what peers add up.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -16,10 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zero_core
 from tests.integration.zero_core import toys
 from zero_core.comm import Axis, MachineCollectives, MessageCollectives
 from zero_core.comm.machines import over_gloo
+from zero_core.errors import StageError
 from zero_core.pool import Pool
+from zero_core.runtime.secondary import secondary_bytes
+from zero_offload import MemoryByteStore
 
 
 @contextmanager
@@ -33,10 +37,10 @@ def counted(beside: int) -> Iterator[list[int]]:
     """Bytes of each message that this rank sends to another machine."""
     sent, send = list[int](), dist.isend
 
-    def isend(values: torch.Tensor, *args: Any, group_dst: int, **options: Any) -> Any:
-        if group_dst // beside != dist.get_rank() // beside:
+    def isend(values: torch.Tensor, *, group: Any, group_dst: int, tag: int) -> Any:
+        if dist.get_global_rank(group, group_dst) // beside != dist.get_rank() // beside:
             sent.append(values.nbytes)
-        return send(values, *args, group_dst=group_dst, **options)
+        return send(values, group=group, group_dst=group_dst, tag=tag)
 
     with mock.patch.object(dist, "isend", isend):
         yield sent
@@ -102,13 +106,15 @@ def cast(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def train(beside: int, options: dict[str, Any]) -> None:
     with machines_of(beside):
-        toys.train(toys.Stack, micro=2, **options)
+        toys.train(toys.Stack, **{"micro": 2, **options})
 
 
 CASES = (
     {"stage": 3},
     {"prefetch_bytes": 1 << 20, "build": toys.adamw},
     {"param_dtype": torch.bfloat16, "tolerance": 0.02, "loss": cast},
+    {"secondary_shards": True},
+    {"secondary_shards": True, "prefetch_bytes": 0, "update_in_backward": True, "micro": 1},
 )
 
 
@@ -116,3 +122,68 @@ CASES = (
 def test_models_train_like_the_dense_one(ranks, size, beside):
     for options in CASES:
         ranks(size).run(train, beside, options)
+
+
+def secondary(beside: int) -> None:
+    """What is sent to other machines: by the first gather after a change, and by reductions."""
+    with machines_of(beside):
+        torch.manual_seed(0)
+        model = toys.Stack()
+        optimizer = zero_core.shard(model, toys.sgd(model.parameters()), secondary_shards=True, prefetch_bytes=0)
+    x = toys.data(0, dist.get_rank())
+    once = sum(unit.layout.shard_numel for unit in zero_core.units(model)) * 4 * (dist.get_world_size() // beside - 1)
+
+    def sent_by(call: Callable[[], Any]) -> int:
+        with counted(beside) as sent:
+            call()
+        return sum(sent)
+
+    def forward() -> torch.Tensor:
+        return toys.loss_of(model, x)
+
+    with torch.no_grad():
+        assert [sent_by(forward), sent_by(forward)] == [once, 0]
+    for unit in zero_core.units(model):
+        assert unit.secondary.part().nbytes == secondary_bytes(unit.nbytes, beside)
+    for after_a_step in (0, once):
+        backwards = [sent_by(lambda: forward().backward()) for _ in range(2)]
+        assert backwards == [after_a_step + once, once]  # gathers, and each time the reduction
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        assert sent_by(forward) == once
+        with zero_core.gathered(model):
+            model.head.weight.add_(1.0)
+        again = sent_by(forward)
+        assert again == once, (again, once)
+        assert sent_by(forward) == 0
+        zero_core.sleep(model, to=MemoryByteStore())
+        zero_core.wake(model)
+        assert [sent_by(forward), sent_by(forward)] == [once, 0], "sleep() leaves no copies"
+    optimizer.close()
+
+
+@pytest.mark.parametrize("size, beside", [(4, 2), (6, 3)])
+def test_secondary_shards_keep_gathers_inside_the_machine(ranks, size, beside):
+    ranks(size).run(secondary, beside)
+
+
+def refused(beside: int) -> None:
+    """With the way out: to leave it out, or to make shard groups of a mesh."""
+    made = [toys.Stack() for _ in range(4)]
+    with machines_of(beside):
+        with pytest.raises(StageError, match="which needs several machines"):
+            zero_core.shard(made[0], secondary_shards=True)
+        with pytest.raises(StageError, match="gathers a unit once a step: leave it out"):
+            zero_core.shard(made[1], secondary_shards=True, stage=2)
+        zero_core.shard(made[2])
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+        zero_core.shard(made[3], mesh=mesh)
+        with counted(2) as sent, torch.no_grad():
+            made[3](toys.data(0, 0))
+        assert not sent
+
+
+@pytest.mark.parametrize("beside", [1, 4])
+def test_secondary_shards_need_machines_of_several_ranks(ranks, beside):
+    ranks(4).run(refused, beside)

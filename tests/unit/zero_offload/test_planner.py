@@ -150,6 +150,18 @@ def test_ranks_that_share_a_path_share_its_room_and_bandwidth():
     assert plan(LLAMA, four, optimizer="nvme", shard_count=4, slots=3).bytes_of("nvme", "optimizer") == 3 * LLAMA.numel
 
 
+def test_secondary_shards_take_a_part_of_the_model_and_no_network_after_a_steps_first_gather():
+    cluster = Hardware(host_gib=240, tflops=0.65, update_gbps=100, network_gbps=0.1, nodes=4, ranks_per_node=8)
+    plain, second = (plan(LLAMA, cluster, tokens=512, secondary_shards=each) for each in (False, True))
+    more = second.bytes_of("device", "buffers") - plain.bytes_of("device", "buffers")
+    assert 0 <= more - 2 * LLAMA.numel / 8 < 64 * len(LLAMA.units)  # units are padded
+    assert second.step_seconds < plain.step_seconds
+    for hardware, options in ((LAPTOP, {}), (None, {}), (cluster, {"stage": 2})):
+        with pytest.raises(ValueError, match="several machines with several ranks each"):
+            plan(LLAMA, hardware, secondary_shards=True, **options)
+        assert plan(LLAMA, hardware, **options).total("host") > 0  # left out, as it advises
+
+
 def test_the_table_has_a_row_a_tier_and_the_facts_name_what_is_known():
     found = plan(LLAMA, LAPTOP, parameters="nvme", optimizer="nvme", tokens=2048)
     header, *rows = found.table()

@@ -22,7 +22,7 @@ from .checks import check_given, check_group, check_update_in_backward
 from .comm.collectives import CollectivesFactory
 from .comm.ranks import Ranks
 from .device import has_streams, indexed
-from .errors import ZeroError
+from .errors import StageError, ZeroError
 from .layout import UnitLayout
 from .optim.backward_updates import UpdatesInBackward
 from .optim.carried import carry_over
@@ -111,6 +111,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     observer: Observer | None = None,
     device: torch.device | str | None = None,
     collectives: CollectivesFactory | None = None,
+    secondary_shards: bool = False,
 ) -> ShardedOptimizer | Handle:
     """Shard `model` in place and return the optimizer that takes the place of `optimizer`. Collective.
 
@@ -136,6 +137,8 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     device: where to compute, and buffers go along; None: where the parameters are. A model that does not fit there
         stays in host memory, or in deferred_init(), until shard takes it; then say `device`.
     collectives: makes what moves values between the ranks of a group, see comm.Collectives; None: by its backend.
+    secondary_shards: of stage 3 over several machines, hpZ of ZeRO++: after its first gather a unit is gathered inside
+        the machine until it changes, and each of its l ranks keeps 1/l of it. runtime/secondary.py has the details.
 
     Raises ZeroError, StageError, AlreadyShardedError, UnsupportedOptimizerError, each naming the way out.
 
@@ -163,7 +166,11 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     observer = observer or NullObserver()
     where = _compute_device(model, device, mesh)
     pool = Pool(where)
-    ranks = Ranks.build(mesh, pool, sharded=STAGES[stage].sharded, device=where, collectives=collectives)
+    if secondary_shards and STAGES[stage].keeps_parameters:
+        raise StageError(f"secondary_shards=True with stage={stage}, which gathers a unit once a step: leave it out")
+    ranks = Ranks.build(
+        mesh, pool, sharded=STAGES[stage].sharded, device=where, collectives=collectives, secondary=secondary_shards
+    )
     ranks.meet("shard")
     initialiser = Initialiser(model)
     plans = plan_units(model, units, optimized)

@@ -40,6 +40,9 @@ def sleep(model: nn.Module, to: Keeper | None = None) -> None:
             store.wake()
             raise
         found.engine.pool.clear()
+        for unit in found.units:
+            if unit.secondary is not None:
+                unit.secondary.forget()
     module = torch.get_device_module(found.ranks.device)
     if hasattr(module, "empty_cache"):  # what torch and glibc keep of freed memory is for nobody else
         module.empty_cache()

@@ -38,7 +38,7 @@ from ..pool import Pool
 from .collectives import Axis
 from .peers import MessageCollectives, Messages, fail_connections
 
-__all__ = ["MachineCollectives", "exchanged_bytes", "over_gloo"]
+__all__ = ["MachineCollectives", "exchanged_bytes", "machines_of", "over_gloo"]
 
 _NUMBER = ("GROUP_RANK", "SLURM_NODEID")  # of this rank's machine, by torchrun and by SLURM
 LINGERS = 0.5  # seconds that an exit waits for collectives under way
@@ -47,12 +47,15 @@ _NUMEL = 1 << 18  # of fp32 scratch: half a core's second-level cache
 
 def over_gloo(axis: Axis, pool: Pool) -> MessageCollectives:
     """What a gloo group gets: `MachineCollectives` where it has several ranks on each of several machines."""
-    machines = _machines(axis)
+    machines = machines_of(axis)
     return MessageCollectives(axis, pool) if machines is None else MachineCollectives(axis, pool, machines)
 
 
-def _machines(axis: Axis) -> list[list[int]] | None:
-    """The ranks of the group by machine. None: there is nothing to gain, or machines have different numbers of them."""
+def machines_of(axis: Axis) -> list[list[int]] | None:
+    """The ranks of the group by machine. None: there is nothing to gain, or machines have different numbers of them.
+
+    Collective.
+    """
     if axis.size < 4:  # the same on every rank: what follows is a collective
         return None
     names: list[Any] = [None] * axis.size

@@ -23,7 +23,7 @@ from ..errors import CollectiveError, StageError
 from ..pool import Pool
 from ..streams import Side
 from .collectives import Axis, Collectives, CollectivesFactory, Work
-from .machines import over_gloo
+from .machines import machines_of, over_gloo
 from .native import TorchCollectives
 from .patience import Patience
 
@@ -37,7 +37,8 @@ _DIGEST_BITS = 20  # squares of digests are summed over ranks in float64: exact 
 class Ranks:
     """A mesh (replicate, shard): parameters are cut along `shard`, gradients are averaged over both.
 
-    collectives: makes what moves values in each group; None: what `BY_BACKEND` has for the group's backend.
+    collectives: makes what moves values in each group; None: what `BY_BACKEND` has for the group's backend. inside: the
+    shard ranks of this machine, where units are gathered among them too.
     """
 
     def __init__(
@@ -49,15 +50,17 @@ class Ranks:
         pool: Pool,
         device: torch.device,
         collectives: CollectivesFactory | None = None,
+        inside: Axis | None = None,
     ) -> None:
         self.shard, self.replicate = shard, replicate
+        self.inside = inside or Axis(None, 0, 1)
         self.rank, self.size = rank, size
         self.device = device
         self.side = Side(device)  # where gathers ahead wait, see [Note: streams]
         self.digest = 0
         self._everyone = Axis(dist.group.WORLD if size > 1 else None, rank, size)
         self._of_group: dict[int, Collectives] = {}
-        for axis in (shard, replicate, self._everyone):
+        for axis in (shard, replicate, self.inside, self._everyone):
             if axis.group is not None and id(axis.group) not in self._of_group:
                 make = collectives or BY_BACKEND.get(backend_in(axis.group, device), TorchCollectives)
                 self._of_group[id(axis.group)] = make(axis, pool)
@@ -73,15 +76,37 @@ class Ranks:
         sharded: bool,
         device: torch.device,
         collectives: CollectivesFactory | None = None,
+        secondary: bool = False,
     ) -> Ranks:
-        """From a DeviceMesh of one or two dimensions, the default process group, or nothing at all."""
+        """From a DeviceMesh of one or two dimensions, the default process group, or nothing at all.
+
+        secondary: with `inside`, a group for each machine. Raises StageError where there are no several machines with
+        several ranks each, and with a mesh.
+        """
         alone = Axis(None, 0, 1)
+        inside = None
+        if secondary:
+            found = None
+            if mesh is None and dist.is_available() and dist.is_initialized():
+                found = machines_of(Axis(dist.group.WORLD, dist.get_rank(), dist.get_world_size()))
+            if found is None:
+                raise StageError(
+                    "secondary_shards=True keeps a part of each unit inside a machine, which needs several machines "
+                    "with as many ranks each, at least two, and no mesh; a mesh (replicate, shard) keeps gathers "
+                    "inside of its shard groups by itself. Leave secondary_shards out here"
+                )
+            groups = [(dist.new_group(ranks), ranks) for ranks in found]
+            (inside,) = (
+                Axis(group, ranks.index(dist.get_rank()), len(ranks))
+                for group, ranks in groups
+                if dist.get_rank() in ranks
+            )
         if mesh is None:
             if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
                 return cls(alone, alone, 0, 1, pool, device)
             axis = Axis(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
             pair = (axis, alone) if sharded else (alone, axis)
-            return cls(*pair, axis.rank, axis.size, pool, device, collectives)
+            return cls(*pair, axis.rank, axis.size, pool, device, collectives, inside)
         axes = [Axis(mesh.get_group(d), mesh.get_local_rank(d), mesh.size(d)) for d in range(mesh.ndim)]
         axes = [axis if axis.size > 1 else alone for axis in axes]
         if mesh.ndim == 1:
@@ -152,6 +177,11 @@ class Ranks:
         """
         with self._naming("all_gather", unit) as tag:
             return self._over(self.shard).all_gather(whole, part, tag, exact=exact)
+
+    def all_gather_inside(self, whole: Tensor, part: Tensor, unit: str, *, exact: bool = False) -> Work:
+        """whole (inside.size * n,) <- part (n,) of every shard rank of this machine. All bits arrive."""
+        with self._naming("all_gather inside the machine", unit) as tag:
+            return self._over(self.inside).all_gather(whole, part, tag, exact=True)
 
     def arrives_as(self, part: Tensor) -> Tensor:
         """(n,) what every shard rank has of this rank's `part` after it was gathered. Not collective."""

@@ -152,6 +152,9 @@ class _Unit:
         if self._pooled and self.residency is Residency.SHARDED:
             self._memory, self.residency = self._shelf.take(self.nbytes), Residency.UNSHARDING
 
+    def foresee(self) -> None:
+        """No store is asked."""
+
     def enter(self) -> None:
         self.prefetch()
         self.residency = Residency.UNSHARDED

@@ -45,6 +45,7 @@ from ..layout import UnitLayout
 from ..precision import FLOATS, as_bytes
 from ..store import Arrival
 from .context import UnitContext
+from .secondary import Secondary
 from .states import moved
 
 __all__ = ["TRANSITIONS", "Residency", "UnitMemory"]
@@ -109,6 +110,8 @@ class UnitMemory:
         self._arrival: Arrival | None = None  # of what the store copies in
         self._shard: Tensor | None = None  # lent by the store, while it is copied, gathered or used
         self._work: Any = None  # the gather
+        self.secondary: Secondary | None = None  # what is gathered inside this machine
+        self._inside = False  # the gather under way is
         self.flat = torch.empty(layout.numel, dtype=dtype, device=context.ranks.device)
         self.views = [self.flat.data[s.offset : s.stop].view(s.shape) for s in layout.slots]
         take_away(self.flat)
@@ -134,6 +137,11 @@ class UnitMemory:
             self.store.prefetch(self.index)
         else:
             self._begin()
+
+    def foresee(self) -> None:
+        """The unit will be gathered after those that are under way: the store hears of it, unless it is not asked."""
+        if self.secondary is None or self.secondary.part() is None:
+            self.store.prefetch(self.index)
 
     def unshard(self, *, copy: bool = False) -> None:
         """Bring the memory in, whatever the state. The parameters' class is left as it is.
@@ -161,6 +169,8 @@ class UnitMemory:
     def begin_anew(self) -> None:
         """After Ctrl-C at any line: there is no memory, and nothing is lent. No transfer is under way."""
         self._memory = self._arrival = self._work = self._shard = None
+        if self.secondary is not None:
+            self.secondary.forget()
         self._resize(0) if self.brings_memory else take_away(self.flat)
         self.store.release(self.index)
         self.residency = Residency.SHARDED
@@ -178,16 +188,19 @@ class UnitMemory:
         self._move("begin")
         with self._ending_on_error():
             self._take()
-            if (store := self.context.swapping) is not None:
+            kept = None if self.secondary is None else self.secondary.part()
+            self._inside = kept is not None
+            if (store := self.context.swapping) is not None and kept is None:
                 start, stop = self.layout.shard_range(self.ranks.shard.rank)
                 self._arrival = store.swap_in(self.index, self._filled[start:stop])
             if self.ranks.shard.size > 1:
                 with self.ranks.side.after_current():
-                    whole, part = self._filled, self._await_shard()
+                    whole, part = self._filled, self._await_shard() if kept is None else kept
                     if part.dtype not in FLOATS:
                         whole, part = as_bytes(whole), as_bytes(part)
                     with self.observer.span("gather", self.name):
-                        self._work = self.ranks.all_gather(whole, part, self.name, exact=self._exact)
+                        gather = self.ranks.all_gather if kept is None else self.ranks.all_gather_inside
+                        self._work = gather(whole, part, self.name, exact=self._exact)
 
     def _arrive(self) -> None:
         """The current stream goes on when the whole unit is there."""
@@ -195,6 +208,8 @@ class UnitMemory:
             if self.ranks.shard.size > 1:
                 with self.observer.span("gather", self.name):
                     self._end_gather()
+                if self.secondary is not None and not self._inside:
+                    self.secondary.keep(self._filled)
             else:
                 shard = self._await_shard()
                 if self._shard is not None:

@@ -28,6 +28,7 @@ from .context import UnitContext
 from .gradient import Leftover, UnitGradient
 from .parameter import Sharded, sharded_class
 from .residency import Residency, UnitMemory, take_away
+from .secondary import Secondary
 from .versions import Version
 from .watch import Watch
 
@@ -60,6 +61,8 @@ class Unit(UnitMemory):
         self.users = 0  # open visits; the class of the parameters is nn.Parameter while there is one
         self.steps = [0] * len(self.parameters)
         self.versions = [Version() for _ in self.parameters]  # they end when they are no longer as the model was built
+        if context.ranks.inside.size > 1:
+            self.secondary = Secondary(context.ranks.inside, self.versions)
         self.copies = False  # a forward writes into the parameters: never the store's own memory, see `keep`
         self.watch = Watch(self.flat, self.views, self.parameters)
 

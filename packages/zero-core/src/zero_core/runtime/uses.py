@@ -86,7 +86,7 @@ class Uses:
                 continue
             if left <= 0 or (left < unit.nbytes and left < self.turn.prefetch_bytes):
                 if self.turn.prefetch_bytes > 0:
-                    self._store.prefetch(u)
+                    unit.foresee()
                 return
             left -= unit.nbytes
             unit.prefetch()

@@ -66,6 +66,7 @@ class Shape:
     stage: int = 3
     replicas: int = 1  # ranks that hold the same shard
     ranks_per_machine: int = 1  # of several machines
+    secondary_shards: bool = False  # of each unit, over the ranks of a machine
     no_sync: bool = False  # gradients of all micro-batches but the last wait on their rank
     prefetch_bytes: int = 0
     resident_bytes: int = 0

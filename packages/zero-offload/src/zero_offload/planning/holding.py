@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from zero_core.memory import FP32_BYTES
 from zero_core.runtime import residency
 from zero_core.runtime.rehearsal import Rehearsal, UnitSize
+from zero_core.runtime.secondary import secondary_bytes
 
 from ..tier import TIERS, Tier
 from ..tiles.footprint import SPILL_PIECE_BYTES, SPILL_SLOTS, STATE_KINDS, StorePlan, UnitRun
@@ -78,6 +79,10 @@ class Holding:
         if summed := sizes.summed(self.policies, self._batch):
             widens = shape.parameter_dtype.itemsize < FP32_BYTES
             device += (max(map(sum, summed)) + widens * max(map(max, summed))) * FP32_BYTES
+        if shape.secondary_shards:
+            for run in plan.runs:
+                unsharded = run.unit.parameter_bytes * shape.shard_count
+                device += run.count * secondary_bytes(unsharded, shape.ranks_per_machine)
         memory = (Tier.HOST,) if shape.discrete else (Tier.HOST, Tier.DEVICE)
         states = sum(plan.bytes_of(tier, kind) for tier in memory for kind in STATE_KINDS)
         spill = SPILL_SLOTS * SPILL_PIECE_BYTES if TIERS[-1] in self.policies else 0  # what checkpoints travel through

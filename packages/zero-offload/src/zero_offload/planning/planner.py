@@ -234,14 +234,15 @@ def plan(
     whole_logits: bool = False,
     no_sync: bool = False,
     host_bytes: int | None = None,
+    secondary_shards: bool = False,
 ) -> Plan:
     """Plan one rank's memory and step.
 
     `model`: a module (on any device, meta too), `ModelSizes`, or elements per unit. Each placement is a tier,
     fractions of the tiles, or "auto", which leaves it to the planner: it uses the device, host and nvme, and no tier of
     `hardware.tiers`. `step` says what the optimizer states of a tile are (a bound `UpdateStep`);
-    without it Adam in fp32. `units`, `prefetch_bytes`, `resident_bytes`, `stage`, dtypes: as given to
-    `zero_core.shard`. `shard_count`: the ranks; None: those of `hardware`. At stage 0 they are replicas. `tokens`:
+    without it Adam in fp32. `units`, `prefetch_bytes`, `resident_bytes`, `stage`, `secondary_shards`, dtypes: as given
+    to `zero_core.shard`. `shard_count`: the ranks; None: those of `hardware`. At stage 0 they are replicas. `tokens`:
     of one rank's step, over its `accumulate` micro-batches. `no_sync`: all of them but the last run inside
     `zero_core.no_sync`, so that each rank keeps whole gradients in fp32. Where one gradient reaches the store in a
     step, it has no room for a sum: a store of this plan refuses a second one. `rows`: as `offload_activations` takes
@@ -266,6 +267,11 @@ def plan(
     own, reduced = _dtypes_of(model)
     dtype = parameter_dtype or own
     ranks = shard_count or (hardware.ranks if hardware else 1)
+    if secondary_shards and (stage < 3 or hardware is None or min(hardware.nodes, hardware.ranks_per_node) < 2):
+        raise ValueError(
+            "secondary_shards=True is for stage 3 on several machines with several ranks each, and this plan has "
+            f"stage={stage} and hardware={hardware}: leave it out, or say nodes= and ranks_per_node= of the Hardware"
+        )
     shape = Shape(
         parameter_dtype=dtype,
         reduce_dtype=reduce_dtype or parameter_dtype or reduced,
@@ -276,6 +282,7 @@ def plan(
         tile_numel=tile_numel,
         alignment=alignment,
         accumulate=accumulate,
+        secondary_shards=secondary_shards,
         no_sync=no_sync,
         prefetch_bytes=prefetch_bytes,
         resident_bytes=resident_bytes,

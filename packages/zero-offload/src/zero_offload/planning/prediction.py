@@ -183,6 +183,8 @@ class _Step:
         share = (shape.shard_count - 1) / shape.shard_count  # of what is gathered or reduced, from other ranks
         nbytes, staying = self.copies()
         gather, gather_again = sum(nbytes) * share, (sum(nbytes) - sum(compress(nbytes, staying))) * share
+        if shape.secondary_shards:
+            gather_again = 0.0  # inside of the machine
         reduction = sum(unit.trained_numel for unit in self.sizes.units) * shape.reduce_dtype.itemsize * share
         arrived = shape.arriving / accumulate  # the share of backwards that end in a reduction
         narrow = shape.reduce_dtype.itemsize / shape.gradient_itemsize
@@ -196,6 +198,7 @@ class _Step:
             "network": (gather_again + arrived * reduction) / self.network,
         }
         first, slipped = dict(forward), dict[str, float]()
+        forward["network"] *= not shape.secondary_shards
         for tier, moved in self.account.moved.items():
             aside = self.held.get((tier, "activations"), 0)
             states = self.transfer(tier, moved["optimizer_read"], moved["optimizer_write"] + moved["parameters_write"])
