@@ -69,6 +69,9 @@ class RunConfig:
     """Sequences that a rank computes at once."""
     accumulate: int = _count(1, _SIZE)
     """Micro-batches in a step. Their gradients are summed in fp32 before the update."""
+    global_batch: Optional[int] = _count(None)
+    """Sequences of a step over all ranks, from which run.accumulate follows. null: run.micro_batch x run.accumulate x
+    ranks; of a run that run.resume=auto continues, as many as it had, also on another number of ranks."""
     seed: int = _number(0, at_least=0, below=1 << 32)
     """Seeds the weights, the order of the data and the sampled text. The same seed gives the same run."""
     dir: str = MISSING
