@@ -221,6 +221,9 @@ class ZeroConfig:
 
     stage: int = _one_of(0, 1, 2, 3, default=3)
     """0: shard nothing. 1: optimizer states. 2: also gradients. 3: also parameters."""
+    replicas: int = _count(1, _SIZE)
+    """Groups of ranks that each hold all shards: the first of N groups are the first N-th of the ranks, and so on.
+    Units are gathered within a group, which may be a machine, and gradients averaged over all ranks. Stages 1 to 3."""
     resident_bytes: int = _number(0, at_least=0, at_most=_BYTES)
     """Bytes of units that may stay unsharded between forward and backward. Stage 3 only."""
     prefetch_bytes: Optional[int] = _number(64 << 20, at_least=0, at_most=_BYTES)
