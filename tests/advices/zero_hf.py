@@ -8,7 +8,12 @@ _TRAINER = _HERE + "test_followed_trainer_advice.py::"
 _MERGING = "unit/zero_hf/test_merging.py::"
 _DURABLE = _HERE + "test_trainer_durable_refused.py::"
 
+_GROUPS = _HERE + "test_replicas.py::test_groups_that_cannot_be_are_refused_and_the_way_out_works"
+
 FOLLOWED: dict[str, str] = {
+    "that each hold all shards, and {}: write replicas: 1": _GROUPS,
+    "both say which ranks share shards: leave one out": _GROUPS,
+    "start a multiple of {} ranks with torchrun": _GROUPS,
     "has no update on the host": _HERE
     + "test_trainer_use.py::test_the_optimizers_that_a_refusal_names_train_on_nvme_as_in_the_stock_trainer",
     "keep all on the device with offload: none": _HERE

@@ -7,7 +7,7 @@ _WAYS = "integration/zero_offload/test_followed_ways_out.py::"
 _DURABLE = "integration/zero_offload/test_durable.py::test_advice_about_durable_runs_works"
 
 FOLLOWED: dict[str, str] = {
-    "leave it out, or say nodes= and ranks_per_node=": "unit/zero_offload/test_planner.py::"
+    "leave it out, or plan for a Hardware with such": "unit/zero_offload/test_planner.py::"
     "test_secondary_shards_take_a_part_of_the_model_and_no_network_after_a_steps_first_gather",
     "others have a part; give it a slab of its own": _DURABLE,
     "or write a checkpoint of it with": _DURABLE.split("::")[0] + "::test_a_run_goes_on_in_other_tiles",

@@ -13,9 +13,24 @@ _DURABLE = "integration/zero_train/test_durable.py::test_what_cannot_be_durable_
 _ROOM = _DURABLE.split("::")[0] + "::test_a_disk_without_room_for_both_places_is_refused"
 _LEFT = _DURABLE.split("::")[0] + "::test_steps_that_cannot_become_a_checkpoint_are_left"
 
+_GROUPS = "integration/zero_train/test_replicas.py::"
+_GROUPS += "test_groups_that_cannot_be_are_refused_and_the_way_out_works"
+
+_BATCH = "integration/zero_train/test_other_ranks.py::"
+_BATCH += "test_ranks_that_cannot_have_the_batch_are_refused_and_the_way_out_works"
+
 FOLLOWED: dict[str, str] = {
+    "shards nothing; set zero.replicas=1": _GROUPS,
+    "makes several; set zero.replicas=1": _GROUPS,
+    "start a multiple of {} ranks, or set zero.replicas": _GROUPS,
+    "start the run as it was, on {} ranks and their machines": "integration/zero_train/test_other_ranks.py::"
+    "test_durable_steps_of_which_a_machine_has_a_part_are_refused_and_the_way_out_works",
+    "start a number of ranks that divides": _BATCH,
+    "is no multiple of {}, the sequences that": _BATCH,
+    "set run.micro_batch={}": _BATCH,
     "Start all ranks within run.timeout=": "integration/zero_train/test_interrupted.py::"
     "test_a_rank_that_waits_for_others_to_start_raises_after_its_timeout",
+    "leave run.global_batch out": _UNUSED,
     "choose run.durable=power or run.durable=process": _UNUSED,
     "twice its room; name a larger disk with": _ROOM,
     "make room, or start the run as it was": _LEFT,
@@ -152,7 +167,6 @@ FOLLOWED: dict[str, str] = {
     + "test_the_embeddings_are_as_many_as_the_tokens_or_the_tokenizer_is_the_models_own",
     "deepspeed={} needs zero-hf": _HERE + "test_a_file_of_deepspeed_is_read_when_zero_hf_is_installed",
     "start as many ranks with torchrun": _HERE + "test_a_file_of_deepspeed_for_two_ranks_is_started_on_two",
-    "zero-train shards over all ranks: leave": _HERE + "test_a_file_of_deepspeed_is_written_as_its_table_says",
     "zero-train has {}: take one of them": _HERE + "test_a_file_of_deepspeed_is_written_as_its_table_says",
     "zero-train has no key for it: leave it out": _HERE + "test_a_file_of_deepspeed_is_written_as_its_table_says",
     "is not a number; change": _HERE + "test_a_question_is_asked_as_an_error_says",

@@ -299,11 +299,6 @@ def test_a_question_is_asked_as_an_error_says(wrong, advice, way):
         ({"torch_autocast": {"enabled": True}}, "write bf16 instead", {"bf16": {"enabled": True}}),
         ({"scheduler": {"type": "StepLR", "params": {"step_size": 2}}}, "takes DeepSpeed's own schedules only", {}),
         (
-            {"zero_optimization": {"stage": 3, "mics_shard_size": 1}},
-            "zero-train shards over all ranks: leave it out",
-            {"zero_optimization": {"stage": 3, "mics_shard_size": -1}},
-        ),
-        (
             {"optimizer": {"type": "RMSprop"}},
             "zero-train has adamw, adam, lion, adagrad, sgd: take one of them",
             {"optimizer": {"type": "Adagrad"}},

@@ -82,7 +82,7 @@ def test_fractions_fp16_and_what_stays_on_the_device(tmp_path):
         ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "amsgrad"),
         ({"scheduler": {"type": "StepLR", "params": {"step_size": 1}}}, "scheduler.type"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
-        ({"zero_optimization": {"stage": 3, "mics_shard_size": 1}}, "zero_optimization.mics_shard_size"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "zero_optimization.mics_shard_size"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": "many"}}, "zero_optimization.mics_shard_size"),
         ({"gradient_cliping": "auto"}, "gradient_cliping"),
     ],
@@ -94,6 +94,16 @@ def test_what_cannot_be_followed_ends_with_2_after_the_table(tmp_path, capsys, f
     printed = capsys.readouterr()
     assert " REFUSED " in printed.out
     assert f"deepspeed={path} has keys that cannot be followed" in printed.err and key in printed.err
+
+
+def test_groups_of_mics_are_replicas(tmp_path, monkeypatch):
+    file = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "mics_shard_size": 2}}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    made, table = composed(tmp_path, file)
+    assert made.zero.replicas == 4 and "zero.replicas=4" in table
+    assert composed(tmp_path, file, "zero.replicas=2")[0].zero.replicas == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert composed(tmp_path, file)[0].zero.replicas == 1
 
 
 def test_a_file_that_is_missing_or_named_twice_ends_with_2(tmp_path, capsys):

@@ -51,6 +51,7 @@ def jobs(words, sweep=False):
         ("tracker=wandb", ["tracker is given", "task=pretrain", "task=sft or task=dpo"]),
         ("task=sft model.path=x run.sample_bytes=9", ["run.sample_bytes", "task=sft", "task=pretrain"]),
         ("run.keep_checkpoints=5", ["run.keep_checkpoints", "run.checkpoint_every=0"]),
+        ("run.accumulate=2 run.global_batch=8", ["run.accumulate", "run.global_batch=8"]),
         ("++model.experts=8", ["model.experts"]),
     ],
 )
@@ -134,6 +135,11 @@ def test_keys_that_are_used_pass(words):
             "optim.warmup_steps=5 optim.schedule={type:WarmupLR}",
             "give the schedule these steps, such as params: {warmup_num_steps: …}",
             ["optim.warmup_steps=5 optim.schedule={type:WarmupLR,params:{warmup_num_steps:5}}"],
+        ),
+        (
+            "run.accumulate=2 run.global_batch=8",
+            "leave run.global_batch out",
+            ["run.accumulate=2", "run.global_batch=8"],
         ),
         (
             "run.keep_checkpoints=5",

@@ -51,7 +51,13 @@ def _translate(given: argparse.Namespace) -> int:
         ranks = found.shard_size or found.ranks
         optimizer = found.optimizer(model.parameters()) or torch.optim.AdamW(model.parameters())
         planned, _ = plan(
-            model, optimizer, found.zero, ranks=ranks, accumulate=found.accumulate or 1, reduce_dtype=found.reduce_dtype
+            model,
+            optimizer,
+            found.zero,
+            ranks=ranks,
+            replicas=found.ranks // ranks,
+            accumulate=found.accumulate or 1,
+            reduce_dtype=found.reduce_dtype,
         )
         sys.stdout.write(f"\n{describe(model, found.zero, planned, ranks)}\n")
     return 2 if found.refused else 0

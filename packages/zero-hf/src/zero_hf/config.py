@@ -26,10 +26,12 @@ class ConfigError(ValueError):
 class ZeroConfig:
     """How a model is sharded, and where its state is kept.
 
-    stage: ZeRO stage 0 to 3. offload: where everything is kept, "none" (on the device), "host" or "nvme"; parameters,
-    gradients and optimizer say otherwise for one kind: "device", "host", "nvme", or fractions of them, such as
-    {"host": 0.4, "nvme": 0.6}. nvme_paths: folders on the drives,
-    in which "{local_rank}" is this process's number on its machine; a folder is made if the one above it is there.
+    stage: ZeRO stage 0 to 3. replicas: groups of consecutive ranks that each hold all shards, such as one for each
+    machine: units are gathered within a group, and gradients are averaged over all ranks. offload: where everything is
+    kept, "none" (on the device), "host" or "nvme"; parameters, gradients and optimizer say otherwise for one kind:
+    "device", "host", "nvme", or fractions of them, such as {"host": 0.4, "nvme": 0.6}. nvme_paths: folders on the
+    drives, in which "{local_rank}" is this process's number on its machine; a folder is made if the one above it is
+    there.
     states: a layout of zero_optim_cpu.CpuStep.
     activations: what each block keeps for backward of a model that is trained: "keep" (all that autograd saves), or its
     input alone, on the device ("recompute"), "host" or "nvme". rows: how many rows of a batch a block computes at once.
@@ -65,6 +67,7 @@ class ZeroConfig:
     slots: int | None = None
     host_bytes: int | None = None
     overlap: bool = True
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.nvme_paths, (str, Path)):
@@ -73,6 +76,7 @@ class ZeroConfig:
         _known("stage", self.stage, (0, 1, 2, 3))
         _known("offload", self.offload, tuple(_PLACES))
         _known("param_dtype", self.param_dtype, (None, "bf16", "fp16"))
+        _number("replicas", self.replicas, 1, optional=False)
         for name, least in (("prefetch_bytes", 0), ("resident_bytes", 0), ("tile_numel", 1), ("slots", 1)):
             _number(name, getattr(self, name), least, optional=name == "slots")
         _number("host_bytes", self.host_bytes, 0, optional=True)
@@ -83,6 +87,12 @@ class ZeroConfig:
             raise ConfigError(
                 f"rows={self.rows} with activations='keep': rows needs recomputed blocks; write activations: "
                 "recompute, host or nvme"
+            )
+        if self.replicas > 1 and (self.stage == 0 or self.durable is not None):
+            what = "stage=0 shards nothing" if self.stage == 0 else f"durable={self.durable!r} keeps one group's steps"
+            raise ConfigError(
+                f"replicas={self.replicas} makes groups of ranks that each hold all shards, and {what}: write "
+                f"replicas: 1, or {'stage: 1, 2 or 3' if self.stage == 0 else 'leave durable out and save checkpoints'}"
             )
         for path in self.nvme_paths:
             if set(re.findall(r"{.*?}", path)) - {"{local_rank}"}:

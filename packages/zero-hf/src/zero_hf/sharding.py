@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero_core
 import zero_offload
@@ -98,6 +99,10 @@ def shard(
         )
     mesh = options.get("mesh")
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if config.replicas > 1:
+        if mesh is not None:
+            raise ConfigError(f"mesh= and replicas={config.replicas} both say which ranks share shards: leave one out")
+        mesh = options["mesh"] = mesh_of(config.replicas, world)
     kept = ExitStack()
     with ExitStack() as stack:
         with _only_trained(model, optimizer):
@@ -106,6 +111,7 @@ def shard(
                 optimizer,
                 config,
                 ranks=world if mesh is None else mesh.size(mesh.ndim - 1),
+                replicas=1 if mesh is None or mesh.ndim == 1 else mesh.size(0),
                 accumulate=accumulate,
                 hardware=hardware,
                 reduce_dtype=options.get("reduce_dtype"),
@@ -141,17 +147,36 @@ def shard(
     return Run(model, None if optimizer is None else made, config, store, planned, kept, activations, slab)
 
 
+def mesh_of(replicas: int, world: int) -> DeviceMesh:
+    """Returns the mesh of `replicas` groups of consecutive ranks. Collective.
+
+    Raises:
+        ConfigError: the groups would differ in size.
+    """
+    if world % replicas:
+        raise ConfigError(
+            f"replicas={replicas} does not divide {world} rank{'s' if world > 1 else ''} into groups of one size: "
+            f"start a multiple of {replicas} ranks with torchrun, or write another number of replicas"
+        )
+    accelerator = torch.accelerator.current_accelerator()
+    device = "cpu" if accelerator is None or torch.distributed.get_backend() == "gloo" else accelerator.type
+    return init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
 def plan(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     config: ZeroConfig,
     *,
     ranks: int,
+    replicas: int = 1,
     accumulate: int = 1,
     hardware: zero_offload.Hardware | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> tuple[zero_offload.Plan, Any]:
-    """Returns what one of `ranks` ranks keeps where, and the update that was planned with. Allocates nothing.
+    """Returns what each of `ranks` ranks keeps where, and the update planned with. Allocates nothing.
+
+    Each of `replicas` groups has as many ranks.
 
     Whatever requires a gradient in `model`, which may be on the meta device, counts as trained.
 
@@ -167,6 +192,7 @@ def plan(
         parameter_dtype=_dtype(config),
         reduce_dtype=reduce_dtype,
         shard_count=ranks,
+        replicas=replicas,
         tile_numel=config.tile_numel,
         slots=config.slots,
         host_bytes=config.host_bytes,
@@ -184,7 +210,9 @@ def describe(model: nn.Module, config: ZeroConfig, plan: zero_offload.Plan, rank
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"zero_hf: {type(model).__name__} of {count} parameters at stage {config.stage} on "
-        f"{ranks} rank{'s' if ranks > 1 else ''}" + (", of each:" if ranks > 1 else ""),
+        f"{ranks} rank{'s' if ranks > 1 else ''}"
+        + (f" in {config.replicas} groups" if config.replicas > 1 else "")
+        + (", of each:" if ranks > 1 else ""),
         *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows),
     ]
     if plan.total("nvme"):

@@ -95,6 +95,17 @@ def values(config: Config) -> None:
             f"run.durable={config.run.durable} needs a store whose steps it keeps, which offload=none does not have; "
             "choose offload=nvme or offload=host, or set run.durable=null"
         )
+    if config.zero.replicas > 1 and config.zero.stage == 0:
+        raise ConfigError(
+            f"zero.replicas={config.zero.replicas} divides the ranks among which zero.stage shards, and zero.stage=0 "
+            "shards nothing; set zero.replicas=1, or choose zero.stage=1, 2 or 3"
+        )
+    if config.zero.replicas > 1 and config.run.durable is not None:
+        raise ConfigError(
+            f"run.durable={config.run.durable} keeps the steps of one group of ranks, and zero.replicas="
+            f"{config.zero.replicas} makes several; set zero.replicas=1, or run.durable=null and run.checkpoint_every "
+            "to a number of steps"
+        )
     if config.zero.stage == 1 and config.zero.no_sync is False:
         raise ConfigError(
             "zero.no_sync=false, but zero.stage=1 always keeps whole gradients until the step; leave the key out, "

@@ -89,9 +89,8 @@ class _Words:
             self._set("zero.prefetch_bytes", zero.prefetch_bytes, f"{_ZERO}stage3_prefetch_bucket_size", only=True)
             for key in ("stage3_max_live_parameters", "stage3_max_reuse_distance"):
                 self._set("zero.resident_bytes", zero.resident_bytes, f"{_ZERO}{key}", only=True)
-        groups = self.rows.get(f"{_ZERO}mics_shard_size")
-        if groups is not None and groups.value not in (-1, None, "auto"):
-            self._refuse(groups.key, "zero-train shards over all ranks: leave it out")
+        replicas = 1 if self.found.shard_size is None else self.found.ranks // self.found.shard_size
+        self._set("zero.replicas", replicas, f"{_ZERO}mics_shard_size", only=True)
 
     def _offload(self) -> None:
         zero = self.found.zero

@@ -104,6 +104,14 @@ def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: 
                 f"run.resume=auto: the last steps of run.dir={config.run.dir} lie in slabs, which offload="
                 f"{config.offload.kind} without a store cannot read; choose offload=host or offload=nvme"
             )
+        if len(slabs) < shards:
+            where = ", ".join(map(str, checks.nvme_paths(config, 0)))
+            raise ConfigError(
+                f"run.resume=auto: the durable steps of run.dir={config.run.dir} are in the slabs of {shards} ranks, "
+                f"of which this machine has {len(slabs)}; start the run as it was, on {shards} ranks and their "
+                f"machines, or remove {zero_offload.slab_name(config.run.dir, 0)}.slab in {where} to go on from its "
+                "last checkpoint"
+            )
         try:
             target = _written(slabs[:shards], Path(config.run.dir) / "checkpoints", draft.step, draft)
         except (zero_core.ZeroError, zero_offload.OffloadError, ValueError, OSError) as error:

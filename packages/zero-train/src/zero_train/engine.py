@@ -199,6 +199,7 @@ def assembled(
             optimizer = zero_core.shard(
                 draft.model,
                 draft.optimizer,
+                mesh=ranks.mesh(config.zero.replicas),
                 param_dtype=None if dtype == torch.float32 else dtype,
                 loss_scale=zero_core.LossScale(**scale) if isinstance(scale, dict) else scale,
                 max_grad_norm=config.optim.max_grad_norm if clips else None,

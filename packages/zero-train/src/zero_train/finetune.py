@@ -6,6 +6,7 @@ train.py; a checkpoint is a Trainer's checkpoint-N, with zero_hf's shards in it.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -316,11 +317,12 @@ def _zero_config(config: Config) -> Any:
     """Stage and tiers of models beside the policy, such as a reference: those of the policy's parameters."""
     import zero_hf
 
+    shards = zero_hf.ZeroConfig(stage=config.zero.stage, replicas=config.zero.replicas)
     if config.offload.kind != "placed":
-        return zero_hf.ZeroConfig(stage=config.zero.stage)
+        return shards
     place = {kind: getattr(config.offload, kind) for kind in checks.STATE_KINDS}
     paths = checks.nvme_paths(config, 0) if checks.uses_nvme(config) else ()
-    return zero_hf.ZeroConfig(stage=config.zero.stage, nvme_paths=tuple(map(str, paths)), **place)
+    return dataclasses.replace(shards, nvme_paths=tuple(map(str, paths)), **place)
 
 
 def _has_messages(read: Any) -> bool:

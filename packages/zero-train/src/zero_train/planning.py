@@ -98,7 +98,8 @@ def make(config: Config, model: nn.Module, ranks: Ranks, step: Any | None) -> ze
             activations=offload.activations or checks.activations(config)[0],
             step=step,
             parameter_dtype=formats.DTYPES[config.precision.parameters],
-            shard_count=described_ranks(facts, config, ranks),
+            shard_count=_group_size(facts, config, ranks),
+            replicas=config.zero.replicas,
             tile_numel=offload.tile_numel,
             slots=offload.slots,
             tokens=_tokens(config),
@@ -120,6 +121,7 @@ def shared_options(config: Config) -> dict[str, Any]:
         "stage": config.zero.stage,
         "reduce_dtype": formats.reduce_dtype(config),
         "resident_bytes": config.zero.resident_bytes,
+        "secondary_shards": config.zero.secondary_shards,
     }
     prefetch = config.zero.prefetch_bytes
     return options if prefetch is None else {**options, "prefetch_bytes": prefetch}
@@ -128,6 +130,18 @@ def shared_options(config: Config) -> dict[str, Any]:
 def described_ranks(facts: zero_offload.Hardware | None, config: Config, ranks: Ranks) -> int:
     """Returns the number of ranks planned for: those of this run, or in a dry run those of the described hardware."""
     return facts.ranks if config.run.dry and facts is not None else ranks.world_size
+
+
+def _group_size(facts: zero_offload.Hardware, config: Config, ranks: Ranks) -> int:
+    """Returns the number of ranks that share the shards. Raises ConfigError if zero.replicas does not divide all."""
+    count, replicas = described_ranks(facts, config, ranks), config.zero.replicas
+    if count % replicas:
+        below = max(number for number in range(1, min(count, replicas) + 1) if count % number == 0)
+        raise ConfigError(
+            f"zero.replicas={replicas} does not divide {count} rank{'s' if count > 1 else ''} into groups of one size; "
+            f"start a multiple of {replicas} ranks, or set zero.replicas={below}"
+        )
+    return count // replicas
 
 
 def holds_back(config: Config) -> bool:
@@ -178,7 +192,8 @@ def described(plan: zero_offload.Plan, config: Config, ranks: Ranks, done: int =
     done: steps that the checkpoint which the run continues from has taken. The text is about those that are left.
     """
     count, steps = described_ranks(plan.hardware, config, ranks), config.run.steps - done
-    lines = [f"plan of each of {count} ranks" if count > 1 else "plan", *_table(plan)]
+    groups = f" in {config.zero.replicas} groups" if config.zero.replicas > 1 else ""
+    lines = [f"plan of each of {count} ranks{groups}" if count > 1 else "plan", *_table(plan)]
     saved, written = checkpoint_bytes(plan, config, ranks, done), written_bytes(plan, config, ranks, done)
     lines.append(
         f"{steps} steps of {_tokens(config) * count:,} tokens will write {bytes_shown(written)} to disk in "
@@ -301,7 +316,7 @@ def each_checkpoint_bytes(plan: zero_offload.Plan, config: Config, ranks: Ranks)
     """
     held = "parameters" if config.adapter.kind == "none" else "gradients"
     each = sum(plan.bytes_of(tier, kind) for tier in plan.shape.tiers for kind in ("optimizer", held))
-    return each * described_ranks(plan.hardware, config, ranks)
+    return each * plan.shape.shard_count  # of replicas, the first one writes
 
 
 def _checkpoints(config: Config, done: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from zero_core.device import backend_of
 
@@ -38,6 +39,13 @@ class Ranks:
     def device(self) -> torch.device:
         """The device that this rank computes on."""
         return torch.device("cpu") if self.device_type == "cpu" else torch.device(self.device_type, self.local_rank)
+
+    def mesh(self, replicas: int) -> Any:
+        """Returns the DeviceMesh of `replicas` groups of consecutive ranks, None for one of all. Collective."""
+        if replicas == 1:
+            return None
+        shape = (replicas, self.world_size // replicas)
+        return init_device_mesh(self.device_type, shape, mesh_dim_names=("replicate", "shard"))
 
     def mean(self, value: float) -> float:
         """Returns the mean over all ranks, the same bits on each. Collective."""

@@ -1,7 +1,7 @@
 """Saves and loads the checkpoints of a run, and decides which run may continue from which.
 
 Owns the layout of the folder and that policy. zero_core.checkpoint owns what is in a checkpoint, and that it is either
-complete or absent. Sample numbers follow from the step, so that the data have no state to save.
+complete or absent. Sample numbers follow from the step and run.global_batch, so that the data have no state to save.
 
 [Note: who may continue what]
     run.resume null     needs a folder without results. It never continues, mixes with or deletes another run.
@@ -97,8 +97,43 @@ def differing(checkpoint: Checkpoint, config: Config) -> str:
     """Returns a sentence on how this run differs from the one that saved `checkpoint`, or "" if it does not."""
     if (before := _saved(checkpoint)) is None:
         return "it has no config.yaml, so whether data, seed and optimizer are the same is not known"
-    listed = [f"{key}={now} (was {then})" for key, (then, now) in _differences(before, config).items()]
+    changes = _differences(before, config)
+    if OmegaConf.select(before, "run.global_batch") == config.run.global_batch:
+        changes.pop("run.accumulate", None)  # it follows from the number of ranks, and `keep_batch` says so
+    listed = [f"{key}={now} (was {then})" for key, (then, now) in changes.items()]
     return f"differs from the run that it continues: {', '.join(listed)}" if listed else ""
+
+
+def keep_batch(found: Checkpoint | None, config: Config, ranks: int) -> str:
+    """Sets run.global_batch, and the run.accumulate that follows from it. Returns what to say, or "".
+
+    A run that run.resume=auto continues has the batch that it had, so that sample numbers follow from its steps.
+
+    Raises:
+        ConfigError: that many sequences are no whole number of micro-batches on each of `ranks` ranks.
+    """
+    run, wanted = config.run, config.run.global_batch
+    if wanted is None and run.resume == "auto":
+        before = _saved(found) if found else _read(Path(run.dir) / CONFIG)
+        wanted = OmegaConf.select(before, "run.global_batch") if before is not None else None
+    at_once, given = run.micro_batch * ranks, run.accumulate
+    if wanted is None:
+        wanted = at_once * given
+    if wanted % at_once:
+        whose = "" if run.global_batch else " of the run that run.resume=auto continues"
+        each, way_out = wanted // ranks, f"start a number of ranks that divides {wanted}"
+        if wanted % ranks == 0:
+            fits = max(size for size in range(1, min(run.micro_batch, each) + 1) if each % size == 0)
+            way_out = f"set run.micro_batch={fits}"
+        raise ConfigError(
+            f"run.global_batch={wanted}{whose} is no multiple of {at_once}, the sequences that {ranks} ranks compute "
+            f"at once with run.micro_batch={run.micro_batch}; {way_out}, or take another batch from here on with "
+            f"run.global_batch={max(1, round(wanted / at_once)) * at_once}"
+        )
+    run.global_batch, run.accumulate = wanted, wanted // at_once
+    if run.accumulate == given:
+        return ""
+    return f"run.accumulate={run.accumulate} in place of {given}: a step has run.global_batch={wanted} on {ranks} ranks"
 
 
 def _free(folder: Path, way: str = "") -> None:
@@ -253,7 +288,8 @@ def load(found: Checkpoint, engine: Assembled, config: Config, ranks: Ranks, tex
                 f"run.resume=auto: {said[0]}; bring that text back, or continue with this one on purpose with "
                 f"run.resume={config.run.dir}"
             )
-    if loaded.world_size not in (None, ranks.world_size):
+    unknown = OmegaConf.select(_saved(found) or OmegaConf.create(), "run.global_batch") is None
+    if unknown and loaded.world_size not in (None, ranks.world_size):  # an older version saved it
         said.append(f"the saved run had {loaded.world_size} ranks, this one has {ranks.world_size}: so has its batch")
     return said
 

@@ -69,6 +69,9 @@ class RunConfig:
     """Sequences that a rank computes at once."""
     accumulate: int = _count(1, _SIZE)
     """Micro-batches in a step. Their gradients are summed in fp32 before the update."""
+    global_batch: Optional[int] = _count(None)
+    """Sequences of a step over all ranks, from which run.accumulate follows. null: run.micro_batch x run.accumulate x
+    ranks; of a run that run.resume=auto continues, as many as it had, also on another number of ranks."""
     seed: int = _number(0, at_least=0, below=1 << 32)
     """Seeds the weights, the order of the data and the sampled text. The same seed gives the same run."""
     dir: str = MISSING
@@ -218,6 +221,12 @@ class ZeroConfig:
 
     stage: int = _one_of(0, 1, 2, 3, default=3)
     """0: shard nothing. 1: optimizer states. 2: also gradients. 3: also parameters."""
+    replicas: int = _count(1, _SIZE)
+    """Groups of ranks that each hold all shards: the first of N groups are the first N-th of the ranks, and so on.
+    Units are gathered within a group, which may be a machine, and gradients averaged over all ranks. Stages 1 to 3."""
+    secondary_shards: bool = False
+    """hpZ: on several machines each rank keeps, of all parameters, its part among the ranks of its machine. Then a unit
+    is gathered over the link once a step, and inside the machine after that. Stage 3 without replicas only."""
     resident_bytes: int = _number(0, at_least=0, at_most=_BYTES)
     """Bytes of units that may stay unsharded between forward and backward. Stage 3 only."""
     prefetch_bytes: Optional[int] = _number(64 << 20, at_least=0, at_most=_BYTES)

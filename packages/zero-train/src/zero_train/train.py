@@ -103,6 +103,7 @@ class Run:
     asked: interrupt.Interrupt
     on_end: Callable[[Assembled], None] | None
     format_reason: str = ""  # why precision=auto chose its format
+    batch_told: str = ""  # that run.accumulate follows from run.global_batch
     cores: Any | None = None  # zero_optim_cpu.Cores, beside a GPU
     tokenizer: Any = None  # of transformers; None: text is read as bytes
     done: int = 0  # steps that the checkpoint to continue from has taken
@@ -219,6 +220,9 @@ class Run:
         checks.nvme(config, ranks.local_rank)
         found = resume.found(config)
         self.done = found.step if found else 0
+        facts = planning.hardware(config, ranks) if config.run.dry else None
+        self.batch_told = resume.keep_batch(found, config, planning.described_ranks(facts, config, ranks))
+        checks.values(config)  # once more: what excludes run.accumulate above 1
         read, model = self.read()
         on_gpu = (config.hardware.device or ranks.device.type) != "cpu"  # of the machine that is planned for
         draft = engine.draft(config, self.cores and self.cores.pool, on_gpu=on_gpu, model=model)
@@ -246,6 +250,8 @@ class Run:
             f"{self.format_reason or config.precision.parameters}; stage {config.zero.stage} on {planned} "
             f"rank{'s' if planned > 1 else ''}, {machine}"
         )
+        if self.batch_told:
+            self._say(self.batch_told)
         self._say(self.announce_data(corpus))
         self._say(planning.described(plan, config, ranks, self.done))
         if self.cores:

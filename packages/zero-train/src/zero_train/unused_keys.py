@@ -103,6 +103,7 @@ TABLE = (
     Row("adapter", "task", lambda config: config.adapter.kind == "none" or config.task.kind != "pretrain", _TUNE),
     Row("tracker", "task", lambda config: config.tracker.kind == "none" or config.task.kind != "pretrain", _TUNE),
     Row("zero.no_sync run.sample_bytes", "task", "pretrain"),
+    Row("run.accumulate", "run.global_batch", "null", "leave run.global_batch out"),
     Row("run.keep_checkpoints", "run.checkpoint_every", ABOVE_ZERO, "set run.checkpoint_every to a number of steps"),
     Row("run.durable_every", "run.durable", "power process", "choose run.durable=power or run.durable=process"),
     Row("run.evaluate_batches", "run.evaluate_every", ABOVE_ZERO, "set run.evaluate_every to a number of steps"),

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zero_core
 
 from ..config import ConfigError, ZeroConfig
+from ..sharding import mesh_of
 from .optimizers import REFUSED, Kind, kind_of
 from .reading import Auto, Reading, Row
 from .schedules import SCHEDULES, make, needed_by, params_of
@@ -85,10 +85,7 @@ class Translation:
                     f"mics_shard_size={self.shard_size} was read for {self.ranks} ranks and there are {here}: call "
                     "torch.distributed.init_process_group first, and read the file for these ranks"
                 )
-            accelerator = torch.accelerator.current_accelerator()
-            device = "cpu" if accelerator is None or torch.distributed.get_backend() == "gloo" else accelerator.type
-            shape = (self.ranks // self.shard_size, self.shard_size)
-            options["mesh"] = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+            options["mesh"] = mesh_of(self.ranks // self.shard_size, here)
         return options
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer | None:

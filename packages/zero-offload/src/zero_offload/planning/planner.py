@@ -220,6 +220,7 @@ def plan(
     parameter_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     shard_count: int | None = None,
+    replicas: int = 1,
     stage: int = 3,
     tile_numel: int = 1 << 22,
     slots: int | None = None,
@@ -238,18 +239,19 @@ def plan(
 ) -> Plan:
     """Plan one rank's memory and step.
 
-    `model`: a module (on any device, meta too), `ModelSizes`, or elements per unit. Each placement is a tier,
-    fractions of the tiles, or "auto", which leaves it to the planner: it uses the device, host and nvme, and no tier of
-    `hardware.tiers`. `step` says what the optimizer states of a tile are (a bound `UpdateStep`);
-    without it Adam in fp32. `units`, `prefetch_bytes`, `resident_bytes`, `stage`, `secondary_shards`, dtypes: as given
-    to `zero_core.shard`. `shard_count`: the ranks; None: those of `hardware`. At stage 0 they are replicas. `tokens`:
-    of one rank's step, over its `accumulate` micro-batches. `no_sync`: all of them but the last run inside
-    `zero_core.no_sync`, so that each rank keeps whole gradients in fp32. Where one gradient reaches the store in a
-    step, it has no room for a sum: a store of this plan refuses a second one. `rows`: as `offload_activations` takes
-    it, of the `micro_batch` rows of a micro-batch; "auto": of all, half, a quarter and so on, the number that fits and
-    is predicted to be fastest. `whole_logits`: with `rows` the loss needs all logits at once, as under a loss scale, or
-    where it is not `torch.nn.functional.cross_entropy`. `host_bytes` overrides this rank's share of the host's memory.
-    Without `hardware` nothing is refused, and "auto" means host, or all rows.
+    `model`: a module (on any device, meta too), `ModelSizes`, or elements per unit. Each placement is a tier, fractions
+    of the tiles, or "auto", which leaves it to the planner: it uses the device, host and nvme, and no tier of
+    `hardware.tiers`. `step` says what the optimizer states of a tile are (a bound `UpdateStep`); without it Adam in
+    fp32. `units`, `prefetch_bytes`, `resident_bytes`, `stage`, `secondary_shards`, dtypes: as given to
+    `zero_core.shard`. `shard_count`: the ranks that share the shards; None: those of `hardware` by `replicas`, the
+    groups of such ranks. At stage 0 all ranks are replicas. `tokens`: of one rank's step, over its `accumulate`
+    micro-batches. `no_sync`: all of them but the last run inside `zero_core.no_sync`, so that each rank keeps whole
+    gradients in fp32. Where one gradient reaches the store in a step, it has no room for a sum: a store of this plan
+    refuses a second one. `rows`: as `offload_activations` takes it, of the `micro_batch` rows of a micro-batch; "auto":
+    of all, half, a quarter and so on, the number that fits and is predicted to be fastest. `whole_logits`: with `rows`
+    the loss needs all logits at once, as under a loss scale, or where it is not `torch.nn.functional.cross_entropy`.
+    `host_bytes` overrides this rank's share of the host's memory. Without `hardware` nothing is refused, and "auto"
+    means host, or all rows.
 
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
@@ -266,17 +268,20 @@ def plan(
     batch = _batch(tokens, accumulate, micro_batch, rows, whole_logits, activations)
     own, reduced = _dtypes_of(model)
     dtype = parameter_dtype or own
-    ranks = shard_count or (hardware.ranks if hardware else 1)
-    if secondary_shards and (stage < 3 or hardware is None or min(hardware.nodes, hardware.ranks_per_node) < 2):
+    ranks = shard_count or (hardware.ranks // replicas if hardware else 1)
+    machines = 1 if hardware is None or replicas > 1 else min(hardware.nodes, hardware.ranks_per_node)
+    if secondary_shards and (stage < 3 or machines < 2):
+        known = f"{hardware.nodes} x {hardware.ranks_per_node} ranks" if hardware else "no hardware"
         raise ValueError(
-            "secondary_shards=True is for stage 3 on several machines with several ranks each, and this plan has "
-            f"stage={stage} and hardware={hardware}: leave it out, or say nodes= and ranks_per_node= of the Hardware"
+            "secondary_shards=True is for stage 3 on several machines with several ranks each, without replicas, and "
+            f"this plan has stage={stage}, replicas={replicas} and {known}: leave it out, or plan for a Hardware with "
+            "such nodes= and ranks_per_node="
         )
     shape = Shape(
         parameter_dtype=dtype,
         reduce_dtype=reduce_dtype or parameter_dtype or reduced,
         shard_count=ranks if stage else 1,
-        replicas=1 if stage else ranks,
+        replicas=replicas if stage else ranks * replicas,
         ranks_per_machine=hardware.ranks_per_node if hardware and hardware.nodes > 1 else 1,
         stage=stage,
         tile_numel=tile_numel,

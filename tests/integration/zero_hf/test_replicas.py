@@ -1,0 +1,78 @@
+"""`replicas` of ZeroConfig: groups of ranks that each hold all shards train, evaluate and save as one group does.
+
+What would have to break: a gradient that is averaged over a group only, a batch that is split within a group only, or a
+checkpoint of several copies.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import zero_core
+import zero_hf
+from tests.integration.zero_hf.trainers import Sharded, launched, llama, train
+from zero_hf import ConfigError, ZeroConfig
+
+GIVEN = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "data": 33}
+
+
+def _in_groups(folder, zero, steps, resume=None):
+    with launched():
+        made, logs = train(Sharded, folder, zero=zero, resume=resume, max_steps=steps, **GIVEN)
+        text, group = made.zero_run.describe(), zero_core.handle(made.model).ranks.shard.group
+        members = torch.distributed.get_process_group_ranks(group)
+        made.save_model(str(folder / "final"))
+        made.zero_run.close()
+        return logs.losses, logs.norms, logs.evaluations, members, text
+
+
+@pytest.mark.parametrize("zero", [{"stage": 1}, {"offload": "host", "stage": 3}])
+def test_a_trainer_in_groups_logs_what_it_does_in_one(ranks, tmp_path, zero):
+    """Also when each goes on from a checkpoint of the other. In fp32, up to the order of sums."""
+    found = {}
+    for replicas, name in ((1, "one"), (2, "two")):
+        found[name] = ranks(4).run(_in_groups, tmp_path / name, zero | {"replicas": replicas}, 4)
+    for rank in range(4):
+        one, two = found["one"][rank], found["two"][rank]
+        assert two[3] == [rank // 2 * 2, rank // 2 * 2 + 1] and one[3] == [0, 1, 2, 3]
+        assert "on 4 ranks in 2 groups, of each:" in two[4] and "on 4 ranks, of each:" in one[4]
+        for ours, theirs in zip(two[:3], one[:3], strict=True):
+            assert ours and ours == pytest.approx(theirs, rel=1e-4)
+    whole = found["one"][0]
+    for name, replicas in (("one", 2), ("two", 1)):
+        checkpoint, folder = str(tmp_path / name / "checkpoint-2"), tmp_path / f"on_{name}"
+        rest = ranks(4).run(_in_groups, folder, zero | {"replicas": replicas}, 4, checkpoint)[0]
+        assert rest[0][-2:] == pytest.approx(whole[0][2:], rel=1e-4)
+        saved = AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
+        torch.testing.assert_close(
+            dict(saved), dict(AutoModelForCausalLM.from_pretrained(tmp_path / "one" / "final").state_dict()),
+            rtol=1e-3, atol=1e-5,
+        )  # fmt: skip
+
+
+def _refused(replicas):
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match=rf"replicas={replicas} does not divide 2 ranks .*: start a multiple of"):
+        zero_hf.shard(model, optimizer, ZeroConfig(replicas=replicas))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1))
+    with pytest.raises(ConfigError, match=r"mesh= and replicas=2 both say .* leave one out"):
+        zero_hf.shard(model, optimizer, ZeroConfig(replicas=2), mesh=mesh)
+    zero_hf.shard(model, optimizer, ZeroConfig(replicas=2)).close()
+    model = llama()
+    zero_hf.shard(model, torch.optim.AdamW(model.parameters()), ZeroConfig(), mesh=mesh).close()
+
+
+def test_groups_that_cannot_be_are_refused_and_the_way_out_works(ranks):
+    ranks(2).run(_refused, 3)
+    with pytest.raises(ConfigError, match=r"stage=0 shards nothing: write replicas: 1, or stage: 1, 2 or 3"):
+        ZeroConfig(stage=0, replicas=2)
+    ZeroConfig(stage=0, replicas=1)
+    ZeroConfig(stage=1, replicas=2)
+    durable = {"durable": "process", "offload": "host", "nvme_paths": "/x"}
+    with pytest.raises(ConfigError, match=r"keeps one group's steps: write replicas: 1, or leave durable out"):
+        ZeroConfig(replicas=2, **durable)
+    ZeroConfig(replicas=1, **durable)
+    ZeroConfig(replicas=2, offload="host")
