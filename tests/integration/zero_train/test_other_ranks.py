@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +18,7 @@ pytest.importorskip("zero_nvme")
 pytest.importorskip("zero_optim_cpu")
 
 from tests.integration.zero_train.helpers import COMMON, trained
+from zero_core.testing import RankError
 from zero_train import config, resume
 from zero_train.data import Corpus
 from zero_train.errors import ConfigError
@@ -76,6 +78,26 @@ def test_durable_steps_of_which_a_machine_has_a_part_are_refused_and_the_way_out
     second.unlink()
     first.unlink()
     assert "beginning at step 1" in told(*command, "run.steps=3")[2]
+
+
+def test_all_ranks_fall_back_to_the_checkpoint_if_one_has_lost_its_steps(ranks, tmp_path):
+    """A machine came back with an empty drive, and restarts by the same command. Without a checkpoint it is told."""
+    whole = on(ranks, 2, tmp_path / "whole", "offload=none", "run.steps=5")
+    command = (tmp_path / "run", "offload=nvme", "run.durable=process", "run.resume=auto")
+    on(ranks, 2, *command, "run.steps=2", "run.checkpoint_every=2")
+    assert "continuing after step 2" in on(ranks, 2, *command, "run.steps=4")[2]
+    first, second = sorted((tmp_path / "run").glob("*.slab"))
+    for file in (second, second.with_name(f"{second.name}.json")):
+        file.unlink()
+    losses, numbers, said = on(ranks, 2, *command, "run.steps=5")
+    assert "the durable steps of 1 of 2 ranks are gone" in said and "continuing after step 2" in said
+    assert losses == pytest.approx(whole[0][2:], rel=1e-5) and numbers == whole[1][-len(numbers) :]
+    assert first.with_name(f"{first.name}.aside").exists() and first.exists()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    for file in (first, first.with_name(f"{first.name}.json")):
+        file.unlink()
+    with pytest.raises(RankError, match="rank 0 has lost its slab"):
+        on(ranks, 2, *command, "run.steps=6")
 
 
 def composed(folder, *overrides):

@@ -21,7 +21,7 @@ import zero_offload
 from zero_train import checks, resume
 from zero_train.engine import Assembled, Draft, make_slab
 from zero_train.errors import ConfigError
-from zero_train.ranks import Ranks
+from zero_train.ranks import Ranks, together
 from zero_train.schema import Config
 
 
@@ -72,6 +72,39 @@ def go_on(ready: Assembled, config: Config, ranks: Ranks, text: str, position: P
             f"{found['text']}; bring that text back, or name another folder with run.dir=…"
         )
     return int(found["step"]) - 1
+
+
+def fall_back(config: Config, ranks: Ranks, checkpoint: resume.Checkpoint | None) -> str:
+    """Sets aside what is left of durable steps of which a rank has lost its part, as when a machine's drive is new.
+
+    Then all ranks go on from `checkpoint`; without one nothing is done, and the run is refused later. Returns what to
+    say, or "". Collective.
+    """
+    if config.run.resume != "auto" or config.run.durable is None or config.zero.stage == 0:
+        return ""
+    name, paths = zero_offload.slab_name(config.run.dir, ranks.rank), checks.nvme_paths(config, ranks.local_rank)
+    files = [path / f"{name}.slab{end}" for path in paths for end in ("", ".json")]
+    there = all(file.exists() for file in files)
+
+    def shards_of_mine() -> int:
+        with ExitStack() as stack:
+            slab = make_slab(config, paths, stack, name, []) if there else None
+            return zero_offload.slabs_to_move(lambda place: None if place else slab, None)[1]
+
+    shards = together(ranks, shards_of_mine)
+    lost = round(ranks.mean(float(not there)) * ranks.world_size)
+    if not lost or ranks.most(shards) != ranks.world_size or checkpoint is None:
+        return ""
+
+    def set_aside() -> None:
+        for file in files if there else []:
+            file.rename(file.with_name(f"{file.name}.aside"))
+
+    together(ranks, set_aside)
+    return (
+        f"the durable steps of {lost} of {ranks.world_size} ranks are gone (is a drive missing?): all ranks go on from "
+        f"the checkpoint of step {checkpoint.step}, and what the others have of them is set aside as *.slab.aside"
+    )
 
 
 def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: Ranks) -> str:

@@ -26,9 +26,10 @@ from zero_train import answers, checks, conversations, engine, pretrained, resum
 from zero_train import config as configuration
 from zero_train.errors import ConfigError
 from zero_train.loop import History, schedule_of, share
+from zero_train.ranks import together
 from zero_train.run_folder import replace
 from zero_train.schema import Config
-from zero_train.train import Outcome, together
+from zero_train.train import Outcome
 from zero_train.watching import Watch
 
 __all__ = ["run"]

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from zero_core.device import backend_of
+from zero_train.errors import ConfigError
 
 Value = TypeVar("Value")
 
@@ -117,3 +119,15 @@ def joined(asked: str | None, timeout: float) -> Ranks:
         dist.init_process_group(backend_of(kind), timeout=timedelta(seconds=timeout))
         atexit.register(dist.destroy_process_group)
     return ranks
+
+
+def together(ranks: Ranks, function: Callable[[], Value]) -> Value:
+    """Calls `function` on every rank. If any rank raises ConfigError, all raise the first one's. Collective."""
+    result, reason = None, None
+    try:
+        result = function()
+    except ConfigError as error:
+        reason = str(error)
+    if reasons := list(filter(None, ranks.gather(reason))):
+        raise ConfigError(reasons[0])
+    return cast(Value, result)

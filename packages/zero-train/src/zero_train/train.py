@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,11 +42,9 @@ from zero_train.engine import Assembled
 from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History, Loop, Step
 from zero_train.probing import measured
-from zero_train.ranks import Ranks, joined
+from zero_train.ranks import Ranks, joined, together
 from zero_train.run_folder import claimed
 from zero_train.schema import Config
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -140,6 +138,9 @@ class Run:
             unlocked = together(ranks, lambda: stack.enter_context(claimed(folder)) if ranks.leader else "")
             if unlocked:
                 self._say(f"run.dir={folder} cannot be locked ({unlocked}), so a second run can write into it as well")
+            found = self._checkpoint()
+            if said := durable.fall_back(config, ranks, found):
+                self._say(said)
             if said := together(
                 ranks, lambda: durable.as_checkpoint(config, draft, plan, ranks) if ranks.leader else ""
             ):
@@ -371,18 +372,6 @@ def _export(ready: Assembled, folder: Path, ranks: Ranks) -> None:
         ready.model.config.save_pretrained(target)  # type: ignore[union-attr, operator]
     ranks.agree("the folder is there")
     zero_core.save_pretrained(ready.model, target)
-
-
-def together(ranks: Ranks, function: Callable[[], Result]) -> Result:
-    """Calls `function` on every rank. If any rank raises ConfigError, all raise the first one's. Collective."""
-    result, reason = None, None
-    try:
-        result = function()
-    except ConfigError as error:
-        reason = str(error)
-    if reasons := list(filter(None, ranks.gather(reason))):
-        raise ConfigError(reasons[0])
-    return cast(Result, result)
 
 
 def _say(text: str) -> None:
