@@ -62,6 +62,7 @@ class Ranks:
                 make = collectives or BY_BACKEND.get(backend_in(axis.group, device), TorchCollectives)
                 self._of_group[id(axis.group)] = make(axis, pool)
         self.patience = Patience(rank, size, self._break_off)
+        self._pool = pool
         self._beside: Any = None
 
     @classmethod
@@ -140,6 +141,11 @@ class Ranks:
         if self.size > 1 and self._beside is None:
             self._beside = dist.new_group(backend="gloo")
         return self._beside
+
+    def leave_beside(self) -> None:
+        """Fail what that thread waits for, here and on the other ranks."""
+        if self._beside is not None:
+            MessageCollectives(Axis(self._beside, self.rank, self.size), self._pool).break_off()
 
     def meet(self, what: str) -> None:
         """Wait until every rank has made this call."""
