@@ -551,6 +551,16 @@ def test_the_interpreter_may_exit_while_a_checkpoint_is_written(ending, code, in
 
 
 @kit.on_ranks(2)
+def test_ranks_that_save_in_the_background_wait_as_long_for_each_other_as_the_others(tmp_path):
+    """torch gives a new group a time-out of 30 minutes, for which a rank would wait for one that is gone."""
+    training = Training(CrashByteStore(), stage=2)
+    beside, everyone = training.model.__dict__["_zero_handle"].ranks.beside(), torch.distributed.group.WORLD
+    found, wanted = (group._get_backend(torch.device("cpu")).options._timeout for group in (beside, everyone))
+    assert found == wanted and wanted.total_seconds() < 1800
+    training.end()
+
+
+@kit.on_ranks(2)
 def test_ranks_save_in_the_background(tmp_path):
     training = Training(CrashByteStore(), stage=3)
     for _ in range(2):

@@ -136,10 +136,12 @@ class Ranks:
     def beside(self) -> Any:
         """A group of all ranks for another thread, which exchanges objects in it; None for one rank.
 
-        Collective at the first call.
+        Its time-out is the default group's: torch gives a new group 30 minutes. Collective at the first call.
         """
         if self.size > 1 and self._beside is None:
-            self._beside = dist.new_group(backend="gloo")
+            everyone: Any = dist.group.WORLD
+            options = getattr(everyone._get_backend(self.device), "options", None)
+            self._beside = dist.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
         return self._beside
 
     def leave_beside(self) -> None:
