@@ -28,9 +28,18 @@ from ..pool import Pool
 from ..precision import mean_of_rows
 from .collectives import Axis
 
-__all__ = ["MessageCollectives"]
+__all__ = ["MessageCollectives", "broken_off"]
 
 _NO_TAG = (1 << 30) + 1  # of a message that nobody sends
+
+
+def broken_off(group: Any) -> None:
+    """Let gloo fail the group's connections: here and, because they close, on the other ranks.
+
+    It may be a group that torch.distributed has destroyed, while a thread waits in it.
+    """
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 class Messages:
@@ -90,9 +99,8 @@ class MessageCollectives:
         Messages(works).wait()
 
     def break_off(self) -> None:
-        """Let gloo fail its connections: here and, because they close, on the other ranks."""
-        with suppress(RuntimeError):
-            self._receive(torch.empty(1), (self._rank + 1) % self._size, _NO_TAG).wait(timedelta(milliseconds=1))
+        """Fail what is waited for, here and on the other ranks."""
+        broken_off(self._group)
 
     def _averaged(
         self, outgoing: Sequence[Tensor], own: Tensor, tag: int, then: Callable[[], None] | None = None

@@ -25,7 +25,7 @@ from ..streams import Side
 from .collectives import Axis, Collectives, CollectivesFactory, Work
 from .native import TorchCollectives
 from .patience import Patience
-from .peers import MessageCollectives
+from .peers import MessageCollectives, broken_off
 
 __all__ = ["BY_BACKEND", "Ranks"]
 
@@ -62,7 +62,6 @@ class Ranks:
                 make = collectives or BY_BACKEND.get(backend_in(axis.group, device), TorchCollectives)
                 self._of_group[id(axis.group)] = make(axis, pool)
         self.patience = Patience(rank, size, self._break_off)
-        self._pool = pool
         self._beside: Any = None
 
     @classmethod
@@ -147,7 +146,7 @@ class Ranks:
     def leave_beside(self) -> None:
         """Fail what that thread waits for, here and on the other ranks."""
         if self._beside is not None:
-            MessageCollectives(Axis(self._beside, self.rank, self.size), self._pool).break_off()
+            broken_off(self._beside)
 
     def meet(self, what: str) -> None:
         """Wait until every rank has made this call."""
