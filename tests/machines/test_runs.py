@@ -45,12 +45,14 @@ def test_a_run_over_a_link_that_loses_packets(tmp_path):
 
 
 @full
-def test_the_command_says_how_each_machine_ended():
+def test_the_command_says_how_each_machine_ended(tmp_path):
     if reason := two.missing():
         pytest.skip(f"no two machines: {reason}")
     said: list[str] = []
     assert two.main(["1gbit", "1ms", "1", "-m", "tests.machines.training", "3", "60", "1"], said.append) == 0
     assert [re.search(r"machine\d: exit code (-?\d+)", text)[1] for text in said[:2]] == ["0", "0"]
     said.clear()
-    assert two.main(["0", "0", "1", "-c", "raise SystemExit(3)"], said.append) != 0
-    assert "exit code 1" in said[0]
+    fails = tmp_path / "fails.py"
+    fails.write_text("raise SystemExit(3)")
+    assert two.main(["0", "0", "1", str(fails)], said.append) == 1  # torchrun's own
+    assert "machine0: exit code 1" in said[0] and re.search(r"exitcode\s*: 3", said[0]), said[0]
