@@ -96,13 +96,14 @@ def tests(session: nox.Session) -> None:
     """All tests of all packages. A test that fails once has failed.
 
     Those of a third of tests/device run on zero-sim's simulated device, in a process of their own: the others must not
-    find it. `nox -s device` runs all of them. Some run once more as on torch before 2.12, and `nox -s no-swap` all.
+    find it. `nox -s device` runs all of them, and `nox -s machines` all that need two machines. Some run once more as
+    on torch before 2.12, and `nox -s no-swap` all.
     """
     everything(session, *DEVELOPMENT, extras=("pytest-xdist",))
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
-    session.run("pytest", "tests", "--ignore=tests/device", *TWO)
+    session.run("pytest", "tests", "--ignore=tests/device", *TWO, "-m", "not machines_full")
     session.run("pytest", *ON_SIM, *TWO, "--device", "sim", "-m", "not device_full")
     here, on_sim = ALSO_BEFORE_2_12
     session.run("pytest", *(f"tests/integration/{name}" for name in here), *TWO, env=BEFORE_2_12)
@@ -116,7 +117,7 @@ def shuffled(session: nox.Session) -> None:
     everything(session, *DEVELOPMENT, extras=("pytest-random-order", "pytest-xdist"))
     seed = session.posargs[0] if session.posargs else str(random.randrange(10**6))
     order = ("--random-order-bucket", "global", "--random-order-seed", seed)
-    session.run("pytest", "tests", "--ignore=tests/device", "-n", "2", *order)
+    session.run("pytest", "tests", "--ignore=tests/device", "-n", "2", *order, "-m", "not machines_full")
 
 
 @nox.session
@@ -129,6 +130,13 @@ def device(session: nox.Session) -> None:
     session.run("pytest", *ON_SIM, "--device", "sim", *session.posargs)
     late = {"ZERO_SIM_SEED": "1", "ZERO_SIM_LATENCY": "0:2000"}
     session.run("pytest", "tests/device", "--device", "sim", "-m", "not device_full", *session.posargs, env=late)
+
+
+@nox.session
+def machines(session: nox.Session) -> None:
+    """All of tests/machines: ranks in two network namespaces, and faults. Needs root; skips, and says why, without."""
+    everything(session)
+    session.run("pytest", "-rs", "tests/machines", *session.posargs)
 
 
 @nox.session(name="no-swap")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import textwrap
 import threading
 import time
 
@@ -509,6 +510,54 @@ def test_a_store_that_is_closed_ends_the_copy(tmp_path):
     with pytest.raises(CheckpointError, match="was given up: the store was closed before the checkpoint was written"):
         saving.wait()
     assert not (tmp_path / ".metadata").exists()
+
+
+@pytest.mark.parametrize("ending, code", [("pass", 0), ("raise RuntimeError", 1), ("raise SystemExit(3)", 3)])
+def test_the_interpreter_may_exit_while_a_checkpoint_is_written(ending, code, interpreter, tmp_path):
+    """With nobody having closed the optimizer. The checkpoint is given up, and the folder holds what it held."""
+    program = """
+    import threading
+    import torch
+    import zero_core
+    from zero_core import checkpoint
+    from zero_offload import TieredStore
+    from zero_offload.testing import CrashByteStore
+
+    model = torch.nn.Linear(24, 24)
+    store = TieredStore("nvme", "nvme", "nvme", nvme=CrashByteStore(), durable=True)
+    optimizer = zero_core.shard(model, torch.optim.AdamW(model.parameters()), store=store)
+    zero_core.resume(model, optimizer)
+    model(torch.ones(1, 24)).sum().backward()
+    optimizer.step()
+    generations, begun = store._on._generations, threading.Event()
+    read = generations.read_pinned
+
+    def slow(name, buffer):
+        values = torch.zeros(1 << 20)
+        begun.set()
+        for _ in range(300):
+            values.add_(1)
+        read(name, buffer)
+
+    generations.read_pinned = slow
+    saving = checkpoint.save("saved", model, optimizer, blocking=False)
+    begun.wait(30)
+    print("ready", flush=True)
+    """
+    done = interpreter(textwrap.dedent(program) + ending, tmp_path)
+    assert "ready" in done.stdout and done.returncode == code, (done.returncode, done.stderr)
+    assert "Fatal" not in done.stderr and "terminate called" not in done.stderr, done.stderr
+    assert not (tmp_path / "saved" / ".metadata").exists()
+
+
+@kit.on_ranks(2)
+def test_ranks_that_save_in_the_background_wait_as_long_for_each_other_as_the_others(tmp_path):
+    """torch gives a new group a time-out of 30 minutes, for which a rank would wait for one that is gone."""
+    training = Training(CrashByteStore(), stage=2)
+    beside, everyone = training.model.__dict__["_zero_handle"].ranks.beside(), torch.distributed.group.WORLD
+    found, wanted = (group._get_backend(torch.device("cpu")).options._timeout for group in (beside, everyone))
+    assert found == wanted and wanted.total_seconds() < 1800
+    training.end()
 
 
 @kit.on_ranks(2)

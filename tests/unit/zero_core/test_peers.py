@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import kit
 from zero_core.comm import Axis, MessageCollectives
+from zero_core.comm.peers import broken_off
 from zero_core.pool import Pool
 
 
@@ -35,3 +39,27 @@ def test_messages_leave_what_collectives_leave(ranks, size):
     """Sizes that the ranks do not divide among them, and fewer elements than there are ranks."""
     for numel in (1, 3, 10):
         assert all(ranks(size).run(message, numel))
+
+
+@kit.on_ranks(2)
+def test_a_thread_that_waits_in_a_group_that_was_destroyed_is_freed():
+    """As at the exit of a program that destroys its groups, while a checkpoint is written in the background."""
+    group, failed = dist.new_group(backend="gloo"), threading.Event()
+    other, begun = 1 - dist.get_rank(), threading.Event()
+
+    def waits():
+        try:
+            work = group.recv([torch.empty(1)], other, 7)
+            begun.set()
+            work.wait()
+        except RuntimeError:
+            failed.set()
+
+    thread = threading.Thread(target=waits, daemon=True)
+    thread.start()
+    assert begun.wait(30)
+    dist.barrier()  # both wait
+    dist.destroy_process_group(group)
+    broken_off(group)
+    thread.join(30)
+    assert failed.is_set()

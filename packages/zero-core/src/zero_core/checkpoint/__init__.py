@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def save(
     pinned = store.pin()
     try:
         contents.view = view.of(pinned)
-        saving.begin(lambda: write(Path(folder), contents, aliases, alone=alone, group=group), pinned.close)
+        writing = partial(write, Path(folder), contents, aliases, alone=alone, group=group)
+        saving.begin(writing, pinned.close, view.ranks.leave_beside)
     except BaseException:
         pinned.close()
         raise

@@ -7,6 +7,8 @@ import sys
 import threading
 from collections.abc import Callable
 
+from ..leaving import Leaving
+
 __all__ = ["Saving"]
 
 NICE = 10  # a tenth of the share of a thread that trains
@@ -27,8 +29,12 @@ class Saving:
         self._error: BaseException | None = None
         self._told = False  # whether somebody knows the error
 
-    def begin(self, write: Callable[[], None], end: Callable[[], None]) -> None:
-        """Write on another thread, then call `end`, whatever came of it."""
+    def begin(self, write: Callable[[], None], end: Callable[[], None], leave: Callable[[], None]) -> None:
+        """Write on another thread, then call `end`, whatever came of it.
+
+        leave: makes it stop waiting for other ranks. Where the interpreter exits before it is over, the folder holds
+        what it held: the store is closed then, so the next thing that is read raises.
+        """
 
         def run() -> None:
             try:
@@ -39,8 +45,7 @@ class Saving:
             finally:
                 end()
 
-        # Daemon: where the interpreter exits before, the folder holds what it held.
-        self._thread = threading.Thread(target=run, name="zero-core checkpoint", daemon=True)
+        self._thread = Leaving("zero-core checkpoint", run, leave)
         self._thread.start()
 
     def done(self) -> bool:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 import queue
 import socket
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -33,15 +32,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..leaving import Leaving
 from ..memory import FP32_BYTES
 from ..pool import Pool
 from .collectives import Axis
-from .peers import MessageCollectives, Messages, fail_connections
+from .peers import MessageCollectives, Messages, broken_off
 
 __all__ = ["MachineCollectives", "exchanged_bytes", "machines_of", "over_gloo"]
 
+_Queue = queue.SimpleQueue[Any]  # of (work, its future), or None to end
 _NUMBER = ("GROUP_RANK", "SLURM_NODEID")  # of this rank's machine, by torchrun and by SLURM
-LINGERS = 0.5  # seconds that an exit waits for collectives under way
 _NUMEL = 1 << 18  # of fp32 scratch: half a core's second-level cache
 
 
@@ -91,8 +91,9 @@ class MachineCollectives(MessageCollectives):
         self._local = list(here)
         self._columns = {rank: [ranks[place] for ranks in machines] for place, rank in enumerate(here)}
         self._column = self._columns[self._rank]
-        ending = partial(fail_connections, self._group, (self._rank + 1) % self._size)
-        self._gathers, self._reductions = (_Relay(f"zero-core {kind}", ending) for kind in ("gathers", "reductions"))
+        self._gathers, self._reductions = (
+            _Relay(f"zero-core {kind}", self._group) for kind in ("gathers", "reductions")
+        )
 
     def _others(self, ranks: Sequence[int]) -> list[int]:
         return [rank for rank in ranks if rank != self._rank]
@@ -192,17 +193,14 @@ def _add(total: Tensor, values: Sequence[Tensor]) -> None:
 class _Relay:
     """A thread that does one thing after another, from the first to the end of the process or of this object."""
 
-    def __init__(self, name: str, break_off: Callable[[], None]) -> None:
-        self._asked: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_relay, args=(self._asked,), name=name, daemon=True)
-        self._started = False
-        self._break_off = break_off
+    def __init__(self, name: str, group: Any) -> None:
+        self._asked: _Queue = queue.SimpleQueue()
+        self._thread = Leaving(name, partial(_relay, self._asked), partial(_leave, self._asked, group))
 
     def do(self, work: Callable[[], None]) -> _Done:
-        if not self._started:
-            self._started = True
+        if self._thread.ident is None:
             self._thread.start()
-            weakref.finalize(self, _end, self._asked, self._thread, self._break_off)
+            weakref.finalize(self, self._asked.put, None).atexit = False
         future: Future[None] = Future()
         self._asked.put((work, future))
         return _Done(future)
@@ -218,7 +216,7 @@ class _Done:
         self._future.result()
 
 
-def _relay(asked: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
+def _relay(asked: _Queue) -> None:
     while (each := asked.get()) is not None:
         work, future = each
         try:
@@ -230,11 +228,8 @@ def _relay(asked: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | No
         del each, work, future  # they hold what this thread works for
 
 
-def _end(asked: queue.SimpleQueue[Any], thread: threading.Thread, break_off: Callable[[], None]) -> None:
-    """End the thread: an interpreter that exits must not find it inside gloo. What nobody waits for is broken off."""
+def _leave(asked: _Queue, group: Any) -> None:
+    """What the thread was told before and has not taken means that it is inside gloo: nobody waits for that any more."""
+    if not asked.empty():
+        broken_off(group)
     asked.put(None)
-    if thread is not threading.current_thread():
-        thread.join(LINGERS)
-        if thread.is_alive():
-            break_off()
-            thread.join(10 * LINGERS)

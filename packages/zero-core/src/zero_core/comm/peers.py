@@ -28,16 +28,18 @@ from ..pool import Pool
 from ..precision import mean_of_rows
 from .collectives import Axis
 
-__all__ = ["MessageCollectives"]
+__all__ = ["MessageCollectives", "broken_off"]
 
 _NO_TAG = (1 << 30) + 1  # of a message that nobody sends
 
 
-def fail_connections(group: Any, other: int) -> None:
-    """Let gloo fail its connections: here and, because they close, on the other ranks. other: any of them."""
+def broken_off(group: Any) -> None:
+    """Let gloo fail the group's connections: here and, because they close, on the other ranks.
+
+    It may be a group that torch.distributed has destroyed, while a thread waits in it.
+    """
     with suppress(RuntimeError):
-        work: Any = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_NO_TAG)
-        work.wait(timedelta(milliseconds=1))
+        group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 class Messages:
@@ -97,7 +99,8 @@ class MessageCollectives:
         Messages(works).wait()
 
     def break_off(self) -> None:
-        fail_connections(self._group, (self._rank + 1) % self._size)
+        """Fail what is waited for, here and on the other ranks."""
+        broken_off(self._group)
 
     def _shared(self, own: Tensor, rows: Sequence[Tensor], tag: int) -> Messages:
         """rows[r] <- `own` of rank r."""

@@ -26,6 +26,7 @@ from .collectives import Axis, Collectives, CollectivesFactory, Work
 from .machines import machines_of, over_gloo
 from .native import TorchCollectives
 from .patience import Patience
+from .peers import broken_off
 
 __all__ = ["BY_BACKEND", "Ranks"]
 
@@ -160,11 +161,18 @@ class Ranks:
     def beside(self) -> Any:
         """A group of all ranks for another thread, which exchanges objects in it; None for one rank.
 
-        Collective at the first call.
+        Its time-out is the default group's: torch gives a new group 30 minutes. Collective at the first call.
         """
         if self.size > 1 and self._beside is None:
-            self._beside = dist.new_group(backend="gloo")
+            everyone: Any = dist.group.WORLD
+            options = getattr(everyone._get_backend(self.device), "options", None)
+            self._beside = dist.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
         return self._beside
+
+    def leave_beside(self) -> None:
+        """Fail what that thread waits for, here and on the other ranks."""
+        if self._beside is not None:
+            broken_off(self._beside)
 
     def meet(self, what: str) -> None:
         """Wait until every rank has made this call."""

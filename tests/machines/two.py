@@ -1,0 +1,271 @@
+"""Two machines on one: two network namespaces and a link between them, which may be slow, lose packets, or be cut.
+
+python -m tests.machines.two RATE DELAY RANKS PROGRAM [ARGUMENTS...]        torchrun on both, RANKS processes on each
+python -m tests.machines.two 1gbit 2ms 2 -m zero_train recipe=tiny
+
+RATE: bits a second, such as 10gbit or 100mbit; 0: no limit. DELAY: one way, such as 2ms or 200us; 0: none. Before RATE,
+`--loss 0.1` loses that many per cent of the packets, and `--log FOLDER` keeps there what the machines print. Prints how
+each machine ended, and the bytes that it sent to the other one. Needs root and iproute2. A slow link is tc's netem;
+where the kernel has none, relay.c, which needs a C compiler and /dev/net/tun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+DEVICE = "net0"  # in each namespace
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 29400  # of what ranks meet at, on the first machine
+UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "us": 1.0, "ms": 1e3, "s": 1e6}
+_numbers = itertools.count()
+
+
+@cache
+def missing() -> str:
+    """Why there cannot be two machines here, in a sentence; empty where there can."""
+    if not sys.platform.startswith("linux"):
+        return f"network namespaces are Linux's, this is {sys.platform}"
+    for program in ("ip", "cc"):
+        if shutil.which(program) is None:
+            return f"the program {program!r} is not installed"
+    try:
+        import torch.distributed.run  # noqa: F401
+    except ImportError as error:
+        return f"torchrun is missing: {error}"
+    try:
+        Machines().close()
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        return f"network namespaces are not allowed here: {said}"
+    return ""
+
+
+def number(text: str) -> float:
+    """'10gbit' in bits a second, '2ms' in microseconds."""
+    unit = text.lstrip("0123456789.")
+    return float(text.removesuffix(unit)) * (UNITS[unit] if unit else 1)
+
+
+@dataclass
+class Process:
+    """One that runs on a machine; `log` is the file with what it prints."""
+
+    popen: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def printed(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def exit_code(self, within: float) -> int | None:
+        """None if it has not ended after so many seconds."""
+        try:
+            return self.popen.wait(max(0.0, within))
+        except subprocess.TimeoutExpired:
+            return None
+
+    def has_printed(self, text: str, within: float = 120.0) -> None:
+        """Return when it has. Raises AssertionError where it ends without, or does not for so many seconds."""
+        deadline = time.monotonic() + within
+        while text not in self.printed:
+            ended = self.popen.poll()
+            assert ended is None, f"ended with {ended} before it printed {text!r}:\n{self.printed}"
+            assert time.monotonic() < deadline, f"has not printed {text!r} in {within:.0f} s:\n{self.printed}"
+            time.sleep(0.02)
+
+
+@dataclass
+class Machines:
+    """Two namespaces and the link. `close`, or the end of a `with`, kills what runs there and removes both.
+
+    rate: bits a second, delay: microseconds one way, loss: per cent of the packets; 0 each: none.
+    """
+
+    rate: float = 0
+    delay: float = 0
+    loss: float = 0
+    folder: Path | None = None  # for logs
+    environment: dict[str, str] = field(default_factory=dict)  # of each process, beside this one's
+
+    def __post_init__(self) -> None:
+        name = f"zm{os.getpid()}x{next(_numbers)}"
+        self.names = (f"{name}a", f"{name}b")
+        self._work = Path(tempfile.mkdtemp(prefix="zero-machines-"))
+        self._relay: subprocess.Popen[str] | None = None
+        self._started: list[Process] = []
+        try:
+            for space in self.names:
+                _ip("netns", "add", space)
+                _ip("-n", space, "link", "set", "lo", "up")
+            self._join()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Machines:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for process in self._started:
+            process.popen.kill()  # also one that is stopped
+            process.popen.wait()
+        for space in self.names:
+            for pid in _run(["ip", "netns", "pids", space], check=False).split():  # what these have started
+                if self._relay is None or int(pid) != self._relay.pid:
+                    _kill(int(pid))
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.communicate()
+        for space in self.names:
+            _run(["ip", "netns", "del", space], check=False)
+        shutil.rmtree(self._work, ignore_errors=True)
+
+    # -- the link ---------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        shaped = bool(self.rate or self.delay or self.loss)
+        if shaped and not self._has_netem():
+            self._start_relay()
+        else:
+            first, second = self.names
+            _ip("link", "add", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
+            if shaped:
+                for space in self.names:
+                    _run(["tc", "-n", space, "qdisc", "add", "dev", DEVICE, "root", "netem", *self._shape()])
+        for space, address in zip(self.names, ADDRESSES, strict=True):
+            _ip("-n", space, "link", "set", DEVICE, "mtu", "65000", "up")
+            _ip("-n", space, "address", "add", f"{address}/24", "dev", DEVICE)
+            # A TUN device does not know the other end by itself.
+            _ip("-n", space, "route", "replace", "10.77.0.0/24", "dev", DEVICE)
+
+    def _shape(self) -> list[str]:
+        words = ["delay", f"{self.delay:.0f}us", "limit", "100000"]
+        words += ["rate", f"{self.rate:.0f}bit"] if self.rate else []
+        return words + (["loss", f"{self.loss}%"] if self.loss else [])
+
+    def _has_netem(self) -> bool:
+        try:
+            _run(["tc", "-n", self.names[0], "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
+            _run(["tc", "-n", self.names[0], "qdisc", "del", "dev", "lo", "root"])
+        except (OSError, subprocess.SubprocessError):
+            return False
+        return True
+
+    def _start_relay(self) -> None:
+        program = self._work / "relay"
+        _run([os.environ.get("CC", "cc"), "-O2", "-pthread", "-o", str(program), str(HERE / "relay.c")])
+        words = [*self.names, f"{self.rate:.0f}", f"{self.delay:.0f}", str(self.loss)]
+        self._relay = subprocess.Popen([str(program), *words], stdout=subprocess.PIPE, text=True)
+        assert self._relay.stdout is not None
+        if not self._relay.stdout.readline():
+            raise OSError("the relay could not make its devices")
+
+    def cut(self) -> None:
+        """No packet arrives from here on, and nobody is told so."""
+        for space in self.names:
+            _ip("-n", space, "link", "set", DEVICE, "down")
+
+    def sent(self) -> tuple[int, int]:
+        """Bytes that each machine has sent to the other one, with the headers."""
+        lines = [_ip("netns", "exec", space, "cat", "/proc/net/dev") for space in self.names]
+        first, second = (int(text.split(f"{DEVICE}:")[1].split()[8]) for text in lines)
+        return first, second
+
+    # -- processes --------------------------------------------------------------------------------------------------
+
+    def start(self, machine: int, words: Sequence[str], label: str = "", **environment: object) -> Process:
+        """Run a program on machine 0 or 1."""
+        log = (self.folder or self._work) / f"{label or len(self._started)}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        devices = dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), DEVICE)
+        paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+        values = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **devices, **self.environment}
+        values |= {name: str(value) for name, value in environment.items()}
+        command = ["ip", "netns", "exec", self.names[machine], *words]
+        with log.open("wb") as output:
+            popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=values)
+        self._started.append(Process(popen, log))
+        return self._started[-1]
+
+    def ranks(self, words: Sequence[str], counts: Sequence[int] = (1, 1)) -> list[Process]:
+        """Run a Python program as so many ranks on each machine, without torchrun: each ends by itself."""
+        started: list[Process] = []
+        for machine, count in enumerate(counts):
+            for local in range(count):
+                rank = len(started)
+                where = {"RANK": rank, "WORLD_SIZE": sum(counts), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count}
+                meets = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}
+                words_of_rank = [sys.executable, "-u", *words]
+                started.append(self.start(machine, words_of_rank, f"rank{rank}", **where, **meets))
+        return started
+
+    def torchrun(self, words: Sequence[str], count: int = 1, arguments: Sequence[str] = ()) -> list[Process]:
+        """Run a Python program under torchrun, as `count` ranks on each machine. Returns the two torchruns."""
+        return [
+            self.start(
+                machine,
+                [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(count)]
+                + ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}", "--rdzv-id", self.names[0]]
+                + ["--rdzv-conf", f"is_host={machine == 0}", "--local-addr", address, *arguments, *words],
+                f"machine{machine}",
+            )
+            for machine, address in enumerate(ADDRESSES)
+        ]
+
+
+def _run(words: Sequence[str], check: bool = True) -> str:
+    return subprocess.run(words, check=check, capture_output=True, text=True).stdout
+
+
+def _ip(*words: str) -> str:
+    return _run(["ip", *words])
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def main(words: Sequence[str] | None = None, show: Callable[[str], object] = print) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.machines.two", description=__doc__.splitlines()[0])
+    parser.add_argument("--loss", type=float, default=0.0)
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("rate", type=number)
+    parser.add_argument("delay", type=number)
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    given = parser.parse_args(words)
+    if reason := missing():
+        show(reason)
+        return 2
+    with Machines(given.rate, given.delay, given.loss, given.log) as machines:
+        began = time.monotonic()
+        both = machines.torchrun(given.program, given.ranks)
+        codes = [process.popen.wait() for process in both]
+        for process, code, nbytes in zip(both, codes, machines.sent(), strict=True):
+            show(f"{process.printed}{process.log.stem}: exit code {code}, {nbytes} bytes sent over the link")
+        show(f"{time.monotonic() - began:.1f} s")
+        return next(filter(None, codes), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
