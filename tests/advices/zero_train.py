@@ -13,7 +13,12 @@ _DURABLE = "integration/zero_train/test_durable.py::test_what_cannot_be_durable_
 _ROOM = _DURABLE.split("::")[0] + "::test_a_disk_without_room_for_both_places_is_refused"
 _LEFT = _DURABLE.split("::")[0] + "::test_steps_that_cannot_become_a_checkpoint_are_left"
 
+_PLACES = "integration/zero_train/test_clusters.py::test_ranks_that_changed_places_are_told_and_the_way_out_works"
+_SHARED = "integration/zero_train/test_clusters.py::test_a_run_folder_that_machines_do_not_share_is_told"
+
 FOLLOWED: dict[str, str] = {
+    "; start as many ranks as there were, each on the machine": _PLACES,
+    "name a folder that all machines share with run.dir": _SHARED,
     "Start all ranks within run.timeout=": "integration/zero_train/test_interrupted.py::"
     "test_a_rank_that_waits_for_others_to_start_raises_after_its_timeout",
     "choose run.durable=power or run.durable=process": _UNUSED,

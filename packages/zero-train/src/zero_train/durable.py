@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -72,6 +73,28 @@ def go_on(ready: Assembled, config: Config, ranks: Ranks, text: str, position: P
             f"{found['text']}; bring that text back, or name another folder with run.dir=…"
         )
     return int(found["step"]) - 1
+
+
+def where_their_ranks_are(config: Config, ranks: Ranks) -> None:
+    """Raises ConfigError if a rank's slab lies where another rank runs: ranks may change places between machines.
+
+    Such a run would begin anew. To be called after `as_checkpoint`. Collective.
+    """
+    prefix, paths = zero_offload.slab_name(config.run.dir, ""), checks.nvme_paths(config, ranks.local_rank)
+    names = [name for path in paths if path.is_dir() for name in os.listdir(path) if name.endswith(".slab")]
+    numbers = [name.removeprefix(prefix).removesuffix(".slab") for name in names if name.startswith(prefix)]
+    machines = ranks.gather((socket.gethostname(), {int(number) for number in numbers if number.isdigit()}))
+    for host, found in machines:
+        for rank in sorted(found):
+            if rank < len(machines) and rank in machines[rank][1]:
+                continue
+            now = f"runs on {machines[rank][0]}" if rank < len(machines) else "does not exist"
+            raise ConfigError(
+                f"the durable steps of run.dir={config.run.dir} are not where their ranks are: rank {rank} {now}, and "
+                f"its slab, {prefix}{rank}.slab, lies where others run on {host}; start as many ranks as there were, "
+                "each on the machine where it was (torchrun --node-rank), or remove these files on every machine, and "
+                "go on from the last checkpoint, or anew without one"
+            )
 
 
 def as_checkpoint(config: Config, draft: Draft, plan: zero_offload.Plan, ranks: Ranks) -> str:

@@ -43,7 +43,7 @@ from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History, Loop, Step
 from zero_train.probing import measured
 from zero_train.ranks import Ranks, joined
-from zero_train.run_folder import claimed
+from zero_train.run_folder import claimed, shared
 from zero_train.schema import Config
 
 Result = TypeVar("Result")
@@ -143,6 +143,9 @@ class Run:
                 ranks, lambda: durable.as_checkpoint(config, draft, plan, ranks) if ranks.leader else ""
             ):
                 self._say(said)
+            together(ranks, lambda: durable.where_their_ranks_are(config, ranks))
+            if ranks.local_world_size < ranks.world_size and (config.run.checkpoint_every or config.run.export):
+                together(ranks, lambda: shared(folder, ranks))
             checkpoint = self._checkpoint()  # once more: the folder is ours from here on
             return self.train_in(stack, corpus, draft, plan, checkpoint)
 
