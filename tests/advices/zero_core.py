@@ -277,6 +277,8 @@ FOLLOWED: dict[str, str] = {
     "test_an_old_gradient_and_an_old_norm_are_refused",
     "or script a plain model that loads": "integration/zero_core/test_bad_input.py::"
     "test_a_sharded_module_is_not_compiled_to_torchscript",
+    "save into a folder that all machines share": "integration/zero_core/test_checkpoint_failures.py::"
+    "test_a_folder_that_machines_do_not_share_is_told_when_it_is_saved",
     "not on this one: see their errors": "integration/zero_offload/test_sleep.py::"
     "test_what_one_rank_cannot_do_no_rank_does",
     **{

@@ -19,6 +19,9 @@ _GROUPS += "test_groups_that_cannot_be_are_refused_and_the_way_out_works"
 _BATCH = "integration/zero_train/test_other_ranks.py::"
 _BATCH += "test_ranks_that_cannot_have_the_batch_are_refused_and_the_way_out_works"
 
+_PLACES = "integration/zero_train/test_clusters.py::test_ranks_that_changed_places_are_told_and_the_way_out_works"
+_SHARED = "integration/zero_train/test_clusters.py::test_a_run_folder_that_machines_do_not_share_is_told"
+
 FOLLOWED: dict[str, str] = {
     "shards nothing; set zero.replicas=1": _GROUPS,
     "makes several; set zero.replicas=1": _GROUPS,
@@ -28,6 +31,8 @@ FOLLOWED: dict[str, str] = {
     "start a number of ranks that divides": _BATCH,
     "is no multiple of {}, the sequences that": _BATCH,
     "set run.micro_batch={}": _BATCH,
+    "; start as many ranks as there were, each on the machine": _PLACES,
+    "name a folder that all machines share with run.dir": _SHARED,
     "Start all ranks within run.timeout=": "integration/zero_train/test_interrupted.py::"
     "test_a_rank_that_waits_for_others_to_start_raises_after_its_timeout",
     "leave run.global_batch out": _UNUSED,

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -105,3 +106,17 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, model, optimizer)
         assert len(list(tmp_path.glob("*.distcp"))) == 1
         optimizer.close()
+
+
+@kit.on_ranks(2)
+def test_a_folder_that_machines_do_not_share_is_told_when_it_is_saved(tmp_path: Path) -> None:
+    """Fails if each machine keeps a part of a checkpoint that calls itself complete."""
+    model, optimizer = stack()
+    checkpoint.save(tmp_path, model, optimizer, extra="first")
+    own = tmp_path / f"machine{kit.world()[0]}"
+    with pytest.raises(CheckpointError, match=r"is not one folder for all ranks: 1 of 2 files .* all machines share"):
+        checkpoint.save(own, model, optimizer)
+    assert not (own / checkpoint.files.MANIFEST).exists()
+    checkpoint.save(tmp_path, model, optimizer, extra="second")
+    assert checkpoint.load(tmp_path, model, optimizer).extra == "second"
+    optimizer.close()

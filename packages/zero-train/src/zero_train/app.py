@@ -19,14 +19,14 @@ from pathlib import Path
 
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from zero_train import __version__, deepspeed, explain, generate, unused_keys
 from zero_train import config as configuration
-from zero_train.errors import ConfigError, RunError
+from zero_train.errors import ConfigError, RunError, chain
 from zero_train.schema import Config
 
 CONFIG_EXIT = 2
@@ -36,6 +36,17 @@ _HELP = {"-h", "--help"}
 _TAKES = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
 _TAKES |= {"-i", "--info", "--experimental-rerun"}
 _INFOS = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}  # --info goes without one, too
+
+
+class JobFailed(CompactHydraException):
+    """A job of a sweep failed in a process that a launcher of Hydra's started. Hydra brings this error back."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"zero-train: the job ended with exit code {self.code}; its own log says why"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,9 +130,12 @@ def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _through_hydra(words: Sequence[str], flags: Sequence[str]) -> int:
     """Hands the command line to Hydra, which its flags and configuration folders need."""
     codes: list[int] = []
+    here = os.getpid()
 
     def job(composed: DictConfig) -> None:
         codes.append(_guarded(lambda: _of_hydra(composed)))
+        if codes[-1] and os.getpid() != here:  # where a launcher runs it, this list is a copy
+            raise JobFailed(codes[-1])
         if codes[-1] > 128:
             raise SystemExit(codes[-1])
 
@@ -131,7 +145,11 @@ def _through_hydra(words: Sequence[str], flags: Sequence[str]) -> int:
     sys.argv = [saved[0], *defaults, *configuration.completed(words), *flags, *resolved]
     try:
         hydra_main(config_path=str(configuration.folder()), config_name=configuration.NAME, version_base="1.3")(job)()
+    except JobFailed as failed:  # HYDRA_FULL_ERROR=1
+        return failed.code
     except SystemExit as leaving:  # Hydra's own flags and refusals, and the job's above
+        if failures := [error.code for error in chain(leaving) if isinstance(error, JobFailed)]:
+            return failures[0]
         return leaving.code if isinstance(leaving.code, int) else FAILED_EXIT if leaving.code else 0
     except (HydraException, OmegaConfBaseException) as error:
         raise configuration.explained(error) from error

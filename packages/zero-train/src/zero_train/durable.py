@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -74,11 +75,33 @@ def go_on(ready: Assembled, config: Config, ranks: Ranks, text: str, position: P
     return int(found["step"]) - 1
 
 
+def where_their_ranks_are(config: Config, ranks: Ranks) -> None:
+    """Raises ConfigError if a rank's slab lies where another rank runs: ranks may change places between machines.
+
+    Such a run would begin anew. To be called after `as_checkpoint`. Collective.
+    """
+    prefix, paths = zero_offload.slab_name(config.run.dir, ""), checks.nvme_paths(config, ranks.local_rank)
+    names = [name for path in paths if path.is_dir() for name in os.listdir(path) if name.endswith(".slab")]
+    numbers = [name.removeprefix(prefix).removesuffix(".slab") for name in names if name.startswith(prefix)]
+    machines = ranks.gather((socket.gethostname(), {int(number) for number in numbers if number.isdigit()}))
+    for host, found in machines:
+        for rank in sorted(found):
+            if rank < len(machines) and rank in machines[rank][1]:
+                continue
+            now = f"runs on {machines[rank][0]}" if rank < len(machines) else "does not exist"
+            raise ConfigError(
+                f"the durable steps of run.dir={config.run.dir} are not where their ranks are: rank {rank} {now}, and "
+                f"its slab, {prefix}{rank}.slab, lies where others run on {host}; start as many ranks as there were, "
+                "each on the machine where it was (torchrun --node-rank), or remove these files on every machine, and "
+                "go on from the last checkpoint, or anew without one"
+            )
+
+
 def fall_back(config: Config, ranks: Ranks, checkpoint: resume.Checkpoint | None) -> str:
     """Sets aside what is left of durable steps of which a rank has lost its part, as when a machine's drive is new.
 
     Then all ranks go on from `checkpoint`; without one nothing is done, and the run is refused later. Returns what to
-    say, or "". Collective.
+    say, or "". To be called after `where_their_ranks_are`. Collective.
     """
     if config.run.resume != "auto" or config.run.durable is None or config.zero.stage == 0:
         return ""

@@ -43,7 +43,7 @@ from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History, Loop, Step
 from zero_train.probing import measured
 from zero_train.ranks import Ranks, joined, together
-from zero_train.run_folder import claimed
+from zero_train.run_folder import claimed, shared
 from zero_train.schema import Config
 
 
@@ -138,14 +138,16 @@ class Run:
             unlocked = together(ranks, lambda: stack.enter_context(claimed(folder)) if ranks.leader else "")
             if unlocked:
                 self._say(f"run.dir={folder} cannot be locked ({unlocked}), so a second run can write into it as well")
-            found = self._checkpoint()
-            if said := durable.fall_back(config, ranks, found):
-                self._say(said)
             if said := together(
                 ranks, lambda: durable.as_checkpoint(config, draft, plan, ranks) if ranks.leader else ""
             ):
                 self._say(said)
+            together(ranks, lambda: durable.where_their_ranks_are(config, ranks))
+            if ranks.local_world_size < ranks.world_size and (config.run.checkpoint_every or config.run.export):
+                together(ranks, lambda: shared(folder, ranks))
             checkpoint = self._checkpoint()  # once more: the folder is ours from here on
+            if said := durable.fall_back(config, ranks, checkpoint):
+                self._say(said)
             return self.train_in(stack, corpus, draft, plan, checkpoint)
 
     def train_in(

@@ -18,6 +18,7 @@ import io
 import mmap
 import os
 import pickle
+import socket
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -89,6 +90,13 @@ class StreamingWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rename the manifest into place, then remove the data files that it does not list."""
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        names = {cast(Any, info).relative_path for info in stored.values()}
+        if unseen := sorted(name for name in names if not (self._folder / name).is_file()):
+            raise CheckpointError(
+                f"{self._folder} is not one folder for all ranks: {len(unseen)} of {len(names)} files that they wrote, "
+                f"such as {unseen[0]}, are not in that of {socket.gethostname()}, where the first rank is; save into a "
+                "folder that all machines share. An earlier checkpoint there stands"
+            )
         for alias, name in self._aliases.items():
             if name in metadata.state_dict_metadata and alias not in metadata.state_dict_metadata:
                 metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
@@ -109,9 +117,8 @@ class StreamingWriter(FileSystemWriter):
             os.fsync(directory)
         finally:
             os.close(directory)
-        kept = {cast(Any, info).relative_path for info in stored.values()}
         for path in self._folder.glob(f"*{_SUFFIX}"):
-            if path.name not in kept:
+            if path.name not in names:
                 path.unlink(missing_ok=True)
 
 

@@ -229,7 +229,7 @@ def _relay(asked: _Queue) -> None:
 
 
 def _leave(asked: _Queue, group: Any) -> None:
-    """What the thread was told before and has not taken means that it is inside gloo: nobody waits for that any more."""
+    """A thread that has not taken what it was told before is inside gloo, where nobody waits for it any more."""
     if not asked.empty():
         broken_off(group)
     asked.put(None)

@@ -1,0 +1,165 @@
+"""Ranks on machines with disks of their own. Here each rank has a folder, as `{local_rank}` in a path gives it one."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("zero_nvme")
+pytest.importorskip("zero_optim_cpu")
+
+from tests.integration.zero_train.helpers import COMMON, trained
+from zero_train import progress, run_folder
+from zero_train.errors import ConfigError, RunError
+from zero_train.ranks import Ranks
+
+RUN = ("offload=nvme", "run.steps=8", "run.durable=process")
+
+
+def disks(folder):
+    """One for each rank."""
+    for rank in range(2):
+        (folder / f"disk{rank}").mkdir(parents=True)
+    return f"offload.nvme_paths=['{folder}/disk{{local_rank}}']"
+
+
+def slabs(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.slab"))
+
+
+def on_two(folder, stop, *overrides):
+    """Runs on this rank, and stops after step `stop` unless it is 0. Returns losses and digest, or what it was told."""
+    shown = progress.Plain.step
+
+    def step(self, line):
+        shown(self, line)
+        if line.step == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    progress.Plain.step = step
+    try:
+        done = trained(folder, *RUN, *overrides)
+    except (ConfigError, RunError) as error:
+        return str(error)
+    finally:
+        progress.Plain.step = shown
+    return done.losses, done.digest
+
+
+def stopped(ranks, folder):
+    """A run that was stopped, and the whole one."""
+    whole, _ = ranks(2).run(on_two, folder / "whole", 0, disks(folder / "of_whole"))
+    ranks(2).run(on_two, folder / "run", 4, local := disks(folder))
+    assert [Path(name).parent.name for name in slabs(folder) if "of_whole" not in name] == ["disk0", "disk1"]
+    return whole, local
+
+
+def test_slabs_on_disks_of_their_own_are_gone_on_from(ranks, tmp_path):
+    (losses, digest), local = stopped(ranks, tmp_path)
+    (rest, again), _ = ranks(2).run(on_two, tmp_path / "run", 0, local, "run.resume=auto")
+    assert 4 <= len(rest) < 8 and rest == losses[-len(rest) :] and again == digest
+
+
+def test_ranks_that_changed_places_are_told_and_the_way_out_works(ranks, tmp_path):
+    """Fails if such a run begins anew, beside the steps that it has on the disks of others."""
+    (losses, digest), local = stopped(ranks, tmp_path)
+    for old, new in (("disk0", "aside"), ("disk1", "disk0"), ("aside", "disk1")):
+        (tmp_path / old).rename(tmp_path / new)
+    kept = {name: (tmp_path / name).read_bytes() for name in slabs(tmp_path)}
+    for said in ranks(2).run(on_two, tmp_path / "run", 0, local, "run.resume=auto"):
+        assert "are not where their ranks are: rank 1 runs on" in said and "torchrun --node-rank" in said
+    assert kept == {name: (tmp_path / name).read_bytes() for name in slabs(tmp_path)}
+    alone = trained_alone(tmp_path / "run", f"offload.nvme_paths=[{tmp_path}/disk0]")
+    assert "rank 1 does not exist, and its slab" in alone
+    for old, new in (("disk0", "aside"), ("disk1", "disk0"), ("aside", "disk1")):
+        (tmp_path / old).rename(tmp_path / new)
+    (rest, again), _ = ranks(2).run(on_two, tmp_path / "run", 0, local, "run.resume=auto")
+    assert rest == losses[-len(rest) :] and again == digest
+
+
+def trained_alone(folder, *overrides):
+    with pytest.raises(ConfigError) as told:
+        trained(folder, *RUN, *overrides, "run.resume=auto")
+    return str(told.value)
+
+
+def test_a_disk_that_is_lost_is_told_and_without_slabs_it_goes_on_from_a_checkpoint(ranks, tmp_path):
+    local = disks(tmp_path)
+    saves = "run.checkpoint_every=3"
+    ranks(2).run(on_two, tmp_path / "run", 4, local, saves)
+    (lost,) = (tmp_path / "disk1").glob("*.slab")
+    lost.unlink()
+    Path(f"{lost}.json").unlink()
+    for said in ranks(2).run(on_two, tmp_path / "run", 0, local, saves, "run.resume=auto"):
+        assert "rank 1 has lost its slab" in said and "after removing the slabs of all ranks" in said
+    for path in tmp_path.glob("disk*/*.slab*"):
+        path.unlink()
+    (rest, _), _ = ranks(2).run(on_two, tmp_path / "run", 0, local, saves, "run.resume=auto")
+    assert len(rest) == 4  # a run that is stopped saves once more
+
+
+def seen(folder, own):
+    """What rank 0 has made is `folder`; the other rank has `own` under that name."""
+    from tests import kit
+
+    rank, size = kit.world()
+    ranks = Ranks(rank, size, 0, 1, "cpu")
+    mine = own if rank else folder
+    try:
+        run_folder.shared(mine, ranks)
+    except ConfigError as error:
+        return str(error)
+    return "the same"
+
+
+def test_a_run_folder_that_machines_do_not_share_is_told(ranks, tmp_path):
+    """Fails if a run would save checkpoints of which each machine has a part, which none can load."""
+    (tmp_path / "run").mkdir()
+    assert ranks(2).run(seen, tmp_path / "run", tmp_path / "run") == ["the same"] * 2
+    for said in ranks(2).run(seen, tmp_path / "run", tmp_path / "on_another" / "run"):  # the way out is above
+        assert "is not one folder for all ranks: what rank 1 on" in said and "with run.dir=…" in said
+    assert not [path.name for path in (tmp_path / "run").iterdir()]
+    assert not (tmp_path / "on_another" / "run").exists()
+
+
+LAUNCHER = """
+import os, pickle
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn
+
+class ForkingLauncher(BasicLauncher):
+    "Runs its jobs in another process, as launchers of clusters do."
+
+    def launch(self, job_overrides, initial_job_idx):
+        read, write = os.pipe()
+        if not os.fork():
+            jobs = super().launch(job_overrides, initial_job_idx)
+            os.write(write, pickle.dumps([(job.overrides, job.status, job._return_value) for job in jobs]))
+            os._exit(0)
+        returned = []
+        for overrides, status, value in pickle.loads(os.read(read, 1 << 16)):
+            returned.append(JobReturn(overrides=overrides, status=status))
+            returned[-1].return_value = value
+        return returned
+
+ConfigStore.instance().store(
+    group="hydra/launcher", name="forking", node={"_target_": f"{__name__}.ForkingLauncher"}, provider="tests"
+)
+"""
+
+
+@pytest.mark.parametrize(("steps", "code"), [("1,2", 0), ("1,0", 2)])
+def test_a_sweep_in_other_processes_ends_with_the_code_of_a_job_that_failed(interpreter, tmp_path, steps, code):
+    plugin = tmp_path / "plugins" / "hydra_plugins" / "forking.py"
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text(LAUNCHER)
+    arguments = ["-m", "hydra/launcher=forking", *COMMON, "offload=none", f"run.steps={steps}", "run.dir=sweep"]
+    program = f"import sys\nsys.path[:0] = [{str(plugin.parents[1])!r}]\n"
+    program += f"from zero_train import app\nsys.exit(app.main({arguments!r}))\n"
+    ended = interpreter(program, tmp_path)
+    assert ended.returncode == code, ended.stderr
+    assert ("the job ended with exit code 2; its own log says why" in ended.stderr) == bool(code)
+    assert ended.stderr.count("run.steps=0 must be at least 1") == (code == 2)
