@@ -23,6 +23,10 @@ _PLACES = "integration/zero_train/test_clusters.py::test_ranks_that_changed_plac
 _SHARED = "integration/zero_train/test_clusters.py::test_a_run_folder_that_machines_do_not_share_is_told"
 
 FOLLOWED: dict[str, str] = {
+    "remove the slabs of all ranks to go on from the last": "integration/zero_train/test_other_ranks.py::"
+    "test_all_ranks_fall_back_to_the_checkpoint_if_one_has_lost_its_steps",
+    "let this process read the folder": "integration/zero_train/test_clusters.py::"
+    "test_a_folder_of_slabs_that_cannot_be_listed_is_told",
     "shards nothing; set zero.replicas=1": _GROUPS,
     "makes several; set zero.replicas=1": _GROUPS,
     "start a multiple of {} ranks, or set zero.replicas": _GROUPS,

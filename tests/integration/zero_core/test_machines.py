@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ import zero_core
 from tests.integration.zero_core import toys
 from zero_core.comm import Axis, MachineCollectives, MessageCollectives
 from zero_core.comm.machines import over_gloo
+from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.errors import StageError
 from zero_core.pool import Pool
 from zero_core.runtime.secondary import secondary_bytes
@@ -113,6 +115,7 @@ CASES = (
     {"stage": 3},
     {"prefetch_bytes": 1 << 20, "build": toys.adamw},
     {"param_dtype": torch.bfloat16, "tolerance": 0.02, "loss": cast},
+    {"stage": 0, "update_in_backward": True, "micro": 1},
     {"secondary_shards": True},
     {"secondary_shards": True, "prefetch_bytes": 0, "update_in_backward": True, "micro": 1},
 )
@@ -187,3 +190,77 @@ def refused(beside: int) -> None:
 @pytest.mark.parametrize("beside", [1, 4])
 def test_secondary_shards_need_machines_of_several_ranks(ranks, beside):
     ranks(4).run(refused, beside)
+
+
+class Asking(torch.nn.Module):
+    """Layers named as those of another sharded model, which it asks in the middle of its forward."""
+
+    def __init__(self, teacher: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(2 if teacher is None else 3)
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(1600, 1600, bias=False) for _ in range(4)))
+        self.others = [teacher]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers[0](x)
+        if self.others[0] is not None:
+            y = y + self.others[0](x)
+        for layer in self.layers[1:]:
+            y = layer(y)
+        return y
+
+
+def one_inside_the_other(beside: int) -> None:
+    teacher, plain = Asking(), Asking()
+    student, wanted = Asking(teacher), Asking(plain)
+    options = {"units": [torch.nn.Linear], "prefetch_bytes": 1 << 30}
+    with machines_of(beside):
+        zero_core.shard(teacher, **options)
+        optimizer = zero_core.shard(student, toys.sgd(student.parameters()), **options)
+    x = torch.ones(2, 1600)
+    with torch.no_grad():
+        for _ in range(4):
+            torch.testing.assert_close(student(x), wanted(x))
+    optimizer.close()
+
+
+def test_gathers_of_two_models_with_the_same_names_do_not_mix(ranks):
+    ranks(4).run(one_inside_the_other, 2)
+
+
+def served(beside: int) -> None:
+    """Rank 0 runs forwards, and the others take part; then all of them run one."""
+    with machines_of(beside):
+        torch.manual_seed(0)
+        model = toys.Stack()
+        optimizer = zero_core.shard(model, toys.sgd(model.parameters()), secondary_shards=True)
+    x = toys.data(0, 0)
+    for _ in range(2):
+        toys.loss_of(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with zero_core.uneven(model), torch.no_grad():
+            for _ in range(0 if dist.get_rank() else 3):
+                model(x)
+        with torch.no_grad():
+            model(x)
+    optimizer.close()
+
+
+def test_secondary_shards_of_ranks_that_only_take_part_are_current_too(ranks):
+    ranks(4).run(served, 2)
+
+
+def timeouts() -> set[timedelta]:
+    with machines_of(2):
+        optimizer = zero_core.shard(toys.Stack(), None, secondary_shards=True)
+        inside = optimizer.ranks.inside.group
+    mesh = mesh_of_replicas("cpu", 2, dist.get_world_size())
+    groups = [dist.group.WORLD, inside, mesh.get_group(0), mesh.get_group(1)]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+def test_groups_of_some_ranks_have_the_time_out_of_all(ranks):
+    """torch gives them 30 minutes."""
+    (found,) = {frozenset(each) for each in ranks(4).run(timeouts)}
+    assert len(found) == 1 and found != {timedelta(minutes=30)}

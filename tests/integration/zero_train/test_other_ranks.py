@@ -87,16 +87,24 @@ def test_all_ranks_fall_back_to_the_checkpoint_if_one_has_lost_its_steps(ranks, 
     on(ranks, 2, *command, "run.steps=2", "run.checkpoint_every=2")
     assert "continuing after step 2" in on(ranks, 2, *command, "run.steps=4")[2]
     first, second = sorted((tmp_path / "run").glob("*.slab"))
-    for file in (second, second.with_name(f"{second.name}.json")):
-        file.unlink()
+    described = second.with_name(f"{second.name}.json")
+    for file in (second, described):
+        file.rename(tmp_path / file.name)
     losses, numbers, said = on(ranks, 2, *command, "run.steps=5")
     assert "the durable steps of 1 of 2 ranks are gone" in said and "continuing after step 2" in said
     assert losses == pytest.approx(whole[0][2:], rel=1e-5) and numbers == whole[1][-len(numbers) :]
     assert first.with_name(f"{first.name}.aside").exists() and first.exists()
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    for file in (first, first.with_name(f"{first.name}.json")):
+    for file in (second, described):  # the drive comes back
+        (tmp_path / file.name).replace(file)
+    with pytest.raises(RankError, match="are of different runs on ranks 0 and 1"):
+        on(ranks, 2, *command, "run.steps=6")
+    for file in (tmp_path / "run").glob("*.slab*"):
         file.unlink()
-    with pytest.raises(RankError, match="rank 0 has lost its slab"):
+    assert "continuing after step 2" in on(ranks, 2, *command, "run.steps=5")[2]
+    for file in (second, described):
+        file.unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(RankError, match="rank 1 has lost its slab"):
         on(ranks, 2, *command, "run.steps=6")
 
 

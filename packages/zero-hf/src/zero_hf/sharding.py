@@ -11,10 +11,11 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import zero_core
 import zero_offload
+from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.errors import AlreadyShardedError
 from zero_core.optim.elementwise import kept_states
 from zero_core.optim.optimizer import ShardedOptimizer
@@ -160,7 +161,7 @@ def mesh_of(replicas: int, world: int) -> DeviceMesh:
         )
     accelerator = torch.accelerator.current_accelerator()
     device = "cpu" if accelerator is None or torch.distributed.get_backend() == "gloo" else accelerator.type
-    return init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    return mesh_of_replicas(device, replicas, world)
 
 
 def plan(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ def go_on(ready: Assembled, config: Config, ranks: Ranks, text: str, position: P
     Raises:
         ConfigError: the steps are of another run or text, or this run is not to be continued.
     """
-    kept = {"text": text, "config": OmegaConf.to_yaml(OmegaConf.structured(config))}
+    kept = {"text": text, "config": OmegaConf.to_yaml(OmegaConf.structured(config)), "life": ""}
     try:
         found = zero_core.resume(
             ready.model,
@@ -51,6 +52,14 @@ def go_on(ready: Assembled, config: Config, ranks: Ranks, text: str, position: P
         ).extra
     except zero_core.ZeroError as error:
         raise ConfigError(f"run.durable: {error}") from error
+    lives = ranks.gather((found or {}).get("life", ""))
+    if len(set(lives)) > 1:
+        raise ConfigError(
+            f"the durable steps of run.dir={config.run.dir} are of different runs on ranks 0 and "
+            f"{next(rank for rank, life in enumerate(lives) if life != lives[0])}, as when a drive comes back after "
+            "the others went on from a checkpoint; remove the slabs of all ranks to go on from the last checkpoint"
+        )
+    kept["life"] = lives[0] or ranks.agree(uuid.uuid4().hex)
     if found is None:
         return 0
     assert ready.slab is not None
@@ -81,7 +90,14 @@ def where_their_ranks_are(config: Config, ranks: Ranks) -> None:
     Such a run would begin anew. To be called after `as_checkpoint`. Collective.
     """
     prefix, paths = zero_offload.slab_name(config.run.dir, ""), checks.nvme_paths(config, ranks.local_rank)
-    names = [name for path in paths if path.is_dir() for name in os.listdir(path) if name.endswith(".slab")]
+
+    def listed() -> list[str]:
+        try:
+            return [name for path in paths if path.is_dir() for name in os.listdir(path) if name.endswith(".slab")]
+        except OSError as error:
+            raise ConfigError(f"offload.nvme_paths: {error}; let this process read the folder") from error
+
+    names = together(ranks, listed)
     numbers = [name.removeprefix(prefix).removesuffix(".slab") for name in names if name.startswith(prefix)]
     machines = ranks.gather((socket.gethostname(), {int(number) for number in numbers if number.isdigit()}))
     for host, found in machines:
@@ -106,13 +122,18 @@ def fall_back(config: Config, ranks: Ranks, checkpoint: resume.Checkpoint | None
     if config.run.resume != "auto" or config.run.durable is None or config.zero.stage == 0:
         return ""
     name, paths = zero_offload.slab_name(config.run.dir, ranks.rank), checks.nvme_paths(config, ranks.local_rank)
-    files = [path / f"{name}.slab{end}" for path in paths for end in ("", ".json")]
+    files = [
+        path / f"{name}.slab{end}" for end in (".json", "") for path in paths
+    ]  # of a slab without one nothing is read
     there = all(file.exists() for file in files)
 
     def shards_of_mine() -> int:
         with ExitStack() as stack:
             slab = make_slab(config, paths, stack, name, []) if there else None
-            return zero_offload.slabs_to_move(lambda place: None if place else slab, None)[1]
+            try:
+                return zero_offload.slabs_to_move(lambda place: None if place else slab, None)[1]
+            except zero_offload.OffloadError as error:
+                raise ConfigError(f"run.durable: {error}") from error
 
     shards = together(ranks, shards_of_mine)
     lost = round(ranks.mean(float(not there)) * ranks.world_size)
@@ -120,7 +141,7 @@ def fall_back(config: Config, ranks: Ranks, checkpoint: resume.Checkpoint | None
         return ""
 
     def set_aside() -> None:
-        for file in files if there else []:
+        for file in filter(Path.exists, files):  # of several drives one may be left
             file.rename(file.with_name(f"{file.name}.aside"))
 
     together(ranks, set_aside)

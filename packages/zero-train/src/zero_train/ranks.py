@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
+from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.device import backend_of
 from zero_train.errors import ConfigError
 
@@ -46,8 +46,7 @@ class Ranks:
         """Returns the DeviceMesh of `replicas` groups of consecutive ranks, None for one of all. Collective."""
         if replicas == 1:
             return None
-        shape = (replicas, self.world_size // replicas)
-        return init_device_mesh(self.device_type, shape, mesh_dim_names=("replicate", "shard"))
+        return mesh_of_replicas(self.device_type, replicas, self.world_size)
 
     def mean(self, value: float) -> float:
         """Returns the mean over all ranks, the same bits on each. Collective."""

@@ -13,10 +13,12 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from zero_train.errors import ConfigError
-from zero_train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from zero_train.ranks import Ranks  # imports torch, which a mistyped command shall not wait for
 
 LOCK = ".lock"  # names its holder, and is never deleted after a run: a deleted file locks nothing
 RESULTS = ("config.yaml", "metrics.jsonl", "validation.jsonl", "checkpoints", "pretrained")

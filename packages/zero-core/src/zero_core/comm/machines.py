@@ -41,6 +41,7 @@ from .peers import MessageCollectives, Messages, broken_off
 __all__ = ["MachineCollectives", "exchanged_bytes", "machines_of", "over_gloo"]
 
 _Queue = queue.SimpleQueue[Any]  # of (work, its future), or None to end
+_PASSED_ON = 1 << 29  # in a tag: of what a relay sends, whenever it comes to it, and the caller does not
 _NUMBER = ("GROUP_RANK", "SLURM_NODEID")  # of this rank's machine, by torchrun and by SLURM
 _NUMEL = 1 << 18  # of fp32 scratch: half a core's second-level cache
 
@@ -102,12 +103,12 @@ class MachineCollectives(MessageCollectives):
         beside, across = self._others(self._local), self._others(self._column)
         if rows[self._rank].data_ptr() != own.data_ptr():
             rows[self._rank].copy_(own)
-        # Those of one sender arrive in the order in which they were sent: its own first, then its column's.
-        local = [
-            self._receive(rows[r], rank, tag)
+        local = [self._receive(rows[rank], rank, tag) for rank in beside if rows[rank].numel()]
+        local += [
+            self._receive(rows[r], rank, tag ^ _PASSED_ON)
             for rank in beside
-            for r in (rank, *(each for each in self._columns[rank] if each != rank))
-            if rows[r].numel()
+            for r in self._columns[rank]
+            if r != rank and rows[r].numel()
         ]
         link = [self._receive(rows[rank], rank, tag) for rank in across if rows[rank].numel()]
         if own.numel():
@@ -116,7 +117,8 @@ class MachineCollectives(MessageCollectives):
 
         def pass_on() -> None:
             Messages(link).wait()
-            sent = [self._send(rows[r], rank, tag) for r in across for rank in beside if rows[r].numel()]
+            passed = tag ^ _PASSED_ON
+            sent = [self._send(rows[r], rank, passed) for r in across for rank in beside if rows[r].numel()]
             Messages(sent + local).wait()
 
         return Messages([self._gathers.do(pass_on)])
@@ -156,9 +158,9 @@ class MachineCollectives(MessageCollectives):
                 values = [(outgoing[r] if rank == self._rank else received[rank][k])[:numel] for rank in self._local]
                 _add(sums[k][:numel], values)
             arriving = {rank: incoming[k][: own.numel()] for k, rank in enumerate(across)}
-            link = [self._receive(arriving[rank], rank, tag) for rank in across if own.numel()]
+            link = [self._receive(arriving[rank], rank, tag ^ _PASSED_ON) for rank in across if own.numel()]
             link += [
-                self._send(sums[k][: outgoing[rank].numel()], rank, tag)
+                self._send(sums[k][: outgoing[rank].numel()], rank, tag ^ _PASSED_ON)
                 for k, rank in enumerate(self._column)
                 if rank != self._rank and outgoing[rank].numel()
             ]

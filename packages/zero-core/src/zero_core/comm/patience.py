@@ -73,7 +73,7 @@ class Patience:
 
     def __init__(self, rank: int, size: int, break_off: Callable[[], None]) -> None:
         self._rank, self._size, self._break_off = rank, size, break_off
-        self._key = f"zero_core/{next(_numbers)}" if size > 1 else ""
+        self.key = f"zero_core/{next(_numbers)}" if size > 1 else ""  # of the mesh
         self._calls: deque[tuple[str, str]] = deque(maxlen=_KEPT)
         self._count = 0  # collectives called so far
         self._told: _Wait | None = None
@@ -108,7 +108,7 @@ class Patience:
         """
         if self._size == 1:
             return
-        key = f"{self._key}/{call}/{self._assembled[call]}"
+        key = f"{self.key}/{call}/{self._assembled[call]}"
         if self._rank:
             self._ask(lambda store: store.add(key, 1))
         else:
@@ -130,7 +130,7 @@ class Patience:
         """The first call in which this rank and another one differ, as far as the others have written theirs."""
         mine = dict(enumerate(self._calls, self._count - len(self._calls)))
         for rank in range(self._size):
-            key = f"{self._key}/{rank}"
+            key = f"{self.key}/{rank}"
             written = None if rank == self._rank else self._ask(partial(_value, key))
             if written is None:
                 continue
@@ -165,7 +165,7 @@ class Patience:
             )
             calls = list(self._calls)
             written = json.dumps([self._count - len(calls), calls])
-            self._ask(lambda store: store.set(f"{self._key}/{self._rank}", written))
+            self._ask(lambda store: store.set(f"{self.key}/{self._rank}", written))
         if self.crossing() is not None and self._waits.get(thread) is wait:
             self._break_off()
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..device import backend_in, sent
 from ..errors import CollectiveError, StageError
@@ -28,11 +30,30 @@ from .native import TorchCollectives
 from .patience import Patience
 from .peers import broken_off
 
-__all__ = ["BY_BACKEND", "Ranks"]
+__all__ = ["BY_BACKEND", "Ranks", "default_timeout", "mesh_of_replicas"]
 
 BY_BACKEND: dict[str, CollectivesFactory] = {"gloo": over_gloo}  # of other backends: TorchCollectives
 
 _DIGEST_BITS = 20  # squares of digests are summed over ranks in float64: exact below 2^53
+
+
+def default_timeout(device: torch.device) -> timedelta | None:
+    """The default group's time-out, which a new group does not get by itself: torch gives it 30 minutes."""
+    everyone: Any = dist.group.WORLD
+    return getattr(getattr(everyone._get_backend(device), "options", None), "_timeout", None)
+
+
+def mesh_of_replicas(device: str, replicas: int, world: int) -> DeviceMesh:
+    """(replicas, world / replicas): each shard group has consecutive ranks. With the default group's time-out.
+
+    Collective.
+    """
+    made = init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    timeout = default_timeout(torch.device(device))
+    if timeout is not None:
+        for dimension in range(made.ndim):
+            dist.distributed_c10d._set_pg_timeout(timeout, made.get_group(dimension))
+    return made
 
 
 class Ranks:
@@ -96,7 +117,7 @@ class Ranks:
                     "with as many ranks each, at least two, and no mesh; a mesh (replicate, shard) keeps gathers "
                     "inside of its shard groups by itself. Leave secondary_shards out here"
                 )
-            groups = [(dist.new_group(ranks), ranks) for ranks in found]
+            groups = [(dist.new_group(ranks, timeout=default_timeout(device)), ranks) for ranks in found]
             (inside,) = (
                 Axis(group, ranks.index(dist.get_rank()), len(ranks))
                 for group, ranks in groups
@@ -131,7 +152,8 @@ class Ranks:
     @contextmanager
     def _naming(self, collective: str, unit: str) -> Iterator[int]:
         """Call a collective inside. Yields the tag of its messages."""
-        tag = zlib.crc32(f"{collective} of {unit}".encode()) >> 2
+        # Other models have units of the same names: a tag is of this mesh.
+        tag = zlib.crc32(f"{self.patience.key} {collective} of {unit}".encode()) >> 2
         self.fold(tag)
         self.patience.called(collective, unit)
         with self._waiting(collective, unit):
@@ -161,12 +183,10 @@ class Ranks:
     def beside(self) -> Any:
         """A group of all ranks for another thread, which exchanges objects in it; None for one rank.
 
-        Its time-out is the default group's: torch gives a new group 30 minutes. Collective at the first call.
+        Collective at the first call.
         """
         if self.size > 1 and self._beside is None:
-            everyone: Any = dist.group.WORLD
-            options = getattr(everyone._get_backend(self.device), "options", None)
-            self._beside = dist.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
+            self._beside = dist.new_group(backend="gloo", timeout=default_timeout(self.device))
         return self._beside
 
     def leave_beside(self) -> None:

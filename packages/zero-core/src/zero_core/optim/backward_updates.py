@@ -41,7 +41,7 @@ class UpdatesInBackward:
         flags = None
         if self._ranks.size > 1:
             mine = self._ranks.numbers([float(flag) for flag in unit.gradient.used])
-            flags = later(self._ranks.sum_everywhere(mine, unit.name))
+            flags = later(self._ranks.sum_everywhere(mine, f"what is used of {unit.name}"))
         return partial(self._update, unit, flags)
 
     @torch.no_grad()

@@ -118,7 +118,9 @@ class UnitMemory:
 
     def another(self) -> UnitMemory:
         """Memory for the same shards which has no part in this one, and no parameters."""
-        return UnitMemory(self.index, self.layout, self.dtype, self.context, exact=self._exact)
+        made = UnitMemory(self.index, self.layout, self.dtype, self.context, exact=self._exact)
+        made.secondary = self.secondary
+        return made
 
     @property
     def nbytes(self) -> int:
@@ -208,8 +210,6 @@ class UnitMemory:
             if self.ranks.shard.size > 1:
                 with self.observer.span("gather", self.name):
                     self._end_gather()
-                if self.secondary is not None and not self._inside:
-                    self.secondary.keep(self._filled)
             else:
                 shard = self._await_shard()
                 if self._shard is not None:
@@ -279,3 +279,6 @@ class UnitMemory:
     def _end_gather(self) -> None:
         work, self._work = self._work, None
         self.ranks.wait(work, "all_gather", self.name)
+        # Also where this rank does not use what it has gathered: others may.
+        if self.secondary is not None and work is not None and not self._inside:
+            self.secondary.keep(self._filled)

@@ -181,7 +181,7 @@ class Rounds:
             left = allowed - under_way
             if left <= 0 or (left < unit.nbytes and under_way):
                 if allowed > 0:
-                    member.store.prefetch(unit.index)
+                    unit.foresee()
                 return
             unit.prefetch()
             under_way += unit.nbytes

@@ -291,7 +291,9 @@ _ZERO: dict[str, Key] = {
         anything, "it updates parameters with old gradients: leave it out; updates overlap the next forward exactly"
     ),
     "zero_hpz_partition_size": needless(
-        whole(), "there is no second copy of the parameters for backward, which takes less memory and more traffic"
+        whole(),
+        "backward gathers from all ranks, which takes less memory and more traffic; "
+        "zero_core.shard(secondary_shards=True) keeps the second copy",
     ),
     "zero_quantized_weights": refused(
         flag, "gathered weights would be rounded: leave it out, or give zero_core.shard your own collectives="
