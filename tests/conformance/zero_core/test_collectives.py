@@ -37,18 +37,11 @@ def on_two_machines(axis: Axis, pool: Pool) -> MachineCollectives:
     return MachineCollectives(axis, pool, [range(half), range(half, axis.size)])
 
 
-class OnMachines(OnGloo):
-    ranks = (4,)
-
-    def test_ranks_of_a_smaller_group_are_numbered_in_the_group(self):
-        """They would be on one machine."""
+class TestMachinesOfTwo(OnGloo):
+    collectives, ranks = in_pairs, (4,)
 
 
-class TestMachinesOfTwo(OnMachines):
-    collectives = in_pairs
-
-
-class TestMachinesOfThree(OnMachines):
+class TestMachinesOfThree(OnGloo):
     collectives, ranks = on_two_machines, (6,)
 
 
