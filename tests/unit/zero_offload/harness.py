@@ -6,6 +6,7 @@ Tiles have `tests.chunks.TILE` elements, so whoever uses these does so inside `s
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -217,3 +218,11 @@ def threads(name: str) -> set[threading.Thread]:
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     """Bit for bit."""
     return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what another thread does; it fails after a minute."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)

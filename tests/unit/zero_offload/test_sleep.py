@@ -20,7 +20,7 @@ from zero_core.store import Sleeps
 from zero_offload import AsleepError, BudgetError, HostBudget, MemoryByteStore, OffloadError, PlacementError, SwapError
 from zero_offload.testing import FaultyByteStore
 
-from .harness import TILE, Driver, make, only_close_works, same, threads
+from .harness import TILE, Driver, make, only_close_works, same, threads, until
 from .simulated import simulated_device
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -74,7 +74,7 @@ def test_the_memory_is_gone_and_only_what_nothing_else_has_was_written() -> None
     driver.store.wait()
     memory, used = weakref.ref(driver.store._attached.arena.memory), nvme.used_bytes
     driver.store.sleep()
-    assert memory() is None
+    until(lambda: memory() is None)  # a thread of the tier's may let go of the last view a moment later
     assert driver.store.stats()["host_bytes"] == 0
     parameters = driver.store.describe().bytes_of("host", "parameters")
     assert parameters <= nvme.used_bytes - used < parameters + 4096 * len(driver.numels)  # no gradients, and no slots

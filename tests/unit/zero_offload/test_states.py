@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from zero_offload import MemoryByteStore, TieredStore
 from zero_offload.testing import FaultyByteStore
 from zero_offload.tiles import fitting
 
-from .harness import TILE, Driver, make, same
+from .harness import TILE, Driver, make, same, until
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -138,13 +138,6 @@ def test_updates_in_backward_keep_what_the_next_forward_needs_first(slots: int, 
     driver.store.close()
     ahead = slots - stay  # that may have been read before the step began
     assert set(found) >= set(range(stay, 8 - ahead)) and not set(found) & set(range(stay))
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_updates_in_backward_read_ahead_in_its_order_as_slots_come_free() -> None:
