@@ -333,6 +333,8 @@ def test_step_hooks_of_the_users_optimizer_run_once_a_step(build):
 class Listening(DeviceStore):
     """Notes what is asked of it."""
 
+    updates_later = True
+
     def __init__(self):
         super().__init__()
         self.calls = []
@@ -358,3 +360,22 @@ def test_on_several_ranks_the_store_hears_of_the_unit_after_the_one_gathered_ahe
     forward = asked[: asked.index(("parameters", blocks[-1])) + 1]
     for block in blocks[2:]:
         assert ("prefetch", block) in forward[: forward.index(("parameters", block))], (block, forward)
+
+
+@kit.on_ranks(2)
+def test_on_several_ranks_a_forward_after_a_step_waits_for_one_update_ahead():
+    """Fails if it asks for all that prefetch_bytes allow: the first block would wait for every block's update."""
+    store = Listening()
+    model, optimizer = kit.sharded(toys.Stack(5), toys.sgd, store=store, prefetch_bytes=1 << 30)
+    blocks = [unit.index for unit in zero_core.units(model) if unit.name.startswith("blocks.")]
+    for number, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda *given, number=number: store.calls.append(("computed", number)))
+    kit.step(optimizer, toys.loss_of(model, toys.data(0, 0)))
+    store.calls.clear()
+    toys.loss_of(model, toys.data(1, 0)).backward()
+    for number, block in enumerate(blocks[2:]):
+        assert store.calls.index(("computed", number)) < store.calls.index(("parameters", block)), store.calls
+    store.calls.clear()
+    kit.step(optimizer, toys.loss_of(model, toys.data(1, 1)))
+    asked = [call for call in store.calls if call[1] in blocks]
+    assert asked[: len(blocks)] == [("parameters", block) for block in blocks]  # no step since: all at once

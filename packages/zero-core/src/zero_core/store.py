@@ -31,6 +31,7 @@ __all__ = [
     "StoreContext",
     "SwapsIn",
     "SwitchesOptions",
+    "UpdatesLater",
     "lent_bytes",
     "scalar_names",
 ]
@@ -261,6 +262,13 @@ class LendsMasters(Protocol):
     into them. `lends_masters`: whether they are."""
 
     lends_masters: bool
+
+
+@runtime_checkable
+class UpdatesLater(Protocol):
+    """Optional part of a store whose `parameters` may have to wait for an update. `updates_later`: whether it may."""
+
+    updates_later: bool
 
 
 @runtime_checkable

@@ -75,6 +75,8 @@ class TieredStore:
         >>> disk.close()
     """
 
+    updates_later = True  # see zero_core.store.UpdatesLater
+
     def __init__(
         self,
         parameters: Placement = "host",

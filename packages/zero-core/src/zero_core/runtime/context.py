@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ..comm.ranks import Ranks
 from ..pool import Pool
-from ..store import LendsMasters, Observer, ShardStore, SwapsIn
+from ..store import LendsMasters, Observer, ShardStore, SwapsIn, UpdatesLater
 
 __all__ = ["UnitContext"]
 
@@ -34,3 +34,8 @@ class UnitContext:
     def lends_masters(self) -> bool:
         """Whether the store lends masters, see `LendsMasters`."""
         return isinstance(self.store, LendsMasters) and self.store.lends_masters
+
+    @cached_property
+    def updates_later(self) -> bool:
+        """Whether a unit's parameters may have to be waited for after a step, see `UpdatesLater`."""
+        return isinstance(self.store, UpdatesLater) and self.store.updates_later

@@ -137,7 +137,7 @@ def _nothing() -> None:
 class _Unit:
     """As much of a `unit.Unit` as `Uses`, `Backward` and `Reducer` ask for."""
 
-    name = ""
+    name, updating = "", False  # gathers go as far ahead as they do without a step before
     watch = SimpleNamespace(was_written=lambda: False, unseen_write=lambda: None)  # no forward writes
 
     def __init__(self, index: int, size: UnitSize, run: Rehearsal, shelf: Shelf) -> None:

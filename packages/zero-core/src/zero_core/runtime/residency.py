@@ -112,6 +112,7 @@ class UnitMemory:
         self._work: Any = None  # the gather
         self.secondary: Secondary | None = None  # what is gathered inside this machine
         self._inside = False  # the gather under way is
+        self.updating = False  # stepped, and not brought in since: the store may still be at it
         self.flat = torch.empty(layout.numel, dtype=dtype, device=context.ranks.device)
         self.views = [self.flat.data[s.offset : s.stop].view(s.shape) for s in layout.slots]
         take_away(self.flat)
@@ -272,6 +273,7 @@ class UnitMemory:
         return self._filled[start:stop]
 
     def _release_shard(self) -> None:
+        self.updating = False
         if self._shard is not None:
             self._shard = None
             self.store.release(self.index)

@@ -73,10 +73,12 @@ class Uses:
     def prefetch(self, upcoming: Iterable[int]) -> None:
         """Start the units that come next, as many as the bytes allow, one at least; the store hears of one more.
 
-        To gather ahead is to wait for that unit's own update first: when it is done differs between ranks, and ranks
-        that decided by it would cross. What the store has to read for the gather after it may begin meanwhile.
+        On several ranks, to gather ahead is to wait for that unit's own update first: when it is done differs between
+        ranks, and ranks that decided by it would cross. So of units that a step has changed, one at a time is gathered
+        ahead: computing waits for one update more than it needs, and not for all that the bytes allow.
         """
         left, self.turn.spare_bytes = self.turn.prefetch_bytes, 0
+        updating = False
         for u in upcoming:
             unit = self._units[u]
             if unit.residency.unsharded:
@@ -84,11 +86,13 @@ class Uses:
                     return  # a pass since the step has gathered it, and what comes after it
                 left -= self.turn.ahead_bytes(unit)
                 continue
-            if left <= 0 or (left < unit.nbytes and left < self.turn.prefetch_bytes):
+            enough = left <= 0 or (left < unit.nbytes and left < self.turn.prefetch_bytes)
+            if enough or (updating and unit.updating and self._ranks.shard.size > 1):
                 if self.turn.prefetch_bytes > 0:
                     unit.foresee()
                 return
             left -= unit.nbytes
+            updating |= unit.updating
             unit.prefetch()
         self.turn.spare_bytes = left
 
