@@ -14,6 +14,8 @@ FOLLOWED: dict[str, str] = {
     "that each hold all shards, and {}: write replicas: 1": _GROUPS,
     "both say which ranks share shards: leave one out": _GROUPS,
     "start a multiple of {} ranks with torchrun": _GROUPS,
+    "leave secondary_shards out, or write stage: 3": _HERE
+    + "test_replicas.py::test_secondary_shards_of_a_trainer_are_planned_and_train_the_same",
     "has no update on the host": _HERE
     + "test_trainer_use.py::test_the_optimizers_that_a_refusal_names_train_on_nvme_as_in_the_stock_trainer",
     "keep all on the device with offload: none": _HERE

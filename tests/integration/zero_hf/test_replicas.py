@@ -6,6 +6,9 @@ checkpoint of several copies.
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -76,3 +79,22 @@ def test_groups_that_cannot_be_are_refused_and_the_way_out_works(ranks):
         ZeroConfig(replicas=2, **durable)
     ZeroConfig(replicas=1, **durable)
     ZeroConfig(replicas=2, offload="host")
+
+
+def _on_machines(folder, second):
+    """Two machines of two ranks each, as torchrun tells it."""
+    machine = {"GROUP_RANK": str(torch.distributed.get_rank() // 2), "LOCAL_WORLD_SIZE": "2"}
+    with launched(), mock.patch.dict(os.environ, machine):
+        made, logs = train(Sharded, folder, zero={"secondary_shards": second}, max_steps=3, data=33)
+        planned = made.zero_run.plan.bytes_of("device", "buffers")
+        made.zero_run.close()
+    return logs.losses, planned
+
+
+def test_secondary_shards_of_a_trainer_are_planned_and_train_the_same(ranks, tmp_path):
+    (losses, planned), (others, more) = (ranks(4).run(_on_machines, tmp_path / str(on), on)[0] for on in (False, True))
+    assert losses == others and more > planned
+    with pytest.raises(ConfigError, match="stage 3 without replicas, .* leave secondary_shards out"):
+        ZeroConfig(stage=2, secondary_shards=True)
+    ZeroConfig(stage=2)
+    ZeroConfig(stage=3, replicas=1, secondary_shards=True)

@@ -156,9 +156,11 @@ def test_secondary_shards_take_a_part_of_the_model_and_no_network_after_a_steps_
     more = second.bytes_of("device", "buffers") - plain.bytes_of("device", "buffers")
     assert 0 <= more - 2 * LLAMA.numel / 8 < 64 * len(LLAMA.units)  # units are padded
     assert second.step_seconds < plain.step_seconds
-    for hardware, options in ((LAPTOP, {}), (None, {}), (cluster, {"stage": 2})):
+    counted = plan(LLAMA, secondary_shards=8, shard_count=32)
+    assert counted.bytes_of("device", "buffers") == second.bytes_of("device", "buffers")
+    for hardware, options in ((LAPTOP, {}), (None, {}), (cluster, {"stage": 2}), (None, {"replicas": 2})):
         with pytest.raises(ValueError, match="several machines with several ranks each, without"):
-            plan(LLAMA, hardware, secondary_shards=True, **options)
+            plan(LLAMA, hardware, secondary_shards=8 if "replicas" in options else True, **options)
         assert plan(LLAMA, hardware, **options).total("host") > 0  # left out, as it advises
 
 

@@ -27,11 +27,11 @@ class ZeroConfig:
     """How a model is sharded, and where its state is kept.
 
     stage: ZeRO stage 0 to 3. replicas: groups of consecutive ranks that each hold all shards, such as one for each
-    machine: units are gathered within a group, and gradients are averaged over all ranks. offload: where everything is
-    kept, "none" (on the device), "host" or "nvme"; parameters, gradients and optimizer say otherwise for one kind:
-    "device", "host", "nvme", or fractions of them, such as {"host": 0.4, "nvme": 0.6}. nvme_paths: folders on the
-    drives, in which "{local_rank}" is this process's number on its machine; a folder is made if the one above it is
-    there.
+    machine: units are gathered within a group, and gradients are averaged over all ranks. secondary_shards: as
+    zero_core.shard takes it, for stage 3 on several machines. offload: where everything is kept, "none" (on the
+    device), "host" or "nvme"; parameters, gradients and optimizer say otherwise for one kind: "device", "host", "nvme",
+    or fractions of them, such as {"host": 0.4, "nvme": 0.6}. nvme_paths: folders on the drives, in which "{local_rank}"
+    is this process's number on its machine; a folder is made if the one above it is there.
     states: a layout of zero_optim_cpu.CpuStep.
     activations: what each block keeps for backward of a model that is trained: "keep" (all that autograd saves), or its
     input alone, on the device ("recompute"), "host" or "nvme". rows: how many rows of a batch a block computes at once.
@@ -68,6 +68,7 @@ class ZeroConfig:
     host_bytes: int | None = None
     overlap: bool = True
     replicas: int = 1
+    secondary_shards: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.nvme_paths, (str, Path)):
@@ -93,6 +94,12 @@ class ZeroConfig:
             raise ConfigError(
                 f"replicas={self.replicas} makes groups of ranks that each hold all shards, and {what}: write "
                 f"replicas: 1, or {'stage: 1, 2 or 3' if self.stage == 0 else 'leave durable out and save checkpoints'}"
+            )
+        _known("secondary_shards", self.secondary_shards, (False, True))
+        if self.secondary_shards and (self.stage < 3 or self.replicas > 1):
+            raise ConfigError(
+                f"secondary_shards=True is for stage 3 without replicas, and there are stage={self.stage} and "
+                f"replicas={self.replicas}: leave secondary_shards out, or write stage: 3 and replicas: 1"
             )
         for path in self.nvme_paths:
             if set(re.findall(r"{.*?}", path)) - {"{local_rank}"}:

@@ -185,6 +185,9 @@ def plan(
         ConfigError, zero_offload.PlanError: as shard.
     """
     step = step_of(optimizer, config)
+    options = _gathering(config)
+    if config.secondary_shards and hardware is None:
+        options["secondary_shards"] = _ranks_per_machine(ranks)
     found = zero_offload.plan(
         model,
         hardware,
@@ -198,9 +201,14 @@ def plan(
         slots=config.slots,
         host_bytes=config.host_bytes,
         accumulate=accumulate,
-        **_gathering(config),
+        **options,
     )
     return found, step
+
+
+def _ranks_per_machine(ranks: int) -> int:
+    """As torchrun or SLURM says; all of them where neither started this process."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or ranks)
 
 
 def describe(model: nn.Module, config: ZeroConfig, plan: zero_offload.Plan, ranks: int) -> str:
@@ -235,6 +243,7 @@ def _gathering(config: ZeroConfig) -> dict[str, Any]:
         "stage": config.stage,
         "prefetch_bytes": config.prefetch_bytes,
         "resident_bytes": config.resident_bytes,
+        "secondary_shards": config.secondary_shards,
     }
 
 

@@ -293,7 +293,7 @@ _ZERO: dict[str, Key] = {
     "zero_hpz_partition_size": needless(
         whole(),
         "backward gathers from all ranks, which takes less memory and more traffic; "
-        "zero_core.shard(secondary_shards=True) keeps the second copy",
+        "secondary_shards of zero_hf.ZeroConfig keeps the second copy",
     ),
     "zero_quantized_weights": refused(
         flag, "gathered weights would be rounded: leave it out, or give zero_core.shard your own collectives="

@@ -235,7 +235,7 @@ def plan(
     whole_logits: bool = False,
     no_sync: bool = False,
     host_bytes: int | None = None,
-    secondary_shards: bool = False,
+    secondary_shards: bool | int = False,
 ) -> Plan:
     """Plan one rank's memory and step.
 
@@ -244,14 +244,14 @@ def plan(
     `hardware.tiers`. `step` says what the optimizer states of a tile are (a bound `UpdateStep`); without it Adam in
     fp32. `units`, `prefetch_bytes`, `resident_bytes`, `stage`, `secondary_shards`, dtypes: as given to
     `zero_core.shard`. `shard_count`: the ranks that share the shards; None: those of `hardware` by `replicas`, the
-    groups of such ranks. At stage 0 all ranks are replicas. `tokens`: of one rank's step, over its `accumulate`
-    micro-batches. `no_sync`: all of them but the last run inside `zero_core.no_sync`, so that each rank keeps whole
-    gradients in fp32. Where one gradient reaches the store in a step, it has no room for a sum: a store of this plan
-    refuses a second one. `rows`: as `offload_activations` takes it, of the `micro_batch` rows of a micro-batch; "auto":
-    of all, half, a quarter and so on, the number that fits and is predicted to be fastest. `whole_logits`: with `rows`
-    the loss needs all logits at once, as under a loss scale, or where it is not `torch.nn.functional.cross_entropy`.
-    `host_bytes` overrides this rank's share of the host's memory. Without `hardware` nothing is refused, and "auto"
-    means host, or all rows.
+    groups of such ranks. At stage 0 all ranks are replicas. A number of `secondary_shards`: so many ranks share a
+    machine, where no `hardware` says it. `tokens`: of one rank's step, over its `accumulate` micro-batches. `no_sync`:
+    all of them but the last run inside `zero_core.no_sync`, so that each rank keeps whole gradients in fp32. Where one
+    gradient reaches the store in a step, it has no room for a sum: a store of this plan refuses a second one. `rows`:
+    as `offload_activations` takes it, of the `micro_batch` rows of a micro-batch; "auto": of all, half, a quarter and
+    so on, the number that fits and is predicted to be fastest. `whole_logits`: with `rows` the loss needs all logits at
+    once, as under a loss scale, or where it is not `torch.nn.functional.cross_entropy`. `host_bytes` overrides this
+    rank's share of the host's memory. Without `hardware` nothing is refused, and "auto" means host, or all rows.
 
     Raises `PlanError` where a budget is too small: which, how much is missing, what to change; ValueError for a
     placement that cannot be.
@@ -269,9 +269,11 @@ def plan(
     own, reduced = _dtypes_of(model)
     dtype = parameter_dtype or own
     ranks = shard_count or (hardware.ranks // replicas if hardware else 1)
-    machines = 1 if hardware is None or replicas > 1 else min(hardware.nodes, hardware.ranks_per_node)
-    if secondary_shards and (stage < 3 or machines < 2):
-        known = f"{hardware.nodes} x {hardware.ranks_per_node} ranks" if hardware else "no hardware"
+    nodes, local = (hardware.nodes, hardware.ranks_per_node) if hardware else (1, 1)
+    if hardware is None and secondary_shards > 1:
+        nodes, local = ranks // secondary_shards, int(secondary_shards)
+    if secondary_shards and (stage < 3 or replicas > 1 or min(nodes, local) < 2):
+        known = f"{nodes} x {local} ranks" if hardware or secondary_shards > 1 else "no hardware"
         raise ValueError(
             "secondary_shards=True is for stage 3 on several machines with several ranks each, without replicas, and "
             f"this plan has stage={stage}, replicas={replicas} and {known}: leave it out, or plan for a Hardware with "
@@ -282,12 +284,12 @@ def plan(
         reduce_dtype=reduce_dtype or parameter_dtype or reduced,
         shard_count=ranks if stage else 1,
         replicas=replicas if stage else ranks * replicas,
-        ranks_per_machine=hardware.ranks_per_node if hardware and hardware.nodes > 1 else 1,
+        ranks_per_machine=local if nodes > 1 else 1,
         stage=stage,
         tile_numel=tile_numel,
         alignment=alignment,
         accumulate=accumulate,
-        secondary_shards=secondary_shards,
+        secondary_shards=bool(secondary_shards),
         no_sync=no_sync,
         prefetch_bytes=prefetch_bytes,
         resident_bytes=resident_bytes,
