@@ -8,6 +8,7 @@ pytest tests/device --device cpu          runs what does not need a discrete dev
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -116,23 +117,34 @@ def device_ranks(pytestconfig, ranks):
 
     Rehearsed on the CPU: two ranks and gloo.
     """
-    device = _device(pytestconfig)
+    yield from _pool(_device(pytestconfig), ranks, 2)
+
+
+@pytest.fixture(scope="module")
+def four_device_ranks(pytestconfig, ranks):
+    """Likewise four or more, for two machines of several ranks."""
+    yield from _pool(_device(pytestconfig), ranks, 4)
+
+
+def _pool(device, ranks, least):
     if device.type == "cpu":
-        yield ranks(2)
+        yield ranks(least)
         return
     from zero_core.testing import RankPool
 
     if device.type == "sim":
         from tests.device.simulation import CheckedRanks
 
-        pool: Any = CheckedRanks(RankPool(2, device="sim", imports=("tests.device.simulation",)))
+        os.environ["ZERO_SIM_DEVICES"] = str(least)  # read by the ranks when they start; this process has read its own
+        pool: Any = CheckedRanks(RankPool(least, device="sim", imports=("tests.device.simulation",)))
     else:
         found = torch.get_device_module(device).device_count()
-        if found < 2:
-            pytest.skip(f"ranks with a device each need two, found {found}")
+        if found < least or found % (least // 2):
+            pytest.skip(f"ranks with a device each need {least}, found {found}")
         pool = RankPool(found, device=device.type)
     yield pool
     pool.close()
+    os.environ.pop("ZERO_SIM_DEVICES", None)
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 import zero_core
 from tests.device.zero_core import runs
 from tests.device.zero_core.test_parity import TOLERANCE
+from zero_core.comm.ranks import mesh_of_replicas
 
 
 def parity(kind: str, make: Any, micro: int, dtype: torch.dtype, swaps: bool, stage: int) -> tuple[float, float]:
@@ -65,3 +68,27 @@ def served(kind: str, swaps: bool) -> None:
 @pytest.mark.parametrize("swaps", [False, True])
 def test_ranks_that_are_done_serve_the_others(device, device_ranks, swaps):
     device_ranks.run(served, device.type, swaps)
+
+
+def on_machines(kind: str, swaps: bool) -> dict[str, Any]:
+    """Two machines, each with half of the ranks. A second cut inside them changes no bit; nor does the order of sums,
+    where groups of ranks have all shards, by more than it may."""
+    device, half = runs.device_of_rank(kind), dist.get_world_size() // 2
+
+    def store() -> Any:
+        return runs.swapping(device, late_cycles=2_000_000) if swaps else None
+
+    first = runs.history(runs.checkpointed, device)
+    with mock.patch.dict(os.environ, {"GROUP_RANK": str(dist.get_rank() // half)}):
+        second = runs.history(runs.checkpointed, device, store=store(), secondary_shards=True)
+    mesh = mesh_of_replicas(device.type, 2, dist.get_world_size())
+    return {
+        "second cut": runs.differing(second, first),
+        "groups": runs.distance(runs.checkpointed, device, 2, torch.float32, store=store(), mesh=mesh),
+    }
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_secondary_shards_and_groups_of_ranks(device, four_device_ranks, swaps):
+    for found in four_device_ranks.run(on_machines, device.type, swaps):
+        assert found["second cut"] == [] and max(found["groups"]) <= max(TOLERANCE[torch.float32])
