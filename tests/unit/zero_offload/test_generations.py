@@ -17,7 +17,8 @@ import torch
 
 from zero_offload import GenerationError, MemoryByteStore
 from zero_offload.testing import CrashByteStore, Crashed
-from zero_offload.tiles.generations import HEADER, Generations, TwoPlaces
+from zero_offload.tiles.generations import HEADER, Generations
+from zero_offload.tiles.two_places import TwoPlaces
 from zero_offload.timeline import Timeline
 from zero_offload.transfers import InFlight, Transfers
 

@@ -19,8 +19,9 @@ from zero_core.store import Segment, ShardSpec
 
 from .errors import GenerationError
 from .protocols import NamedByteStore, UpdateStep
+from .tiles.durable_layout import shards_of
 from .tiles.footprint import PlacedUnit
-from .tiles.generations import Generations, shards_of
+from .tiles.generations import Generations
 from .tiles.tile import cut, record_of
 from .tiles.values import PinnedValues
 from .timeline import Timeline

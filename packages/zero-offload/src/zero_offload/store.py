@@ -25,9 +25,10 @@ from .protocols import ByteStore, UpdateStep
 from .step_probe import check_cuts
 from .streams import Streams, streams_of
 from .tier import Tier, tiers_with
+from .tiles.durable_layout import generation_layout
 from .tiles.fitting import plan_store
 from .tiles.footprint import StorePlan
-from .tiles.generations import Generations, generation_layout
+from .tiles.generations import Generations
 from .tiles.tile import check_tile_numel
 from .timeline import Timeline
 from .torch_step import TorchStep

@@ -32,8 +32,8 @@ from ..slots import Slot, Slots
 from ..streams import Mark, Streams
 from ..transfers import InFlight
 from .footprint import StorePlan
-from .generations import TwoPlaces
 from .tile import Tile
+from .two_places import TwoPlaces
 
 __all__ = ["DeviceTier"]
 

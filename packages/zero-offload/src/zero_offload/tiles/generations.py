@@ -1,6 +1,6 @@
 """Generations: each durable value has two places on disk, and a manifest says which of them the last step left.
 
-Owns the places, the manifests and the order in which a commit writes them. When a step is complete, and what else
+Owns the manifests, and the order in which a commit writes them and the values. When a step is complete, and what else
 belongs to it (`blob`), is the caller's to say.
 
 [Note: a commit]
@@ -18,11 +18,6 @@ before the last sync leaves generation N-1, whose places, body and header nothin
 without its body.
 
 Nothing may be written for step N+1 until every rank has committed N: see `zero_core.durable`.
-
-[Note: a copy]
-A checkpoint in the background copies the values of step N while training goes on. Step N+1 writes to the other places,
-and step N+2 would write over N's. `Pins` holds these places back: each is free as soon as it has been read, in the
-order in which updates come, so an update waits only where the disk is slower than two steps. No third place is needed.
 """
 
 from __future__ import annotations
@@ -30,7 +25,6 @@ from __future__ import annotations
 import errno
 import json
 import struct
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,24 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.store import Segment, ShardSpec, StoreContext
-
 from ..errors import GenerationError
-from ..protocols import NamedByteStore, UpdateStep
-from ..transfers import END, Stored, Transfer, Transfers
-from .footprint import StorePlan
-from .tile import Tile, round_up
+from ..protocols import NamedByteStore
+from ..transfers import Stored, Transfer, Transfers
+from .tile import round_up
+from .two_places import Pins, TwoPlaces
 
-__all__ = [
-    "Generations",
-    "Manifest",
-    "Pins",
-    "TwoPlaces",
-    "generation_layout",
-    "parameters_of",
-    "shards_of",
-    "states_of",
-]
+__all__ = ["Generations", "Manifest"]
 
 FORMAT = 1
 MAGIC = b"zerogen\0"
@@ -65,163 +48,6 @@ HEADER = struct.Struct("<8sIQQQI")  # magic, format, number, where the body is, 
 CHECKSUM = struct.Struct("<I")  # of the header
 LENGTH = struct.Struct("<Q")  # of the JSON that a body begins with
 BODY_BYTES = 1 << 16  # that a body has room for at least
-
-
-def generation_layout(
-    plan: StorePlan, step: UpdateStep, optimizer: torch.optim.Optimizer, context: StoreContext
-) -> dict[str, Any]:
-    """What a process must have as the one before it. Placements between host and nvme may differ.
-
-    Raises GenerationError for values on another tier, and for states on a discrete device.
-    """
-    for unit in plan.units:
-        for tile, record, parameter, _, state in unit.rows():
-            for tier in (parameter, *((state,) if record is not None else ())):
-                elsewhere = tier.stored and tier != plan.durable_on
-                if tile.trainable and (elsewhere or unit.whole):
-                    raise GenerationError(
-                        f"durable with values of {unit.spec.name} on {tier}: what is trained has to be in host memory "
-                        f'or on {plan.durable_on}; place parameters and optimizer on "host" or "{plan.durable_on}", '
-                        "or on a GPU the parameters alone"
-                    )
-    trained = [unit.spec for unit in plan.units if unit.spec.trained]
-    units = [
-        {
-            "place": place,
-            "name": unit.spec.name,
-            "numel": unit.spec.numel,
-            "dtype": str(unit.spec.dtype),
-            "segments": [
-                [s.start, s.stop, s.group, s.name, s.shape and list(s.shape), s.offset] for s in unit.spec.segments
-            ],
-        }
-        for place, unit in enumerate(plan.units)
-        if unit.spec.trained
-    ]
-    return {
-        "trained units": len(trained),
-        "trained elements": sum(spec.numel for spec in trained),
-        "dtypes": sorted({str(spec.dtype) for spec in trained}),
-        "tile_numel": plan.tile_numel,
-        "optimizer": type(optimizer).__name__,
-        "step": [type(step).__name__, *step.state_names()],
-        "shards": context.shard_count,
-        "rank": context.rank,
-        "alignment": plan.alignment,
-        "units": units,
-    }
-
-
-def shards_of(layout: Mapping[str, Any]) -> tuple[ShardSpec, ...]:
-    """The shards that a generation of this layout has the values of. Those that are not trained have no elements."""
-    last = max((unit["place"] for unit in layout["units"]), default=-1)
-    found = [ShardSpec("not trained", 0, torch.float32, (), trained=False)] * (last + 1)
-    for unit in layout["units"]:
-        segments = (
-            Segment(start, stop, group, name, shape and tuple(shape), offset)
-            for start, stop, group, name, shape, offset in unit["segments"]
-        )
-        dtype = getattr(torch, unit["dtype"].removeprefix("torch."))
-        found[unit["place"]] = ShardSpec(unit["name"], unit["numel"], dtype, tuple(segments))
-    return tuple(found)
-
-
-def states_of(tile: Tile) -> str:
-    """The name of the value that is a tile's record."""
-    return f"states/{tile.unit}/{tile.index}"
-
-
-def parameters_of(tile: Tile) -> str:
-    """The name of the value that is a tile's parameters."""
-    return f"parameters/{tile.unit}/{tile.index}"
-
-
-class TwoPlaces:
-    """A value of `nbytes` in two places, read and written as a `Stored`; each write is of the whole value.
-
-    source: the memory that has the value, if it is not read and written here but copied at each commit.
-    """
-
-    def __init__(self, places: tuple[Stored, Stored], nbytes: int, pins: Pins) -> None:
-        self._places, self.nbytes, self._pins = places, nbytes, pins
-        self.source: Callable[[], Tensor] | None = None
-        self._now = 0
-        self._committed: int | None = None  # which the last generation has
-        self.changed = False  # its memory differs from what is stored
-
-    def read(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
-        """As `Stored.read`, of the last values that were written."""
-        return self._places[self._now].read(buffer, what, offset)
-
-    def write(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
-        """As `Stored.write`, to the place that the last generation does not use. Waits while a copy needs it."""
-        assert offset == 0, f"a part of {what} was to be written"
-        if self._now == self._committed or self._pins.place(self) == self._now:
-            self._now = 1 - self._now
-        if self._now in (self._committed, self._pins.place(self)):
-            self._pins.wait(self)
-            if self._now == self._committed:
-                self._now = 1 - self._now
-        return self._places[self._now].write(buffer, what)
-
-    def place(self) -> int:
-        """The place that was written last."""
-        return self._now
-
-    def stored(self, place: int) -> Stored:
-        return self._places[place]
-
-    def drain(self, start: int = 0, stop: int = END) -> None:
-        """As `Stored.drain`."""
-        self._places[self._now].drain(start, stop)
-
-    def writing(self) -> bool:
-        """As `Stored.writing`."""
-        return self._places[self._now].writing()
-
-    def commit(self) -> None:
-        """The last values that were written are the last generation's."""
-        self._committed = self._now
-
-    def adopt(self, place: int) -> None:
-        """The last generation has the value in this place."""
-        self._now = self._committed = place
-
-    def described(self) -> list[int]:
-        """What a manifest says of it."""
-        first, second = (each.extent.offset_bytes for each in self._places)
-        return [self.nbytes, first, second, self._now]
-
-
-class Pins:
-    """Places that a copy still has to read. Any thread."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._places: dict[TwoPlaces, int] = {}
-
-    def put(self, values: Iterable[TwoPlaces]) -> None:
-        """Where these values are now, they stay."""
-        with self._condition:
-            assert not self._places, "two copies at a time"
-            self._places = {value: value.place() for value in values}
-
-    def place(self, value: TwoPlaces) -> int | None:
-        """Where the value stays; None: nowhere."""
-        with self._condition:
-            return self._places.get(value)
-
-    def give_up(self, values: Iterable[TwoPlaces] | None = None) -> None:
-        """These values are copied, or all are, or never will be."""
-        with self._condition:
-            for value in list(self._places) if values is None else values:
-                self._places.pop(value, None)
-            self._condition.notify_all()
-
-    def wait(self, value: TwoPlaces) -> None:
-        """Return when the value is given up."""
-        with self._condition:
-            self._condition.wait_for(lambda: value not in self._places)
 
 
 @dataclass(frozen=True)
@@ -446,7 +272,7 @@ class Generations:
     # -- a copy -------------------------------------------------------------------------------------------------
 
     def pin(self) -> None:
-        """Every value stays as it is now until it is given up; see [Note: a copy]."""
+        """Every value stays as it is now until it is given up; see [Note: a copy] of `two_places`."""
         self._complete()
         self.pins.put(self._values.values())
 

@@ -26,8 +26,9 @@ from ..tier import Tier
 from ..transfers import Stored, Stores
 from .device_tier import DeviceTier
 from .footprint import PlacedUnit, StorePlan
-from .generations import Generations, TwoPlaces, parameters_of
+from .generations import Generations
 from .tile import Tile, round_up
+from .two_places import TwoPlaces, parameters_of
 
 __all__ = ["ParameterStore"]
 

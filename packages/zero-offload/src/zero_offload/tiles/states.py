@@ -31,9 +31,10 @@ from ..slots import Slot
 from ..transfers import Stores
 from .fitting import resident_slots
 from .footprint import StorePlan
-from .generations import Generations, TwoPlaces, states_of
+from .generations import Generations
 from .stored_tiles import StoredTiles
 from .tile import Record, Tile
+from .two_places import TwoPlaces, states_of
 
 __all__ = ["StateStore"]
 

@@ -6,8 +6,8 @@ from ..arena import Arena, Block
 from ..monitor import Monitor
 from ..slots import Slot, Slots
 from ..transfers import InFlight, Stored
-from .generations import TwoPlaces
 from .tile import Tile
+from .two_places import TwoPlaces
 
 __all__ = ["StoredTiles"]
 

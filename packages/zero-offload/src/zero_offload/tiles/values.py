@@ -20,10 +20,11 @@ from zero_core.precision import round_to
 
 from ..protocols import UpdateStep
 from .footprint import PlacedUnit, StorePlan
-from .generations import Generations, parameters_of, states_of
+from .generations import Generations
 from .parameters import ParameterStore
 from .states import StateStore
 from .tile import Tile, View, round_up
+from .two_places import parameters_of, states_of
 
 __all__ = ["PinnedValues", "Tiled", "Values"]
 

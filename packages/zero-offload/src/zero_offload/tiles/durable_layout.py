@@ -1,0 +1,75 @@
+"""What a process must have in the same way as the one before it, to take over the values that it left on disk. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zero_core.store import Segment, ShardSpec, StoreContext
+
+from ..errors import GenerationError
+from ..protocols import UpdateStep
+from .footprint import StorePlan
+
+__all__ = ["generation_layout", "shards_of"]
+
+
+def generation_layout(
+    plan: StorePlan, step: UpdateStep, optimizer: torch.optim.Optimizer, context: StoreContext
+) -> dict[str, Any]:
+    """What a process must have as the one before it. Placements between host and nvme may differ.
+
+    Raises GenerationError for values on another tier, and for states on a discrete device.
+    """
+    for unit in plan.units:
+        for tile, record, parameter, _, state in unit.rows():
+            for tier in (parameter, *((state,) if record is not None else ())):
+                elsewhere = tier.stored and tier != plan.durable_on
+                if tile.trainable and (elsewhere or unit.whole):
+                    raise GenerationError(
+                        f"durable with values of {unit.spec.name} on {tier}: what is trained has to be in host memory "
+                        f'or on {plan.durable_on}; place parameters and optimizer on "host" or "{plan.durable_on}", '
+                        "or on a GPU the parameters alone"
+                    )
+    trained = [unit.spec for unit in plan.units if unit.spec.trained]
+    units = [
+        {
+            "place": place,
+            "name": unit.spec.name,
+            "numel": unit.spec.numel,
+            "dtype": str(unit.spec.dtype),
+            "segments": [
+                [s.start, s.stop, s.group, s.name, s.shape and list(s.shape), s.offset] for s in unit.spec.segments
+            ],
+        }
+        for place, unit in enumerate(plan.units)
+        if unit.spec.trained
+    ]
+    return {
+        "trained units": len(trained),
+        "trained elements": sum(spec.numel for spec in trained),
+        "dtypes": sorted({str(spec.dtype) for spec in trained}),
+        "tile_numel": plan.tile_numel,
+        "optimizer": type(optimizer).__name__,
+        "step": [type(step).__name__, *step.state_names()],
+        "shards": context.shard_count,
+        "rank": context.rank,
+        "alignment": plan.alignment,
+        "units": units,
+    }
+
+
+def shards_of(layout: Mapping[str, Any]) -> tuple[ShardSpec, ...]:
+    """The shards that a generation of this layout has the values of. Those that are not trained have no elements."""
+    last = max((unit["place"] for unit in layout["units"]), default=-1)
+    found = [ShardSpec("not trained", 0, torch.float32, (), trained=False)] * (last + 1)
+    for unit in layout["units"]:
+        segments = (
+            Segment(start, stop, group, name, shape and tuple(shape), offset)
+            for start, stop, group, name, shape, offset in unit["segments"]
+        )
+        dtype = getattr(torch, unit["dtype"].removeprefix("torch."))
+        found[unit["place"]] = ShardSpec(unit["name"], unit["numel"], dtype, tuple(segments))
+    return tuple(found)

@@ -1,0 +1,119 @@
+"""A durable value in its two places on disk: which one the last step wrote, and which one a copy still has to read.
+
+When a generation is complete is `generations`'s to say.
+
+[Note: a copy]
+A checkpoint in the background copies the values of step N while training goes on. Step N+1 writes to the other places,
+and step N+2 would write over N's. `Pins` holds these places back: each is free as soon as it has been read, in the
+order in which updates come, so an update waits only where the disk is slower than two steps. No third place is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from ..transfers import END, Stored, Transfer
+from .tile import Tile
+
+__all__ = ["Pins", "TwoPlaces", "parameters_of", "states_of"]
+
+
+def states_of(tile: Tile) -> str:
+    """The name of the value that is a tile's record."""
+    return f"states/{tile.unit}/{tile.index}"
+
+
+def parameters_of(tile: Tile) -> str:
+    """The name of the value that is a tile's parameters."""
+    return f"parameters/{tile.unit}/{tile.index}"
+
+
+class TwoPlaces:
+    """A value of `nbytes` in two places, read and written as a `Stored`; each write is of the whole value.
+
+    source: the memory that has the value, if it is not read and written here but copied at each commit.
+    """
+
+    def __init__(self, places: tuple[Stored, Stored], nbytes: int, pins: Pins) -> None:
+        self._places, self.nbytes, self._pins = places, nbytes, pins
+        self.source: Callable[[], Tensor] | None = None
+        self._now = 0
+        self._committed: int | None = None  # which the last generation has
+        self.changed = False  # its memory differs from what is stored
+
+    def read(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
+        """As `Stored.read`, of the last values that were written."""
+        return self._places[self._now].read(buffer, what, offset)
+
+    def write(self, buffer: Tensor, what: str, offset: int = 0) -> Transfer:
+        """As `Stored.write`, to the place that the last generation does not use. Waits while a copy needs it."""
+        assert offset == 0, f"a part of {what} was to be written"
+        if self._now == self._committed or self._pins.place(self) == self._now:
+            self._now = 1 - self._now
+        if self._now in (self._committed, self._pins.place(self)):
+            self._pins.wait(self)
+            if self._now == self._committed:
+                self._now = 1 - self._now
+        return self._places[self._now].write(buffer, what)
+
+    def place(self) -> int:
+        """The place that was written last."""
+        return self._now
+
+    def stored(self, place: int) -> Stored:
+        return self._places[place]
+
+    def drain(self, start: int = 0, stop: int = END) -> None:
+        """As `Stored.drain`."""
+        self._places[self._now].drain(start, stop)
+
+    def writing(self) -> bool:
+        """As `Stored.writing`."""
+        return self._places[self._now].writing()
+
+    def commit(self) -> None:
+        """The last values that were written are the last generation's."""
+        self._committed = self._now
+
+    def adopt(self, place: int) -> None:
+        """The last generation has the value in this place."""
+        self._now = self._committed = place
+
+    def described(self) -> list[int]:
+        """What a manifest says of it."""
+        first, second = (each.extent.offset_bytes for each in self._places)
+        return [self.nbytes, first, second, self._now]
+
+
+class Pins:
+    """Places that a copy still has to read. Any thread."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._places: dict[TwoPlaces, int] = {}
+
+    def put(self, values: Iterable[TwoPlaces]) -> None:
+        """Where these values are now, they stay."""
+        with self._condition:
+            assert not self._places, "two copies at a time"
+            self._places = {value: value.place() for value in values}
+
+    def place(self, value: TwoPlaces) -> int | None:
+        """Where the value stays; None: nowhere."""
+        with self._condition:
+            return self._places.get(value)
+
+    def give_up(self, values: Iterable[TwoPlaces] | None = None) -> None:
+        """These values are copied, or all are, or never will be."""
+        with self._condition:
+            for value in list(self._places) if values is None else values:
+                self._places.pop(value, None)
+            self._condition.notify_all()
+
+    def wait(self, value: TwoPlaces) -> None:
+        """Return when the value is given up."""
+        with self._condition:
+            self._condition.wait_for(lambda: value not in self._places)
