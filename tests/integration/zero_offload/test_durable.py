@@ -428,6 +428,7 @@ def test_slabs_of_ranks_are_one_checkpoint(tmp_path):
     checkpoint.save(tmp_path / "saved", training.model, training.optimizer)
     training.end()
     disk.close()
+    torch.distributed.barrier()  # the other rank's is closed too
     if rank == 0:
         disks = [Slab(tmp_path, name=f"run.{place}", allow_memory=True) for place in (1, 0)]
         given = {"step": TorchStep(), "optimizer": torch.optim.AdamW([torch.zeros(1)])}
