@@ -23,6 +23,8 @@ _PLACES = "integration/zero_train/test_clusters.py::test_ranks_that_changed_plac
 _SHARED = "integration/zero_train/test_clusters.py::test_a_run_folder_that_machines_do_not_share_is_told"
 
 FOLLOWED: dict[str, str] = {
+    "copy rank 0's to every machine": "integration/zero_train/test_clusters.py::"
+    "test_ranks_with_other_texts_are_told_before_the_first_step_and_the_way_out_works",
     "remove the slabs of all ranks to go on from the last": "integration/zero_train/test_other_ranks.py::"
     "test_all_ranks_fall_back_to_the_checkpoint_if_one_has_lost_its_steps",
     "let this process read the folder": "integration/zero_train/test_clusters.py::"

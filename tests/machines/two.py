@@ -126,10 +126,10 @@ class Machines:
         for process in self._started:
             process.popen.kill()  # also one that is stopped
             process.popen.wait()
-        for space in self.names:
-            for pid in _run(["ip", "netns", "pids", space], check=False).split():  # what these have started
-                if self._relay is None or int(pid) != self._relay.pid:
-                    _kill(int(pid))
+        for machine in range(2):
+            for pid in self.pids(machine):  # what these have started
+                if self._relay is None or pid != self._relay.pid:
+                    _kill(pid)
         if self._relay is not None:
             self._relay.kill()
             self._relay.communicate()
@@ -152,8 +152,11 @@ class Machines:
         for space, address in zip(self.names, ADDRESSES, strict=True):
             _ip("-n", space, "link", "set", DEVICE, "mtu", "65000", "up")
             _ip("-n", space, "address", "add", f"{address}/24", "dev", DEVICE)
-            # A TUN device does not know the other end by itself.
-            _ip("-n", space, "route", "replace", "10.77.0.0/24", "dev", DEVICE)
+            self._lead(space)
+
+    def _lead(self, space: str) -> None:
+        """A TUN device does not know the other end by itself."""
+        _ip("-n", space, "route", "replace", "10.77.0.0/24", "dev", DEVICE)
 
     def _shape(self) -> list[str]:
         words = ["delay", f"{self.delay:.0f}us", "limit", "100000"]
@@ -182,11 +185,21 @@ class Machines:
         for space in self.names:
             _ip("-n", space, "link", "set", DEVICE, "down")
 
+    def mend(self) -> None:
+        """After `cut`: packets arrive again."""
+        for space in self.names:
+            _ip("-n", space, "link", "set", DEVICE, "up")
+            self._lead(space)
+
     def sent(self) -> tuple[int, int]:
         """Bytes that each machine has sent to the other one, with the headers."""
         lines = [_ip("netns", "exec", space, "cat", "/proc/net/dev") for space in self.names]
         first, second = (int(text.split(f"{DEVICE}:")[1].split()[8]) for text in lines)
         return first, second
+
+    def pids(self, machine: int) -> list[int]:
+        """Of all processes on a machine."""
+        return [int(pid) for pid in _run(["ip", "netns", "pids", self.names[machine]], check=False).split()]
 
     # -- processes --------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,9 @@
 """Ranks on machines with disks of their own. Here each rank has a folder, as `{local_rank}` in a path gives it one."""
 
 import os
+import re
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,33 @@ def test_a_run_folder_that_machines_do_not_share_is_told(ranks, tmp_path):
     assert not (tmp_path / "on_another" / "run").exists()
 
 
+def on_texts(folder, paths):
+    """Runs on this rank with its own text. Returns losses and digest, or what it was told."""
+    from tests import kit
+
+    rank, _ = kit.world()
+    try:
+        done = trained(folder, "run.steps=2", "data=text", f"data.path={paths[rank]}")
+    except ConfigError as error:
+        return str(error)
+    return done.losses, done.digest
+
+
+def test_ranks_with_other_texts_are_told_before_the_first_step_and_the_way_out_works(ranks, tmp_path):
+    """Fails if each machine trains on what it has under the path, which no loss shows."""
+    texts = [tmp_path / f"machine{k}.txt" for k in range(2)]
+    for k, path in enumerate(texts):
+        path.write_text("all that there is to learn " * 50 + "01"[k])
+    host = socket.gethostname()
+    for path, said in zip(texts, ranks(2).run(on_texts, tmp_path / "run", texts), strict=True):
+        assert f"data.path={path} is another text on rank 1 (on {host}) than on rank 0 (on {host})" in said
+        assert len(set(re.findall(r"\d+ bytes with CRC [0-9a-f]{8}", said))) == 3  # what is trained on is the same
+    assert not (tmp_path / "run").exists()
+    texts[1].write_text(texts[0].read_text())
+    first, second = ranks(2).run(on_texts, tmp_path / "run", texts)
+    assert first == second
+
+
 LAUNCHER = """
 import os, pickle
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
@@ -174,3 +203,41 @@ def test_a_folder_of_slabs_that_cannot_be_listed_is_told(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="Permission denied.*let this process read the folder"):
             durable.where_their_ranks_are(composed, Ranks())
     durable.where_their_ranks_are(composed, Ranks())
+
+
+STARTS = """
+import os, sys, time, torch.distributed as dist
+from zero_train.errors import RunError
+from zero_train.ranks import joined
+store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # as torchrun's agent holds it
+os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+def start(ranks, late, timeout, *also_late):
+    children = []
+    for rank in ranks:
+        if children.append(os.fork()) or not children[-1]:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            time.sleep(rank == late)
+            try:
+                found = joined("cpu", timeout).gather(rank * 10)
+            except RunError as error:
+                print(error, file=sys.stderr, flush=True)
+                os._exit(1)
+            os._exit(0 if found == [0, 10] else 3)  # what is of the store here is the parent's
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+for late in (0, 1, 0):
+    print("codes", start((0, 1), late, 20), file=sys.stderr)
+print("alone", start((1,), 0, 2), start((0,), 1, 2), file=sys.stderr)
+print("codes", start((0, 1), 0, 20), file=sys.stderr)
+"""
+
+
+def test_ranks_that_torchrun_starts_again_meet_in_a_store_with_what_those_before_wrote(interpreter, tmp_path):
+    """Fails if a rank takes the address of one that has ended, as init_process_group alone does; and if ranks that
+    waited for the others in vain, each in another start, leave what the next start cannot do with."""
+    ended = interpreter(STARTS, tmp_path, timeout_seconds=120)
+    assert ended.stderr.count("codes [0, 0]") == 4 and "alone [1] [1]" in ended.stderr, ended.stderr
+    assert "rank 0 of 2 did not reach the others" in ended.stderr and "run.timeout=2 seconds" in ended.stderr
+    assert "Traceback" not in ended.stderr, ended.stderr

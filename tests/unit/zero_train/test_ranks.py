@@ -1,10 +1,14 @@
-"""Which device a run computes on: one that is asked for and that torch sees, else torch's accelerator, or the CPU."""
+"""Which device a run computes on: one that is asked for and that torch sees, else torch's accelerator, or the CPU.
+
+And what a rank raises where it does not reach the others.
+"""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from zero_core.errors import CollectiveError
 from zero_train.ranks import Ranks, device_type
 
 
@@ -38,3 +42,16 @@ def test_two_kinds_are_taken_only_where_they_are_asked_for(accelerator):
 
 def test_a_device_that_torch_does_not_see_is_not_taken():
     assert device_type("no-such-device") == device_type(None)
+
+
+@pytest.mark.parametrize("call", ["mean", "most", "gather"])
+def test_a_rank_that_does_not_reach_the_others_raises_an_error_of_ours(monkeypatch, call):
+    """Fails if gloo's own RuntimeError escapes, which ends a run with a traceback."""
+
+    def fails(*given, **named):
+        raise RuntimeError("Connection closed by peer")
+
+    for name in ("all_reduce", "all_gather_object"):
+        monkeypatch.setattr(f"torch.distributed.{name}", fails)
+    with pytest.raises(CollectiveError, match="rank 1 of 2 did not reach the others: Connection closed by peer"):
+        getattr(Ranks(1, 2, device_type="cpu"), call)(0)

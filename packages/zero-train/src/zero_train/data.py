@@ -11,6 +11,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -43,7 +44,11 @@ class Corpus:
     unit: str = "byte"  # or token
 
     def digest(self) -> str:
-        """Returns a text that changes if any byte does. Takes about a second a GB."""
+        """Returns a text that changes if any byte does. Takes about a second a GB, once."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         parts = (self.training, self.validation)
         unit = f"{self.unit}s with CRC"
         return " and ".join(f"{part.numel()} {unit} {zlib.crc32(part.numpy().data):08x}" for part in parts)

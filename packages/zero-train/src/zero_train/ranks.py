@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -17,7 +19,9 @@ import torch.distributed as dist
 
 from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.device import backend_of
-from zero_train.errors import ConfigError
+from zero_core.errors import CollectiveError
+from zero_train import meeting
+from zero_train.errors import ConfigError, RunError
 
 Value = TypeVar("Value")
 
@@ -60,7 +64,8 @@ class Ranks:
         if self.world_size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, op=getattr(dist.ReduceOp, operation))
+        with self._reaching():
+            dist.all_reduce(total, op=getattr(dist.ReduceOp, operation))
         return total.item()
 
     def agree(self, text: str) -> str:
@@ -71,8 +76,20 @@ class Ranks:
         """Returns every rank's value in the order of ranks, on every rank. The values are pickled. Collective."""
         box = [value] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(box, value)
+            with self._reaching():
+                dist.all_gather_object(box, value)
         return box
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """torch's own error names no rank, and is no error of ours."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {self.rank} of {self.world_size} did not reach the others: {error}. A rank stopped, or the link "
+                "to it is cut"
+            ) from error
 
 
 def device_type(asked: str | None) -> str:
@@ -103,6 +120,9 @@ def joined(asked: str | None, timeout: float) -> Ranks:
 
     `asked` is hardware.device, see `device_type`; `timeout` is run.timeout, in seconds. The group lasts until the
     process ends: torchrun's rendezvous serves one group only, so that the next job of a sweep has to use the same one.
+
+    Raises:
+        RunError: the others have not come in time.
     """
     kind = device_type(asked)
     running = dist.is_available() and dist.is_initialized()
@@ -115,9 +135,36 @@ def joined(asked: str | None, timeout: float) -> Ranks:
     if not running:
         if kind != "cpu":
             torch.get_device_module(kind).set_device(ranks.device)
-        dist.init_process_group(backend_of(kind), timeout=timedelta(seconds=timeout))
+        _join(backend_of(kind), rank, world, timeout)
         atexit.register(dist.destroy_process_group)
     return ranks
+
+
+def _join(backend: str, rank: int, world: int, timeout: float) -> None:
+    limit = timedelta(seconds=timeout)
+    try:
+        if (store := meeting.place(rank, world, timeout)) is None:
+            dist.init_process_group(backend, timeout=limit)
+        else:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    except RuntimeError as error:  # of the store, or of gloo
+        raise RunError(
+            f"the run stopped: rank {rank} of {world} did not reach the others: {str(error).rstrip('. ')}. Start all "
+            f"ranks within run.timeout={timeout:g} seconds, or raise it"
+        ) from error
+
+
+def same_text(ranks: Ranks, digest: Callable[[], str], named: str) -> None:
+    """Raises ConfigError on every rank if one has another text than rank 0 under `named`. Collective."""
+    if ranks.world_size == 1:
+        return
+    hosts, digests = zip(*ranks.gather((socket.gethostname(), digest())), strict=True)
+    for rank, found in enumerate(digests):
+        if found != digests[0]:
+            raise ConfigError(
+                f"{named} is another text on rank {rank} (on {hosts[rank]}) than on rank 0 (on {hosts[0]}): {found}, "
+                f"and there {digests[0]}; copy rank 0's to every machine, or keep it where all of them read the same"
+            )
 
 
 def together(ranks: Ranks, function: Callable[[], Value]) -> Value:

@@ -6,7 +6,6 @@ refused later, the files that it made so far are removed.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -42,7 +41,7 @@ from zero_train.engine import Assembled
 from zero_train.errors import ConfigError, RunError
 from zero_train.loop import History, Loop, Step
 from zero_train.probing import measured
-from zero_train.ranks import Ranks, joined, together
+from zero_train.ranks import Ranks, joined, same_text, together
 from zero_train.run_folder import claimed, shared
 from zero_train.schema import Config
 
@@ -71,12 +70,6 @@ def run(config: Config, on_end: Callable[[Assembled], None] | None = None, made:
             ranks = joined(config.hardware.device, config.run.timeout)
             with interrupt.unhidden():
                 return (made or Run)(config, ranks, asked, on_end).go()
-        except torch.distributed.DistError as error:
-            raise RunError(
-                f"the run stopped: rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')} did not "
-                f"reach the others: {error} Start all ranks within run.timeout={config.run.timeout:g} seconds, or "
-                "raise it"
-            ) from error
         except (zero_core.ZeroError, zero_offload.OffloadError, OSError) as error:
             raise RunError(f"the run stopped: {planning.keyed(str(error), config)}") from error
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -129,6 +122,9 @@ class Run:
                 return Outcome()
             self.before_all()
             corpus, draft, plan = together(ranks, self.prepared)
+            if corpus is not None:
+                source = f"data={config.data.kind}" if config.data.path is None else f"data.path={config.data.path}"
+                same_text(ranks, corpus.digest, source)
             self._announce(corpus, draft, plan)
             return Outcome() if config.run.dry else self._run(corpus, draft, plan)
 
