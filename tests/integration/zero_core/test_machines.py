@@ -20,9 +20,10 @@ import torch.distributed as dist
 import zero_core
 from tests.integration.zero_core import toys
 from zero_core.comm import Axis, MachineCollectives, MessageCollectives
+from zero_core.comm.machines import machines_of as found_machines
 from zero_core.comm.machines import over_gloo
 from zero_core.comm.ranks import mesh_of_replicas
-from zero_core.errors import StageError
+from zero_core.errors import CollectiveError, StageError
 from zero_core.pool import Pool
 from zero_core.runtime.secondary import secondary_bytes
 from zero_offload import MemoryByteStore
@@ -264,3 +265,14 @@ def test_groups_of_some_ranks_have_the_time_out_of_all(ranks):
     """torch gives them 30 minutes."""
     (found,) = {frozenset(each) for each in ranks(4).run(timeouts)}
     assert len(found) == 1 and found != {timedelta(minutes=30)}
+
+
+def test_a_rank_that_does_not_reach_the_others_as_it_begins_raises_an_error_of_ours(monkeypatch):
+    """Fails if gloo's own RuntimeError escapes from shard."""
+
+    def fails(*given, **named):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", fails)
+    with pytest.raises(CollectiveError, match="rank 1 of 4 did not reach the others: Connection closed by peer"):
+        found_machines(Axis(None, 1, 4))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -17,9 +16,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from zero_core.comm.native import reached
 from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.device import backend_of
-from zero_core.errors import CollectiveError
 from zero_train import meeting
 from zero_train.errors import ConfigError, RunError
 
@@ -64,7 +63,7 @@ class Ranks:
         if self.world_size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float64, device=self.device)
-        with self._reaching():
+        with reached(self.rank, self.world_size):
             dist.all_reduce(total, op=getattr(dist.ReduceOp, operation))
         return total.item()
 
@@ -76,20 +75,9 @@ class Ranks:
         """Returns every rank's value in the order of ranks, on every rank. The values are pickled. Collective."""
         box = [value] * self.world_size
         if self.world_size > 1:
-            with self._reaching():
+            with reached(self.rank, self.world_size):
                 dist.all_gather_object(box, value)
         return box
-
-    @contextmanager
-    def _reaching(self) -> Iterator[None]:
-        """torch's own error names no rank, and is no error of ours."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"rank {self.rank} of {self.world_size} did not reach the others: {error}. A rank stopped, or the link "
-                "to it is cut"
-            ) from error
 
 
 def device_type(asked: str | None) -> str:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..comm.native import reached
 from ..errors import DeferredInitError, listed
 from ..layout import UnitLayout
 from ..precision import round_to
@@ -70,7 +71,8 @@ class Initialiser:
     def _compare_seeds(self) -> None:
         mine = sorted(set().union(*(r.seeds() for r in self._recordings.values())))
         seeds: list[list[int]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(seeds, mine)
+        with reached(dist.get_rank(), len(seeds)):
+            dist.all_gather_object(seeds, mine)
         if any(other != seeds[0] for other in seeds):
             raise DeferredInitError(
                 f"ranks built the model with different seeds, {seeds}: call torch.manual_seed with one seed on every "

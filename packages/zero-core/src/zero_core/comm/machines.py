@@ -36,6 +36,7 @@ from ..leaving import Leaving
 from ..memory import FP32_BYTES
 from ..pool import Pool
 from .collectives import Axis
+from .native import reached
 from .peers import MessageCollectives, Messages, broken_off
 
 __all__ = ["MachineCollectives", "exchanged_bytes", "machines_of", "over_gloo"]
@@ -61,7 +62,8 @@ def machines_of(axis: Axis) -> list[list[int]] | None:
         return None
     names: list[Any] = [None] * axis.size
     number = next((os.environ[name] for name in _NUMBER if name in os.environ), "")
-    dist.all_gather_object(names, f"{socket.gethostname()} {number}", group=axis.group)
+    with reached(axis.rank, axis.size):
+        dist.all_gather_object(names, f"{socket.gethostname()} {number}", group=axis.group)
     found = [[rank for rank, name in enumerate(names) if name == each] for each in dict.fromkeys(names)]
     even = len({len(ranks) for ranks in found}) == 1
     return found if even and len(found) > 1 and len(found[0]) > 1 else None

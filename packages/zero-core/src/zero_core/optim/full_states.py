@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..comm.native import reached
 from ..comm.ranks import Ranks
 from ..errors import UnsupportedOptimizerError, ZeroError
 from ..precision import as_bytes, rounded
@@ -182,7 +183,8 @@ def _from_rank_0(ranks: Ranks, state_dict: Mapping[str, Any]) -> Mapping[str, An
     sent: list[Any] = [None]
     if ranks.rank == 0:
         sent = [tree_map_only(Tensor, lambda t: t.to("meta") if t.dim() else t.cpu(), dict(state_dict))]
-    dist.broadcast_object_list(sent, src=0)
+    with reached(ranks.rank, ranks.size):
+        dist.broadcast_object_list(sent, src=0)
     return state_dict if ranks.rank == 0 else sent[0]
 
 
