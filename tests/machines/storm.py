@@ -50,7 +50,7 @@ DISK_MIB = 64
 KEYS = (
     *("recipe=tiny", "data=synthetic", "precision=bf16", "zero.stage=3", "offload=nvme", "offload.slots=3"),
     *("run.threads=1", "io.allow_memory=true", "run.plots=false", "run.bar=false", "run.resume=auto"),
-    *("run.durable=process", f"run.timeout={TIMEOUT}", "run.checkpoint_every=25"),
+    *("run.durable=process", "run.checkpoint_every=25"),
 )
 # Both machines have their own disk at one path, and a host name.
 OWN = 'hostname "$1" && mount --bind "$2" "$3" && shift 3 && exec "$@"'
@@ -103,6 +103,7 @@ class Run:
     steps: int
     restarts: int
     preloaded: bool = True
+    timeout: int = TIMEOUT
     torchruns: list[Process] = field(default_factory=list)
     started: int = 0
     told: int = 0  # ends of ranks that were looked at
@@ -126,6 +127,7 @@ class Run:
         words += [sys.executable, "-m", "tests.machines.agent", "--nnodes", "2", "--nproc-per-node", str(RANKS)]
         words += ["--node-rank", str(machine), "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
         words += ["--max-restarts", str(self.restarts), "-m", "zero_train", *KEYS, f"run.steps={self.steps}"]
+        words.append(f"run.timeout={self.timeout}")
         words += [f"run.dir={self.run_dir}", f"offload.nvme_paths=['{local}']"]
         more: dict[str, object] = {"ENDS": self.ends} | ({"PRELOADED": 1} if self.preloaded else {})
         return self.machines.start(machine, words, f"{self.name}-{self.started}-machine{machine}", **more)
