@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 __all__ = [
     "AlreadyShardedError",
@@ -18,6 +19,7 @@ __all__ = [
     "UnsupportedOptimizerError",
     "ZeroError",
     "listed",
+    "reached",
 ]
 
 
@@ -73,3 +75,14 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     """Names in an error: the first `most`, and how many more there are."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+@contextmanager
+def reached(rank: int, size: int) -> Iterator[None]:
+    """Around a collective of torch's that has no unit: its failure is a CollectiveError, and names the rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"rank {rank} of {size} did not reach the others: {error}. A rank stopped, or the link to it is cut"
+        ) from error

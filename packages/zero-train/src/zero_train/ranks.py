@@ -16,9 +16,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from zero_core.comm.native import reached
 from zero_core.comm.ranks import mesh_of_replicas
 from zero_core.device import backend_of
+from zero_core.errors import reached
 from zero_train import meeting
 from zero_train.errors import ConfigError, RunError
 

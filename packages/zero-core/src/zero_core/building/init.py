@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.native import reached
-from ..errors import DeferredInitError, listed
+from ..errors import DeferredInitError, listed, reached
 from ..layout import UnitLayout
 from ..precision import round_to
 from .deferred import deferred_init, forget_recording, recording_of

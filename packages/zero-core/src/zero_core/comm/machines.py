@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import reached
 from ..leaving import Leaving
 from ..memory import FP32_BYTES
 from ..pool import Pool
 from .collectives import Axis
-from .native import reached
 from .peers import MessageCollectives, Messages, broken_off
 
 __all__ = ["MachineCollectives", "exchanged_bytes", "machines_of", "over_gloo"]

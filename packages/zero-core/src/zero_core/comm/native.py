@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CollectiveError
 from ..pool import Pool
 from .collectives import Axis
 
-__all__ = ["TorchCollectives", "reached"]
+__all__ = ["TorchCollectives"]
 
 # torch 2.13 renames the two; older versions have only the former names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@contextmanager
-def reached(rank: int, size: int) -> Iterator[None]:
-    """Around a collective of torch's that has no unit: its failure is a CollectiveError, and names the rank."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"rank {rank} of {size} did not reach the others: {error}. A rank stopped, or the link to it is cut"
-        ) from error
 
 
 class TorchCollectives:

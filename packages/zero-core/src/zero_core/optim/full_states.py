@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..comm.native import reached
 from ..comm.ranks import Ranks
-from ..errors import UnsupportedOptimizerError, ZeroError
+from ..errors import UnsupportedOptimizerError, ZeroError, reached
 from ..precision import as_bytes, rounded
 from ..runtime.hooks import Engine
 from ..runtime.outputs import in_backward
