@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-import zlib
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,24 +12,19 @@ import torch
 from torch import nn
 
 from .building.init import Initialiser
-from .building.overlaps import Follower, overlaps_of, remember
-from .building.parts import keep_parts, named_parts, wraps
-from .building.wrapping import UnitPlan, plan_units, unit_modules
+from .building.overlaps import overlaps_of, remember
+from .building.wrapping import plan_units, unit_modules
 from .checks import check_given, check_group, check_update_in_backward
 from .comm.collectives import CollectivesFactory
 from .comm.ranks import Ranks
-from .device import has_streams, indexed
 from .errors import StageError, ZeroError
-from .layout import UnitLayout
+from .making import Maker, compute_device, move_buffers
 from .optim.backward_updates import UpdatesInBackward
 from .optim.carried import carry_over
 from .optim.device_store import DeviceStore
 from .optim.handover import Handover
 from .optim.optimizer import ShardedOptimizer
 from .pool import Pool
-from .precision import as_bytes
-from .runtime.attaching import Node
-from .runtime.composite import Composite
 from .runtime.context import UnitContext
 from .runtime.hooks import Engine
 from .runtime.parameter import home_of, set_home
@@ -42,7 +34,7 @@ from .runtime.scaling import LossScale
 from .runtime.snapshots import Snapshots
 from .runtime.stages import STAGES
 from .runtime.unit import Unit
-from .store import NullObserver, Observer, Segment, ShardSpec, ShardStore, StoreContext, lent_bytes
+from .store import NullObserver, Observer, ShardStore, lent_bytes
 
 __all__ = ["Handle", "handle", "no_sync", "shard", "units"]
 
@@ -164,7 +156,7 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     for twins in overlaps.twins:
         twins.tie(model)
     observer = observer or NullObserver()
-    where = _compute_device(model, device, mesh)
+    where = compute_device(model, device, mesh)
     pool = Pool(where)
     if secondary_shards and STAGES[stage].keeps_parameters:
         raise StageError(f"secondary_shards=True with stage={stage}, which gathers a unit once a step: leave it out")
@@ -175,10 +167,10 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     initialiser = Initialiser(model)
     plans = plan_units(model, units, optimized)
     if device is not None:
-        _move_buffers(model, where)
+        move_buffers(model, where)
     store = store or DeviceStore()
     context = UnitContext(ranks, store, pool, observer)
-    made = _Maker(model, optimizer, plans, overlaps.followers, param_dtype, reduce_dtype, context)
+    made = Maker(model, optimizer, plans, overlaps.followers, param_dtype, reduce_dtype, context)
     made.compare(stage, max_grad_norm)
     updates = UpdatesInBackward(made.units, context, optimizer.param_groups) if update_in_backward else None
     engine = Engine(
@@ -225,147 +217,3 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def units(model: nn.Module) -> tuple[Unit, ...]:
     """The units of a sharded model, in the order of the store's shards."""
     return handle(model).units
-
-
-class _Maker:
-    """Builds the parts of one sharded model, in the order in which memory allows it."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        plans: list[UnitPlan],
-        followers: Sequence[Follower],
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        context: UnitContext,
-    ) -> None:
-        self.model, self.optimizer, self.plans, self.context = model, optimizer, plans, context
-        self.ranks = context.ranks
-        found = [plan.own_dtype or param_dtype or plan.dtype for plan in plans]
-        trained = {dtype for plan, dtype in zip(plans, found, strict=True) if plan.trained}
-        self.reduce_dtype = reduce_dtype or (trained.pop() if len(trained) == 1 else torch.float32)
-        groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        following: dict[int, list[Follower]] = defaultdict(list)
-        for follower in followers:
-            following[id(follower.lead)].append(follower)
-        composites = self._composites()
-        self.units: list[Unit] = []
-        for index, (plan, dtype) in enumerate(zip(plans, found, strict=True)):
-            shapes = [(name, tuple(p.shape)) for name, p in plan.parameters.items()]
-            layout = UnitLayout.build(plan.name, shapes, itemsize=dtype.itemsize, shard_count=self.ranks.shard.size)
-            parameters = list(plan.parameters.values())
-            places = [groups[id(p)] if plan.trained else None for p in parameters]
-            unit = Unit(
-                index, layout, parameters, places, dtype, self.reduce_dtype, context,
-                followers=[(k, follower) for k, p in enumerate(parameters) for follower in following[id(p)]],
-                composites=list(dict.fromkeys(composites[id(p)] for p in parameters if id(p) in composites)),
-            )  # fmt: skip
-            self.units.append(unit)
-
-    def _composites(self) -> dict[int, Composite]:
-        """The parameters that have parts, by the ids of these."""
-        made: dict[int, Composite] = {}
-        found: dict[int, Composite] = {}
-        for name, part, parameter, module, quantised in list(named_parts(self.model, remove_duplicate=False)):
-            if quantised:
-                keep_parts(parameter, module)
-            if wraps(type(parameter)):
-                composite = made.setdefault(id(parameter), Composite(name.rpartition(".")[0], parameter))
-                found[id(part)] = composite
-        return found
-
-    def compare(self, stage: int, max_grad_norm: float | None) -> None:
-        """The same on every rank? Else the first collective would be of two sizes, which ends a process of gloo's."""
-        units = [(u.name, u.groups, [(s.name, s.shape) for s in u.layout.slots], u.dtype) for u in self.units]
-        kind, options = type(self.optimizer).__name__, (stage, max_grad_norm, self.reduce_dtype)
-        if not self.ranks.agree(zlib.crc32(repr((units, kind, options)).encode()), "what shard() was given"):
-            shapes = [s.shape for u in self.units for s in u.layout.slots]
-            raise ZeroError(
-                f"the ranks gave shard() different things: on rank {self.ranks.rank} a model of {len(shapes)} "
-                f"parameters, {sum(map(math.prod, shapes)):,} elements, in {len(units)} units, {kind} with groups of "
-                f"{[len(group['params']) for group in self.optimizer.param_groups]}, stage={stage}, max_grad_norm="
-                f"{max_grad_norm}, {self.reduce_dtype} gradients; it must be the same on all {self.ranks.size}"
-            )
-
-    def attach_store(self, initialiser: Initialiser, handover: Handover, stage: int, prefetch_bytes: int) -> None:
-        """Hand the shards over, unit by unit: each unit's own memory goes before the next one's is read."""
-        rank = self.ranks.shard.rank
-        for buffer in self.model.buffers():
-            if not buffer.is_meta and buffer.numel():
-                self.ranks.broadcast(buffer.data, "buffers")
-
-        def initial(i: int) -> torch.Tensor:
-            unit = self.units[i]
-            for parameter in unit.parameters:
-                if not parameter.is_meta and self.ranks.size > 1:
-                    values = parameter.data.contiguous().to(self.ranks.device)  # NCCL takes no host memory
-                    self.ranks.broadcast(as_bytes(values), unit.name)
-                    parameter.data = values.to(parameter.device)
-            values = initialiser.shard(unit.layout, unit.parameters, rank, unit.master_dtype)
-            handover.take(i)
-            return values
-
-        context = StoreContext(
-            device=self.ranks.device,
-            local_rank=self.ranks.device.index or 0,
-            rank=rank,
-            shard_count=self.ranks.shard.size,
-            reduce_dtype=self.reduce_dtype,
-            prefetch_bytes=prefetch_bytes,
-            keeps_parameters=STAGES[stage].keeps_parameters,
-            observer=self.context.observer,
-            rescue=handover.give_back,
-            agree=self._last_generation,
-        )
-        self.context.store.attach([self._spec(unit) for unit in self.units], self.optimizer, initial, context=context)
-
-    def _last_generation(self, found: Sequence[int]) -> int:
-        """The last one that all ranks have. Raises ZeroError where one has none of a run that others have."""
-        numbers = self.ranks.numbers([0.0] * self.ranks.size)
-        numbers[self.ranks.rank] = max(found, default=0)
-        everybody = [int(number) for number in self.ranks.sum_everywhere(numbers, "last generation").tolist()]
-        if max(everybody) - min(everybody) > 1:
-            rank = everybody.index(min(everybody))
-            raise ZeroError(
-                f"the last generations of the ranks are {everybody}, and ranks differ by one at most: rank {rank} has "
-                "lost its slab, or has another run's; load a checkpoint, after removing the slabs of all ranks"
-            )
-        return min(everybody)
-
-    def _spec(self, unit: Unit) -> ShardSpec:
-        segments = tuple(
-            Segment(p.shard_start, p.shard_stop, unit.groups[p.k], p.slot.name, p.slot.shape, p.slot_start)
-            for p in unit.pieces
-        )
-        plan = self.plans[unit.index]
-        told = plan.encloses, plan.trained, plan.beside
-        return ShardSpec(unit.name, unit.layout.shard_numel, unit.dtype, segments, *told)
-
-    def nodes(self, modules: dict[str, nn.Module]) -> list[Node]:
-        """The modules that get hooks: those of a unit, and the root in any case."""
-        opened: dict[str, list[int]] = {"": []}
-        for index, plan in enumerate(self.plans):
-            for path in plan.modules:
-                opened.setdefault(path, []).append(index)
-        return [Node(n, path or "root", modules[path], tuple(opened[path])) for n, path in enumerate(opened)]
-
-
-def _compute_device(model: nn.Module, device: torch.device | str | None, mesh: Any) -> torch.device:
-    """What was asked for; else where the parameters are; deferred ones are nowhere: the mesh's device, or the CPU."""
-    devices = {p.device for p in model.parameters() if not p.is_meta}
-    if len(devices) > 1:
-        raise ZeroError(f"parameters on {sorted(map(str, devices))}: move the model to one device before shard")
-    if device is None and devices:
-        return devices.pop()
-    found = torch.device(device if device is not None else getattr(mesh, "device_type", "cpu"))
-    if has_streams(found) and not torch.get_device_module(found).is_available():
-        raise ZeroError(f"device={found}: torch sees no such device here; leave device out to compute on the CPU")
-    return indexed(found)
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
