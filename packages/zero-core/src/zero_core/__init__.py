@@ -15,6 +15,7 @@ from .sharding import Handle, handle, no_sync, shard, units
 from .sleeping import sleep, wake
 from .store import ShardStore
 from .unequal import uneven
+from .unsharding import unshard
 
 __all__ = [
     "AveragedModel",
@@ -46,6 +47,7 @@ __all__ = [
     "trained_state_dict",
     "uneven",
     "units",
+    "unshard",
     "wake",
 ]
 __version__ = "0.2.0"

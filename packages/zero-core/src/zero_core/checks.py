@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from .building.parts import check_parts, named_parts
+from .building.parts import check_frozen, check_parts, named_parts
 from .errors import AlreadyShardedError, StageError, UnsupportedOptimizerError, ZeroError
 from .optim.optimizer import ShardedOptimizer
 from .precision import FLOATS
@@ -66,16 +66,18 @@ def check_given(
     for name, _, parameter, _, _ in named_parts(model):
         if isinstance(parameter, UninitializedParameter):
             raise ZeroError(f"{name} has no shape yet: run the model once on a sample before zero_core.shard")
+        if parameter.__dict__.get("_zero_home") is not None:
+            check_frozen(name, parameter)
+            continue
         sharded_class(type(parameter))
         check_parts(name, parameter)
-        if parameter.__dict__.get("_zero_home") is not None:
-            raise AlreadyShardedError(f"{name} is sharded already: call zero_core.shard once, on the whole model")
     _check_parameters(model, optimizer, param_dtype)
 
 
 def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, param_dtype: torch.dtype | None) -> None:
     mine = {id(p) for p in model.parameters()}
-    pending = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    plain = [(n, p) for n, p in model.named_parameters() if p.__dict__.get("_zero_home") is None]
+    pending = [name for name, parameter in plain if parameter.grad is not None]
     if pending:
         raise ZeroError(
             f"{len(pending)} parameters have gradients already ({pending[0]} ...), which shard() would lose: call "

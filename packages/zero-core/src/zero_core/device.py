@@ -6,6 +6,7 @@ ROCm), `torch.xpu`, or what a package registered when it was imported.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,17 @@ from torch import Tensor
 
 from .errors import ZeroError
 
-__all__ = ["backend_in", "backend_of", "has_streams", "indexed", "later", "queued", "sent"]
+__all__ = [
+    "available_bytes",
+    "available_host_bytes",
+    "backend_in",
+    "backend_of",
+    "has_streams",
+    "indexed",
+    "later",
+    "queued",
+    "sent",
+]
 
 
 def has_streams(device: torch.device) -> bool:
@@ -82,3 +93,31 @@ def backend_of(device_type: str) -> str:
     if device_type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
+def available_host_bytes() -> int:
+    """Memory that new processes may use without swapping: MemAvailable, or the control group's room if less.
+
+    A virtual machine may show less than it will be given once it is used.
+    """
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo") as file:
+            found = [line.split() for line in file if line.startswith("MemAvailable:")]
+        room = int(found[0][1]) * 1024
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            room = min(room, int(limit.read()) - int(used.read()))
+    except (OSError, ValueError, IndexError):
+        pass  # no limit ("max"), no control groups, or no /proc: what is known stands
+    return room
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory of the device that this process may still use, of the host's for the CPU. None: nobody knows."""
+    if device.type == "cpu":
+        return available_host_bytes()
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    kept = module.memory_reserved(device) - module.memory_allocated(device)  # by torch's allocator, for whoever asks
+    return int(module.mem_get_info(device)[0] + kept)

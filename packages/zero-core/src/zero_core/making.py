@@ -21,6 +21,7 @@ from .building.wrapping import UnitPlan
 from .device import has_streams, indexed
 from .errors import ZeroError
 from .layout import UnitLayout
+from .optim.earlier import Earlier
 from .optim.handover import Handover
 from .precision import as_bytes
 from .runtime.attaching import Node
@@ -45,8 +46,10 @@ class Maker:
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         context: UnitContext,
+        earlier: Earlier,
     ) -> None:
         self.model, self.optimizer, self.plans, self.context = model, optimizer, plans, context
+        self.earlier = earlier
         self.ranks = context.ranks
         found = [plan.own_dtype or param_dtype or plan.dtype for plan in plans]
         trained = {dtype for plan, dtype in zip(plans, found, strict=True) if plan.trained}
@@ -67,6 +70,9 @@ class Maker:
                 followers=[(k, follower) for k, p in enumerate(parameters) for follower in following[id(p)]],
                 composites=list(dict.fromkeys(composites[id(p)] for p in parameters if id(p) in composites)),
             )  # fmt: skip
+            for version, parameter in zip(unit.versions, parameters, strict=True):
+                if earlier.was_changed(parameter):
+                    version.ended()
             self.units.append(unit)
 
     def _composites(self) -> dict[int, Composite]:
@@ -104,7 +110,7 @@ class Maker:
         def initial(i: int) -> torch.Tensor:
             unit = self.units[i]
             for parameter in unit.parameters:
-                if not parameter.is_meta and self.ranks.size > 1:
+                if not parameter.is_meta and self.ranks.size > 1 and not self.earlier.has(parameter):
                     values = parameter.data.contiguous().to(self.ranks.device)  # NCCL takes no host memory
                     self.ranks.broadcast(as_bytes(values), unit.name)
                     parameter.data = values.to(parameter.device)

@@ -22,16 +22,15 @@ from .making import Maker, compute_device, move_buffers
 from .optim.backward_updates import UpdatesInBackward
 from .optim.carried import carry_over
 from .optim.device_store import DeviceStore
+from .optim.earlier import Earlier
 from .optim.handover import Handover
 from .optim.optimizer import ShardedOptimizer
 from .pool import Pool
+from .runtime.connecting import connect
 from .runtime.context import UnitContext
 from .runtime.hooks import Engine
-from .runtime.parameter import home_of, set_home
-from .runtime.place import Place, Window
 from .runtime.replaced import replace_optimizer
 from .runtime.scaling import LossScale
-from .runtime.snapshots import Snapshots
 from .runtime.stages import STAGES
 from .runtime.unit import Unit
 from .store import NullObserver, Observer, ShardStore, lent_bytes
@@ -114,6 +113,12 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     A plain tensor that a module keeps over a parameter's memory follows the parameter. Two parameters over one memory
     are refused if one is trained, and become one parameter if none is: see building/overlaps.py.
 
+    A model that is sharded already goes over into new shards, for a second stage with another optimizer: other
+    parameters trained, another store or stage, modules added or removed. Unit by unit, values leave the earlier shards
+    with all their bits, those of the fp32 masters too, and the memory of each unit is given up when the new store has
+    it. States begin anew. The optimizer and the store of the earlier shards are closed. Where this fails, the model is
+    in its earlier shards again, or a StoreError says what was lost.
+
     stage: the ZeRO stage, 0 to 3.
     mesh: a DeviceMesh (shard,) or (replicate, shard); None: all ranks, or this process alone without torch.distributed.
     units: module classes of which each instance is a unit; None: the blocks of the model, see building/wrapping.py.
@@ -152,59 +157,58 @@ def shard(  # type: ignore[misc]  # the overloads leave keywords to this signatu
     if update_in_backward:
         check_update_in_backward(stage, max_grad_norm, scale)
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    overlaps = overlaps_of(model, optimized)
-    for twins in overlaps.twins:
-        twins.tie(model)
-    observer = observer or NullObserver()
     where = compute_device(model, device, mesh)
-    pool = Pool(where)
     if secondary_shards and STAGES[stage].keeps_parameters:
         raise StageError(f"secondary_shards=True with stage={stage}, which gathers a unit once a step: leave it out")
-    ranks = Ranks.build(
-        mesh, pool, sharded=STAGES[stage].sharded, device=where, collectives=collectives, secondary=secondary_shards
-    )
-    ranks.meet("shard")
-    initialiser = Initialiser(model)
-    plans = plan_units(model, units, optimized)
-    if device is not None:
-        move_buffers(model, where)
-    store = store or DeviceStore()
-    context = UnitContext(ranks, store, pool, observer)
-    made = Maker(model, optimizer, plans, overlaps.followers, param_dtype, reduce_dtype, context)
-    made.compare(stage, max_grad_norm)
-    updates = UpdatesInBackward(made.units, context, optimizer.param_groups) if update_in_backward else None
-    engine = Engine(
-        model, made.units, made.nodes(unit_modules(model, units)), context, STAGES[stage],
-        prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes, loss_scale=scale,
-        begin_update=updates.begin if updates is not None else None, optimized=optimized,
-    )  # fmt: skip
-    handover = Handover(made.units)
-    try:
-        lent = lent_bytes([unit.nbytes for unit in made.units], prefetch_bytes, resident_bytes, ranks.shard.size)
-        made.attach_store(initialiser, handover, stage, lent)
-        for unit in made.units:
-            for k, parameter in enumerate(unit.parameters):
-                set_home(parameter, Place(engine, unit, k))
-            for k, follower in unit.followers:
-                home = home_of(unit.parameters[k])
-                set_home(follower.tensor, home if follower.whole else Window(engine, unit, k, follower))
-            for composite in unit.composites:
-                set_home(composite.parameter, composite)
-        carry_over(optimizer, made.units, store, ranks)
-        engine.attach()
-        engine.keep_attached(Snapshots(engine).attach(model))
-        sharded = ShardedOptimizer(optimizer, engine, updates, max_grad_norm)
-    except BaseException as error:
-        engine.detach()
-        handover.undo(error, store, close=store not in _in_use)
-        raise
-    _in_use.add(store)
-    initialiser.release()
-    remember(overlaps.extents)
-    found = model.__dict__[_HANDLE] = Handle(model, tuple(made.units), store, sharded, ranks, stage, engine)
+    with Earlier(model, "shard", "the model was sharded again: use the optimizer that this call returned") as earlier:
+        overlaps = overlaps_of(model, optimized)
+        for twins in overlaps.twins:
+            twins.tie(model)
+        pool = Pool(where)
+        ranks = Ranks.build(
+            mesh, pool, sharded=STAGES[stage].sharded, device=where, collectives=collectives, secondary=secondary_shards
+        )
+        ranks.meet("shard")
+        initialiser = Initialiser(model, earlier.values)
+        plans = plan_units(model, units, optimized)
+        if device is not None:
+            move_buffers(model, where)
+        store = store or DeviceStore()
+        context = UnitContext(ranks, store, pool, observer or NullObserver())
+        followers = [*overlaps.followers, *earlier.followers()]
+        made = Maker(model, optimizer, plans, followers, param_dtype, reduce_dtype, context, earlier)
+        made.compare(stage, max_grad_norm)
+        updates = UpdatesInBackward(made.units, context, optimizer.param_groups) if update_in_backward else None
+        engine = Engine(
+            model, made.units, made.nodes(unit_modules(model, units)), context, STAGES[stage],
+            prefetch_bytes=prefetch_bytes, resident_bytes=resident_bytes, loss_scale=scale,
+            begin_update=updates.begin if updates is not None else None, optimized=optimized,
+        )  # fmt: skip
+        handover = Handover(made.units, earlier)
+        try:
+            lent = lent_bytes([unit.nbytes for unit in made.units], prefetch_bytes, resident_bytes, ranks.shard.size)
+            made.attach_store(initialiser, handover, stage, lent)
+            carry_over(optimizer, made.units, store, ranks)
+            connect(engine)
+            sharded = ShardedOptimizer(optimizer, engine, updates, max_grad_norm)
+        except BaseException as error:
+            engine.detach()
+            handover.undo(error, store, close=store not in _in_use)
+            raise
+        _in_use.add(store)
+        initialiser.release()
+        remember(overlaps.extents)
+        forget_handle(earlier)
+        found = model.__dict__[_HANDLE] = Handle(model, tuple(made.units), store, sharded, ranks, stage, engine)
     optimizer.__dict__["_zero_sharded"] = True
     replace_optimizer(optimizer)
     return sharded if trains else found
+
+
+def forget_handle(earlier: Earlier) -> None:
+    """The model that was in these shards is not, from here on."""
+    if earlier.engine is not None:
+        earlier.engine.model.__dict__.pop(_HANDLE, None)
 
 
 @contextmanager

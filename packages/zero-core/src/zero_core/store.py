@@ -17,6 +17,7 @@ __all__ = [
     "CHUNK_NUMEL",
     "Arrival",
     "Durable",
+    "GivesUp",
     "GradientAccess",
     "GroupStep",
     "LendsMasters",
@@ -290,6 +291,20 @@ class Sleeps(Protocol):
 
         Of a store that is awake it changes nothing.
         """
+
+
+@runtime_checkable
+class GivesUp(Protocol):
+    """Optional part of a store that gives memory back shard by shard, while another store takes its shards over."""
+
+    def give_up(self, i: int) -> bool:
+        """Shard i was read for the last time: its memory goes, and that of all gradients. Nothing is lent or updated.
+
+        Only `read_state` of other shards, `give_up`, `take_up` and `close` may follow. False: all of it stays.
+        """
+
+    def take_up(self, i: int) -> None:
+        """Shard i, which was given up, has memory again: zeros, with states as at attach. `write_state` follows."""
 
 
 @runtime_checkable

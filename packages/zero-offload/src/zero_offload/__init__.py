@@ -1,5 +1,7 @@
 """Host and NVMe tiers for models whose parameters, gradients and optimizer states do not fit on the device."""
 
+from zero_core.device import available_host_bytes
+
 from .activations import ActivationError, Activations, offload_activations
 from .advice import OutOfMemoryError, explained
 from .compressed_store import CompressedByteStore
@@ -9,7 +11,7 @@ from .kept import slab_name, slabs_to_move, write_checkpoint
 from .memory_store import MemoryByteStore
 from .placement import place
 from .planning.budgets import PlanError
-from .planning.hardware import Hardware, HardwareError, available_host_bytes
+from .planning.hardware import Hardware, HardwareError
 from .planning.planner import Plan, fits, plan
 from .planning.probing import probe
 from .planning.sizes import ModelSizes, ParameterSizes, UnitSizes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class Arena:
         self._is_pinned, self._budget = pinned, budget
         self._taken = 0
         self._memory: memoryview | None = None  # from the boundary on at which the first block begins
+        self._start = 0  # of that, in the mapping
         self.advice = self.take_back()
 
     def take_back(self) -> dict[str, str]:
@@ -77,6 +79,7 @@ class Arena:
             memory, alignment, advice = self._pinned() if self._is_pinned else self._mapped()
             start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % alignment
             self._memory = memoryview(memory).cast("B")[start:]
+            self._start = start
         except BaseException:
             if self._budget is not None:
                 self._budget.give(self.nbytes)
@@ -88,6 +91,19 @@ class Arena:
         if self._memory is not None and self._budget is not None:
             self._budget.give(self.nbytes)
         self._memory = None
+
+    def keep_only(self, blocks: Iterable[Block]) -> None:
+        """The kernel has the pages of all other blocks back, until they are touched again: they are zero then.
+
+        Not of an arena that torch pinned, and no page may be registered with a device.
+        """
+        if self._memory is None or self._is_pinned:
+            return
+        gone = 0
+        for first, stop in [*sorted((each.offset, each.offset + each.nbytes) for each in blocks), (self._taken, 0)]:
+            if gone < first:
+                self._memory.obj.madvise(mmap.MADV_DONTNEED, self._start + gone, first - gone)  # type: ignore[attr-defined]
+            gone = stop
 
     @property
     def has_memory(self) -> bool:

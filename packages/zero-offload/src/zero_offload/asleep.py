@@ -1,6 +1,6 @@
-"""The memory of a TieredStore while it sleeps: put aside, given away, taken back. It waits for nothing.
+"""The memory of a TieredStore that gives it away: for a while, put aside, or unit by unit to a store that follows it.
 
-Owns the bytes that were put aside. When a store may sleep is the store's to say.
+Owns the bytes that were put aside. It waits for nothing: when a store may sleep is the store's to say.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Memory:
         self._arena, self._link, self._monitor = arena, link, monitor
         self._parameters, self._states, self._gradients = parameters, states, gradients
         self.aside = SavedBytes()  # the bytes meanwhile
+        self._given_up: set[int] = set()  # units whose shards another store has
 
     def put_into(self, keeper: ByteStore) -> None:
         """Raises SwapError where a write fails or there is no room; everything is where it was then."""
@@ -71,6 +72,24 @@ class Memory:
             self._link.device.restored()
         self._monitor.asleep = False
         self.aside.free()
+
+    def give_up(self, i: int, units: int) -> bool:
+        """Only what is in memory of those of the `units` that were not given up stays there. False: nothing of i was.
+
+        Not where a device has registered the memory.
+        """
+        if self._link is not None:
+            return False
+        self._given_up.add(i)
+        for slots in (self._parameters, self._states.slots, self._gradients.slots):
+            slots.forget()
+        blocks = {j: [*self._parameters.blocks(j), *self._states.blocks(j)] for j in range(units)}
+        self._arena.keep_only(block for j, each in blocks.items() if j not in self._given_up for block in each)
+        return bool(blocks[i])
+
+    def take_up(self, i: int) -> None:
+        """What unit i has in memory stays there again."""
+        self._given_up.discard(i)
 
     def _values(self) -> list[Tensor]:
         """Whatever no ByteStore has, in an order that stays while the store sleeps. Slots have only copies."""

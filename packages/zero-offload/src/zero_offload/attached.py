@@ -384,6 +384,27 @@ class Attached:
             self.link.streams.drain()
         self.memory.put_into(to)
 
+    # -- while another store takes the shards over --------------------------------------------------------------
+
+    def give_up(self, i: int) -> bool:
+        """As zero_core.store.GivesUp."""
+        self.wait()
+        device = self._whole(i)
+        if device is None:
+            return self.memory.give_up(i, len(self.plan.units))
+        device.give_up(i)
+        return True
+
+    def take_up(self, i: int) -> None:
+        """As zero_core.store.GivesUp."""
+        device, spec = self._whole(i), self.plan.units[i].spec
+        if device is not None:
+            device.take_up(i)
+            return
+        self.memory.take_up(i)
+        with torch.no_grad(), self.monitor.guard():
+            self._values.first(i, torch.zeros(spec.numel, dtype=spec.master_dtype))
+
 
 def _shut_down(
     pipeline: Pipeline,

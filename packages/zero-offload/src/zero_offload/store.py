@@ -299,6 +299,16 @@ class TieredStore:
     def write_state(self, i: int, name: str, start: int, values: Tensor) -> None:
         self._on.write_state(i, name, start, values)
 
+    # -- while another store takes the shards over --------------------------------------------------------------
+
+    def give_up(self, i: int) -> bool:
+        """As zero_core.store.GivesUp. Host memory goes where no device has registered it."""
+        return self._on.give_up(i)
+
+    def take_up(self, i: int) -> None:
+        """As zero_core.store.GivesUp."""
+        self._on.take_up(i)
+
     # -- asleep -------------------------------------------------------------------------------------------------
 
     def sleep(self, to: ByteStore | None = None) -> None:

@@ -7,7 +7,7 @@ slices go is the store's. One whole parameter is alive at a time, none where the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,9 @@ class Initialiser:
     where ranks entered `deferred_init` with different seeds.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kept: Callable[[Tensor], Tensor | None] = lambda parameter: None) -> None:
+        """kept: the whole value of a parameter that has no memory as it is kept elsewhere, or None. Collective."""
+        self._kept = kept
         self._recordings: dict[int, Recording] = {}
         self._names: dict[int, str] = {}
         self._owners: list[nn.Module] = []
@@ -102,11 +104,16 @@ class Initialiser:
         `parameters` are the unit's, in the order of `layout.slots`.
         """
         shard = torch.zeros(layout.shard_numel, dtype=dtype)
-        for piece in layout.pieces(rank):
-            parameter = parameters[piece.k]
+        for k, parameter in enumerate(parameters):
+            kept = self._kept(parameter)  # also where none of it is in this shard: other ranks ask for it
+            piece = layout.piece(rank, k)
+            if piece is None:
+                continue
             target = shard[piece.shard_start : piece.shard_stop]
             source = self._source(parameter)
-            if source is not None:
+            if kept is not None:
+                round_to(kept.reshape(-1)[piece.slot_start : piece.slot_stop], target)
+            elif source is not None:
                 round_to(source.read(piece.slot_start, piece.slot_stop), target)
             else:  # with no name for the whole value, which would keep it until the next one is made
                 round_to(self.values(parameter).reshape(-1)[piece.slot_start : piece.slot_stop], target)

@@ -18,6 +18,7 @@ from ..errors import ShardedParameterError, ZeroError
 
 __all__ = [
     "NamedPart",
+    "check_frozen",
     "check_parts",
     "forget_parts",
     "keep_parts",
@@ -112,6 +113,7 @@ def check_parts(name: str, parameter: nn.Parameter) -> None:
         )
     if not wraps(type(parameter)):
         return
+    check_frozen(name, parameter)
     inner = parts_of(parameter)
     plain = {n: type(t) is Tensor and t.layout is torch.strided and t.is_contiguous() for n, t in inner.items()}
     odd = [n[1:] for n, is_plain in plain.items() if not is_plain]
@@ -120,7 +122,12 @@ def check_parts(name: str, parameter: nn.Parameter) -> None:
             f"{name} is a {kind} whose inner {odd[0]} is not a plain, contiguous tensor, and cannot be cut into "
             "shards: convert it to a plain parameter before zero_core.shard"
         )
-    if parameter.requires_grad:
+
+
+def check_frozen(name: str, parameter: nn.Parameter) -> None:
+    """Raises ShardedParameterError for a wrapper subclass that requires a gradient."""
+    if wraps(type(parameter)) and parameter.requires_grad:
+        kind = type(parameter).__qualname__
         raise ShardedParameterError(
             f"{name} is a {kind} that requires a gradient, and only frozen ones are sharded: call "
             "requires_grad_(False) on it, or convert it to a plain parameter, before zero_core.shard"

@@ -37,6 +37,7 @@ class DeviceStore:
         self.asleep, self._saved = False, SavedBytes()
         self._lent: set[int] = set()
         self._scratch = torch.empty(0)
+        self._counts = False  # whether the optimizer counts steps
         self._names: tuple[str, ...] = ()
         self._scalars: tuple[str, ...] = ()
 
@@ -52,12 +53,12 @@ class DeviceStore:
             raise StoreError("DeviceStore.attach called twice: make a new DeviceStore for each zero_core.shard")
         kept = kept_states(optimizer, context.device)
         self._context, self._optimizer = context, optimizer
-        self._names, self._scalars = ("master", *kept.tensors), kept.scalars
+        self._names, self._scalars, self._counts = ("master", *kept.tensors), kept.scalars, kept.counts
         try:
             for i, spec in enumerate(shards):
                 master = initial(i)
                 try:
-                    self._shards.append(_Shard(spec, master, optimizer, context, counts=kept.counts))
+                    self._shards.append(self._made(spec, master))
                 except BaseException:
                     context.rescue(i, master)
                     raise
@@ -68,6 +69,9 @@ class DeviceStore:
             raise
         widest = max((s.spec.numel for s in self._shards if s.needs_scratch), default=0)
         self._scratch = torch.empty(widest, dtype=torch.float32, device=context.device)
+
+    def _made(self, spec: ShardSpec, master: Tensor) -> _Shard:
+        return _Shard(spec, master, self._optimizer, self._context, counts=self._counts)
 
     def prefetch(self, i: int) -> None:
         self._check()
@@ -220,6 +224,20 @@ class DeviceStore:
         """`values` are there again, and what is computed from them follows."""
         for shard in self._shards:
             shard.restored()
+
+    # -- while another store takes the shards over -----------------------------------------------------------------
+
+    def give_up(self, i: int) -> bool:
+        """As `GivesUp.give_up`."""
+        self._shard(i).let_go()
+        give_memory([self._scratch])
+        return True
+
+    def take_up(self, i: int) -> None:
+        """As `GivesUp.take_up`."""
+        spec = self._shard(i).spec
+        self._shards[i] = self._made(spec, torch.zeros(spec.numel, dtype=spec.master_dtype))
+        take_memory([self._scratch])
 
     def close(self) -> None:
         self._saved.free()

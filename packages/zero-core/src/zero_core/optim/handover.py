@@ -1,6 +1,7 @@
-"""The user's parameters while `shard` hands them to the store, and back to the user where that fails.
+"""The parameters of a model while `shard` hands them to the store, and back where that fails.
 
-Owns what each parameter was. Which values can be had again is the store's to say: `StoreContext.rescue`.
+Owns what each parameter was: the user's, or one of earlier shards. Which values can be had again is the store's to
+say: `StoreContext.rescue`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..building.parts import forget_parts
 from ..errors import StoreError, listed
 from ..runtime.unit import Unit
 from ..store import ShardStore
+from .earlier import Earlier
 
 __all__ = ["Handover"]
 
@@ -36,12 +38,12 @@ class _Was:
 class Handover:
     """Takes unit after unit from the user, and gives all of them back where `shard` fails."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = units
+    def __init__(self, units: Sequence[Unit], earlier: Earlier) -> None:
+        self._units, self._earlier = units, earlier
         self._away: dict[int, list[_Was]] = {}  # by unit, those that are not back
 
     def take(self, i: int) -> None:
-        """Unit i's parameters become views without memory: the caller has their values."""
+        """Unit i's parameters become views without memory: the caller has their values. Collective."""
         self._away[i] = [
             _Was(
                 *(p, type(p), p.detach() if p.is_meta else torch.empty_like(p.data, device="meta"), p.device),
@@ -50,6 +52,7 @@ class Handover:
             for k, p in enumerate(self._units[i].parameters)
         ]
         self._units[i].adopt_parameters(become)
+        self._earlier.taken(self._units[i].parameters)
 
     def give_back(self, i: int, master: Tensor) -> None:
         """Unit i's parameters have memory and values again, if this rank's shard of its master (numel,) is all of it.
@@ -57,19 +60,23 @@ class Handover:
         A frozen parameter that the store keeps in fewer bits than the user did has lost them, and stays away.
         """
         unit, lost = self._units[i], []
+        unit.unseal()
         whole = unit.ranks.shard.size == 1
         for k, was in enumerate(self._away.pop(i, ())):
             slot = unit.layout.slots[k]
             kept = unit.trainable or was.like.dtype.itemsize <= unit.dtype.itemsize
-            if was.device.type == "meta":
+            values = master[slot.offset : slot.stop] if whole and kept else None
+            if self._earlier.has(was.parameter):
+                self._earlier.put_back(was.parameter, values)
+            elif was.device.type == "meta":
                 _restore(was, was.like)
-            elif whole and kept:
-                values = torch.empty_like(was.like, device=was.device)
-                _restore(was, values.copy_(master[slot.offset : slot.stop].view(slot.shape)))
+            elif values is not None:
+                own = torch.empty_like(was.like, device=was.device)
+                _restore(was, own.copy_(values.view(slot.shape)))
             else:
                 lost.append(was)
         for each in unit.composites:
-            each.give_back()
+            each.give_back(plain=not self._earlier.has(next(iter(each.parts.values()))))
         if lost:
             self._away[i] = lost
 
@@ -81,7 +88,11 @@ class Handover:
             unit = self._units[i]
             with suppress(Exception):  # a store that failed has told what it has left
                 self.give_back(i, store.read_state(i, "master", 0, unit.layout.shard_numel))
+            unit.unseal()
             for was in self._away.pop(i, ()):
+                if self._earlier.has(was.parameter):
+                    self._earlier.put_back(was.parameter, None)
+                    continue
                 _restore(was, was.like)
                 if was.device.type != "meta":
                     k = next(k for k, p in enumerate(unit.parameters) if p is was.parameter)

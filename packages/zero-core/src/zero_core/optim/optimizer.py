@@ -113,6 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.engine.commits.stepped()
 
     def _refuse_while_busy(self) -> None:
+        self.engine.refuse_over("step()")
         if self.engine.busy:
             raise ZeroError("step() inside forward or backward: call it after loss.backward() returned")
         store = self.engine.store
@@ -178,6 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises UnsupportedOptimizerError once a parameter has stepped, where there are optimizer states, or fp32 masters
         of 16-bit parameters: those lie in shards, and the error names the calls that save them.
         """
+        self.engine.refuse_over("state_dict()")
         if not any(any(unit.steps) for unit in self.engine.units):
             return self._packed({})
         halves = any(unit.trainable and unit.dtype != torch.float32 for unit in self.engine.units)
@@ -251,8 +253,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Finish updates and a checkpoint under way, and give the store's memory back. The model cannot be used after.
 
-        Raises what a checkpoint in the background failed with, when all is closed.
+        Raises what a checkpoint in the background failed with, when all is closed. Where the model is in other shards,
+        or plain, nothing happens.
         """
+        if self.engine.over is not None:
+            return
         try:
             if not (self.engine.calls.interrupted or self.engine.reducer.updating):
                 self.engine.settle()

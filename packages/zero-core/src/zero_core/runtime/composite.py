@@ -47,11 +47,12 @@ class Composite(Home):
         if not self._closed:
             self.parameter.__class__ = self.kind
 
-    def give_back(self) -> None:
-        """Sharding failed: the parts are the user's again."""
+    def give_back(self, *, plain: bool = True) -> None:
+        """The parts are the user's again. Not `plain`: those of earlier shards."""
         self.parameter.__class__ = self.kind
-        set_home(self.parameter, None)
-        forget_parts(self.parameter)
+        if plain:
+            set_home(self.parameter, None)
+            forget_parts(self.parameter)
 
     def full_copy(self, parameter: Tensor) -> Tensor:
         inner = {name: home_of(part).full_copy(part) for name, part in self.parts.items()}

@@ -137,9 +137,13 @@ class UnitGradient:
 
     def holds(self, k: int) -> bool:
         """Whether parameter k may have a gradient, which on several ranks may be another rank's."""
+        return self.waits(k) or (self.leftover[k] is not Leftover.NOTHING and self.groups[k] is not None)
+
+    def waits(self, k: int) -> bool:
+        """Whether step() would use a gradient of parameter k, perhaps another rank's, or count an update of it."""
         anywhere = self.used[k] or (self.arrived and self.ranks.size > 1)
-        there = anywhere and k not in self.dropped
-        return (there or self.leftover[k] is not Leftover.NOTHING) and self.groups[k] is not None
+        there = (anywhere and k not in self.dropped) or self.leftover[k] is Leftover.UPDATED
+        return there and self.groups[k] is not None
 
     def drop(self, k: int) -> None:
         """`p.grad = None`: the parameter is not stepped, nor counted in the norm. See forget_dropped."""

@@ -79,6 +79,8 @@ class Engine:
         self.commits = None if durable is None else Commits(durable, several=self.ranks.size > 1)
         self.exchange = Exchange(units, context, self.reducer, self.writes)
         self.gathered = 0  # how many `gathered` blocks are open
+        self.over: str | None = None  # why the model is in these shards no more
+        self.leaving: list[Callable[[], None]] = []  # called when the model leaves these shards for others
         self.copies = Copies(units, self.uses, self.calls)
         self._attachment = Attachment(model, units, optimized)
 
@@ -320,6 +322,7 @@ class Engine:
         zero_grad(), because gradients are lost. Raises ZeroError where another thread is inside, and where that would
         not be right: after half an update, while ranks or copies may still be under way.
         """
+        self.refuse_over(what)
         self.calls.refuse_others(what)
         self.reducer.refuse_half_updated(f"{what} after an update of {type(self.model).__name__}")
         if self._stack and self.calls.over("forward"):
@@ -343,6 +346,12 @@ class Engine:
         self.reducer.begin_anew()
         self.pool.begin_anew()
         self.calls.interrupted = False
+
+    def refuse_over(self, what: str) -> None:
+        """Raise ZeroError, which begins with `what`, if the model is in these shards no more."""
+        if self.over is not None:
+            kind = type(self.model).__name__
+            raise ZeroError(f"{what} with what an earlier zero_core.shard made of {kind}: {self.over}")
 
     @mended
     def settle(self) -> None:

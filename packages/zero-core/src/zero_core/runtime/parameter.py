@@ -30,6 +30,7 @@ __all__ = [
     "Home",
     "ParameterCopy",
     "Sharded",
+    "allow_copies",
     "home_of",
     "keep_state_dict",
     "refuse_copies",
@@ -79,7 +80,10 @@ def home_of(parameter: Tensor) -> Home:
 
 def set_home(parameter: Tensor, home: Home | None) -> None:
     """Tell a parameter where it lives from now on. None: it is the user's again."""
-    parameter.__dict__[_HOME] = home
+    if home is None:
+        parameter.__dict__.pop(_HOME, None)
+    else:
+        parameter.__dict__[_HOME] = home
 
 
 class _Gather(torch.autograd.Function):
@@ -164,6 +168,12 @@ def refuse_copies(module: nn.Module) -> None:
         )
 
     module.__dict__["__deepcopy__"] = module.__dict__["__reduce_ex__"] = refuse
+
+
+def allow_copies(module: nn.Module) -> None:
+    """Take back what `refuse_copies` and `refuse_scripts` did to a module."""
+    for name in ("__deepcopy__", "__reduce_ex__", "__prepare_scriptable__"):
+        module.__dict__.pop(name, None)
 
 
 def refuse_scripts(module: nn.Module) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..building.overlaps import Follower
 from ..errors import ChangedParameterError
 from ..layout import Piece, UnitLayout
-from ..precision import as_bytes, rounded
+from ..precision import FLOATS, as_bytes, rounded
 from .composite import Composite
 from .context import UnitContext
 from .gradient import Leftover, UnitGradient
@@ -129,15 +129,13 @@ class Unit(UnitMemory):
         self.users += 1
         if self.users == 1:
             self.watch.begin(audit, compares=not self.keeps_writes)
-            for parameter, slot, kind in zip(self.parameters, self.layout.slots, self._classes, strict=True):
-                parameter.__class__ = kind
+            self.unseal()
+            for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
                 if parameter.dtype is not self.dtype or parameter.shape != slot.shape:
                     raise ChangedParameterError(
                         f"{slot.name} was {slot.shape}, {self.dtype} when the model was sharded and is now "
                         f"{tuple(parameter.shape)}, {parameter.dtype}: shard again a model built anew"
                     )
-            for _, follower in self.followers:
-                follower.tensor.__class__ = Tensor
             for composite in self.composites:
                 composite.open(self.index)
 
@@ -175,19 +173,26 @@ class Unit(UnitMemory):
         """State `name` of parameter k, fp32. Collective."""
         return self.full_values(k, partial(self.store.read_state, self.index, name))
 
-    def full_values(self, k: int, read: Callable[[int, int], Tensor]) -> Tensor:
-        """Parameter k's values, fp32, of which `read(start, stop)` gives elements of this rank's shard. Collective."""
+    def master(self, k: int) -> Tensor:
+        """Parameter k's master, in `master_dtype`, with all bits. Collective."""
+        return self.full_values(k, partial(self.store.read_state, self.index, "master"), self.master_dtype)
+
+    def full_values(self, k: int, read: Callable[[int, int], Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Parameter k's values, of which `read(start, stop)` gives elements of this rank's shard. Collective."""
         slot, ranks = self.layout.slots[k], self.ranks
         if ranks.shard.size == 1:
             return read(slot.offset, slot.stop).to(ranks.device).view(slot.shape)
         pieces = [self.layout.piece(rank, k) for rank in range(ranks.shard.size)]
         widest = max((piece.numel for piece in pieces if piece is not None), default=0)
-        rows = torch.zeros(len(pieces), widest, dtype=torch.float32, device=ranks.device)
+        rows = torch.zeros(len(pieces), widest, dtype=dtype, device=ranks.device)
         mine = pieces[ranks.shard.rank]
         if mine is not None:
             rows[ranks.shard.rank, : mine.numel] = read(mine.shard_start, mine.shard_stop)
         if widest:
-            work = ranks.all_gather(rows.view(-1), rows[ranks.shard.rank], self.name, exact=True)
+            whole, part = rows.view(-1), rows[ranks.shard.rank]
+            if dtype not in FLOATS:
+                whole, part = as_bytes(whole), as_bytes(part)
+            work = ranks.all_gather(whole, part, self.name, exact=True)
             ranks.wait(work, "all_gather", self.name)
         parts = [rows[rank, : piece.numel] for rank, piece in enumerate(pieces) if piece is not None]
         return torch.cat(parts or [rows.view(-1)]).view(slot.shape)
@@ -237,6 +242,13 @@ class Unit(UnitMemory):
         self.users -= 1
         if self.users == 0:
             self.seal()
+
+    def unseal(self) -> None:
+        """Parameters and what follows them have their own classes. They may have no memory yet."""
+        for parameter, kind in zip(self.parameters, self._classes, strict=True):
+            parameter.__class__ = kind
+        for _, follower in self.followers:
+            follower.tensor.__class__ = Tensor
 
     def seal(self) -> None:
         """No visit uses the parameters: any use from here on is an external one."""

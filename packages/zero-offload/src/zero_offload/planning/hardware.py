@@ -1,7 +1,7 @@
 """The hardware as facts: counts, GiB, GB/s, TFLOP/s, and who shares what.
 
-Owns `Hardware`, its dict form (the files of ``conf/hardware``), each rank's share of what a node has, and how much host
-memory is free. It measures no speed (`probing` does) and makes no choice (the planner does).
+Owns `Hardware`, its dict form (the files of ``conf/hardware``), and each rank's share of what a node has. It measures
+no speed (`probing` does) and makes no choice (the planner does).
 
 [Note: Who shares what]
     device   memory, link and TFLOP/s are a rank's own
@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,23 +40,6 @@ def bytes_shown(nbytes: float) -> str:
         if nbytes >= size / 10:
             return f"{nbytes / size:.{1 if nbytes >= 10 * size else 2}f} {unit}"
     return f"{nbytes:.0f} bytes"
-
-
-def available_host_bytes() -> int:
-    """Memory that new processes may use without swapping: MemAvailable, or the control group's room if less.
-
-    A virtual machine may show less than it will be given once it is used.
-    """
-    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo") as file:
-            found = [line.split() for line in file if line.startswith("MemAvailable:")]
-        room = int(found[0][1]) * 1024
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            room = min(room, int(limit.read()) - int(used.read()))
-    except (OSError, ValueError, IndexError):
-        pass  # no limit ("max"), no control groups, or no /proc: what is known stands
-    return room
 
 
 class HardwareError(ValueError):

@@ -119,6 +119,15 @@ class DeviceTier:
         self._follow_copies(i)
         self._whole.write_state(self._place[i], name, start, values)
 
+    def give_up(self, i: int) -> None:
+        """A whole unit, see zero_core.store.GivesUp."""
+        self._streams.drain()
+        self._whole.give_up(self._place[i])
+
+    def take_up(self, i: int) -> None:
+        self._whole.take_up(self._place[i])
+        self._in_flight.forget(("whole", i))
+
     def _follow_copies(self, i: int) -> None:
         """The caller's stream changes a whole unit after the last copy out of it."""
         for copy in self._in_flight.of(("whole", i)):

@@ -308,6 +308,10 @@ class ParameterStore:
         rows = zip(self._plan.units, self._memory, self._memory_numel, strict=True)
         return [memory.raw(0, numel * unit.spec.dtype.itemsize) for unit, memory, numel in rows if numel]
 
+    def blocks(self, i: int) -> list[Block]:
+        """Of the arena, which have parameters of unit i that nothing else has."""
+        return [self._memory[i]] if self._memory_numel[i] else []
+
     def forget(self) -> None:
         """No slot has values any more; nothing is in flight, and no unit is in use."""
         for slots in (self._shared, *self._own.values()):

@@ -109,6 +109,10 @@ class StateStore:
         """(nbytes,) uint8 each: every record that host memory alone has, in a fixed order."""
         return [block.raw(0, self._records[tile].nbytes) for tile, block in self._memory.items()]
 
+    def blocks(self, i: int) -> list[Block]:
+        """Of the arena, which have records of unit i that nothing else has."""
+        return [block for tile, block in self._memory.items() if tile.unit == i]
+
     def expect(self, tiles: Sequence[Tile]) -> None:
         """An update of `tiles` in this order begins, and others like it will follow. Slots of other tiles are free.
 

@@ -1,0 +1,189 @@
+"""The shards that a model is in already, while its values leave them: for other shards, or for plain parameters.
+
+Owns which of them are given up, and that the model is in them again where the other side fails. Who takes the values
+is `making`'s and `unsharding`'s to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from ..building.init import become
+from ..building.overlaps import Follower
+from ..building.parts import named_parts
+from ..errors import AlreadyShardedError, StoreError, ZeroError, listed
+from ..runtime.connecting import connect, disconnect
+from ..runtime.hooks import Engine
+from ..runtime.place import places_of
+from ..runtime.unit import Unit
+from ..store import GivesUp, Sleeps
+
+__all__ = ["Earlier"]
+
+
+class Earlier:
+    """A context in which the values of a model leave the shards that it is in. Without any, nothing happens.
+
+    Inside, no hook is on the model, and its parameters have no memory and their own classes. Left by an error, the
+    model is in its shards again. Otherwise these are closed, and `why` is what they say to who uses them.
+    """
+
+    def __init__(self, model: nn.Module, call: str, why: str) -> None:
+        """Raises AlreadyShardedError where the shards are not those of all of the model, and of one model alone."""
+        self._call, self._why = call, why
+        places = places_of(model)
+        engines = {id(place.engine): place.engine for place in places}
+        if len(engines) > 1:
+            kinds = " and ".join(type(engine.model).__name__ for engine in engines.values())
+            raise AlreadyShardedError(
+                f"{places[0].name} is sharded already, and other parameters of the model are in other shards, those of "
+                f"{kinds}: call zero_core.unshard on each of them first"
+            )
+        self.engine: Engine | None = places[0].engine if places else None
+        self._mine = {id(part.tensor) for part in named_parts(model)}
+        self._places: dict[int, tuple[Unit, int]] = {}
+        self._given_up: set[int] = set()  # indices of units, also of those that have memory again
+        self._away: set[int] = set()  # of those that have not
+        self._lost: list[str] = []  # names of parameters
+        if self.engine is None:
+            return
+        self._places = {id(p): (unit, k) for unit in self.engine.units for k, p in enumerate(unit.parameters)}
+        held = {id(part.tensor) for part in named_parts(self.engine.model)}
+        others = [unit.layout.slots[k].name for i, (unit, k) in self._places.items() if i in held - self._mine]
+        if others:
+            raise AlreadyShardedError(
+                f"{places[0].name} is sharded already, together with {listed(others)}, which the model given does not "
+                f"have: call zero_core.{call} on the whole {type(self.engine.model).__name__}"
+            )
+        store = self.engine.store
+        self._giving = store if isinstance(store, GivesUp) else None
+        self._waiting = [{k for k, p in enumerate(u.parameters) if id(p) in self._mine} for u in self.engine.units]
+
+    # -- in and out ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Earlier:
+        if self.engine is not None:
+            self._settle(self.engine)
+            disconnect(self.engine)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.engine is None:
+            return
+        if error is None:
+            self._leave(self.engine, self._why)
+            return
+        self._go_back(self.engine)
+        if self._lost:
+            self._leave(self.engine, f"{self._call}() failed, and values were lost: build the model again")
+            raise StoreError(
+                f"{self._call}() failed after {listed(self._lost, most=4)} had left their shards, and this rank cannot "
+                "have their values again: build the model again, and load the last checkpoint. The failure: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if self._given_up:
+            raise StoreError(
+                f"{self._call}() failed, and the model is in its earlier shards, with all values. Of "
+                f"{len(self._given_up)} of {len(self.engine.units)} units optimizer states were given up by then, and "
+                "begin anew, and 16-bit parameters that were to be frozen have lost what their fp32 masters had beyond "
+                f"them. Call {self._call}() again when the cause is gone. The failure: {type(error).__name__}: {error}"
+            ) from error
+
+    def _settle(self, engine: Engine) -> None:
+        """Nothing is under way. Raises ZeroError where something would be lost, on all ranks or on none."""
+        call, store = self._call, engine.store
+        if engine.busy:
+            raise ZeroError(f"{call}() inside forward or backward: call it between steps")
+        if isinstance(store, Sleeps) and store.asleep:
+            raise ZeroError(f"{call}() of a model whose store sleeps: call zero_core.wake(model) first")
+        with torch.no_grad():
+            engine.settle()
+        try:
+            store.wait()
+        except Exception as error:
+            raise AlreadyShardedError(
+                f"{engine.units[0].layout.slots[0].name} is sharded already, and its store cannot give its values "
+                f"({error}): build the model again, and load a checkpoint. {call}() before close() keeps the values"
+            ) from error
+        waiting = [
+            unit.layout.slots[k].name for unit in engine.units for k in range(len(unit.steps)) if unit.gradient.waits(k)
+        ]
+        if int(engine.ranks.sum_everywhere(engine.ranks.numbers([float(bool(waiting))]), call).item()):
+            raise ZeroError(
+                f"parameters have gradients ({listed(waiting) if waiting else 'on another rank'}), which {call}() "
+                "would lose: call optimizer.step() or zero_grad() before"
+            )
+        if engine.commits is not None:
+            engine.commits.begin_step()
+            engine.commits.end_copy()
+
+    def _go_back(self, engine: Engine) -> None:
+        for unit in engine.units:
+            unit.adopt_parameters(become)
+            if unit.index in self._given_up:
+                unit.steps = [0] * len(unit.steps)
+        connect(engine)
+
+    @staticmethod
+    def _leave(engine: Engine, why: str) -> None:
+        engine.over = why
+        engine.detach()
+        for unit in engine.units:
+            for version in unit.versions:  # views of values that are kept elsewhere now
+                version.ended()
+        for call in reversed(engine.leaving):
+            call()
+        engine.store.close()
+        engine.pool.clear()
+
+    # -- what is in these shards ---------------------------------------------------------------------------------------
+
+    def has(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._places
+
+    def was_changed(self, parameter: Tensor) -> bool:
+        """Whether the parameter has no longer the values that the model was built with."""
+        place = self._places.get(id(parameter))
+        return place is not None and place[0].versions[place[1]].ends > 0
+
+    def followers(self) -> list[Follower]:
+        """Tensors that lie over parameters which the model still has."""
+        units = () if self.engine is None else self.engine.units
+        return [f for unit in units for _, f in unit.followers if id(f.lead) in self._mine]
+
+    def values(self, parameter: Tensor) -> Tensor | None:
+        """The parameter's master, whole, with all its bits; None: it is not in these shards. Collective."""
+        place = self._places.get(id(parameter))
+        return None if place is None else place[0].master(place[1])
+
+    def taken(self, parameters: Iterable[Tensor]) -> None:
+        """Somebody has the values of these. A unit that nobody waits for is given up."""
+        for parameter in parameters:
+            place = self._places.get(id(parameter))
+            if place is None:
+                continue
+            unit, k = place
+            waiting = self._waiting[unit.index]
+            waiting.discard(k)
+            if not waiting and self._giving is not None and self._giving.give_up(unit.index):
+                self._given_up.add(unit.index)
+                self._away.add(unit.index)
+
+    def put_back(self, parameter: Tensor, values: Tensor | None) -> None:
+        """The parameter is in these shards again. values: what it has, (numel,); None: nobody knows."""
+        unit, k = self._places[id(parameter)]
+        if unit.index not in self._given_up:
+            return
+        if values is None:
+            self._lost.append(unit.layout.slots[k].name)
+            return
+        if unit.index in self._away and self._giving is not None:
+            self._giving.take_up(unit.index)
+            self._away.discard(unit.index)
+        unit.write_part("master", k, values)

@@ -1,0 +1,90 @@
+"""`unshard`: a sharded model becomes a plain one again. Owns the room that this needs, and where the values go.
+
+How values leave shards, and what happens where that fails, is `optim.earlier`'s, as for a second `shard`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor, nn
+
+from .building.parts import forget_parts
+from .comm.ranks import Ranks
+from .device import available_bytes
+from .errors import ZeroError
+from .making import move_buffers
+from .optim.earlier import Earlier
+from .runtime.parameter import set_home
+from .runtime.unit import Unit
+from .sharding import forget_handle, handle
+
+__all__ = ["unshard"]
+
+
+@torch.no_grad()
+def unshard(model: nn.Module, device: torch.device | str | None = None) -> None:
+    """Make `model` plain: every parameter has its memory and whole value, on every rank. Collective.
+
+    Parameters stay the objects that they are, tied and with requires_grad and hooks as they are, in the dtype in which
+    the model is computed. fp32 masters of 16-bit parameters and optimizer states go, with the store; `shard` of a model
+    that is sharded keeps the masters.
+    device: where parameters and buffers are then; None: where the model is computed.
+
+    Raises ZeroError where a rank has no room for the whole model beside the shards, inside forward, backward and
+    `gathered`, and where gradients wait for a step. The model is in its shards then, and has lost nothing.
+
+    Examples:
+        >>> import torch, zero_core
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = zero_core.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> zero_core.unshard(model)
+        >>> type(model.weight), model.weight.data_ptr() != 0
+        (<class 'torch.nn.parameter.Parameter'>, True)
+    """
+    found = handle(model)
+    where = torch.device(device) if device is not None else found.ranks.device
+    with Earlier(model, "unshard", "zero_core.unshard has made the model plain") as earlier:
+        _check_room(found.ranks, sum(unit.nbytes for unit in found.units), where)
+        values = [_values(unit, where) for unit in found.units]
+        for unit, own in zip(found.units, values, strict=True):
+            _give(unit, own)
+        if device is not None:
+            move_buffers(model, where)
+        forget_handle(earlier)
+
+
+def _values(unit: Unit, device: torch.device) -> list[Tensor]:
+    """Copies of the unit's parameters, in memory of their own."""
+    unit.unshard()
+    try:
+        return [view.to(device, copy=True) for view in unit.views]
+    finally:
+        unit.reshard()
+
+
+def _give(unit: Unit, values: list[Tensor]) -> None:
+    for k, (parameter, value) in enumerate(zip(unit.parameters, values, strict=True)):
+        set_home(parameter, None)
+        forget_parts(parameter)
+        unit.show(k, value)
+    for _, follower in unit.followers:
+        set_home(follower.tensor, None)
+    for composite in unit.composites:
+        composite.give_back()
+
+
+def _check_room(ranks: Ranks, nbytes: int, device: torch.device) -> None:
+    """Raises ZeroError on all ranks where one has no room for as many bytes."""
+    if device.type == "cpu":  # all ranks of a machine share it
+        nbytes *= int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    room = available_bytes(device)
+    lacks = room is not None and room < nbytes
+    if int(ranks.sum_everywhere(ranks.numbers([float(lacks)]), "unshard()").item()):
+        have = f"of which {room:,} are there" if lacks else "which another rank does not have"
+        raise ZeroError(
+            f"unshard() needs {nbytes:,} bytes on {device} for the whole model on each rank, {have}: name a device= "
+            "with more room, or leave the model in its shards: another zero_core.shard trains it there, and "
+            "zero_core.save_pretrained writes it"
+        )
