@@ -151,6 +151,8 @@ def _extent(name: str, tensor: Tensor, kind: str, trained: bool = False) -> Exte
     """None: nothing is known of its memory, or it has none."""
     if wraps(type(tensor)) or tensor.layout is not torch.strided or not tensor.numel():
         return None
+    if tensor.__dict__.get("_zero_home") is not None:
+        return None  # it is in shards
     storage = tensor.untyped_storage()
     size = tensor.element_size()
     if tensor.is_meta:  # without addresses, the storage tells one memory from another

@@ -1,0 +1,395 @@
+"""A sharded model is sharded again: another optimizer, other parameters trained, modules added and removed.
+
+The second stage has the bits of plain torch's, or those of a model that was built anew from the same masters. Fails if a
+value loses a bit on its way, a state of the first stage lives on, or what belongs to the first stage answers wrongly.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from tests import kit
+from tests.integration.zero_core import toys
+from zero_core.errors import AlreadyShardedError, ChangedParameterError, StoreError, ZeroError
+from zero_core.optim.device_store import DeviceStore
+from zero_core.saved_bytes import HostMemory
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def batch(seed: int = 0) -> Tensor:
+    rank, _ = kit.world()
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * rank + seed))
+
+
+def train(model: Any, optimizer: Any, steps: int = 3) -> None:
+    dtype = next(model.parameters()).dtype
+    for seed in range(steps):
+        kit.step(optimizer, model(batch(seed).to(dtype)).square().mean())
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def freeze(model: Any, *but: str) -> None:
+    """Only parameters whose names have one of `but` are trained from here on."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in but))
+
+
+def same(sharded: nn.Module, dense: nn.Module) -> bool:
+    state = sharded.state_dict()
+    return state.keys() == dense.state_dict().keys() and all(
+        torch.equal(state[name], value) for name, value in dense.state_dict().items()
+    )
+
+
+# -- equal to plain torch ----------------------------------------------------------------------------------------------
+
+
+def test_three_stages_have_the_bits_of_plain_torch() -> None:
+    """All with AdamW; then the blocks with SGD; then what was frozen, with AdamW anew."""
+    dense, model = kit.twins(toys.Stack)
+    for names, make in (([""], adamw), (["blocks"], momentum), (["embed", "head"], adamw)):
+        for each in (dense, model):
+            freeze(each, *names)
+        train(dense, make(trained(dense)))
+        optimizer = zero_core.shard(model, make(trained(model)))
+        assert not any(any(unit.steps) for unit in zero_core.units(model))
+        train(model, optimizer)
+        assert same(model, dense)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stages", [(3, 3), (0, 3), (3, 1), (2, 0)])
+@kit.on_ranks(1, 2)
+def test_a_second_stage_is_that_of_a_model_built_from_the_masters(stages: Any, dtype: Any) -> None:
+    first, second = stages
+    model, optimizer = kit.sharded(toys.Stack, adamw, stage=first, param_dtype=dtype)
+    train(model, optimizer)
+    masters = kit.named_values(model, master=True)
+    freeze(model, "blocks.1", "head")
+    other = zero_core.shard(model, momentum(trained(model)), stage=second, param_dtype=dtype)
+    anew = toys.Stack()
+    anew.load_state_dict(masters, strict=False)
+    freeze(anew, "blocks.1", "head")
+    control = zero_core.shard(anew, momentum(trained(anew)), stage=second, param_dtype=dtype)
+    for known, expected in zip(zero_core.units(model), zero_core.units(anew), strict=True):
+        assert known.name == expected.name and known.dtype == expected.dtype
+        for k in range(len(known.parameters)):
+            assert torch.equal(known.master(k), expected.master(k))
+    train(model, other)
+    train(anew, control)
+    for mine, theirs in zip(kit.values(model, master=True), kit.values(anew, master=True), strict=True):
+        assert torch.equal(mine, theirs)
+    control.close()
+    other.close()
+
+
+class Adapted(nn.Module):
+    """A linear with a low-rank adapter beside it, as PEFT puts it into a model."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(2, base.in_features) / 8)
+        self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        self.base.weight.add_(self.up @ self.down)
+        return self.base
+
+
+@kit.on_ranks(1, 2)
+def test_adapters_are_added_after_the_first_stage_and_merged_before_the_third(size: int) -> None:
+    dense, model = kit.twins(toys.Stack)
+
+    def stage(make: Any) -> None:
+        if size == 1:
+            train(dense, make(trained(dense)))
+        train(model, zero_core.shard(model, make(trained(model))))
+        assert size > 1 or same(model, dense)
+
+    stage(adamw)
+    for each in (dense, model):
+        torch.manual_seed(7)
+        each.requires_grad_(False)
+        for block in each.blocks:
+            block.up = Adapted(block.up)
+    stage(momentum)
+    assert any("up.down" in slot.name for unit in zero_core.units(model) for slot in unit.layout.slots)
+    before = model(batch()).detach()
+    for each in (dense, model):
+        for block in each.blocks:
+            block.up = block.up.merged()
+        each.requires_grad_(True)
+    torch.testing.assert_close(model(batch()).detach(), before, rtol=1e-4, atol=1e-5)
+    stage(adamw)
+    zero_core.handle(model).close()
+
+
+def test_a_wrapper_around_the_model_takes_its_place() -> None:
+    """As PEFT puts a model of its own around."""
+    model, _ = kit.sharded(toys.Stack)
+    outer = nn.Sequential(model)
+    optimizer = zero_core.shard(outer, kit.sgd(outer.parameters()))
+    train(outer, optimizer)
+    with pytest.raises(ZeroError, match="is not sharded"):
+        zero_core.handle(model)
+
+
+# -- unshard -----------------------------------------------------------------------------------------------------------
+
+
+class Tied(toys.Stack):
+    """With a tied weight, and a plain tensor over a part of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.shown = self.head.weight.detach()[1:]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@kit.on_ranks(1, 2)
+def test_unshard_gives_a_plain_model(stage: int) -> None:
+    model, optimizer = kit.sharded(Tied, adamw, stage=stage)
+    objects = list(model.parameters())
+    freeze(model, "blocks", "head")
+    train(model, optimizer)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = model(batch()).detach()
+    zero_core.unshard(model)
+    assert all(one is other for one, other in zip(objects, model.parameters(), strict=True))
+    assert all(type(parameter) is nn.Parameter and parameter.grad is None for parameter in objects)
+    assert model.blocks[2].up.weight is model.blocks[0].up.weight
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["embed.weight", "embed.bias"]
+    plain = model.state_dict()
+    assert plain.keys() == state.keys() and all(torch.equal(plain[n], v) for n, v in state.items())
+    assert torch.equal(model(batch()).detach(), expected)
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    assert torch.equal(model.shown, model.head.weight[1:])
+    twin = copy.deepcopy(model)
+    assert not any("_zero" in key for each in (*model.modules(), *model.parameters()) for key in vars(each))
+    train(twin, momentum(trained(twin)), steps=1)
+    again = zero_core.shard(model, momentum(trained(model)), stage=stage)
+    train(model, again, steps=1)
+    assert kit.world()[1] > 1 or same(model, twin)
+    again.close()
+
+
+def test_unshard_keeps_the_dtype_of_the_model() -> None:
+    model, optimizer = kit.sharded(toys.Stack, adamw, param_dtype=torch.bfloat16)
+    train(model, optimizer)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    zero_core.unshard(model, device="cpu")
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert model.head.weight.dtype is torch.bfloat16
+
+
+@kit.on_ranks(1, 2)
+def test_without_room_for_the_whole_model_it_stays_in_its_shards(size: int) -> None:
+    """Also where one rank alone has none."""
+    model, optimizer = kit.sharded(toys.Stack)
+    with pytest.MonkeyPatch.context() as patch:
+        room = 10 if kit.world()[0] == size - 1 else 1 << 40
+        patch.setattr("zero_core.unsharding.available_bytes", lambda device: room)
+        with pytest.raises(ZeroError, match="unshard.. needs [0-9,]+ bytes on cpu"):
+            zero_core.unshard(model)
+    train(model, optimizer)
+    optimizer.close()
+
+
+# -- what is refused, and what is told ---------------------------------------------------------------------------------
+
+
+def test_what_belongs_to_the_first_stage_says_that_it_is_over() -> None:
+    model, first = kit.sharded(toys.Stack, adamw)
+    average = zero_core.AveragedModel(model)
+    view, loss = model.head.weight.data, model(batch()).sum()
+    behind = zero_core.handle(model)
+    second = zero_core.shard(model, adamw(model.parameters()))
+    for call in (first.step, first.zero_grad, first.state_dict, first.full_state_dict, average.update_parameters):
+        with pytest.raises(ZeroError, match="the model was sharded again: use the optimizer that this call returned"):
+            call()
+    with pytest.raises(ZeroError, match="the model was sharded again"):
+        behind.settle()
+    with pytest.raises(ZeroError, match="the model was sharded again|closed"):
+        loss.backward()
+    with pytest.raises(ChangedParameterError, match="it holds the values from before"):
+        view.sum()
+    first.close()
+    train(model, second)
+    zero_core.unshard(model)
+    with pytest.raises(ZeroError, match="zero_core.unshard has made the model plain"):
+        second.step()
+
+
+@kit.on_ranks(1, 2)
+def test_gradients_that_wait_are_not_lost() -> None:
+    """Also where one rank alone has them."""
+    model, optimizer = kit.sharded(toys.Stack, stage=1)
+    (model(batch()) if kit.world()[0] == 0 else model(batch()) * 0).sum().backward()
+    for call in (zero_core.unshard, lambda model: zero_core.shard(model, adamw(model.parameters()))):
+        with pytest.raises(ZeroError, match="have gradients .* would lose: call optimizer.step"):
+            call(model)
+    optimizer.step()  # without zero_grad(): nothing waits
+    zero_core.unshard(model)
+
+
+def test_a_model_in_use_is_not_taken() -> None:
+    model, optimizer = kit.sharded(toys.Stack)
+    refused = []
+
+    def inside(module: Any, args: Any) -> None:
+        with pytest.raises(ZeroError, match="inside forward or backward") as error:
+            zero_core.unshard(model)
+        refused.append(error)
+
+    with model.blocks[0].register_forward_pre_hook(inside):
+        model(batch())
+    assert refused
+    with zero_core.gathered(model), pytest.raises(ZeroError, match="leave the with block first"):
+        zero_core.shard(model, adamw(model.parameters()))
+    train(model, optimizer)
+    zero_core.sleep(model, to=HostMemory())
+    with pytest.raises(ZeroError, match="call zero_core.wake"):
+        zero_core.unshard(model)
+    zero_core.wake(model)
+    optimizer.close()
+    with pytest.raises(AlreadyShardedError, match="its store cannot give its values"):
+        zero_core.shard(model, adamw(model.parameters()))
+
+
+def test_a_part_of_a_model_and_two_models_are_not_taken() -> None:
+    model, _ = kit.sharded(toys.Stack)
+    other, _ = kit.sharded(toys.Stack)
+    with pytest.raises(AlreadyShardedError, match="which the model given does not have: call zero_core.shard on"):
+        zero_core.shard(model.blocks, adamw(model.blocks.parameters()))
+    both = nn.ModuleList([model, other])
+    with pytest.raises(AlreadyShardedError, match="other parameters of the model are in other shards"):
+        zero_core.shard(both, adamw(both.parameters()))
+    zero_core.unshard(model)
+    zero_core.unshard(other)
+    zero_core.shard(both, adamw(both.parameters())).close()
+
+
+# -- where the second stage fails --------------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    pass
+
+
+class Refusing(DeviceStore):
+    """Fails when it is given shard `at`, or when all is there."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def attach(self, shards: Any, optimizer: Any, initial: Any, *, context: Any) -> None:
+        def until(i: int) -> Tensor:
+            if i == self.at:
+                raise Refused
+            return initial(i)
+
+        super().attach(shards, optimizer, until, context=context)
+        raise Refused
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("at", [0, 2, 99])
+def test_a_store_that_fails_leaves_the_model_in_its_earlier_shards(at: int, dtype: Any) -> None:
+    """With everything where nothing was given up, and with all values in any case."""
+    model, optimizer = kit.sharded(Tied, adamw, param_dtype=dtype)
+    twin, control = kit.sharded(Tied, adamw, param_dtype=dtype)
+    for each, its in ((model, optimizer), (twin, control)):
+        train(each, its)
+    before = kit.values(model, master=True)
+    with pytest.raises(Refused if at == 0 else StoreError) as failure:
+        zero_core.shard(model, momentum(model.parameters()), store=Refusing(at), param_dtype=dtype)
+    if at:
+        assert "the model is in its earlier shards, with all values. Of" in str(failure.value)
+    assert all(torch.equal(a, b) for a, b in zip(kit.values(model, master=True), before, strict=True))
+    train(model, optimizer)
+    train(twin, control)
+    if at == 0:
+        assert all(torch.equal(a, b) for a, b in zip(kit.values(model), kit.values(twin), strict=True))
+    else:
+        zero_core.shard(model, adamw(model.parameters()), param_dtype=dtype).close()
+
+
+def test_what_shard_refuses_leaves_the_first_stage_as_it_was() -> None:
+    model, optimizer = kit.sharded(toys.Stack, adamw)
+    twin, control = kit.sharded(toys.Stack, adamw)
+    train(model, optimizer)
+    train(twin, control)
+    model.extra = nn.Linear(3, 3)
+    model.late = nn.Parameter(model.extra.weight.detach())
+    with pytest.raises(ZeroError, match="two parameters over the same memory"):
+        zero_core.shard(model, adamw(model.parameters()))
+    with pytest.raises(AlreadyShardedError, match="this optimizer is sharded already"):
+        zero_core.shard(model, optimizer)
+    del model.extra, model.late
+    train(model, optimizer)
+    train(twin, control)
+    assert all(torch.equal(a, b) for a, b in zip(kit.values(model), kit.values(twin), strict=True))
+
+
+@kit.on_ranks(2)
+def test_ranks_that_lose_values_say_which() -> None:
+    """What was given up is in slices of other cuts then, of which no rank has all."""
+    model, optimizer = kit.sharded(toys.Stack, adamw)
+    train(model, optimizer)
+    with pytest.raises(StoreError, match=r"had left their shards, and this rank cannot have their values again: build"):
+        zero_core.shard(model, momentum(model.parameters()), store=Refusing(3))
+    with pytest.raises(ZeroError, match="values were lost: build the model again"):
+        optimizer.step()
+    with pytest.raises(ZeroError):
+        model(batch())
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@kit.on_ranks(1, 2)
+def test_a_checkpoint_of_the_second_stage_has_what_the_first_one_trained(tmp_path: Any) -> None:
+    """What is frozen now is not what the model was built with. Fails if `trained_only` leaves it out."""
+    model, optimizer = kit.sharded(toys.Stack, adamw)
+    freeze(model, "blocks")
+    train(model, optimizer)
+    freeze(model, "head")
+    second = zero_core.shard(model, adamw(trained(model)))
+    train(model, second)
+    zero_core.checkpoint.save(tmp_path, model, second, trained_only=True)
+    expected = kit.values(model)
+    torch.manual_seed(0)
+    anew = toys.Stack()
+    freeze(anew, "head")
+    its = zero_core.shard(anew, adamw(trained(anew)))
+    zero_core.checkpoint.load(tmp_path, anew, its)
+    assert all(torch.equal(a, b) for a, b in zip(kit.values(anew), expected, strict=True))
+    train(model, second)
+    train(anew, its)
+    assert all(torch.equal(a, b) for a, b in zip(kit.values(anew), kit.values(model), strict=True))
+    second.close()
+    its.close()
