@@ -108,6 +108,7 @@ class Maker:
                 self.ranks.broadcast(buffer.data, "buffers")
 
         def initial(i: int) -> torch.Tensor:
+            self.earlier.give_up(self.context.store)
             unit = self.units[i]
             for parameter in unit.parameters:
                 if not parameter.is_meta and self.ranks.size > 1 and not self.earlier.has(parameter):

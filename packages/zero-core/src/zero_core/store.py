@@ -156,7 +156,7 @@ class ShardStore(Protocol):
         context: StoreContext,
     ) -> None:
         """Take over the shards, once. `initial(i)` yields shard i's master (numel,) in its `master_dtype`, called once
-        each, in order.
+        each, in order. It may call `wait`, which returns when all that was taken over before is kept.
 
         `optimizer` is the user's own: its type, defaults and param_groups are read. Raises TypeError naming a type that
         the store cannot run.

@@ -20,7 +20,7 @@ from ..runtime.connecting import connect, disconnect
 from ..runtime.hooks import Engine
 from ..runtime.place import places_of
 from ..runtime.unit import Unit
-from ..store import GivesUp, Sleeps
+from ..store import GivesUp, ShardStore, Sleeps
 
 __all__ = ["Earlier"]
 
@@ -48,6 +48,7 @@ class Earlier:
         self._places: dict[int, tuple[Unit, int]] = {}
         self._given_up: set[int] = set()  # indices of units, also of those that have memory again
         self._away: set[int] = set()  # of those that have not
+        self._spare: list[int] = []  # of those of which all was taken
         self._lost: list[str] = []  # names of parameters
         if self.engine is None:
             return
@@ -163,17 +164,24 @@ class Earlier:
         return None if place is None else place[0].master(place[1])
 
     def taken(self, parameters: Iterable[Tensor]) -> None:
-        """Somebody has the values of these. A unit that nobody waits for is given up."""
+        """Somebody has the values of these."""
         for parameter in parameters:
-            place = self._places.get(id(parameter))
-            if place is None:
-                continue
-            unit, k = place
-            waiting = self._waiting[unit.index]
-            waiting.discard(k)
-            if not waiting and self._giving is not None and self._giving.give_up(unit.index):
-                self._given_up.add(unit.index)
-                self._away.add(unit.index)
+            if (place := self._places.get(id(parameter))) is not None:
+                unit, k = place
+                self._waiting[unit.index].discard(k)
+                if not self._waiting[unit.index]:
+                    self._spare.append(unit.index)
+
+    def give_up(self, to: ShardStore) -> None:
+        """Give up the units of which all was taken, when `to` has it for sure."""
+        if not self._spare or self._giving is None:
+            return
+        to.wait()
+        for u in self._spare:
+            if self._giving.give_up(u):
+                self._given_up.add(u)
+                self._away.add(u)
+        self._spare.clear()
 
     def put_back(self, parameter: Tensor, values: Tensor | None) -> None:
         """The parameter is in these shards again. values: what it has, (numel,); None: nobody knows."""

@@ -105,4 +105,5 @@ def offload_activations(
             made._wrap(name, norm, "recompute", by_rows, optional=True)
     for node in served:
         made._wrap(node.name, node.module, policies[node.name], by_rows)
+    behind.engine.leaving.append(made.close)
     return made

@@ -1,0 +1,272 @@
+"""A model goes from the tiers of one stage to those of the next, unit by unit, with all bits of its masters.
+
+Fails if a unit's memory stays after it was given up, if a disk that fails costs a value, or if the steps of a first stage
+are taken for those of a second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_core
+from tests import kit
+from tests.chunks import TILE, small_chunks
+from tests.integration.zero_offload.training import Model
+from zero_core.errors import StoreError, ZeroError
+from zero_nvme import Slab
+from zero_offload import BudgetError, GenerationError, MemoryByteStore, OffloadError, SwapError, TieredStore
+from zero_offload.arena import Arena
+from zero_offload.testing import FaultyByteStore
+
+HALF = {"host": 0.5, "nvme": 0.5}
+PLACES: dict[str, tuple[Any, Any, Any]] = {
+    "device": ("device", "device", "device"),
+    "host": ("host", "host", "host"),
+    "nvme": ("nvme", "nvme", "nvme"),
+    "mixed": (HALF, "host", {"host": 0.3, "nvme": 0.7}),
+}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def tiers(place: str, disk: Any = None) -> TieredStore:
+    return TieredStore(*PLACES[place], nvme=disk or MemoryByteStore(), tile_numel=TILE)
+
+
+def made() -> Model:
+    torch.manual_seed(0)
+    return Model(32, 2)
+
+
+def loss_of(model: Any, seed: int) -> Tensor:
+    rank, _ = kit.world()
+    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(10 * seed + rank))
+    return torch.nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+def train(model: Any, optimizer: Any, steps: int = 2) -> None:
+    for seed in range(steps):
+        kit.step(optimizer, loss_of(model, seed))
+
+
+def masters(model: Any) -> dict[str, Tensor]:
+    return kit.named_values(model, master=True)
+
+
+def freeze(model: Any) -> list[Any]:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name or "head" in name)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+# -- from tiers to tiers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("before", "after", "stage"),
+    [("host", "nvme", 3), ("nvme", "host", 3), ("mixed", "mixed", 1), ("device", "host", 0), ("nvme", "device", 2)],
+)
+@kit.on_ranks(1, 2)
+def test_a_second_stage_on_other_tiers_is_that_of_a_model_built_from_the_masters(
+    before: str, after: str, stage: int, dtype: Any
+) -> None:
+    options = {"stage": stage, "param_dtype": dtype, "prefetch_bytes": 1 << 20}
+    with small_chunks():
+        model = made()
+        train(model, zero_core.shard(model, adamw(model.parameters()), store=tiers(before), **options))
+        values = masters(model)
+        second = zero_core.shard(model, adamw(freeze(model)), store=tiers(after), **options)
+        train(model, second)
+        anew = made()
+        anew.load_state_dict(values)
+        control = zero_core.shard(anew, adamw(freeze(anew)), store=tiers(after), **options)
+        train(anew, control)
+        assert equal(masters(model), masters(anew))
+        control.close()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        zero_core.unshard(model)
+        assert equal(dict(model.state_dict()), state)
+
+
+def test_an_update_that_is_under_way_is_in_what_the_second_stage_takes() -> None:
+    with small_chunks():
+        values = []
+        for waits in (True, False):
+            model, disk = made(), FaultyByteStore(MemoryByteStore())
+            store = tiers("nvme", disk)
+            optimizer = zero_core.shard(model, adamw(model.parameters()), store=store)
+            loss_of(model, 0).backward()
+            optimizer.step()
+            if waits:
+                store.wait()
+            zero_core.shard(model, adamw(model.parameters()), store=tiers("host"))
+            values.append(masters(model))
+        assert equal(*values)
+
+
+def test_what_was_offloaded_of_activations_ends_with_the_first_stage() -> None:
+    with small_chunks():
+        plain, model = made(), made()
+        first = tiers("host")
+        train(model, zero_core.shard(model, adamw(model.parameters()), store=first))
+        zero_offload_activations(model, first)
+        second = zero_core.shard(model, adamw(model.parameters()), store=tiers("host"))
+        assert "forward" not in vars(model.layers[0])
+        zero_offload_activations(model, None)
+        train(model, second)
+        for make in (1, 2):
+            train(plain, adamw(plain.parameters()), make and 2)
+        zero_core.unshard(model)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def zero_offload_activations(model: Any, store: Any) -> Any:
+    import zero_offload
+
+    return zero_offload.offload_activations(model, store, "recompute")
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_arena_keeps_only_what_it_is_told_to() -> None:
+    arena = Arena(5 * 4096)
+    blocks = [arena.take(4096) for _ in range(5)]
+    for block in blocks:
+        block.raw(0, 4096).fill_(7)
+    arena.keep_only([blocks[3], blocks[1]])
+    assert [int(block.raw(0, 4096).sum()) // 4096 for block in blocks] == [0, 7, 0, 7, 0]
+    arena.keep_only([])
+    assert not any(int(block.raw(0, 4096).sum()) for block in blocks)
+
+
+def test_memory_of_a_unit_goes_when_the_next_store_has_it() -> None:
+    """Fails if any but one unit is in both stores at once."""
+    held: list[tuple[int, int]] = []
+    with small_chunks():
+        model = made()
+        first = tiers("host")
+        train(model, zero_core.shard(model, adamw(model.parameters()), store=first))
+
+        class Counting(TieredStore):
+            def attach(self, shards: Any, optimizer: Any, initial: Any, *, context: Any) -> None:
+                def counted(i: int) -> Tensor:
+                    master = initial(i)
+                    gone = first._on.memory._given_up
+                    held.append((i + 1, len(gone)))
+                    return master
+
+                super().attach(shards, optimizer, counted, context=context)
+
+        zero_core.shard(model, adamw(model.parameters()), store=Counting(*PLACES["host"], tile_numel=TILE))
+    assert held == [(n, n - 1) for n in range(1, len(held) + 1)]
+    with pytest.raises(OffloadError, match="closed"):
+        first.wait()
+
+
+# -- where the next stage fails ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["device", "host", "nvme", "mixed"])
+@pytest.mark.parametrize("after", [0, 3, 9])
+def test_a_disk_that_fails_midway_costs_no_value(after: int, place: str) -> None:
+    with small_chunks():
+        model = made()
+        optimizer = zero_core.shard(model, adamw(model.parameters()), store=tiers(place), param_dtype=torch.bfloat16)
+        train(model, optimizer)
+        before = masters(model)
+        disk = FaultyByteStore(MemoryByteStore())
+        disk.fail("write", after=after)
+        with pytest.raises((SwapError, StoreError), match="writing") as failure:
+            zero_core.shard(model, adamw(model.parameters()), store=tiers("nvme", disk), param_dtype=torch.bfloat16)
+        assert ("optimizer states were given up" in str(failure.value)) == isinstance(failure.value, StoreError)
+        assert place != "nvme" or isinstance(failure.value, SwapError)  # what is stored is given up when all has arrived
+        assert equal(masters(model), before)
+        train(model, optimizer)
+        second = zero_core.shard(model, adamw(model.parameters()), store=tiers("host"))
+        train(model, second)
+        second.close()
+
+
+def test_a_plan_that_does_not_fit_leaves_the_first_stage_as_it_was() -> None:
+    """A disk without room, and a budget that is too small: nothing has left its shards then, nor any state."""
+    with small_chunks():
+        model, twin = made(), made()
+        optimizer = zero_core.shard(model, adamw(model.parameters()), store=tiers("host"))
+        control = zero_core.shard(twin, adamw(twin.parameters()), store=tiers("host"))
+        train(model, optimizer)
+        train(twin, control)
+        for store, error in (
+            (tiers("nvme", MemoryByteStore(1 << 16)), OffloadError),
+            (TieredStore(*PLACES["host"], tile_numel=TILE, host_bytes=1 << 12), BudgetError),
+        ):
+            with pytest.raises(error):
+                zero_core.shard(model, adamw(model.parameters()), store=store)
+        train(model, optimizer)
+        train(twin, control)
+        assert equal(masters(model), masters(twin))
+
+
+# -- durable -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_steps_of_a_first_stage_are_not_those_of_a_second(tmp_path: Any) -> None:
+    def durable(disk: Any) -> TieredStore:
+        return TieredStore(*PLACES["nvme"], nvme=disk, tile_numel=TILE, durable="process")
+
+    with small_chunks():
+        model = made()
+        disk = Slab(tmp_path, name="first", allow_memory=True)
+        optimizer = zero_core.shard(model, adamw(model.parameters()), store=durable(disk))
+        assert zero_core.resume(model, optimizer).step == 0
+        train(model, optimizer)
+        with pytest.raises(GenerationError, match="give each durable store a ByteStore with a name of its own"):
+            zero_core.shard(model, adamw(model.parameters()), store=durable(disk))
+        train(model, optimizer)
+        before = masters(model)
+        other = Slab(tmp_path, name="second", allow_memory=True)
+        second = zero_core.shard(model, adamw(model.parameters()), store=durable(other))
+        assert zero_core.resume(model, second).step == 0
+        assert equal(masters(model), before)
+        disk.close()
+        train(model, second, 3)
+        zero_core.commit(model)
+        after = masters(model)
+        second.close()
+        other.close()
+        # The same program in a process that starts later: what the second stage left is gone on from.
+        model = made()
+        first = Slab(tmp_path, name="first", allow_memory=True)
+        optimizer = zero_core.shard(model, adamw(model.parameters()), store=durable(first))
+        assert zero_core.resume(model, optimizer).step >= 2
+        again = Slab(tmp_path, name="second", allow_memory=True)
+        second = zero_core.shard(model, adamw(model.parameters()), store=durable(again))
+        assert zero_core.resume(model, second).step == 3
+        assert equal(masters(model), after)
+        second.close()
+        again.close()
+        first.close()
+
+
+def test_a_store_that_sleeps_is_woken_first() -> None:
+    with small_chunks():
+        model = made()
+        optimizer = zero_core.shard(model, adamw(model.parameters()), store=tiers("nvme"))
+        train(model, optimizer)
+        zero_core.sleep(model)
+        with pytest.raises(ZeroError, match=r"whose store sleeps: call zero_core.wake\(model\) first"):
+            zero_core.shard(model, adamw(model.parameters()))
+        zero_core.wake(model)
+        train(model, zero_core.shard(model, adamw(model.parameters())))
