@@ -52,8 +52,14 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "test_the_module_inside_a_wrapper_is_given": ("the module inside (.module), and leave the wrapper out",),
         "test_an_optimizer_is_built_for_each_model_of_its_parameters": (
             "is sharded already: build a new one for another model",
-            "call zero_core.shard once, on the whole model",
             "build it from model.parameters() of the model given",
+        ),
+        "test_a_sharded_model_is_sharded_again_whole_and_by_itself": (
+            " on the whole ",
+            "would lose: call optimizer.step() or zero_grad() before",
+            "of a model whose store sleeps: call zero_core.wake(model) first",
+            "use the optimizer that this call returned",
+            "call zero_core.unshard on each of them first",
         ),
         "test_the_modules_of_a_script_are_sharded_and_compiled": ("and compile blocks with torch.compile",),
         "test_integers_and_quantised_values_are_left_out": (
@@ -223,9 +229,17 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 _DURABLE = "integration/zero_offload/test_durable.py::test_advice_about_durable_runs_works"
 
+_STAGES = "integration/zero_core/test_second_stage.py::"
 _SECONDARY = "integration/zero_core/test_machines.py::test_secondary_shards_need_machines_of_several_ranks"
 
 FOLLOWED: dict[str, str] = {
+    "and values were lost: build the model again": f"{_STAGES}test_ranks_that_lose_values_say_which",
+    "cannot have their values again: build the model again": f"{_STAGES}test_ranks_that_lose_values_say_which",
+    "again when the cause is gone. The": f"{_STAGES}test_a_store_that_fails_leaves_the_model_in_its_earlier_shards",
+    "inside forward or backward: call it between steps": f"{_STAGES}test_a_model_in_use_is_not_taken",
+    "before close() keeps the values": f"{_STAGES}test_a_model_in_use_is_not_taken",
+    "with more room, or leave the model in its shards": f"{_STAGES}"
+    "test_without_room_for_the_whole_model_it_stays_in_its_shards",
     "keeps gathers inside of its shard groups by itself": _SECONDARY,
     "which gathers a unit once a step: leave it out": _SECONDARY,
     "is not durable; give shard a store such as": _DURABLE,

@@ -28,7 +28,7 @@ AHEAD = 1 << 30
 
 
 class NoValues:
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kept: Any) -> None:
         pass
 
     def shard(self, layout: Any, parameters: Any, rank: int, dtype: torch.dtype) -> Tensor:

@@ -42,14 +42,14 @@ def test_a_stage_that_does_not_exist(stage):
         sharded(stage=stage)
 
 
-def test_sharding_twice_and_two_optimizers():
+def test_a_part_of_a_sharded_model_and_a_sharded_optimizer():
     model, optimizer = sharded()
-    with pytest.raises(AlreadyShardedError, match=r"embed.weight is sharded already"):
-        zero_core.shard(model, torch.optim.SGD(toys.Stack().parameters(), lr=0.1))
+    with pytest.raises(AlreadyShardedError, match=r"embed.weight is sharded already, together with blocks.0.norm"):
+        zero_core.shard(model.embed, toys.sgd(model.embed.parameters()))
     with pytest.raises(AlreadyShardedError, match=r"this optimizer is sharded already"):
         zero_core.shard(toys.Stack(), optimizer)
     inner, second = nn.Sequential(model), toys.Stack()
-    with pytest.raises(AlreadyShardedError):
+    with pytest.raises(ZeroError, match="that are not in the model"):
         zero_core.shard(inner, toys.sgd(second.parameters()))
 
 

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_core
+from tests import kit
 from tests.following import adamw, advised, model, same, sgd, step, trains
 from tests.integration.zero_core import test_parts as parts
 from zero_core import checkpoint
+from zero_core.saved_bytes import HostMemory
 
 
 def deferred(build=model):
@@ -364,12 +366,34 @@ def test_an_optimizer_is_built_for_each_model_of_its_parameters():
         zero_core.shard(second, optimizer)
     with advised("build it from model.parameters() of the model given to shard"):
         zero_core.shard(second, sgd(model()))
-    with advised("call zero_core.shard once, on the whole model"):
-        zero_core.shard(first, sgd(first))
-    with advised("is sharded already: call zero_core.shard once, on the whole model"):
-        zero_core.shard(nn.Sequential(first, second), sgd(second))
     trains(second, sgd(second))
-    trains(nn.Sequential(model(), nn.Linear(1, 4), model()))
+
+
+def test_a_sharded_model_is_sharded_again_whole_and_by_itself():
+    first, second = model(), model()
+    optimizer = zero_core.shard(first, sgd(first))
+    trains(second)
+    part = next(first.children())
+    with advised("call zero_core.shard on the whole"):
+        zero_core.shard(part, sgd(part))
+    first(torch.ones(2, 4)).sum().backward()
+    with advised("would lose: call optimizer.step() or zero_grad() before"):
+        zero_core.shard(first, sgd(first))
+    optimizer.zero_grad()
+    zero_core.sleep(first, HostMemory())
+    with advised("call zero_core.wake(model) first"):
+        zero_core.shard(first, sgd(first))
+    zero_core.wake(first)
+    with advised("use the optimizer that this call returned"):
+        trains_again = zero_core.shard(first, sgd(first))
+        optimizer.step()
+    kit.step(trains_again, first(torch.ones(2, 4)).sum())
+    both = nn.Sequential(first, nn.Linear(1, 4), second)
+    with advised("call zero_core.unshard on each of them first"):
+        zero_core.shard(both, sgd(both))
+    for each in (first, second):
+        zero_core.unshard(each)
+    trains(both)
 
 
 def test_the_modules_of_a_script_are_sharded_and_compiled():

@@ -8,20 +8,20 @@ from torch import nn
 
 import zero_core
 from tests import kit
-from zero_core.sharding import _compute_device, _move_buffers
+from zero_core.making import compute_device, move_buffers
 
 META = torch.device("meta")
 
 
 def test_parameters_say_where_unless_it_is_said():
     model = nn.Linear(3, 3)
-    assert _compute_device(model, None, None) == torch.device("cpu")
-    assert _compute_device(model, "meta", None) == META
+    assert compute_device(model, None, None) == torch.device("cpu")
+    assert compute_device(model, "meta", None) == META
     with zero_core.deferred_init():
         deferred = nn.Linear(3, 3)
-    assert _compute_device(deferred, None, None) == torch.device("cpu")
-    assert _compute_device(deferred, None, SimpleNamespace(device_type="meta")) == META
-    assert _compute_device(deferred, META, SimpleNamespace(device_type="cpu")) == META
+    assert compute_device(deferred, None, None) == torch.device("cpu")
+    assert compute_device(deferred, None, SimpleNamespace(device_type="meta")) == META
+    assert compute_device(deferred, META, SimpleNamespace(device_type="cpu")) == META
 
 
 def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
@@ -29,28 +29,28 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     with zero_core.deferred_init():
         deferred = nn.Linear(3, 3)
-    assert _compute_device(deferred, "cuda", None) == torch.device("cuda", 3)
-    assert _compute_device(deferred, None, SimpleNamespace(device_type="cuda")) == torch.device("cuda", 3)
-    assert _compute_device(deferred, "cuda:1", None) == torch.device("cuda", 1)
+    assert compute_device(deferred, "cuda", None) == torch.device("cuda", 3)
+    assert compute_device(deferred, None, SimpleNamespace(device_type="cuda")) == torch.device("cuda", 3)
+    assert compute_device(deferred, "cuda:1", None) == torch.device("cuda", 1)
 
 
 def test_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(zero_core.ZeroError, match="device=cuda:1: torch sees no such device here; leave device out"):
-        _compute_device(nn.Linear(3, 3), "cuda:1", None)
+        compute_device(nn.Linear(3, 3), "cuda:1", None)
 
 
 def test_two_devices_are_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1]._parameters["weight"] = SimpleNamespace(device=torch.device("cuda", 0), is_meta=False)
     with pytest.raises(zero_core.ZeroError, match="parameters on .*cpu.*cuda:0.*: move the model to one device"):
-        _compute_device(SimpleNamespace(parameters=model._modules["1"]._parameters.values), None, None)
+        compute_device(SimpleNamespace(parameters=model._modules["1"]._parameters.values), None, None)
 
 
 def test_buffers_go_along():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
     model[1].register_buffer("table", torch.ones(3), persistent=False)
-    _move_buffers(model, META)
+    move_buffers(model, META)
     assert {b.device for b in model.buffers()} == {META} and {p.device.type for p in model.parameters()} == {"cpu"}
     assert "table" not in model.state_dict() and len(list(model.buffers())) == 4
 

@@ -6,7 +6,6 @@ Owns its arguments, and what may be called when. What exists from attach to clos
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -36,8 +35,6 @@ from .torch_step import TorchStep
 from .transfers import InFlight, Stores
 
 __all__ = ["TieredStore"]
-
-_kept_in: weakref.WeakValueDictionary[int, TieredStore] = weakref.WeakValueDictionary()  # by the id of the ByteStore
 
 
 class TieredStore:
@@ -181,17 +178,11 @@ class TieredStore:
         transfers = self.stores.get(Tier.NVME)
         if transfers is None:
             raise GenerationError(f"durable needs {_argument(Tier.NVME)}, with a name")
-        if id(transfers.store) in _kept_in:
-            raise GenerationError(
-                f"{transfers.store!r} keeps the steps of another store, which is open, such as the first stage of this "
-                "model: give each durable store a ByteStore with a name of its own"
-            )
         layout = generation_layout(plan, self.step, optimizer, context)
         generations = Generations(transfers, layout, sync=self._durable != "process")
         number = context.agree([each.number for each in generations.found])
         blob = generations.adopt(number)
         self.resumed = blob if number else None
-        _kept_in[id(transfers.store)] = self
         return generations
 
     @property
@@ -397,8 +388,6 @@ class TieredStore:
         Raises OffloadError where an update or a transfer does not end; what it uses is not given back then.
         """
         self._closed = True
-        for each in [each for each, store in _kept_in.items() if store is self]:
-            del _kept_in[each]
         if self._attached is not None:
             self._attached.close()
 

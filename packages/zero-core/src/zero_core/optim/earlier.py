@@ -16,6 +16,7 @@ from ..building.init import become
 from ..building.overlaps import Follower
 from ..building.parts import named_parts
 from ..errors import AlreadyShardedError, StoreError, ZeroError, listed
+from ..heap import give_back_freed_memory
 from ..runtime.connecting import connect, disconnect
 from ..runtime.hooks import Engine
 from ..runtime.place import places_of
@@ -182,6 +183,7 @@ class Earlier:
                 self._given_up.add(u)
                 self._away.add(u)
         self._spare.clear()
+        give_back_freed_memory()
 
     def put_back(self, parameter: Tensor, values: Tensor | None) -> None:
         """The parameter is in these shards again. values: what it has, (numel,); None: nobody knows."""

@@ -88,17 +88,20 @@ class Generations:
     def _header(self, offset_bytes: int) -> Stored:
         """What an earlier process had there. One that was killed before it wrote anything has left none."""
         nbytes = self._transfers.alignment
+        others = GenerationError(
+            f"durable with {self._named()}, of which others have a part; give it a slab of its own"
+        )
         if self._store.found:
             try:
                 return Stored(self._transfers, self._store.claim(offset_bytes, nbytes))
+            except ValueError as error:
+                raise others from error
             except OSError as error:
                 if error.errno != errno.ENODATA:
                     raise
         stored = self._transfers.allocate(nbytes)
         if stored.extent.offset_bytes != offset_bytes:
-            raise GenerationError(
-                f"durable with {self._named()}, of which others have a part; give it a slab of its own"
-            )
+            raise others
         return stored
 
     def _find(self) -> list[Manifest]:
