@@ -107,7 +107,7 @@ FOLLOWED: dict[str, str] = {
     + "test_dpo.py::test_every_logged_number_is_the_stock_trainers",
     # Accelerator
     "leave it out of the script and of `accelerate launch`": _TRAINER + "test_another_way_to_distribute_is_left_out",
-    "give both to one call, prepare(model, optimizer, ...)": _TRAINER
+    "both to one call, prepare(model, optimizer, ...), or prepare the optimizer": _TRAINER
     + "test_optimizers_are_made_and_prepared_as_an_error_says",
     "make an optimizer for each, or put the models into one": _TRAINER
     + "test_optimizers_are_made_and_prepared_as_an_error_says",

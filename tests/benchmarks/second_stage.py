@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.second_stage [--width 1024 --blocks 24] [--folder DISK]
 
-Each row is a process of its own: a stack of linears in deferred_init, AdamW in fp32, one step, then `shard` again with a
-new AdamW. `peak` is VmHWM during that call, `before` and `after` the resident memory around it, all less what the
+Each row is a process of its own: a stack of linears in deferred_init, AdamW in fp32, one step, then `shard` again with
+a new AdamW. `peak` is VmHWM during that call, `before` and `after` the resident memory around it, all less what the
 libraries take; `plans` is the larger of the two arenas, and `unit` what the largest unit takes there on the host, 16
 bytes a parameter. `beyond` is what `peak` has beyond the larger of `before` and `plans`. The update step is
 zero-optim-cpu's.

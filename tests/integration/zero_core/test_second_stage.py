@@ -1,7 +1,7 @@
 """A sharded model is sharded again: another optimizer, other parameters trained, modules added and removed.
 
-The second stage has the bits of plain torch's, or those of a model that was built anew from the same masters. Fails if a
-value loses a bit on its way, a state of the first stage lives on, or what belongs to the first stage answers wrongly.
+The second stage has the bits of plain torch's, or those of a model that was built anew from the same masters. Fails if
+a value loses a bit on its way, a state of the first stage lives on, or what belongs to the first stage answers wrongly.
 """
 
 from __future__ import annotations

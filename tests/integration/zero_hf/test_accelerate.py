@@ -173,7 +173,7 @@ def test_optimizers_that_do_not_pair_off_with_models_are_refused():
     from zero_hf import ConfigError
 
     with launched():
-        acc = accelerator({})
+        acc = accelerator({"param_dtype": "bf16"})
         alone, one, two, pair = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), _Pair()
         acc.prepare(alone)
         late = torch.optim.SGD(alone.parameters(), lr=0.1)
@@ -219,3 +219,38 @@ def test_join_uneven_inputs_is_refused_on_several_ranks():
             with acc.join_uneven_inputs([model]):
                 pass
         acc.free_memory()
+
+
+@pytest.mark.parametrize("order", ["model", "optimizer"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_model_and_optimizer_may_come_in_two_calls(ranks, tmp_path, size, order):
+    """Fails if the second call loses a value, a group, or what the scheduler does to the learning rate."""
+    found = [ranks(size).run(_prepared_in, tmp_path, calls) for calls in ("one", order)]
+    assert found[0] == found[1]
+
+
+def _prepared_in(folder, calls):
+    with launched():
+        acc = accelerator(nvme(folder))
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        if calls == "one":
+            model, optimizer, scheduler = acc.prepare(model, optimizer, scheduler)
+        elif calls == "model":
+            model = acc.prepare(model)
+            optimizer, scheduler = acc.prepare(optimizer, scheduler)
+        else:
+            optimizer, scheduler = acc.prepare(optimizer, scheduler)
+            model = acc.prepare(model)
+        assert acc.zero_run(model).optimizer is optimizer.optimizer
+        losses = []
+        for batch in acc.prepare(loaders(4)):
+            loss = model(input_ids=batch, labels=batch).loss
+            acc.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        acc.free_memory()
+        return losses

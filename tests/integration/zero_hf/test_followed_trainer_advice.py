@@ -264,11 +264,13 @@ def test_optimizers_are_made_and_prepared_as_an_error_says():
         return nn.Linear(2, 2), nn.Linear(2, 2)
 
     with launched():
-        acc = accelerator({})
+        acc = accelerator({"param_dtype": "bf16"})
         one, _ = layers()
         acc.prepare(one)
-        with advised("give both to one call, prepare(model, optimizer, ...)", error=zero_core.ZeroError):
+        both = "both to one call, prepare(model, optimizer, ...), or prepare the optimizer"
+        with advised(both, error=zero_core.ZeroError):
             acc.prepare(sgd(one))
+        acc = accelerator({})
         one, _ = layers()
         one, optimizer = acc.prepare(one, sgd(one))
         moved(acc, [optimizer], one)

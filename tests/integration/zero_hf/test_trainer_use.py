@@ -265,11 +265,63 @@ def lion(model):
     return zero_optim_cpu.Lion(model.parameters(), lr=1e-4)
 
 
+class _Squared(Trainer):
+    """Another loss: it pulls logits to zero."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **given):
+        return model(input_ids=inputs["input_ids"]).logits.float().square().mean()
+
+
+def _two_stages(folder, first, second, tier, ends, dtype=torch.float32):
+    """Losses of a fine-tuning of everything, then of a second one, of the last layer, with another loss."""
+    more = {} if tier is None else {"zero": tiers(folder)[tier]}
+    made, begun = train(first, folder / "first", llama().to(dtype), max_steps=3, **more)
+    if ends:
+        made.end()
+        if tier is not None:
+            assert type(made.model.lm_head.weight) is torch.nn.Parameter
+    made.model.requires_grad_(False)
+    made.model.model.layers[1].requires_grad_(True)
+    again, then = train(second, folder / "second", made.model, max_steps=3, optim="sgd", **more)
+    made.end()  # of a model that is another run's by now, nothing is taken
+    return begun.losses + then.losses, weights(again.model)
+
+
+@pytest.mark.parametrize("tier", ["none", "host", "nvme"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_second_trainer_with_another_loss_takes_the_model_of_the_first(tier, ends, tmp_path):
+    """Fails if it begins from other values, or trains what is frozen now, or keeps a state of the first."""
+    theirs, expected = _two_stages(tmp_path, Trainer, _Squared, None, ends)
+    ours, found = _two_stages(tmp_path, Sharded, zero_hf.sharded(_Squared), tier, ends)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_does_not_fit_is_lost_at_the_end_and_says_so(tmp_path, monkeypatch):
+    made, _ = train(Sharded, tmp_path, max_steps=1)
+    monkeypatch.setattr("zero_core.unsharding.available_bytes", lambda device: 10)
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM cannot be used any more, .* unshard\(\) needs"):
+        made.end()
+    with pytest.raises(AlreadyShardedError, match="its store cannot give its values"):
+        train(Sharded, tmp_path, made.model)
+
+
+def test_a_second_stage_needs_an_output_folder_of_its_own(tmp_path):
+    """For its durable steps, which would be those of the first."""
+    zero = tiers(tmp_path)["nvme"] | {"durable": "process"}
+    made, _ = train(Sharded, tmp_path / "first", zero=zero, max_steps=2)
+    with pytest.raises(ConfigError, match="give the second stage of a model another output_dir"):
+        train(Sharded, tmp_path / "first", made.model, zero=zero, max_steps=2)
+    again, logs = train(Sharded, tmp_path / "second", made.model, zero=zero, max_steps=2)
+    assert len(logs.losses) == 2
+    again.end()
+
+
 def test_a_second_trainer_takes_the_model_that_the_first_one_saved(tmp_path):
-    """Fails if what the error says to do is refused, or starts from other values."""
+    """Fails if it starts from other values."""
     first, _ = train(Sharded, tmp_path, max_steps=2)
-    with pytest.raises(AlreadyShardedError, match=r"save it, as with save_model\(folder\).*from_pretrained\(folder\)"):
-        train(Sharded, tmp_path, first.model)
     first.save_model(str(tmp_path / "saved"))
     first.end()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")

@@ -52,6 +52,7 @@ logger = get_logger(__name__)
 class _Prepared:
     run: Run
     given: torch.optim.Optimizer | None  # what the caller made, for which run.optimizer stands
+    rounded: torch.dtype | None  # of weights that may be trained and that param_dtype has rounded; None: there are none
 
 
 class _InShards(dict[str, Tensor]):
@@ -98,15 +99,21 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Shards the models among `args`, each with the optimizer that trains it, and prepares the rest. Collective.
 
+        Model and optimizer may come in one call or in two, in any order. A model that was prepared alone goes over into
+        other shards, unit by unit, when its optimizer comes.
+
         Raises:
-            ZeroError: an optimizer trains parameters of two models, or of a model that was prepared before; or two
-                optimizers train one model.
+            ZeroError: an optimizer trains parameters of two models; two optimizers train one model; or the model was
+                prepared alone, and param_dtype has rounded its weights.
         """
         models = [a for a in args if isinstance(a, nn.Module) and self.zero_run(a) is None]
         optimizers = [a for a in args if isinstance(a, torch.optim.Optimizer)]
         trained = self._pair(models, optimizers)
         for model in models:
-            self._shard(model, trained.get(id(model)))
+            self._shard(model, trained.pop(id(model), None))
+        for known in self._prepared:
+            if id(known.run.model) in trained:
+                self._shard(known.run.model, trained[id(known.run.model)])
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -123,54 +130,77 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wraps the sharded optimizer that stands for `optimizer`. One whose model is not sharded is accelerate's.
+        """Wraps the sharded optimizer that stands for `optimizer`. One whose model is not sharded yet is accelerate's.
 
-        Raises ZeroError where its model was prepared without it.
+        Raises ZeroError as `prepare` does.
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
+        for known in self._prepared:
+            if id(known.run.model) in self._pair([], [optimizer]):
+                self._shard(known.run.model, optimizer)
         sharded = next((known.run.optimizer for known in self._prepared if known.given is optimizer), None)
         if sharded is not None:
             return super().prepare_optimizer(sharded, device_placement=False)
-        self._pair([], [optimizer])
         return super().prepare_optimizer(optimizer, device_placement)
 
     def _pair(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[int, Any]:
-        """The optimizer of each model, by id. Raises ZeroError where they do not pair off."""
-        names = {id(p): m for m in models for p in m.parameters()}
-        before = {id(p): known.run.model for known in self._prepared for p in known.run.model.parameters()}
+        """The optimizer of each model, by id, also where one of them was prepared alone, in an earlier call.
+
+        Raises ZeroError where they do not pair off.
+        """
+        before = {id(known.run.model): known for known in self._prepared}
+        earlier = [each.optimizer for each in self._optimizers] if models else []
+        alone = [each for each in earlier if not isinstance(each, ShardedOptimizer)]
+        names = {id(p): m for m in (*models, *(k.run.model for k in self._prepared)) for p in m.parameters()}
         trained: dict[int, torch.optim.Optimizer] = {}
-        for optimizer in optimizers:
+        for optimizer in (*alone, *optimizers):
             if isinstance(optimizer, AcceleratedOptimizer) or any(optimizer is k.given for k in self._prepared):
                 continue
             kind = type(optimizer).__name__
             ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
-            sharded = next((before[i] for i in ids if i in before), None)
-            if sharded is not None:
-                raise ZeroError(
-                    f"the {kind} trains a {type(sharded).__name__} that was prepared without it, in an earlier call, "
-                    "and is sharded already: give both to one call, prepare(model, optimizer, ...)"
-                )
             owners = list({id(names[i]): names[i] for i in ids if i in names}.values())
             if len(owners) > 1:
                 raise ZeroError(
                     f"the {kind} trains parameters of {' and '.join(type(m).__name__ for m in owners)}: make an "
                     "optimizer for each, or put the models into one nn.Module and prepare that"
                 )
-            if owners and trained.setdefault(id(owners[0]), optimizer) is not optimizer:
+            if not owners:
+                continue
+            known = before.get(id(owners[0]))
+            other = trained.setdefault(id(owners[0]), optimizer) if known is None else known.given or optimizer
+            if other is not optimizer:
                 raise ZeroError(
-                    f"two optimizers, {type(trained[id(owners[0])]).__name__} and {kind}, train one "
-                    f"{type(owners[0]).__name__}: make one optimizer with a parameter group for each"
+                    f"two optimizers, {type(other).__name__} and {kind}, train one {type(owners[0]).__name__}: make "
+                    "one optimizer with a parameter group for each; for a second stage, prepare the model with an "
+                    "Accelerator of its own"
                 )
+            if known is not None and known.rounded is not None:
+                raise ZeroError(
+                    f"the {kind} trains a {type(owners[0]).__name__} that was prepared without it, in an earlier call, "
+                    f"and param_dtype={self.zero_config.param_dtype} has rounded its {known.rounded} weights: give "
+                    "both to one call, prepare(model, optimizer, ...), or prepare the optimizer first"
+                )
+            trained[id(owners[0])] = optimizer
         return trained
 
     def _shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         if next(model.parameters(), None) is None:
             return  # a loss, for example
         steps = self.gradient_accumulation_steps if optimizer is not None else 1
+        wide = {p.dtype for p in model.parameters() if p.requires_grad} if optimizer is None else set()
         run = shard(model, optimizer, self.zero_config, device=self.device, accumulate=steps)
-        self._prepared.append(_Prepared(run, optimizer))
+        wide -= {p.dtype for p in model.parameters()}
+        prepared = _Prepared(run, optimizer, next(iter(wide), None))
+        models = [known.run.model for known in self._prepared]
+        if any(known is model for known in models):  # it was prepared before its optimizer
+            self._prepared[[known is model for known in models].index(True)] = prepared
+        else:
+            self._prepared.append(prepared)
         logger.info(run.describe())
+        for each in self._optimizers:
+            if each.optimizer is optimizer:  # it was prepared before its model
+                each.optimizer = run.optimizer
 
     # -- training ------------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_core
 import zero_offload
 from zero_core.comm.ranks import mesh_of_replicas
-from zero_core.errors import AlreadyShardedError
 from zero_core.optim.elementwise import kept_states
 from zero_core.optim.optimizer import ShardedOptimizer
 from zero_offload.planning.hardware import bytes_shown
@@ -43,6 +44,7 @@ class Run:
     _ending: ExitStack
     activations: zero_offload.Activations | None = None  # None: blocks keep theirs
     slab: Any = None  # zero_nvme.Slab; None: nothing is on nvme
+    _closed: bool = False
 
     def describe(self) -> str:
         """Returns the plan as text to print: GiB of this rank on each tier, and what a step moves to and from NVMe."""
@@ -58,7 +60,24 @@ class Run:
 
     def close(self) -> None:
         """Finishes what is under way and gives all memory and files back. The model cannot be used after."""
+        self._closed = True
         self._ending.close()
+
+    def end(self) -> None:
+        """Gives memory and files back, and the model is a plain one. Collective.
+
+        Where there is no room for the whole model, or it cannot be had, it warns of that, and the model cannot be used.
+        """
+        if self._closed:
+            return  # also where the model is in other shards by now, or plain
+        try:
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()
+            zero_core.unshard(self.model)
+        except Exception as error:
+            kind = type(self.model).__name__
+            warnings.warn(f"the {kind} cannot be used any more, as it is not made plain: {error}", stacklevel=3)
+            self.close()
 
 
 def shard(
@@ -75,6 +94,8 @@ def shard(
 ) -> Run:
     """Shards `model` in place. accumulate: micro-batches of a step. Collective.
 
+    A model that is sharded goes over into new shards unit by unit, as zero_core.shard says, and its earlier run ends.
+
     slab_name: of the files in which `config.durable` keeps each step, another one on each rank. zero_core.resume says
     how such a run goes on.
     options: further ones of zero_core.shard, such as loss_scale, reduce_dtype and mesh.
@@ -82,7 +103,7 @@ def shard(
     Raises:
         ConfigError: a package that the tiers need is missing, the optimizer has no CPU kernels, param_dtype is fp16
             without a loss_scale, or `config` is durable and there is no slab_name.
-        zero_core.errors.AlreadyShardedError: the model is sharded.
+        zero_core.errors.AlreadyShardedError: the model is sharded with what is not in it, or its run is closed.
         zero_core.errors.UnsupportedOptimizerError: the optimizer cannot run over slices of parameters.
         zero_offload.PlanError: a tier of `hardware` is too small.
         zero_offload.ActivationError: a block recomputes itself (gradient_checkpointing), and `config.activations` too.
@@ -131,21 +152,16 @@ def shard(
             )
             stack.callback(store.close)
         more = {"param_dtype": _dtype(config), "max_grad_norm": max_grad_norm, "store": store, "device": device}
-        try:
-            made: Any = zero_core.shard(model, cast(Any, optimizer), **_gathering(config), **more, **options)
-        except AlreadyShardedError as error:
-            raise AlreadyShardedError(
-                f"{error}. A model is sharded by one Trainer, Accelerator or call of zero_hf.shard, whose train() may "
-                "be called again. For another one, save it, as with save_model(folder), before that ends, load it with "
-                "from_pretrained(folder), and give it the model that was loaded"
-            ) from error
+        made: Any = zero_core.shard(model, cast(Any, optimizer), **_gathering(config), **more, **options)
         stack.callback(made.close)
         activations = None
         if optimizer is not None and config.activations != "keep":
             activations = zero_offload.offload_activations(model, store, config.activations, rows=config.rows)
             stack.callback(activations.close)
         kept = stack.pop_all()
-    return Run(model, None if optimizer is None else made, config, store, planned, kept, activations, slab)
+    run = Run(model, None if optimizer is None else made, config, store, planned, kept, activations, slab)
+    zero_core.handle(model).engine.leaving.append(run.close)
+    return run
 
 
 def mesh_of(replicas: int, world: int) -> DeviceMesh:
@@ -328,6 +344,11 @@ def slab_of(config: ZeroConfig, stack: ExitStack, name: str | None, local_rank: 
         for path in made:
             with suppress(OSError):  # another rank has files in it
                 os.rmdir(path)
+        if error.errno == errno.EBUSY and name is not None:
+            raise ConfigError(
+                f"{error}: each durable run needs a name of its own, which follows from output_dir: give the second "
+                "stage of a model another output_dir"
+            ) from error
         raise ConfigError(
             f"no slab on nvme_paths={paths}: {error}. Name a folder on a mounted drive; a folder is made if "
             "the one above it is there"

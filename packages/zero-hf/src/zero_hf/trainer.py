@@ -338,9 +338,9 @@ class _Sharded(Trainer):
         return self.zero_run
 
     def end(self) -> None:
-        """Gives memory and files back; the model cannot be used after. Then what Trainer.end() does."""
+        """Gives memory and files back; the model is a plain one then, see `Run.end`. Then what Trainer.end() does."""
         if self.zero_run is not None:
-            self.zero_run.close()
+            self.zero_run.end()
         super().end()
 
 
