@@ -17,6 +17,19 @@ import zero_core
 from zero_core.errors import ChangedParameterError, ShardedParameterError, ZeroError
 from zero_core.optim.device_store import DeviceStore
 
+
+class Full(DeviceStore):
+    """Takes everything and then has no room for it."""
+
+    def attach(self, specs: Any, optimizer: Any, initial: Any, *, context: Any) -> None:
+        for i in range(len(specs)):
+            context.rescue(i, initial(i))
+        raise RuntimeError("no room")
+
+    def wait(self) -> None:
+        """It is not attached yet."""
+
+
 SIZES = pytest.mark.parametrize("size", [1, 2])
 WIDTH = 24
 
@@ -155,6 +168,35 @@ def test_a_parameter_of_several_parts_gives_the_same_bits(ranks, tmp_path, size:
     ranks(size).run(check_run, kind, 3 if size == 2 else 2, str(tmp_path))
 
 
+def check_stages(kind: str) -> None:
+    """All adapters, then one; a shard() between them fails. Then a plain model."""
+    dense, model = build(kind), build(kind)
+    refused = Full()
+    for frozen in (None, 0):
+        for each in (dense, model):
+            if frozen is not None:
+                each[1][frozen].adapter.requires_grad_(False)  # type: ignore[index]
+        expected = run(dense, torch.optim.SGD(trained(dense), lr=0.1))
+        if frozen is not None and not torch.distributed.is_initialized():
+            with pytest.raises(RuntimeError, match="no room"):
+                zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1), store=refused)
+        for ours, theirs in zip(
+            run(model, zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1))), expected, strict=True
+        ):
+            assert torch.equal(ours, theirs)
+    zero_core.unshard(model)
+    assert torch.equal(model(torch.ones(2, WIDTH)), dense(torch.ones(2, WIDTH)))
+    for name, values in dense.state_dict().items():
+        for ours, theirs in zip(inner(model.state_dict()[name]), inner(values), strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+@SIZES
+@pytest.mark.parametrize("kind", ["wrapper", "packed"])
+def test_a_second_stage_and_a_plain_model_have_the_same_parts(ranks, size: int, kind: str) -> None:
+    ranks(size).run(check_stages, kind)
+
+
 def test_parts_are_shards_of_their_own_dtype() -> None:
     """Fails if a scale is cast to the dtype that the model is computed in, or stays in memory."""
     for kind, names in (("wrapper", ("codes", "scale")), ("packed", ("", "SCB"))):
@@ -194,12 +236,6 @@ def test_other_values_under_a_sharded_wrapper_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["wrapper", "packed"])
 def test_a_model_that_could_not_be_sharded_is_as_it_was(kind: str) -> None:
-    class Full(DeviceStore):
-        def attach(self, specs: Any, optimizer: Any, initial: Any, *, context: Any) -> None:
-            for i in range(len(specs)):
-                context.rescue(i, initial(i))
-            raise RuntimeError("no room")
-
     dense, model = build(kind), build(kind)
     with pytest.raises(RuntimeError, match="no room"):
         zero_core.shard(model, torch.optim.SGD(trained(model), lr=0.1), store=Full())

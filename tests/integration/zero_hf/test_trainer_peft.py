@@ -175,3 +175,23 @@ def test_on_two_ranks(ranks, tmp_path):
     assert ours == other[0] == pytest.approx(theirs, rel=1e-5)
     loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "final").state_dict()
     assert loaded.keys() == values.keys() and all(torch.equal(values[name], loaded[name]) for name in values)
+
+
+@pytest.mark.parametrize("tier", ["none", "host", "nvme"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_adapters_are_put_on_after_a_first_trainer_and_merged_before_a_third(tier, ends, tmp_path):
+    """The base that the first one has trained is frozen in the second; then all is trained, with the adapters in it."""
+
+    def stages(cls, **more):
+        made, first = train(cls, tmp_path / "1", llama(), max_steps=2, **more)
+        if ends:
+            made.end()
+        torch.manual_seed(3)
+        model = peft.get_peft_model(made.model, peft.LoraConfig(r=4, target_modules="all-linear"))
+        _, second = train(cls, tmp_path / "2", model, max_steps=3, **more)
+        merged = model.merge_and_unload()
+        merged.requires_grad_(True)
+        _, third = train(cls, tmp_path / "3", merged, max_steps=2, **more)
+        return [*first.losses, *second.losses, *third.losses]
+
+    assert stages(Sharded, zero=tiers(tmp_path)[tier]) == pytest.approx(stages(Trainer), rel=1e-5)

@@ -188,6 +188,8 @@ class Earlier:
     def put_back(self, parameter: Tensor, values: Tensor | None) -> None:
         """The parameter is in these shards again. values: what it has, (numel,); None: nobody knows."""
         unit, k = self._places[id(parameter)]
+        if unit.index in self._spare:
+            self._spare.remove(unit.index)
         if unit.index not in self._given_up:
             return
         if values is None:

@@ -17,6 +17,7 @@ from ..precision import as_bytes, rounded, sum_of_squares
 from ..saved_bytes import HostMemory
 from ..store import (
     Arrival,
+    GivesUp,
     GradientAccess,
     GroupStep,
     ScalarStates,
@@ -234,6 +235,24 @@ class ShardStoreSuite:
                     trial.store.sleep(HostMemory())
                 trial.store.release(1)
                 trial.step(seed=0)
+                trial.compare_parameters()
+
+    def test_shards_are_given_up_one_by_one(self) -> None:
+        """Of a store that gives up: the others keep their bits, and what is taken up again can be written."""
+        for dtype in self.parameter_dtypes:
+            with _Trial(self, dtype) as trial:
+                store = trial.store
+                if not isinstance(store, GivesUp):
+                    continue
+                trial.step(seed=0)
+                masters = [store.read_state(i, "master", 0, numel) for i, numel in enumerate(_SIZES)]
+                gone = [store.give_up(i) for i in (0, 1)]
+                assert torch.equal(store.read_state(2, "master", 0, _SIZES[2]), masters[2]), "another shard changed"
+                for i in (0, 1):
+                    if gone[i]:
+                        store.take_up(i)
+                        assert not store.read_state(i, "master", 0, _SIZES[i]).any(), f"shard {i} is not zeros"
+                        store.write_state(i, "master", 0, masters[i])
                 trial.compare_parameters()
 
     def test_closed_stores_say_so(self) -> None:
