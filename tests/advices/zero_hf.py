@@ -32,8 +32,8 @@ FOLLOWED: dict[str, str] = {
     "install it, or write offload: host": _ADVICE + "test_without_zero_nvme_states_are_on_the_host",
     "Name a folder on a mounted drive": _ADVICE + "test_a_folder_is_one_on_a_drive_that_is_mounted",
     "name a folder on a disk, or write offload: host": _ADVICE + "test_a_folder_is_one_on_a_drive_that_is_mounted",
-    "For another one, save it": _HERE
-    + "test_trainer_use.py::test_a_second_trainer_takes_the_model_that_the_first_one_saved",
+    "give the second stage of a model another output_dir": _HERE
+    + "test_trainer_use.py::test_a_second_stage_needs_an_output_folder_of_its_own",
     "add --weights, or leave them out": _ADVICE + "test_safetensors_are_converted_with_a_dtype",
     # steps on disk
     "name a folder on a disk with nvme_paths": _DURABLE + "test_settings_that_keep_nothing_are_refused",
