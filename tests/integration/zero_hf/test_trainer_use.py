@@ -322,8 +322,8 @@ def test_a_second_stage_needs_an_output_folder_of_its_own(tmp_path):
 def test_a_second_trainer_takes_the_model_that_the_first_one_saved(tmp_path):
     """Fails if it starts from other values."""
     first, _ = train(Sharded, tmp_path, max_steps=2)
-    first.save_model(str(tmp_path / "saved"))
     first.end()
+    first.save_model(str(tmp_path / "saved"))
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     _, ours = train(Sharded, tmp_path, saved)
     stock, _ = train(Trainer, tmp_path, max_steps=2)

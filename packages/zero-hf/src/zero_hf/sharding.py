@@ -63,21 +63,22 @@ class Run:
         self._closed = True
         self._ending.close()
 
-    def end(self) -> None:
-        """Gives memory and files back, and the model is a plain one. Collective.
+    def end(self) -> bool:
+        """Gives memory and files back, and makes the model a plain one. Collective.
 
-        Where there is no room for the whole model, or it cannot be had, it warns of that, and the model cannot be used.
+        False, with a warning: there is no room for the whole model, or it cannot be had. It cannot be used any more.
         """
-        if self._closed:
-            return  # also where the model is in other shards by now, or plain
-        try:
-            if self.optimizer is not None:
-                self.optimizer.zero_grad()
-            zero_core.unshard(self.model)
-        except Exception as error:
-            kind = type(self.model).__name__
-            warnings.warn(f"the {kind} cannot be used any more, as it is not made plain: {error}", stacklevel=3)
-            self.close()
+        if not self._closed:  # it is where the model is in other shards by now, or plain
+            try:
+                if self.optimizer is not None:
+                    self.optimizer.zero_grad()
+                zero_core.unshard(self.model)
+            except Exception as error:
+                kind = type(self.model).__name__
+                warnings.warn(f"the {kind} cannot be used any more, as it is not made plain: {error}", stacklevel=3)
+                self.close()
+                return False
+        return True
 
 
 def shard(

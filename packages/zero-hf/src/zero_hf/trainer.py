@@ -339,8 +339,8 @@ class _Sharded(Trainer):
 
     def end(self) -> None:
         """Gives memory and files back; the model is a plain one then, see `Run.end`. Then what Trainer.end() does."""
-        if self.zero_run is not None:
-            self.zero_run.end()
+        if self.zero_run is not None and self.zero_run.end():
+            self.zero_run = self.optimizer = self.lr_scheduler = None
         super().end()
 
 

@@ -20,7 +20,6 @@ from ..heap import give_back_freed_memory
 from ..runtime.connecting import connect, disconnect
 from ..runtime.hooks import Engine
 from ..runtime.place import places_of
-from ..runtime.unit import Unit
 from ..store import GivesUp, ShardStore, Sleeps
 
 __all__ = ["Earlier"]
@@ -38,32 +37,30 @@ class Earlier:
         self._call, self._why = call, why
         places = places_of(model)
         engines = {id(place.engine): place.engine for place in places}
+        self.engine: Engine | None = places[0].engine if places else None
+        units = () if self.engine is None else self.engine.units
+        store = None if self.engine is None else self.engine.store
+        self._giving = store if isinstance(store, GivesUp) else None
+        self._mine = {id(part.tensor) for part in named_parts(model)}
+        self._places = {id(p): (unit, k) for unit in units for k, p in enumerate(unit.parameters)}
+        self._waiting = [{k for k, p in enumerate(unit.parameters) if id(p) in self._mine} for unit in units]
+        self._spare: list[int] = []  # indices of units of which all was taken
+        self._given_up: set[int] = set()  # of those that were given up, also if they have memory again
+        self._away: set[int] = set()  # of those that have none
+        self._lost: list[str] = []  # names of parameters
         if len(engines) > 1:
             kinds = " and ".join(type(engine.model).__name__ for engine in engines.values())
             raise AlreadyShardedError(
                 f"{places[0].name} is sharded already, and other parameters of the model are in other shards, those of "
                 f"{kinds}: call zero_core.unshard on each of them first"
             )
-        self.engine: Engine | None = places[0].engine if places else None
-        self._mine = {id(part.tensor) for part in named_parts(model)}
-        self._places: dict[int, tuple[Unit, int]] = {}
-        self._given_up: set[int] = set()  # indices of units, also of those that have memory again
-        self._away: set[int] = set()  # of those that have not
-        self._spare: list[int] = []  # of those of which all was taken
-        self._lost: list[str] = []  # names of parameters
-        if self.engine is None:
-            return
-        self._places = {id(p): (unit, k) for unit in self.engine.units for k, p in enumerate(unit.parameters)}
-        held = {id(part.tensor) for part in named_parts(self.engine.model)}
+        held = set() if self.engine is None else {id(part.tensor) for part in named_parts(self.engine.model)}
         others = [unit.layout.slots[k].name for i, (unit, k) in self._places.items() if i in held - self._mine]
         if others:
             raise AlreadyShardedError(
                 f"{places[0].name} is sharded already, together with {listed(others)}, which the model given does not "
-                f"have: call zero_core.{call} on the whole {type(self.engine.model).__name__}"
+                f"have: call zero_core.{call} on the whole {type(places[0].engine.model).__name__}"
             )
-        store = self.engine.store
-        self._giving = store if isinstance(store, GivesUp) else None
-        self._waiting = [{k for k, p in enumerate(u.parameters) if id(p) in self._mine} for u in self.engine.units]
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..building.parts import repacks_in_eval
 from ..errors import ChangedParameterError, GradientError, ZeroError
 from .outputs import not_traced, unwrapped
-from .parameter import allow_copies, keep_state_dict, refuse_copies, refuse_scripts
+from .parameter import keep_state_dict, refuse_copies, refuse_scripts
 from .unit import Unit
 
 __all__ = ["Attachment", "Node"]
@@ -140,8 +140,6 @@ class Attachment:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        for module in self._model.modules():
-            allow_copies(module)
 
     def check(self) -> None:
         """Raise if the model is traced, or has another parameter where one was sharded."""

@@ -6,7 +6,7 @@ Owns neither: the hooks are `attaching`'s, `fast_paths`' and `snapshots`', the c
 from __future__ import annotations
 
 from .hooks import Engine
-from .parameter import home_of, set_home
+from .parameter import allow_copies, home_of, set_home
 from .place import Place, Window
 from .snapshots import Snapshots
 
@@ -28,9 +28,11 @@ def connect(engine: Engine) -> None:
 
 
 def disconnect(engine: Engine) -> None:
-    """No hook is on the model, and parameters have the classes that they had. They have no memory, and keep their homes
-    until they are the user's again."""
+    """No hook or refusal is on the model, and parameters have the classes that they had. They have no memory, and keep
+    their homes until they are the user's again."""
     engine.detach()
+    for module in engine.model.modules():
+        allow_copies(module)
     for unit in engine.units:
         unit.unseal()
         for composite in unit.composites:
